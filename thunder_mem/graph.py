@@ -1,0 +1,297 @@
+"""The memory model's only data structure: operations over storages.
+
+A `Graph` says which storages each operation reads, overwrites and allocates, and which operations
+must stay in order. Nothing here knows Thunder: `trace_graph.py` reads a trace into this form,
+`timeline.py` prices an order of it, and `Graph.contract` turns ops into fusion regions of the
+same form, so that one algorithm serves both levels.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+__all__ = ["Graph", "GraphError", "Op", "Storage", "make_graph"]
+
+
+class GraphError(ValueError):
+    """A graph, an order or a grouping that breaks the rules; the message names the first offender."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One block of memory, however many tensors are views of it.
+
+    Attributes:
+        index: position in `Graph.storages`.
+        nbytes: size in bytes.
+        name: the proxy that first named it; for people, not for algorithms.
+        device: where it lives, as torch prints it.
+        held: the caller keeps it for the whole run (a parameter, an input), so nothing frees it.
+    """
+
+    index: int
+    nbytes: int
+    name: str = ""
+    device: str = "cpu"
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One schedulable operation: a bound symbol, or a fusion region after `Graph.contract`.
+
+    Attributes:
+        index: position in `Graph.ops`, which is the source order.
+        name: for people, not for algorithms.
+        reads: storages whose bytes must exist while it runs, through whichever view.
+        writes: storages that exist already and are overwritten in place.
+        allocates: storages that come into being.
+        scratch_bytes: bytes held only while it runs, beyond inputs and outputs.
+        backward: it belongs to the backward half of a joint trace.
+        payload: what it was built from (after `contract`: the indices of its members), opaque to
+            every algorithm.
+    """
+
+    index: int
+    name: str = ""
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    allocates: tuple[int, ...] = ()
+    scratch_bytes: int = 0
+    backward: bool = False
+    payload: object = field(default=None, compare=False)
+
+    @property
+    def touches(self) -> tuple[int, ...]:
+        """Every storage that must be alive while the op runs, each once."""
+        return tuple(dict.fromkeys((*self.reads, *self.writes, *self.allocates)))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An immutable graph of ops, in source order, over storages.
+
+    A storage that no op allocates is an input, alive from the start. A storage dies after the last
+    op that touches it, unless it is `held` or in `outputs`; an input that nothing touches stays.
+    While an op runs, its inputs, its outputs and its scratch are alive together.
+
+    Attributes:
+        ops: in source order, which is one legal order.
+        storages: indexed by `Storage.index`.
+        predecessors: for each op the ops that must run before it, sorted, without repeats.
+        outputs: storages alive after the last op (returned to the caller, or saved for the backward).
+    """
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    predecessors: tuple[tuple[int, ...], ...]
+    outputs: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the ops that must run after it, sorted."""
+        after: list[list[int]] = [[] for _ in self.ops]
+        for op, before in enumerate(self.predecessors):
+            for p in before:
+                after[p].append(op)
+        return tuple(map(tuple, after))
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """For each storage the ops that touch it, the allocating one included, in source order."""
+        users: list[list[int]] = [[] for _ in self.storages]
+        for op in self.ops:
+            for s in op.touches:
+                users[s].append(op.index)
+        return tuple(map(tuple, users))
+
+    @cached_property
+    def allocator(self) -> tuple[int | None, ...]:
+        """For each storage the op that allocates it; None for an input."""
+        allocator: list[int | None] = [None] * len(self.storages)
+        for op in self.ops:
+            for s in op.allocates:
+                allocator[s] = op.index
+        return tuple(allocator)
+
+    def check_order(self, order: Sequence[int]) -> None:
+        """Raise `GraphError`, naming the first broken edge, unless `order` is a legal order of all ops."""
+        position = [-1] * len(self.ops)
+        for step, op in enumerate(order):
+            if isinstance(op, bool) or not hasattr(op, "__index__"):
+                raise GraphError(f"an order is a sequence of op indices, but step {step} holds {op!r}")
+            if not 0 <= op < len(self.ops):
+                raise GraphError(f"step {step} of the order holds {op}, but the ops are 0..{len(self.ops) - 1}")
+            if position[op] >= 0:
+                raise GraphError(f"the order runs op {self._label(op)} twice, at steps {position[op]} and {step}")
+            position[op] = step
+        if len(order) != len(self.ops):
+            missing = next(op for op, step in enumerate(position) if step < 0)
+            raise GraphError(f"the order has {len(order)} steps for {len(self.ops)} ops: {self._label(missing)} is missing")
+        for op in order:
+            for before in self.predecessors[op]:
+                if position[before] > position[op]:
+                    raise GraphError(f"the order breaks the edge {self._label(before)} -> {self._label(op)}")
+
+    def contract(self, groups: Iterable[Sequence[int]]) -> Graph:
+        """The graph whose ops are `groups`; an op in no group stays alone.
+
+        What a group allocates and nobody outside touches disappears: it lives inside the region.
+        An op may stand in several groups: each computes its own copy, and only the first of them
+        gives it to the ops outside. The new ops carry the tuple of their members as payload, and
+        their order is the topological order that follows the source most closely.
+
+        Raises:
+            GraphError: the groups depend on each other in a cycle, mix forward and backward, or
+                copy an op that overwrites a storage.
+        """
+        groups = [tuple(sorted(set(group))) for group in groups]
+        grouped = {op for group in groups for op in group}
+        groups += [(op.index,) for op in self.ops if op.index not in grouped]
+        homes: list[list[int]] = [[] for _ in self.ops]
+        for g, group in enumerate(groups):
+            if len({self.ops[op].backward for op in group}) > 1:
+                raise GraphError(f"a region mixes forward and backward: {', '.join(map(self._label, group))}")
+            for op in group:
+                homes[op].append(g)
+        for op, home in enumerate(homes):
+            if len(home) > 1 and self.ops[op].writes:
+                raise GraphError(f"{self._label(op)} overwrites a storage and cannot be copied into several regions")
+
+        # A copy recomputes from its inputs, so only its home waits for those who use its result; but
+        # who overwrites an input must wait for every copy.
+        before: list[set[int]] = [set() for _ in groups]
+        for g, group in enumerate(groups):
+            inside = set(group)
+            for op in group:
+                for p in self.predecessors[op]:
+                    if p not in inside:
+                        before[g].add(homes[p][0])
+                    if len(homes[p]) > 1 and not set(self.ops[p].reads).isdisjoint(self.ops[op].writes):
+                        before[g].update(homes[p])
+            before[g].discard(g)
+
+        order = self._order_groups(groups, before)
+        position = {g: i for i, g in enumerate(order)}
+        outside = self._touched_outside(groups, homes)
+        kept = [s for s in range(len(self.storages)) if s in outside or self.allocator[s] is None]
+        renumber = {s: i for i, s in enumerate(kept)}
+        return Graph(
+            ops=tuple(self._merge(i, groups[g], g, homes, renumber) for i, g in enumerate(order)),
+            storages=tuple(
+                Storage(i, self.storages[s].nbytes, self.storages[s].name, self.storages[s].device, self.storages[s].held)
+                for i, s in enumerate(kept)
+            ),
+            predecessors=tuple(tuple(sorted(position[p] for p in before[g])) for g in order),
+            outputs=frozenset(renumber[s] for s in self.outputs),
+        )
+
+    def _touched_outside(self, groups: Sequence[tuple[int, ...]], homes: Sequence[list[int]]) -> set[int]:
+        """Storages that outlive the group that allocates them."""
+        outside = set(self.outputs)
+        for group in groups:
+            inside = set(group)
+            for op in group:
+                outside.update(s for s in self.ops[op].touches if self.allocator[s] not in inside)
+        return outside
+
+    def _order_groups(self, groups: Sequence[tuple[int, ...]], before: Sequence[set[int]]) -> list[int]:
+        """The topological order of the groups that follows the source order of their last members."""
+        after: list[list[int]] = [[] for _ in groups]
+        waiting = [len(b) for b in before]
+        for g, predecessors in enumerate(before):
+            for p in predecessors:
+                after[p].append(g)
+        ready = [(groups[g][-1], g) for g in range(len(groups)) if not waiting[g]]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            _, g = heapq.heappop(ready)
+            order.append(g)
+            for succ in after[g]:
+                waiting[succ] -= 1
+                if not waiting[succ]:
+                    heapq.heappush(ready, (groups[succ][-1], succ))
+        if len(order) < len(groups):
+            stuck = min((g for g in range(len(groups)) if waiting[g]), key=lambda g: groups[g])
+            raise GraphError(f"the regions depend on each other in a cycle through {self._label(groups[stuck][0])}")
+        return order
+
+    def _merge(
+        self, index: int, group: tuple[int, ...], g: int, homes: Sequence[list[int]], renumber: dict[int, int]
+    ) -> Op:
+        own = {s for op in group for s in self.ops[op].allocates}
+
+        def collect(field_name: str) -> tuple[int, ...]:
+            touched = (s for op in group for s in getattr(self.ops[op], field_name) if s not in own)
+            return tuple(dict.fromkeys(renumber[s] for s in touched))
+
+        allocates = (s for op in group if homes[op][0] == g for s in self.ops[op].allocates if s in renumber)
+        return Op(
+            index=index,
+            name=self.ops[group[0]].name if len(group) == 1 else f"region{index}",
+            reads=collect("reads"),
+            writes=collect("writes"),
+            allocates=tuple(renumber[s] for s in allocates),
+            scratch_bytes=max(self.ops[op].scratch_bytes for op in group),
+            backward=self.ops[group[0]].backward,
+            payload=group,
+        )
+
+    def _label(self, op: int) -> str:
+        return f"{self.ops[op].name or 'op'}#{op}"
+
+
+def make_graph(
+    ops: Iterable[Op], storages: Iterable[Storage], edges: Iterable[tuple[int, int]] = (), outputs: Iterable[int] = ()
+) -> Graph:
+    """Build a `Graph`: the given edges plus every read-after-write, write-after-read and
+    write-after-write edge that the source order implies for each storage.
+
+    Raises:
+        GraphError: an index that does not match its position, an edge against the source order, or
+            a storage that is touched before it is allocated.
+
+    Example:
+        >>> a, b = Storage(0, 8, held=True), Storage(1, 8)
+        >>> make_graph([Op(0, "sin", reads=(0,), allocates=(1,)), Op(1, "add_", writes=(0,))], [a, b]).predecessors
+        ((), (0,))
+    """
+    ops, storages = tuple(ops), tuple(storages)
+    before: list[set[int]] = [set() for _ in ops]
+    for source, target in edges:
+        if not 0 <= source < target < len(ops):
+            raise GraphError(f"the edge {source} -> {target} does not follow the source order of {len(ops)} ops")
+        before[target].add(source)
+    for i, storage in enumerate(storages):
+        if storage.index != i:
+            raise GraphError(f"storage {storage.name!r} says index {storage.index} but stands at {i}")
+
+    allocated = {s for op in ops for s in op.allocates}
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    for i, op in enumerate(ops):
+        if op.index != i:
+            raise GraphError(f"op {op.name!r} says index {op.index} but stands at {i}")
+        for s in op.allocates:
+            if s in writer:
+                raise GraphError(f"storage {s} is allocated twice, by ops {writer[s]} and {i}")
+            writer[s] = i
+        for s in (*op.reads, *op.writes):
+            if s in allocated and s not in writer:
+                raise GraphError(f"op {op.name!r} (#{i}) touches storage {s} before it is allocated")
+            if writer.get(s, i) != i:
+                before[i].add(writer[s])
+            if s in op.writes:
+                before[i].update(readers.pop(s, ()))
+                writer[s] = i
+            else:
+                readers.setdefault(s, []).append(i)
+        before[i].discard(i)
+    return Graph(ops, storages, tuple(tuple(sorted(b)) for b in before), frozenset(outputs))
