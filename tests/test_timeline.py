@@ -1,0 +1,82 @@
+"""The timeline equals the definition, on every shape of graph."""
+
+import random
+
+import pytest
+from graphs import graphs, live_sets, oracle_bytes, shuffled
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thunder_mem.graph import GraphError, Op, Storage, make_graph
+from thunder_mem.timeline import simulate
+
+
+@given(graphs(), st.integers(0, 1000))
+def test_simulate_equals_the_definition(graph, seed):
+    order = [op.index for op in graph.ops]
+    timeline = simulate(graph)
+    assert timeline.order == tuple(order)
+    assert list(timeline.live_bytes) == oracle_bytes(graph, order)
+    assert timeline.peak_bytes == max(timeline.live_bytes) == timeline.live_bytes[timeline.peak_step]
+    assert timeline.peak_bytes not in timeline.live_bytes[: timeline.peak_step]
+    alive = live_sets(graph, order)
+    step = seed % len(graph)
+    assert set(timeline.alive_at(step)) == alive[step]
+    sizes = [graph.storages[s].nbytes for s in timeline.alive_at(step)]
+    assert sizes == sorted(sizes, reverse=True)
+    for s in range(len(graph.storages)):
+        born, dies = timeline.live_range(s)
+        assert [t for t, sets in enumerate(alive) if s in sets] == list(range(born, dies + 1))
+
+
+@given(graphs(), st.integers(0, 1000))
+def test_another_source_order_is_another_order_of_the_same_graph(graph, seed):
+    other = shuffled(graph, random.Random(seed))
+    by_storage = [(op.reads, op.writes, op.allocates, op.name) for op in graph.ops]
+    order = []
+    for op in other.ops:
+        order.append(by_storage.index((op.reads, op.writes, op.allocates, op.name)))
+        by_storage[order[-1]] = None
+    assert simulate(other).live_bytes == simulate(graph, order).live_bytes
+
+
+def test_who_stays_and_who_dies():
+    held, unused, freed = Storage(0, 1, held=True), Storage(1, 2), Storage(2, 4)
+    middle, out, dead = Storage(3, 8), Storage(4, 16), Storage(5, 32)
+    ops = [
+        Op(0, "a", reads=(0, 2), allocates=(3,), scratch_bytes=64),
+        Op(1, "b", reads=(3,), allocates=(4, 5)),
+        Op(2, "c", writes=(4,)),
+    ]
+    timeline = simulate(make_graph(ops, [held, unused, freed, middle, out, dead], outputs=[4]))
+    assert timeline.live_bytes == (1 + 2 + 4 + 8 + 64, 1 + 2 + 8 + 16 + 32, 1 + 2 + 16)
+    assert [timeline.live_range(s) for s in range(6)] == [(0, 2), (0, 2), (0, 0), (0, 1), (1, 2), (1, 1)]
+    assert timeline.alive_at(1) == (5, 4, 3, 1, 0)
+
+
+def test_top_peaks_are_the_hills():
+    storages = [Storage(i, size, held=False) for i, size in enumerate((4, 1, 9, 1, 6))]
+    ops = [Op(i, reads=(), allocates=(i,)) for i in range(5)]
+    timeline = simulate(make_graph(ops, storages))
+    assert timeline.live_bytes == (4, 1, 9, 1, 6)
+    assert timeline.top_peaks() == (2, 4, 0)
+    assert timeline.top_peaks(1) == (timeline.peak_step,)
+    flat = simulate(make_graph([Op(0), Op(1), Op(2)], [Storage(0, 5, held=True)]))
+    assert flat.top_peaks() == (0,)
+
+
+def test_a_graph_without_ops():
+    timeline = simulate(make_graph([], [Storage(0, 8), Storage(1, 2, held=True)]))
+    assert (timeline.live_bytes, timeline.peak_bytes, timeline.peak_step) == ((), 10, -1)
+    assert timeline.live_range(0) == (0, -1)
+    assert timeline.top_peaks() == ()
+
+
+def test_refusals_name_the_offender():
+    graph = make_graph([Op(0, "a", allocates=(0,)), Op(1, "b", reads=(0,))], [Storage(0, 8)])
+    with pytest.raises(GraphError, match="a#0 -> b#1"):
+        simulate(graph, [1, 0])
+    with pytest.raises(GraphError, match="b#1 is missing"):
+        simulate(graph, [0])
+    with pytest.raises(IndexError, match="step 2 of an order of 2"):
+        simulate(graph).alive_at(2)
