@@ -101,7 +101,9 @@ def training(seed: int, layers: int, recompute: bool = False) -> Graph:
     rng = random.Random(seed)
     b = Builder()
     act = rng.choice((4, 8, 16))
-    weights = [b.storage(rng.choice((8, 16, 32)), held=True) for _ in range(layers)]
+    # Short sequences hold more weights than activations, long ones the reverse.
+    sizes = rng.choice(((8, 16, 32), (1, 2, 4)))
+    weights = [b.storage(rng.choice(sizes), held=True) for _ in range(layers)]
     x = b.storage(act, held=True)
     inputs, hidden = [], []
     for w in weights:

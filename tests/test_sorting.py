@@ -11,7 +11,7 @@ from thunder_mem.sort_sift import settle, sift, toward_source
 from thunder_mem.sorting import SORTS, register_sort, sort_graph
 from thunder_mem.timeline import simulate
 
-NEVER_ABOVE_THE_SOURCE = ("source", "sift", "auto")
+NEVER_ABOVE_THE_SOURCE = ("source", "sift", "window", "exact", "auto")
 
 
 @given(graphs(30), st.sampled_from(sorted(SORTS)))

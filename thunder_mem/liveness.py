@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from thunder_mem.graph import Graph
 
-__all__ = ["Frontier", "Liveness", "liveness", "profile"]
+__all__ = ["Frontier", "Liveness", "footprint_bytes", "liveness", "profile"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Liveness:
         mortal: per op, the storages it touches that die with their last user.
         users: per storage, the ops that touch it if it is mortal, else ().
         nbytes: per storage.
-        predecessors, successors: as in the graph.
+        predecessors, successors, allocators: as in the graph.
     """
 
     start_bytes: int
@@ -41,6 +41,7 @@ class Liveness:
     nbytes: tuple[int, ...]
     predecessors: tuple[tuple[int, ...], ...]
     successors: tuple[tuple[int, ...], ...]
+    allocators: tuple[int | None, ...]
 
     def __len__(self) -> int:
         return len(self.allocated_bytes)
@@ -70,6 +71,7 @@ def liveness(graph: Graph) -> Liveness:
         nbytes=nbytes,
         predecessors=graph.predecessors,
         successors=graph.successors,
+        allocators=allocator,
     )
 
 
@@ -87,6 +89,22 @@ def profile(live: Liveness, order: Sequence[int]) -> list[int]:
             if not left[s]:
                 now -= nbytes[s]
     return steps
+
+
+def footprint_bytes(live: Liveness) -> int:
+    """The cheapest lower bound on every order's peak: what is alive at the start, at the end, and
+    with any one op: what stays from the start, its inputs, its outputs and its scratch."""
+    stays = live.start_bytes - sum(
+        live.nbytes[s] for s, users in enumerate(live.users) if users and live.allocators[s] is None
+    )
+    ops = (
+        stays
+        + live.allocated_bytes[op]
+        + live.scratch_bytes[op]
+        + sum(live.nbytes[s] for s in live.mortal[op] if live.allocators[s] != op)
+        for op in range(len(live))
+    )
+    return max(live.start_bytes, live.end_bytes, *ops)
 
 
 class Frontier:

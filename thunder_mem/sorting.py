@@ -4,6 +4,15 @@ A sort algorithm is any function `(Graph) -> Sequence[int]` that returns every o
 after its predecessors. The built-in ones are registered by name below; a developer adds one with
 `register_sort`, or passes the function itself wherever a `sort=` is taken. Whatever an algorithm
 returns is checked, and its peak is what the exact simulator says.
+
+| name | what it does |
+|---|---|
+| `source` | the order the program was written in |
+| `lpmf`, `backward_lpmf`, `dfs`, `bfs` | greedy, `sort_greedy.py` |
+| `sift` | the source order, sifted, `sort_sift.py` |
+| `window` | that, then exact windows at the peak, `sort_window.py` |
+| `exact` | optimal, for up to about 60 ops, `sort_search.py` |
+| `auto` | the best of all but `exact`, never above `source`, `sort_portfolio.py` |
 """
 
 from __future__ import annotations
@@ -15,7 +24,9 @@ from types import MappingProxyType
 from thunder_mem.graph import Graph
 from thunder_mem.liveness import Liveness, liveness, profile
 from thunder_mem.sort_greedy import breadth_first, depth_first, least_peak_first
-from thunder_mem.sort_sift import sift, toward_source
+from thunder_mem.sort_portfolio import exact, portfolio
+from thunder_mem.sort_sift import sift
+from thunder_mem.sort_window import lower_peak
 
 __all__ = ["SORTS", "SortFunction", "SortResult", "register_sort", "sort_graph"]
 
@@ -30,14 +41,17 @@ class SortResult:
         order: op indices, in the order to run.
         peak_bytes: the order's peak by the exact simulator.
         source_peak_bytes: the source order's.
-        algorithm: the registered name that made it, of the winning member for "auto"; a user's
-            function by its `__name__`.
+        algorithm: the registered name that made it, a user's function by its `__name__`; for "auto"
+            and "exact" the seed and the step that won, as "lpmf+window".
+        optimal: "auto" or "exact" proved that no order has a lower peak. `bounds.lower_bound` may
+            prove it for other orders.
     """
 
     order: tuple[int, ...]
     peak_bytes: int
     source_peak_bytes: int
     algorithm: str
+    optimal: bool = False
 
 
 def _peak(live: Liveness, order: Sequence[int]) -> int:
@@ -68,30 +82,17 @@ def _sift(graph: Graph) -> Sequence[int]:
     return sift(liveness(graph), range(len(graph)))[0]
 
 
-def _portfolio(graph: Graph) -> tuple[list[int], str]:
-    """The best order of the portfolio and the name of the seed it grew from."""
+def _window(graph: Graph) -> Sequence[int]:
     live = liveness(graph)
-    source = list(range(len(graph)))
-    best, best_bytes, winner = source, _peak(live, source), "source"
-    for name, seed in _seeds(live):
-        order, peak_bytes = sift(live, seed)
-        if peak_bytes < best_bytes:
-            best, best_bytes, winner = order, peak_bytes, "sift" if name == "source" else f"{name}+sift"
-    if winner != "source":
-        best = toward_source(live, best, best_bytes)
-    return best, winner
+    return lower_peak(live, sift(live, range(len(graph)))[0]).order
 
 
-def _seeds(live: Liveness):
-    yield "source", list(range(len(live)))
-    yield "lpmf", least_peak_first(live)
-    yield "backward_lpmf", least_peak_first(live, reverse=True)
-    yield "dfs", depth_first(live)
-    yield "bfs", breadth_first(live)
+def _exact(graph: Graph) -> Sequence[int]:
+    return exact(liveness(graph)).order
 
 
 def _auto(graph: Graph) -> Sequence[int]:
-    return _portfolio(graph)[0]
+    return portfolio(liveness(graph)).order
 
 
 _REGISTRY: dict[str, SortFunction] = {
@@ -101,6 +102,8 @@ _REGISTRY: dict[str, SortFunction] = {
     "dfs": _dfs,
     "bfs": _bfs,
     "sift": _sift,
+    "window": _window,
+    "exact": _exact,
     "auto": _auto,
 }
 
@@ -154,15 +157,19 @@ def sort_graph(graph: Graph, sort: str | SortFunction = "auto") -> SortResult:
         function, algorithm = sort, getattr(sort, "__name__", type(sort).__name__)
     else:
         raise TypeError(f"sort is a name ({', '.join(_REGISTRY)}) or a function (Graph) -> Sequence[int], not {sort!r}")
-    if sort == "auto":
-        order, algorithm = _portfolio(graph)
-    else:
-        returned = function(graph)
-        try:
-            order = list(returned)
-        except TypeError:
-            raise TypeError(f"the sort {algorithm!r} returned {returned!r}, not a sequence of op indices") from None
-    graph.check_order(order)
     live = liveness(graph)
     source_peak_bytes = _peak(live, range(len(graph)))
-    return SortResult(tuple(int(op) for op in order), _peak(live, order), source_peak_bytes, algorithm)
+    if sort in ("auto", "exact"):
+        found = portfolio(live) if sort == "auto" else exact(live)
+        graph.check_order(found.order)
+        return SortResult(
+            tuple(found.order), _peak(live, found.order), source_peak_bytes, found.algorithm, found.optimal
+        )
+    returned = function(graph)
+    try:
+        order = tuple(returned)
+    except TypeError:
+        raise TypeError(f"the sort {algorithm!r} returned {returned!r}, not a sequence of op indices") from None
+    graph.check_order(order)
+    order = tuple(map(int, order))
+    return SortResult(order, _peak(live, order), source_peak_bytes, algorithm)

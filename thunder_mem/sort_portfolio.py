@@ -1,0 +1,91 @@
+"""`sort="auto"`: sift several seeds, keep the best, lower its peak window by window.
+
+All limits are counts of work, never clocks, so the same graph gives the same order on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from thunder_mem.liveness import Liveness, footprint_bytes, profile
+from thunder_mem.sort_greedy import breadth_first, depth_first, least_peak_first
+from thunder_mem.sort_search import solve, whole_graph
+from thunder_mem.sort_sift import sift, toward_source
+from thunder_mem.sort_window import lower_peak
+
+__all__ = ["Sorted", "exact", "portfolio"]
+
+# A sift round is linear in the graph; more than two hardly change which seed wins.
+_SEED_ROUNDS = 2
+# Windows and full sifts alternate while they help, within this many states of the search.
+_ROUNDS = 4
+_WINDOW_STATES = 40_000
+_EXACT_STATES = 500_000
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """An order, its peak, the algorithm that won, and whether the peak is proven least."""
+
+    order: list[int]
+    peak_bytes: int
+    algorithm: str
+    optimal: bool
+
+
+def _seeds(live: Liveness) -> Iterator[tuple[str, Sequence[int]]]:
+    yield "source", range(len(live))
+    yield "lpmf", least_peak_first(live)
+    yield "backward_lpmf", least_peak_first(live, reverse=True)
+    yield "dfs", depth_first(live)
+    yield "bfs", breadth_first(live)
+
+
+def portfolio(live: Liveness) -> Sorted:
+    """The best order found, never above the source order, and that order itself unless beaten.
+
+    Time near-linear in the graph: five greedy seeds, a fixed number of sift rounds, a fixed number
+    of search states.
+    """
+    source = list(range(len(live)))
+    floor_bytes = footprint_bytes(live)
+    source_bytes = max(profile(live, source), default=live.start_bytes)
+    best = Sorted(source, source_bytes, "source", source_bytes == floor_bytes)
+    for name, seed in _seeds(live):
+        if best.optimal:
+            break
+        order, peak_bytes = sift(live, seed, _SEED_ROUNDS)
+        if peak_bytes < best.peak_bytes:
+            best = Sorted(order, peak_bytes, f"{name}+sift", peak_bytes == floor_bytes)
+    states = 0
+    for _ in range(_ROUNDS):
+        if best.optimal or states >= _WINDOW_STATES:
+            break
+        order, _ = sift(live, best.order)
+        lowered = lower_peak(live, order, floor_bytes, _WINDOW_STATES - states)
+        states += lowered.states
+        if lowered.peak_bytes < best.peak_bytes:
+            best = Sorted(lowered.order, lowered.peak_bytes, f"{best.algorithm.split('+')[0]}+window", lowered.optimal)
+        else:
+            best = Sorted(best.order, best.peak_bytes, best.algorithm, lowered.optimal)
+            break
+    if best.peak_bytes == source_bytes:
+        return Sorted(source, source_bytes, "source", best.optimal)
+    return Sorted(toward_source(live, best.order, best.peak_bytes), best.peak_bytes, best.algorithm, best.optimal)
+
+
+def exact(live: Liveness, max_states: int = _EXACT_STATES) -> Sorted:
+    """The optimal order, by search over the sets of ops that have run.
+
+    Exponential: meant for up to about 60 ops. Where `max_states` do not suffice the portfolio's
+    order comes back, with `optimal` False.
+    """
+    start = portfolio(live)
+    if start.optimal:
+        return start
+    found = solve(live, whole_graph(live), footprint_bytes(live), start.peak_bytes, max_states)
+    if found.order is None:
+        return Sorted(start.order, start.peak_bytes, start.algorithm, found.complete)
+    order = toward_source(live, found.order, found.proven_bytes)
+    return Sorted(order, found.proven_bytes, "exact", True)
