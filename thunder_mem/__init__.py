@@ -1,3 +1,20 @@
 """thunder_mem: make programs compiled by lightning-thunder use less memory."""
 
+from thunder_mem.delegate import last_plan
+from thunder_mem.graph import Graph, GraphError, Op, Storage
+from thunder_mem.measure import measure_peak
+from thunder_mem.sorting import SORTS, register_sort
+from thunder_mem.transforms import MemEfficient
+
 __version__ = "0.1.0"
+__all__ = [
+    "SORTS",
+    "Graph",
+    "GraphError",
+    "MemEfficient",
+    "Op",
+    "Storage",
+    "last_plan",
+    "measure_peak",
+    "register_sort",
+]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 __all__ = ["Graph", "GraphError", "Op", "Storage", "make_graph"]
@@ -143,104 +143,131 @@ class Graph:
         """The graph whose ops are `groups`; an op in no group stays alone.
 
         What a group allocates and nobody outside touches disappears: it lives inside the region.
-        An op may stand in several groups: each computes its own copy, and only the first of them
-        gives it to the ops outside. The new ops carry the tuple of their members as payload, and
-        their order is the topological order that follows the source most closely.
+        The new ops carry the tuple of their members as payload, and their order is the topological
+        order that follows the source most closely, forward before backward.
 
         Raises:
-            GraphError: the groups depend on each other in a cycle, mix forward and backward, or
-                copy an op that overwrites a storage.
-        """
-        groups = [tuple(sorted(set(group))) for group in groups]
-        grouped = {op for group in groups for op in group}
-        groups += [(op.index,) for op in self.ops if op.index not in grouped]
-        homes: list[list[int]] = [[] for _ in self.ops]
-        for g, group in enumerate(groups):
-            if len({self.ops[op].backward for op in group}) > 1:
-                raise GraphError(f"a region mixes forward and backward: {', '.join(map(self._label, group))}")
-            for op in group:
-                homes[op].append(g)
-        for op, home in enumerate(homes):
-            if len(home) > 1 and self.ops[op].writes:
-                raise GraphError(f"{self._label(op)} overwrites a storage and cannot be copied into several regions")
+            GraphError: an op stands in two groups, a group mixes forward and backward, or the
+                groups depend on each other in a cycle.
 
-        # A copy recomputes from its inputs, so only its home waits for those who use its result; but
-        # who overwrites an input must wait for every copy.
-        before: list[set[int]] = [set() for _ in groups]
+        Example:
+            >>> x, y, z = Storage(0, 8, held=True), Storage(1, 16), Storage(2, 4)
+            >>> ops = [Op(0, "exp", reads=(0,), allocates=(1,)), Op(1, "sum", reads=(1,), allocates=(2,))]
+            >>> [s.nbytes for s in make_graph(ops, [x, y, z], outputs=[2]).contract([(0, 1)]).storages]
+            [8, 4]
+        """
+        groups = [tuple(sorted(group)) for group in groups]
+        home = [-1] * len(self.ops)
         for g, group in enumerate(groups):
-            inside = set(group)
             for op in group:
-                for p in self.predecessors[op]:
-                    if p not in inside:
-                        before[g].add(homes[p][0])
-                    if len(homes[p]) > 1 and not set(self.ops[p].reads).isdisjoint(self.ops[op].writes):
-                        before[g].update(homes[p])
-            before[g].discard(g)
+                if home[op] >= 0:
+                    raise GraphError(f"{self._label(op)} stands in two regions")
+                if self.ops[op].backward != self.ops[group[0]].backward:
+                    raise GraphError(f"a region mixes forward and backward: {', '.join(map(self._label, group))}")
+                home[op] = g
+        for op, g in enumerate(home):
+            if g < 0:
+                home[op] = len(groups)
+                groups.append((op,))
+
+        before: list[set[int]] = [set() for _ in groups]
+        for op, predecessors in enumerate(self.predecessors):
+            before[home[op]].update(home[p] for p in predecessors)
+        for g, predecessors in enumerate(before):
+            predecessors.discard(g)
 
         order = self._order_groups(groups, before)
         position = {g: i for i, g in enumerate(order)}
-        outside = self._touched_outside(groups, homes)
-        kept = [s for s in range(len(self.storages)) if s in outside or self.allocator[s] is None]
+        outlives = set(self.outputs)
+        for op in self.ops:
+            outlives.update(s for s in op.touches if self.allocator[s] is None or home[self.allocator[s]] != home[op.index])
+        kept = [s for s in range(len(self.storages)) if s in outlives or self.allocator[s] is None]
         renumber = {s: i for i, s in enumerate(kept)}
         return Graph(
-            ops=tuple(self._merge(i, groups[g], g, homes, renumber) for i, g in enumerate(order)),
-            storages=tuple(
-                Storage(i, self.storages[s].nbytes, self.storages[s].name, self.storages[s].device, self.storages[s].held)
-                for i, s in enumerate(kept)
-            ),
+            ops=tuple(self._merge(i, groups[g], renumber) for i, g in enumerate(order)),
+            storages=tuple(replace(self.storages[s], index=i) for i, s in enumerate(kept)),
             predecessors=tuple(tuple(sorted(position[p] for p in before[g])) for g in order),
             outputs=frozenset(renumber[s] for s in self.outputs),
         )
 
-    def _touched_outside(self, groups: Sequence[tuple[int, ...]], homes: Sequence[list[int]]) -> set[int]:
-        """Storages that outlive the group that allocates them."""
-        outside = set(self.outputs)
-        for group in groups:
-            inside = set(group)
-            for op in group:
-                outside.update(s for s in self.ops[op].touches if self.allocator[s] not in inside)
-        return outside
+    def half(self, backward: bool) -> Graph:
+        """The forward or the backward ops alone, each with its index here as payload.
+
+        What the other half leaves behind is an input, what it will need an output; what the caller
+        or a later half holds throughout stays in the live bytes.
+        """
+        members = [op.index for op in self.ops if op.backward == backward]
+        position = {op: i for i, op in enumerate(members)}
+        kept, outputs = [], set()
+        for s, users in enumerate(self.users):
+            allocator = self.allocator[s]
+            used = any(op in position for op in users)
+            if self.storages[s].held or s in self.outputs:
+                stays, here = True, allocator is None or backward or allocator in position
+            elif backward:
+                stays, here = not users, used or not users
+            else:
+                stays, here = any(op not in position for op in users), allocator is None or allocator in position
+            if here:
+                kept.append(s)
+            if here and stays:
+                outputs.add(s)
+        renumber = {s: i for i, s in enumerate(kept)}
+        return Graph(
+            ops=tuple(
+                replace(
+                    self.ops[op],
+                    index=i,
+                    reads=tuple(renumber[s] for s in self.ops[op].reads),
+                    writes=tuple(renumber[s] for s in self.ops[op].writes),
+                    allocates=tuple(renumber[s] for s in self.ops[op].allocates),
+                    payload=op,
+                )
+                for i, op in enumerate(members)
+            ),
+            storages=tuple(replace(self.storages[s], index=i) for i, s in enumerate(kept)),
+            predecessors=tuple(tuple(position[p] for p in self.predecessors[op] if p in position) for op in members),
+            outputs=frozenset(renumber[s] for s in outputs),
+        )
 
     def _order_groups(self, groups: Sequence[tuple[int, ...]], before: Sequence[set[int]]) -> list[int]:
-        """The topological order of the groups that follows the source order of their last members."""
+        """The topological order of the groups, forward first, that follows the source order of their last members."""
         after: list[list[int]] = [[] for _ in groups]
         waiting = [len(b) for b in before]
         for g, predecessors in enumerate(before):
             for p in predecessors:
                 after[p].append(g)
-        ready = [(groups[g][-1], g) for g in range(len(groups)) if not waiting[g]]
+        rank = [(self.ops[group[0]].backward, group[-1], g) for g, group in enumerate(groups)]
+        ready = [rank[g] for g in range(len(groups)) if not waiting[g]]
         heapq.heapify(ready)
         order = []
         while ready:
-            _, g = heapq.heappop(ready)
+            *_, g = heapq.heappop(ready)
             order.append(g)
             for succ in after[g]:
                 waiting[succ] -= 1
                 if not waiting[succ]:
-                    heapq.heappush(ready, (groups[succ][-1], succ))
+                    heapq.heappush(ready, rank[succ])
         if len(order) < len(groups):
             stuck = min((g for g in range(len(groups)) if waiting[g]), key=lambda g: groups[g])
             raise GraphError(f"the regions depend on each other in a cycle through {self._label(groups[stuck][0])}")
         return order
 
-    def _merge(
-        self, index: int, group: tuple[int, ...], g: int, homes: Sequence[list[int]], renumber: dict[int, int]
-    ) -> Op:
+    def _merge(self, index: int, group: tuple[int, ...], renumber: dict[int, int]) -> Op:
         own = {s for op in group for s in self.ops[op].allocates}
 
-        def collect(field_name: str) -> tuple[int, ...]:
-            touched = (s for op in group for s in getattr(self.ops[op], field_name) if s not in own)
-            return tuple(dict.fromkeys(renumber[s] for s in touched))
+        def collect(storages: Iterable[int]) -> tuple[int, ...]:
+            return tuple(dict.fromkeys(renumber[s] for s in storages if s not in own))
 
-        allocates = (s for op in group if homes[op][0] == g for s in self.ops[op].allocates if s in renumber)
+        first = self.ops[group[0]]
         return Op(
             index=index,
-            name=self.ops[group[0]].name if len(group) == 1 else f"region{index}",
-            reads=collect("reads"),
-            writes=collect("writes"),
-            allocates=tuple(renumber[s] for s in allocates),
+            name=first.name if len(group) == 1 else f"region{index}",
+            reads=collect(s for op in group for s in self.ops[op].reads),
+            writes=collect(s for op in group for s in self.ops[op].writes),
+            allocates=tuple(renumber[s] for op in group for s in self.ops[op].allocates if s in renumber),
             scratch_bytes=max(self.ops[op].scratch_bytes for op in group),
-            backward=self.ops[group[0]].backward,
+            backward=first.backward,
             payload=group,
         )
 

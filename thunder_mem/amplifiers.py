@@ -1,0 +1,183 @@
+"""Recompute what amplifies inside each of its consumers, instead of materialising it.
+
+An upcast or a broadcast makes more bytes than it reads: materialised it costs memory and bandwidth,
+inside a fused consumer neither. Across the boundary of forward and backward the same choice decides
+what is saved: a value that its consumers rebuild from what is alive anyway is not saved at all.
+This is the largest single win on real training traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from thunder_mem.graph import Graph, Op, Storage, make_graph
+from thunder_mem.regions import Fusibility, Groups
+
+__all__ = ["Absorbed", "absorb_amplifiers"]
+
+# A recomputed chain reads at most this many storages, so that rebuilding a value costs little more
+# than reading it would have.
+MAX_CHAIN_SOURCES = 6
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """A graph in which cheap chains stand once per consumer.
+
+    Attributes:
+        graph: like the original, with copies, each just before its consumer.
+        fuse: the same facts about the new ops.
+        origin: per new op, the op of the original graph that it repeats.
+        is_copy: per new op, whether it is a copy, so that its results need names of their own.
+        groups: each fusible op with the copies that feed it.
+    """
+
+    graph: Graph
+    fuse: Fusibility
+    origin: tuple[int, ...]
+    is_copy: tuple[bool, ...]
+    groups: Groups
+
+
+def absorb_amplifiers(graph: Graph, fuse: Fusibility) -> Absorbed:
+    """Give every fusible op its own copies of the cheap chains that feed it, wherever materialising
+    them would hold more bytes than recomputing them keeps alive.
+
+    A chain's value is priced against the storages it would be rebuilt from: those that are alive
+    until its last consumer anyway (held by the caller, or used later) cost nothing, the others
+    their bytes. A value that an unfusible op or the caller wants is also computed once for them.
+    """
+    absorbed = _choose(graph, fuse)
+    stands = [not absorbed[op] or _wanted_outside(graph, fuse, op) for op in range(len(graph))]
+    chains = [_chain(op, fuse, absorbed) if stands[op] and fuse.takes[op] else () for op in range(len(graph))]
+    return _with_copies(graph, fuse, stands, chains)
+
+
+def _choose(graph: Graph, fuse: Fusibility) -> list[bool]:
+    """Which ops are recomputed in their consumers: repriced from the most optimistic choice until stable."""
+    absorbed = list(fuse.cheap)
+    for _ in range(4):
+        chosen = _reprice(graph, fuse, absorbed)
+        if chosen == absorbed:
+            break
+        absorbed = chosen
+    return absorbed
+
+
+def _reprice(graph: Graph, fuse: Fusibility, absorbed: Sequence[bool]) -> list[bool]:
+    end = list(range(len(graph)))  # the last op that needs the value, or its copy
+    for op in range(len(graph) - 1, -1, -1):
+        end[op] = max((end[c] if absorbed[c] else c for c in fuse.consumers[op]), default=op)
+    last_use = [-1] * len(graph.storages)
+    for op in graph.ops:
+        if not absorbed[op.index]:
+            for s in op.touches:
+                last_use[s] = op.index
+
+    chosen = [False] * len(graph)
+    sources: list[tuple[int, ...]] = [()] * len(graph)
+    for op in graph.ops:
+        i = op.index
+        if not fuse.cheap[i] or not graph.outputs.isdisjoint(op.allocates):
+            continue
+        rebuilt = {s for s in op.reads if (a := graph.allocator[s]) is not None and chosen[a]}
+        inner = (p for p in fuse.operands[i] if chosen[p])
+        sources[i] = tuple(dict.fromkeys([*(s for s in op.reads if s not in rebuilt), *(s for p in inner for s in sources[p])]))
+        kept_alive = sum(
+            graph.storages[s].nbytes
+            for s in sources[i]
+            if not graph.storages[s].held and s not in graph.outputs and last_use[s] < end[i]
+        )
+        made = sum(graph.storages[s].nbytes for s in op.allocates)
+        chosen[i] = made == 0 or (made > kept_alive and len(sources[i]) <= MAX_CHAIN_SOURCES)
+    return chosen
+
+
+def _wanted_outside(graph: Graph, fuse: Fusibility, op: int) -> bool:
+    """Nobody else computes it for them: the caller, an unfusible op, or an op of another executor."""
+    consumers = fuse.consumers[op]
+    return not consumers or any(not fuse.joinable((op, c)) for c in consumers)
+
+
+def _chain(root: int, fuse: Fusibility, absorbed: Sequence[bool]) -> tuple[int, ...]:
+    """The absorbed ops that `root` is computed through, in source order."""
+    members: set[int] = set()
+    stack, takes = [root], fuse.takes[root]
+    while stack:
+        for p in fuse.operands[stack.pop()]:
+            if absorbed[p] and p not in members and takes & fuse.takes[p]:
+                members.add(p)
+                takes &= fuse.takes[p]
+                stack.append(p)
+    return tuple(sorted(members))
+
+
+def _with_copies(graph: Graph, fuse: Fusibility, stands: Sequence[bool], chains: Sequence[tuple[int, ...]]) -> Absorbed:
+    ops: list[Op] = []
+    storages = [replace(s) for s in graph.storages]
+    origin: list[int] = []
+    is_copy: list[bool] = []
+    operands: list[tuple[int, ...]] = []
+    edges: list[tuple[int, int]] = []
+    groups: list[tuple[int, ...]] = []
+    place: dict[int, int] = {}  # original op -> the new op that stands for it
+
+    def append(old: Op, local: dict[int, int], storage: dict[int, int], copy: bool, backward: bool) -> int:
+        index = len(ops)
+        if copy:
+            for s in old.allocates:
+                storage[s] = len(storages)
+                storages.append(replace(graph.storages[s], index=len(storages)))
+        ops.append(
+            replace(
+                old,
+                index=index,
+                reads=tuple(storage.get(s, s) for s in old.reads),
+                allocates=tuple(storage.get(s, s) for s in old.allocates),
+                backward=backward,
+                payload=old.index,
+            )
+        )
+        origin.append(old.index)
+        is_copy.append(copy)
+        operands.append(tuple(local.get(p, place.get(p, -1)) for p in fuse.operands[old.index]))
+        edges.extend((local.get(p, place.get(p, -1)), index) for p in graph.predecessors[old.index])
+        return index
+
+    for op in graph.ops:
+        if not stands[op.index]:
+            continue
+        local: dict[int, int] = {}
+        storage: dict[int, int] = {}
+        for member in chains[op.index]:
+            local[member] = append(graph.ops[member], local, storage, copy=True, backward=op.backward)
+        place[op.index] = append(op, local, storage, copy=False, backward=op.backward)
+        if fuse.takes[op.index]:
+            groups.append((*local.values(), place[op.index]))
+
+    # Storages that no standing op allocates any more go; an op that left takes no part in ordering.
+    born = {s for op in ops for s in op.allocates} | {s for s, a in enumerate(graph.allocator) if a is None}
+    kept = [s for s in range(len(storages)) if s in born]
+    renumber = {s: i for i, s in enumerate(kept)}
+    new_graph = make_graph(
+        [_renumbered(op, renumber) for op in ops],
+        [Storage(renumber[s], storages[s].nbytes, storages[s].name, storages[s].device, storages[s].held) for s in kept],
+        [(a, b) for a, b in edges if a >= 0],
+        [renumber[s] for s in graph.outputs],
+    )
+    new_fuse = replace(
+        fuse,
+        takes=tuple(fuse.takes[o] for o in origin),
+        required=tuple(fuse.required[o] for o in origin),
+        cheap=tuple(fuse.cheap[o] for o in origin),
+        operands=tuple(tuple(p for p in ps if p >= 0) for ps in operands),
+    )
+    return Absorbed(new_graph, new_fuse, tuple(origin), tuple(is_copy), tuple(groups))
+
+
+def _renumbered(op: Op, renumber: dict[int, int]) -> Op:
+    def new(storages: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(renumber[s] for s in storages)
+
+    return replace(op, reads=new(op.reads), writes=new(op.writes), allocates=new(op.allocates))

@@ -1,0 +1,166 @@
+"""What a bound symbol does besides computing: writes, random numbers, communication, barriers.
+
+Thunder orders a trace by the uses of proxies alone. That misses every dependency that runs through
+memory or through a hidden state, so each of those is named here, from the symbol's tags where
+Thunder sets them and from its name where it does not (`copy_` carries `DONT_DCE` alone, and a
+claimed `uniform` no tag at all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, has_tags
+from thunder.distributed.prims import PrimIDs as DistributedPrimIDs
+
+__all__ = ["Effects", "effects_of", "is_random", "leaves"]
+
+_PURE_WITHOUT_TENSORS = {PrimIDs.SHAPE, PrimIDs.CONSTRUCT_TUPLE, PrimIDs.PACK_LIST, PrimIDs.COMMENT}
+_RANDOM_NAMES = {"uniform", "randn", "randint", "multinomial", "get_and_update_rng_state", "set_rng_state"}
+_COMMUNICATION_NAMES = {
+    "torch_all_gather_prim_impl", "torch_all_reduce_prim_impl", "torch_broadcast_prim_impl",
+    "torch_reduce_scatter_prim_impl", "torch_wait_prim_impl", "torch_synchronize_prim_impl", "synchronize",
+}  # fmt: skip
+_STASHES = {DistributedPrimIDs.STASH_GRAD_FOR_FSDP, DistributedPrimIDs.UPDATE_BUCKET_VIEW}
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """The order a bound symbol needs beyond the uses of its proxies.
+
+    Attributes:
+        writes: names of the tensors that it overwrites in place.
+        channels: hidden states that it advances, such as `"rng:cuda:0"`; the symbols of one channel
+            keep their order.
+        barrier: nothing may move across it.
+    """
+
+    writes: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
+    barrier: bool = False
+
+    @property
+    def pure(self) -> bool:
+        """It may be repeated, or moved to wherever its inputs exist."""
+        return not (self.writes or self.channels or self.barrier)
+
+
+def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+    """The bound symbol's innermost subsymbols; itself if it has none."""
+    stack = [bsym]
+    while stack:
+        b = stack.pop()
+        if b.subsymbols:
+            stack.extend(reversed(b.subsymbols))
+        else:
+            yield b
+
+
+def effects_of(bsym: BoundSymbol) -> Effects:
+    """The effects of a bound symbol, looked for in all of its subsymbols."""
+    writes: list[str] = []
+    channels: list[str] = []
+    barrier = False
+    for b in (bsym, *leaves(bsym)):
+        if _is_barrier(b):
+            barrier = True
+        if target := _written(b):
+            writes.append(target.name)
+        if is_random(b):
+            channels.append(f"rng:{_device(bsym)}")
+        if _communicates(b):
+            channels.append(f"communication:{_group(b)}")
+    own = {p.name for p in bsym.flat_proxy_args}
+    return Effects(
+        writes=tuple(name for name in dict.fromkeys(writes) if name in own),
+        channels=tuple(dict.fromkeys(channels)),
+        barrier=barrier,
+    )
+
+
+def is_random(bsym: BoundSymbol) -> bool:
+    """It draws from the generator of its device (a seeded `uniform_philox` does not)."""
+    if has_tags(bsym, {OpTags.RANDOM_OP}):
+        return True
+    name = bsym.sym.name
+    if name in _RANDOM_NAMES:
+        return True
+    if "scaled_dot_product" in name or "sdpa" in name:
+        return "backward" not in name and _dropout_probability(bsym) > 0
+    return not bsym.subsymbols and not isinstance(bsym.sym.id, PrimIDs) and _aten_is_seeded(name)
+
+
+@cache
+def _aten_is_seeded(name: str) -> bool:
+    """PyTorch's own operator tags say whether an operator of that name draws random numbers."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or "scaled_dot_product" in name:
+        return False
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
+
+
+def _dropout_probability(bsym: BoundSymbol) -> float:
+    given = bsym.kwargs.get("dropout_p")
+    if given is None:
+        given = next((a for a in bsym.args[3:6] if isinstance(a, float)), 0.0)
+    return float(getattr(given, "value", given) or 0.0)
+
+
+def _written(bsym: BoundSymbol) -> TensorProxy | None:
+    if bsym.subsymbols:
+        return None
+    name, tensors = bsym.sym.name, [p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
+    if not tensors:
+        return None
+    if bsym.sym.id is PrimIDs.COPY_ or name == "copy_":
+        return bsym.args[1]
+    if has_tags(bsym, {OpTags.IN_PLACE}):
+        return tensors[0]
+    in_place_name = name.endswith("_") and not name.startswith("_") and not name.endswith("__")
+    return tensors[0] if in_place_name or name in ("setitem", "setitem_") else None
+
+
+def _is_barrier(bsym: BoundSymbol) -> bool:
+    sym = bsym.sym
+    if sym.id in (PrimIDs.RETURN, PrimIDs.PRINT, PrimIDs.ITEM, PrimIDs.SINK):
+        return True
+    if has_tags(bsym, {OpTags.DEVICE_SYNC_OP, OpTags.CTX_MANAGER_ENTER_EXIT_OP, OpTags.TORCH_COMPILE_COMPLIANT_CUSTOM_OP}):
+        return True
+    if sym.id in _STASHES:
+        return True
+    if sym.id in _PURE_WITHOUT_TENSORS or bsym.subsymbols:
+        return False
+    produces = {p.name for p in bsym.flat_proxy_outs} - {p.name for p in bsym.flat_proxy_args}
+    # Without a result it runs for what it does; a write that is known is ordered by its storage alone.
+    return not produces and _written(bsym) is None
+
+
+def _communicates(bsym: BoundSymbol) -> bool:
+    if isinstance(bsym.sym.id, DistributedPrimIDs):
+        return bsym.sym.id in (
+            DistributedPrimIDs.ALL_GATHER, DistributedPrimIDs.ALL_REDUCE, DistributedPrimIDs.BROADCAST,
+            DistributedPrimIDs.REDUCE_SCATTER, DistributedPrimIDs.SYNCHRONIZE, DistributedPrimIDs.WAIT,
+            DistributedPrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_INPUT, DistributedPrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_OUTPUT,
+        )  # fmt: skip
+    if bsym.sym.name in _COMMUNICATION_NAMES:
+        return True
+    return any(isinstance(p, FutureTensorProxy) for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs))
+
+
+def _group(bsym: BoundSymbol) -> str:
+    """The process group's name. Waits name no group and share one channel with every group: the
+    order in which ranks block is what deadlocks."""
+    for value in (*bsym.args, *bsym.kwargs.values()):
+        if isinstance(value, torch.distributed.ProcessGroup):
+            return str(value.group_name)
+    return "all"
+
+
+def _device(bsym: BoundSymbol) -> str:
+    proxies: tuple[Proxy, ...] = (*bsym.flat_proxy_outs, *bsym.flat_proxy_args)
+    return next((str(p.device) for p in proxies if isinstance(p, TensorProxy)), "cpu")

@@ -1,0 +1,103 @@
+"""Build the trace that a plan describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from thunder.core.proxies import Proxy, variableify
+
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.utils import OrderedSet
+from thunder.executors.utils import Region
+from thunder.extend import FusionExecutor
+
+from thunder_mem.layout import is_view
+from thunder_mem.plan import Plan, PlannedRegion
+from thunder_mem.trace_graph import TraceGraph
+
+__all__ = ["emit"]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A planned region as bound symbols with their final names.
+
+    `wants` are the names it takes from elsewhere, `makes` those that it could hand out.
+    """
+
+    region: PlannedRegion
+    bsyms: tuple[BoundSymbol, ...]
+    wants: dict[str, Proxy]
+    makes: dict[str, Proxy]
+
+
+def emit(source: TraceGraph, trace: TraceCtx, plan: Plan, executors: Mapping[str, FusionExecutor], note: str) -> TraceCtx:
+    """The trace of `plan`, its regions fused by their executors.
+
+    Args:
+        source: `trace` as it was read.
+        trace: the unfused trace (plain or joint).
+        plan: made for `source`.
+        executors: fusion executors by name.
+        note: provenance, printed above the trace.
+    """
+    new = from_trace(trace)
+    new.bound_symbols = list(source.prefix)
+    with tracectx(new):
+        steps = [_step(source, region) for region in plan.regions]
+        wanted = {name for step in steps for name in step.wants} | source.pinned
+        fused = 0
+        for step in steps:
+            executor = executors.get(step.region.executor or "")
+            if executor is None or all(is_view(b) for b in step.bsyms):
+                new.bound_symbols.extend(step.bsyms)
+                continue
+            bsym = executor.fuse(_region(step, wanted), fused)
+            if step.region.backward:
+                bsym.tags.add(BoundSymbolTag.BACKWARD)
+            new.bound_symbols.append(bsym)
+            fused += 1
+    new.bound_symbols.append(source.result)
+    new.set_provenance(TraceProvenance(note))
+    return new
+
+
+def _step(source: TraceGraph, region: PlannedRegion) -> _Step:
+    copies = set(region.copies)
+    renamed: dict = {}
+    made: dict[str, Proxy] = {}
+    local: set[str] = set()
+    wants: dict[str, Proxy] = {}
+    bsyms = []
+    for op in region.ops:
+        bsym = source.bsyms[op]
+        if op in copies:
+            taken = {p.name for p in bsym.flat_proxy_args}
+            for p in bsym.flat_proxy_outs:
+                if p.name not in taken:
+                    renamed[variableify(p)] = p.replace_name(f"re_{p.name}", disambiguate=True)
+        if renamed and any(variableify(p) in renamed for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)):
+            bsym = bsym.from_bsym_swap_proxies(renamed)
+        if op in copies and region.backward and BoundSymbolTag.BACKWARD not in bsym.tags:
+            bsym = bsym.from_bsym(tags=bsym.tags | {BoundSymbolTag.BACKWARD})
+        for p in bsym.flat_proxy_args:
+            if p.name not in local:
+                wants[p.name] = p
+        for p in bsym.flat_proxy_outs:
+            if p.name not in wants:
+                local.add(p.name)
+                made[p.name] = p
+        bsyms.append(bsym)
+    return _Step(region, tuple(bsyms), wants, made)
+
+
+def _region(step: _Step, wanted: set[str]) -> Region:
+    """The region as fusion executors want it. Thunder's own constructor compares bound symbols
+    structurally, which is quadratic; inputs and outputs are known here already."""
+    region = object.__new__(Region)
+    region.bound_symbols = list(step.bsyms)
+    region.inputs = OrderedSet(variableify(p) for p in step.wants.values())
+    region.outputs = OrderedSet(variableify(p) for name, p in step.makes.items() if name in wanted)
+    return region

@@ -1,0 +1,161 @@
+"""Which proxies share a storage, and how large it is: shapes and strides followed through a trace.
+
+Whether a reshape copies depends on strides, which Thunder's proxies do not carry. So the ops that
+may return a view are run on meta tensors, where PyTorch itself answers without memory or
+arithmetic; every other op gives fresh storages. The result is exact for the unfused trace as long as
+operators return the layouts assumed here (dense, elementwise results laid out like their operands).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy
+from thunder.core.pytree import tree_map
+from thunder.core.symbol import BoundSymbol
+from torch._prims_common import compute_elementwise_output_strides
+
+from thunder_mem.effects import leaves
+
+__all__ = ["Layout", "is_view"]
+
+
+def _slice(a: torch.Tensor, start: Sequence[int], end: Sequence[int], strides: Sequence[int] | None = None):
+    strides = strides or [1] * a.ndim
+    return a[tuple(slice(int(i), int(j), int(k)) for i, j, k in zip(start, end, strides, strict=True))]
+
+
+def _broadcast(a: torch.Tensor, shape: Sequence[int], dims: Sequence[int]) -> torch.Tensor:
+    for dim in range(len(shape)):
+        if dim not in dims:
+            a = a.unsqueeze(dim)
+    return a.expand(*shape)
+
+
+_VIEWS: dict[PrimIDs, Callable] = {
+    PrimIDs.BROADCAST_IN_DIM: _broadcast,
+    PrimIDs.RESHAPE: lambda a, shape: a.reshape(shape),
+    PrimIDs.VIEW: lambda a, shape: a.view(shape),
+    PrimIDs.SLICE: _slice,
+    PrimIDs.SQUEEZE: lambda a, dims: a.squeeze(tuple(dims)),
+    PrimIDs.TRANSPOSE: lambda a, permutation: a.permute(permutation),
+    PrimIDs.UNFOLD: lambda a, dim, size, step: a.unfold(dim, size, step),
+    PrimIDs.SHALLOW_COPY: lambda a: a,
+    PrimIDs.UPDATE_ALIASES: lambda aliases: aliases,
+    PrimIDs.REAL: lambda a: a.real,
+    PrimIDs.IMAG: lambda a: a.imag,
+    PrimIDs.CONVERT_ELEMENT_TYPE: lambda a, dtype: a.to(dtype),
+}
+# Claimed symbols without subsymbols, by the name of the torch function that runs.
+_VIEW_NAMES: dict[str, Callable] = {
+    "shallow_copy": lambda a: a,
+    "update_aliases": lambda aliases: aliases,
+    "contiguous": lambda a, *, memory_format=torch.contiguous_format: a.contiguous(memory_format=memory_format),
+    "detach": lambda a: a.detach(),
+    "wait": lambda a: a,
+    "torch_wait_prim_impl": lambda a: a,
+}
+
+
+def is_view(bsym: BoundSymbol) -> bool:
+    """Whether it only names its input anew, by another shape or dtype, or copies it for want of a stride."""
+    if bsym.sym.name in _VIEW_NAMES:
+        return True
+    return all(
+        leaf.sym.id in _VIEWS or leaf.sym.name in _VIEW_NAMES or not leaf.flat_proxy_outs for leaf in leaves(bsym)
+    )
+
+
+class Layout:
+    """A meta tensor for every tensor proxy seen so far.
+
+    `define` takes what exists without being computed here, `run` takes bound symbols in trace order.
+    Two proxies share a storage when `storage_key` agrees.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def define(self, proxies: Iterable[Proxy]) -> None:
+        """Give each proxy that is still unknown a fresh, contiguous storage."""
+        for p in proxies:
+            if isinstance(p, TensorProxy | FutureTensorProxy) and p.name not in self._tensors:
+                self._tensors[p.name] = _empty(p)
+
+    def storage_key(self, name: str) -> int:
+        return self._tensors[name].untyped_storage()._cdata
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of the whole storage behind the proxy, whatever part of it the proxy shows."""
+        return self._tensors[name].untyped_storage().nbytes()
+
+    def run(self, bsym: BoundSymbol) -> None:
+        """Follow one bound symbol: views share, everything else allocates."""
+        if is_view(bsym) and self._run_view(bsym):
+            return
+        known = {p.name for p in bsym.flat_proxy_args}
+        outs = [p for p in bsym.flat_proxy_outs if p.name not in known and isinstance(p, TensorProxy | FutureTensorProxy)]
+        written = _in_place_target(bsym)
+        for position, p in enumerate(outs):
+            if written is not None and position == 0:
+                self._tensors[p.name] = self._tensors[written.name]
+            elif p.name not in self._tensors:
+                self._tensors[p.name] = self._fresh(bsym, p, position)
+
+    def _run_view(self, bsym: BoundSymbol) -> bool:
+        function = _VIEWS.get(bsym.sym.id) or _VIEW_NAMES.get(bsym.sym.name)
+        if function is None:
+            for sub in bsym.subsymbols:
+                if not self._run_view(sub):
+                    return False
+            return all(p.name in self._tensors for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy))
+        args, kwargs = tree_map(self._to_meta, (tuple(bsym.args), dict(bsym.kwargs)))
+        try:
+            result = function(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, KeyError):
+            return False
+        results = result if isinstance(result, tuple | list) else (result,)
+        outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy | FutureTensorProxy)]
+        for p, tensor in zip(outs, results, strict=True):
+            self._tensors[p.name] = tensor
+        return True
+
+    def _to_meta(self, value: Any) -> Any:
+        if isinstance(value, TensorProxy | FutureTensorProxy):
+            self.define((value,))
+            return self._tensors[value.name]
+        if isinstance(value, NumberProxy):
+            return value.value
+        if type(value).__module__ == "thunder.core.dtypes":
+            return to_torch_dtype(value)
+        return value
+
+    def _fresh(self, bsym: BoundSymbol, p: TensorProxy, position: int) -> torch.Tensor:
+        shape = tuple(map(int, p.shape))
+        operands = [
+            self._tensors[a.name] for a in bsym.flat_proxy_args if a.name in self._tensors and tuple(a.shape) == shape
+        ]
+        if "scaled_dot_product" in bsym.sym.name or "sdpa" in bsym.sym.name:
+            # The fused kernels lay their 4-d results out as (B, T, H, E), seen as (B, H, T, E).
+            return _empty(p).transpose(1, 2).contiguous().transpose(1, 2) if len(shape) == 4 else _empty(p)
+        if operands and not all(t.is_contiguous() for t in operands):
+            strides = compute_elementwise_output_strides(*operands)
+            return torch.empty_strided(shape, strides, dtype=to_torch_dtype(p.dtype), device="meta")
+        return _empty(p)
+
+
+def _in_place_target(bsym: BoundSymbol) -> TensorProxy | None:
+    if bsym.sym.id is PrimIDs.COPY_ or bsym.sym.name == "copy_":
+        return bsym.args[1]
+    return None
+
+
+def _empty(p: TensorProxy | FutureTensorProxy) -> torch.Tensor:
+    return torch.empty(tuple(map(int, p.shape)), dtype=to_torch_dtype(p.dtype), device="meta")

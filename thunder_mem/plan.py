@@ -1,0 +1,84 @@
+"""What was decided, as plain data: the order, the regions, the copies, and what was compared on the way."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Candidate", "Plan", "PlannedRegion", "Refusal"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRegion:
+    """One step of a plan: bound symbols of the source trace that run together.
+
+    Attributes:
+        ops: their indices in the source graph, in source order.
+        copies: those among `ops` that are recomputed here, while another region (or none) hands their
+            results to the rest of the trace.
+        executor: name of the fusion executor that runs them as one; None to run them one by one.
+        backward: it runs in the backward.
+    """
+
+    ops: tuple[int, ...]
+    copies: tuple[int, ...] = ()
+    executor: str | None = None
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One arrangement that was priced by the timeline.
+
+    Attributes:
+        name: what it is.
+        forward_peak_bytes: the most bytes alive at once in the forward, what the caller holds included.
+        backward_peak_bytes: the same in the backward; 0 without one.
+        regions: how many steps it has.
+    """
+
+    name: str
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    regions: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Something that was left as it was, and why."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions of one compilation.
+
+    Attributes:
+        regions: in the order in which they run, forward before backward.
+        chosen: name of the candidate that `regions` is.
+        candidates: all that were compared, the chosen one among them.
+        sort: name of the algorithm that found the order.
+        refused: what was left alone.
+        fingerprint: identifies the source graph, so that plans of equal programs can be compared.
+    """
+
+    regions: tuple[PlannedRegion, ...]
+    chosen: str
+    candidates: tuple[Candidate, ...]
+    sort: str
+    refused: tuple[Refusal, ...] = ()
+    fingerprint: str = field(default="")
+
+    @property
+    def candidate(self) -> Candidate:
+        return next(c for c in self.candidates if c.name == self.chosen)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, dicts, strings and numbers."""
+        return asdict(self)

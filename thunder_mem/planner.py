@@ -1,0 +1,134 @@
+"""Decide: absorb, contract, order, merge; price every arrangement by the timeline and keep the best.
+
+Heuristics propose and the exact timeline disposes. The arrangement that Thunder itself would choose
+by default, neighbours fused in source order, is always among the candidates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thunder_mem.amplifiers import Absorbed, absorb_amplifiers
+from thunder_mem.graph import Graph
+from thunder_mem.plan import Candidate, Plan, PlannedRegion
+from thunder_mem.regions import Fusibility, Groups, consecutive_groups, contract_chains, merge_for_speed
+from thunder_mem.sorting import SortFunction, SortResult, sort_graph
+from thunder_mem.timeline import simulate
+
+__all__ = ["make_plan"]
+
+
+@dataclass(frozen=True)
+class _Arrangement:
+    """Groups in running order over a graph (with or without copies)."""
+
+    name: str
+    base: Absorbed
+    groups: Groups
+    peaks: tuple[int, int]
+
+
+def make_plan(
+    graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: str | SortFunction = "auto", strict_sort: bool = False
+) -> Plan:
+    """Plan a trace's graph.
+
+    Args:
+        graph: forward and backward ops of one trace, unfused.
+        fuse: which executor can take which op.
+        executors: the executors' names, by their bit in `fuse`.
+        sort: how to order; see `thunder_mem.sorting.sort_graph`.
+        strict_sort: keep the order that `sort` gives even if another candidate has a lower peak (a
+            user who names an algorithm wants that algorithm).
+
+    Raises:
+        ValueError, TypeError, GraphError: from `sort`.
+    """
+    plain = _unabsorbed(graph, fuse)
+    absorbed = absorb_amplifiers(graph, fuse) if any(fuse.takes) else plain
+    arrangements, algorithm = [], "source"
+
+    regions = absorbed.graph.contract(contract_chains(absorbed.graph, absorbed.groups, absorbed.fuse))
+    order, algorithm = _order(regions, sort)
+    arrangements.append(_arrange("planned", absorbed, regions, order))
+    if not strict_sort:
+        arrangements.append(_arrange("planned, source order", absorbed, regions, range(len(regions))))
+        neighbours = graph.contract(consecutive_groups(graph, fuse))
+        arrangements.append(_arrange("neighbours, source order", plain, neighbours, range(len(neighbours))))
+        arrangements.append(_arrange("neighbours, sorted", plain, neighbours, _order(neighbours, sort)[0]))
+    best = _choose(arrangements)
+    return Plan(
+        regions=tuple(_planned_region(group, best.base, executors) for group in best.groups),
+        chosen=best.name,
+        candidates=tuple(Candidate(a.name, *a.peaks, len(a.groups)) for a in arrangements),
+        sort=algorithm if best.name in ("planned", "neighbours, sorted") else "source",
+        fingerprint=fingerprint(graph),
+    )
+
+
+def fingerprint(graph: Graph) -> str:
+    """A hash of all that planning depends on: names of proxies and the process' hash seed play no part."""
+    shape = [
+        [(op.name, op.reads, op.writes, op.allocates, op.scratch_bytes, op.backward) for op in graph.ops],
+        [(s.nbytes, s.device, s.held) for s in graph.storages],
+        graph.predecessors,
+        sorted(graph.outputs),
+    ]
+    return hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
+
+
+def _unabsorbed(graph: Graph, fuse: Fusibility) -> Absorbed:
+    return Absorbed(graph, fuse, tuple(range(len(graph))), (False,) * len(graph), ())
+
+
+def _order(regions: Graph, sort: str | SortFunction) -> tuple[list[int], str]:
+    order: list[int] = []
+    algorithms: list[str] = []
+    for backward in (False, True):
+        half = regions.half(backward)
+        if len(half):
+            result: SortResult = sort_graph(half, sort)
+            order += [half.ops[i].payload for i in result.order]  # type: ignore[misc]
+            algorithms.append(result.algorithm)
+    return order, ", ".join(dict.fromkeys(algorithms)) or "source"
+
+
+def _arrange(name: str, base: Absorbed, regions: Graph, order: Sequence[int]) -> _Arrangement:
+    """Merge for speed within the peaks that the order reaches, then price exactly what will be emitted."""
+    peaks = _peaks(regions, order)
+    groups = merge_for_speed(regions, order, base.fuse, peaks.__getitem__)
+    groups = tuple(part for group in groups for part in _emittable(group, base.fuse))
+    merged = base.graph.contract(groups)
+    position = {op.payload: op.index for op in merged.ops}
+    return _Arrangement(name, base, groups, _peaks(merged, [position[group] for group in groups]))
+
+
+def _emittable(group: tuple[int, ...], fuse: Fusibility) -> Groups:
+    """The group, if some executor takes it as it is; else its members alone."""
+    return (group,) if len(group) == 1 or fuse.executors(group) else tuple((op,) for op in group)
+
+
+def _peaks(regions: Graph, order: Sequence[int]) -> tuple[int, int]:
+    peaks = [0, 0]
+    for op, live in zip(order, simulate(regions, order).live_bytes, strict=True):
+        half = regions.ops[op].backward
+        peaks[half] = max(peaks[half], live)
+    return peaks[0], peaks[1]
+
+
+def _choose(arrangements: Sequence[_Arrangement]) -> _Arrangement:
+    """The lowest peak, among those that are in no half above Thunder's own arrangement if there are any."""
+    own = next((a for a in arrangements if a.name == "neighbours, source order"), None)
+    allowed = [a for a in arrangements if own is None or (a.peaks[0] <= own.peaks[0] and a.peaks[1] <= own.peaks[1])]
+    return min(allowed, key=lambda a: (max(a.peaks), sum(a.peaks)))
+
+
+def _planned_region(group: tuple[int, ...], base: Absorbed, executors: Sequence[str]) -> PlannedRegion:
+    own = {base.origin[op] for op in group if not base.is_copy[op]}
+    copied = {base.origin[op] for op in group if base.is_copy[op]} - own
+    ops = tuple(sorted(own | copied))
+    taken = base.fuse.executors(group) if len(ops) > 1 else 0
+    name = executors[(taken & -taken).bit_length() - 1] if taken else None
+    return PlannedRegion(ops, tuple(sorted(copied)), name, base.graph.ops[group[0]].backward)

@@ -1,0 +1,266 @@
+"""Which ops run together: contract what cannot hurt, then merge for speed where memory has slack.
+
+A region is a tuple of op indices that one fusion executor runs as one. Regions grow along data
+alone, from a producer to its consumer or between readers of one storage: independent paths stay
+apart, so that each can run, and free its inputs, when it suits. All functions propose; the planner
+prices what they propose with the timeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from thunder_mem.graph import Graph
+from thunder_mem.timeline import simulate
+
+__all__ = ["Fusibility", "Groups", "consecutive_groups", "contract_chains", "merge_for_speed"]
+
+Groups = tuple[tuple[int, ...], ...]
+
+# Work limit of one cycle check, in ops; beyond it the answer is "there may be a cycle".
+MAX_SEARCH = 2000
+
+
+@dataclass(frozen=True)
+class Fusibility:
+    """What the fusion executors say about each op of a graph.
+
+    Attributes:
+        takes: per op, a bit for each executor that can fuse it.
+        required: per op, a bit for each executor that fuses no region without such an op.
+        selective: bits of the executors that want at least one required op in a region.
+        cheap: per op, whether a copy inside another region costs next to nothing: pure and
+            elementwise or a view; no reduction, no random numbers.
+        operands: per op, the ops that produce its arguments (data alone, no effect edges).
+    """
+
+    takes: tuple[int, ...]
+    required: tuple[int, ...]
+    selective: int
+    cheap: tuple[bool, ...]
+    operands: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """Per op, the ops that take its results as arguments."""
+        consumers: list[list[int]] = [[] for _ in self.operands]
+        for op, operands in enumerate(self.operands):
+            for p in operands:
+                consumers[p].append(op)
+        return tuple(map(tuple, consumers))
+
+    def executors(self, ops: Iterable[int]) -> int:
+        """The executors that would take these ops as one region, as bits."""
+        takes, required = ~0, 0
+        for op in ops:
+            takes &= self.takes[op]
+            required |= self.required[op]
+        return takes & (~self.selective | required)
+
+    def joinable(self, ops: Iterable[int]) -> int:
+        """The executors that could take these ops in one region, a required op perhaps still to come."""
+        takes = ~0
+        for op in ops:
+            takes &= self.takes[op]
+        return takes
+
+
+def consecutive_groups(graph: Graph, fuse: Fusibility) -> Groups:
+    """Neighbours in the source order that one executor takes together (what Thunder does by default)."""
+    groups: list[tuple[int, ...]] = []
+    current: list[int] = []
+    for op in graph.ops:
+        joins = current and graph.ops[current[0]].backward == op.backward and fuse.joinable((*current, op.index))
+        if current and not joins:
+            groups.append(tuple(current))
+            current = []
+        if fuse.takes[op.index]:
+            current.append(op.index)
+    if current:
+        groups.append(tuple(current))
+    return tuple(groups)
+
+
+def contract_chains(graph: Graph, groups: Groups, fuse: Fusibility) -> Groups:
+    """Merge a region into its only consumer where that can never raise the best peak.
+
+    That is so when the bytes the producer could free are at most the bytes it makes (running the two
+    together then dominates). Repeats until nothing changes.
+    """
+    while True:
+        regions = graph.contract(groups)
+        takes = [fuse.joinable(op.payload) for op in regions.ops]  # type: ignore[arg-type]
+        merged: list[set[int] | None] = [set(op.payload) for op in regions.ops]  # type: ignore[call-overload]
+        busy: set[int] = set()
+        for p in range(len(regions)):
+            c = _only_consumer(regions, p)
+            if c is None or p in busy or c in busy or not takes[p] & takes[c]:
+                continue
+            if regions.ops[p].backward != regions.ops[c].backward or not _dominates(regions, p, c):
+                continue
+            if any(q != p and _reaches(regions, p, q) for q in regions.predecessors[c]):
+                continue
+            merged[c], merged[p] = merged[c] | merged[p], None  # type: ignore[operator]
+            busy |= {p, c}
+        groups = tuple(tuple(sorted(g)) for g in merged if g is not None and fuse.joinable(g))
+        if not busy:
+            return groups
+
+
+def _only_consumer(regions: Graph, p: int) -> int | None:
+    made = regions.ops[p].allocates
+    if not made or not regions.outputs.isdisjoint(made):
+        return None
+    users = {u for s in made for u in regions.users[s] if u != p}
+    return users.pop() if len(users) == 1 else None
+
+
+def _dominates(regions: Graph, p: int, c: int) -> bool:
+    made = sum(regions.storages[s].nbytes for s in regions.ops[p].allocates)
+    freed = sum(
+        regions.storages[s].nbytes
+        for s in regions.ops[p].reads
+        if not regions.storages[s].held and s not in regions.outputs and all(u <= p for u in regions.users[s])
+    )
+    return freed <= made
+
+
+def _reaches(regions: Graph, start: int, target: int) -> bool:
+    """Whether a path leads from `start` to `target`, or the search limit was met."""
+    if target < start:
+        return False
+    seen, stack, steps = {start}, [start], 0
+    while stack:
+        for nxt in regions.successors[stack.pop()]:
+            steps += 1
+            if nxt == target or steps > MAX_SEARCH:
+                return True
+            if nxt < target and nxt not in seen:
+                seen.add(nxt)
+                stack.append(nxt)
+    return False
+
+
+# How far apart in the order two regions may stand to be merged.
+MERGE_WINDOW = 48
+
+
+def merge_for_speed(
+    regions: Graph, order: Sequence[int], fuse: Fusibility, allowance_bytes: Callable[[bool], int]
+) -> tuple[tuple[int, ...], ...]:
+    """Merge neighbours that share data, as long as the live bytes stay within the allowance.
+
+    Args:
+        regions: a contracted graph; each op's payload is the tuple of its members.
+        order: a legal order of it, forward before backward.
+        fuse: the facts about the members.
+        allowance_bytes: the bytes that may be alive at once, in the forward (False) or the backward (True).
+
+    Returns:
+        The members of each region in the order in which they run. Each merge runs the two regions
+        where one of them stood, so the order stays legal and there can be no cycle.
+    """
+    merger = _Merger(regions, order, fuse)
+    for here in range(len(order)):
+        merger.merge_from(here, allowance_bytes)
+    return merger.groups()
+
+
+class _Merger:
+    """Slots in running order; a merge empties one slot and refills another."""
+
+    def __init__(self, regions: Graph, order: Sequence[int], fuse: Fusibility) -> None:
+        self.graph, self.fuse = regions, fuse
+        self.slot_of = [0] * len(regions)
+        for slot, op in enumerate(order):
+            self.slot_of[op] = slot
+        self.slots: list[tuple[int, ...]] = [(op,) for op in order]
+        self.takes = [fuse.joinable(regions.ops[op].payload) for op in order]  # type: ignore[arg-type]
+        self.live_bytes = list(simulate(regions, order).live_bytes)
+        self.large = [s.nbytes > 8 for s in regions.storages]
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        members = ([m for op in slot for m in self.graph.ops[op].payload] for slot in self.slots if slot)  # type: ignore[attr-defined]
+        return tuple(tuple(sorted(group)) for group in members)
+
+    def merge_from(self, here: int, allowance_bytes: Callable[[bool], int]) -> None:
+        """Merge the region at slot `here` with later ones, nearest first, for as long as one fits."""
+        if not self.slots[here] or not self.takes[here]:
+            return
+        backward = self.graph.ops[self.slots[here][0]].backward
+        limit = allowance_bytes(backward)
+        for there in self._candidates(here):
+            if not self.takes[here] & self.takes[there]:
+                continue
+            if self.graph.ops[self.slots[there][0]].backward != backward:
+                break
+            for target in (here, there):
+                if self._legal(here, there, target) and self._try(here, there, target, limit):
+                    break
+            if not self.slots[here]:
+                return
+
+    def _candidates(self, here: int) -> list[int]:
+        """Later slots within the window that touch a storage this region touches, nearest first."""
+        found = set()
+        for op in self.slots[here]:
+            for s in self.graph.ops[op].touches:
+                if self.large[s]:
+                    found.update(self.slot_of[u] for u in self.graph.users[s])
+        return sorted(slot for slot in found if here < slot <= here + MERGE_WINDOW)
+
+    def _legal(self, here: int, there: int, target: int) -> bool:
+        """Nothing between the two slots needs the early region (if it moves) or feeds the late one."""
+        if target == there:
+            neighbours = (n for op in self.slots[here] for n in self.graph.successors[op])
+        else:
+            neighbours = (n for op in self.slots[there] for n in self.graph.predecessors[op])
+        return not any(here < self.slot_of[n] < there for n in neighbours)
+
+    def _try(self, here: int, there: int, target: int, limit: int) -> bool:
+        """Merge at `target` if the live bytes from `here` to `there` stay within `limit`."""
+        moved = {*self.slots[here], *self.slots[there]}
+        change = [0] * (there - here + 2)
+        for s in dict.fromkeys(s for op in moved for s in self.graph.ops[op].touches):
+            self._add_change(change, s, moved, here, there, target)
+        live, delta = [], 0
+        for k in range(there - here + 1):
+            delta += change[k]
+            live.append(self.live_bytes[here + k] + delta)
+        runs = [k for k in range(there - here + 1) if here + k == target or (0 < k < there - here and self.slots[here + k])]
+        if any(live[k] > limit for k in runs):
+            return False
+        other = here if target == there else there
+        self.live_bytes[here : there + 1] = live
+        self.slots[target] = (*self.slots[here], *self.slots[there])
+        self.takes[target] = self.takes[here] & self.takes[there]
+        self.slots[other] = ()
+        for op in self.slots[target]:
+            self.slot_of[op] = target
+        return True
+
+    def _add_change(self, change: list[int], s: int, moved: set[int], here: int, there: int, target: int) -> None:
+        """Add how a storage's live range changes, as differences over the slots `here`..`there`."""
+        graph = self.graph
+        nbytes = graph.storages[s].nbytes
+        users, allocator = graph.users[s], graph.allocator[s]
+        stays = graph.storages[s].held or s in graph.outputs
+        if stays and allocator is None:
+            return
+
+        def span(slot: Callable[[int], int]) -> tuple[int, int]:
+            born = here - 1 if allocator is None else slot(allocator)
+            return born, there + 1 if stays else max(map(slot, users))
+
+        def add(born: int, dies: int, amount: int) -> None:
+            first, last = max(born, here), min(dies, there)
+            if first <= last:
+                change[first - here] += amount
+                change[last - here + 1] -= amount
+
+        add(*span(self.slot_of.__getitem__), -nbytes)
+        inside = not stays and allocator in moved and all(u in moved for u in users)
+        if not inside:
+            add(*span(lambda op: target if op in moved else self.slot_of[op]), nbytes)

@@ -1,0 +1,208 @@
+"""Read a Thunder trace into a `Graph`.
+
+The trace may be a plain one, or the joint forward-and-backward trace on which fusion runs. Symbols
+that set the scene (unpacking, comments) and the return stay outside the graph: they keep their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thunder.core import prims
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
+from thunder.core.pytree import tree_flatten_with_dataclass, tree_iter
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from thunder_mem.effects import Effects, effects_of
+from thunder_mem.graph import Graph, Op, Storage, make_graph
+from thunder_mem.layout import Layout
+
+__all__ = ["TraceGraph", "read_trace"]
+
+_SCENERY = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.COMMENT, PrimIDs.DEL}
+
+
+@dataclass(frozen=True)
+class TraceGraph:
+    """A trace and its `Graph`; op `i` of the graph is `bsyms[i]`.
+
+    Attributes:
+        graph: forward ops, then backward ops; its order is the source order of each half.
+        bsyms: the bound symbol of each op.
+        effects: what each op does besides computing.
+        prefix: bound symbols that stay in front (unpacking).
+        result: the return statement, which stays last.
+        storage_of: proxy name -> storage index.
+        producer_of: proxy name -> op index; arguments of the trace have none.
+        pinned: names that must exist under their own name at the end: what the trace returns.
+    """
+
+    graph: Graph
+    bsyms: tuple[BoundSymbol, ...]
+    effects: tuple[Effects, ...]
+    prefix: tuple[BoundSymbol, ...]
+    result: BoundSymbol
+    storage_of: dict[str, int]
+    producer_of: dict[str, int]
+    pinned: frozenset[str]
+
+
+def read_trace(trace: TraceCtx) -> TraceGraph:
+    """Read a trace (plain or joint, before its `del`s or after) into a graph.
+
+    Raises:
+        ValueError: the trace has no return statement, or uses a proxy that nothing produces.
+    """
+    symbols = [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL]
+    if not symbols or symbols[-1].sym.id is not PrimIDs.RETURN:
+        raise ValueError("the trace does not end with a return statement")
+    *body, result = symbols
+    prefix = [b for b in body if b.sym.id in _SCENERY]
+    body = [b for b in body if b.sym.id not in _SCENERY]
+    in_forward = _forward_half(body, result)
+    body = [b for b, forward in zip(body, in_forward, strict=True) if forward] + [
+        b for b, forward in zip(body, in_forward, strict=True) if not forward
+    ]
+    forward_count = sum(in_forward)
+    effects = [effects_of(b) for b in body]
+
+    arguments = [p for p in _proxies((trace.args, trace.kwargs)) if isinstance(p, TensorProxy)]
+    arguments += [p for b in prefix for p in b.flat_proxy_outs if isinstance(p, TensorProxy)]
+    layout = Layout()
+    layout.define(arguments)
+    for b in body:
+        layout.run(b)
+
+    storages, storage_of = _storages(layout, arguments, body)
+    producer_of: dict[str, int] = {}
+    for i, b in enumerate(body):
+        known = {p.name for p in b.flat_proxy_args}
+        for p in b.flat_proxy_outs:
+            if p.name not in known:
+                producer_of.setdefault(p.name, i)
+
+    pinned = frozenset(p.name for p in _returned(result))
+    ops = _ops(body, effects, forward_count, storages, storage_of)
+    edges = [*_data_edges(body, producer_of), *_effect_edges(effects)]
+    outputs = {storage_of[name] for name in pinned if name in storage_of}
+    graph = make_graph(ops, storages, edges, outputs)
+    return TraceGraph(graph, tuple(body), tuple(effects), tuple(prefix), result, storage_of, producer_of, pinned)
+
+
+def _forward_half(body: Sequence[BoundSymbol], result: BoundSymbol) -> list[bool]:
+    """Which symbols Thunder will run in the forward: those that the forward's outputs need.
+
+    The same walk as `thunder.transforms.autodiff.split_into_forward_and_backward`, which cuts the
+    joint trace after fusion; a plain trace is forward throughout.
+    """
+    returned = result.args[0] if result.args else None
+    if not (isinstance(returned, dict) and "fw_flat_out" in returned):
+        return [True] * len(body)
+    needed = {p.name for p in tree_iter(returned["fw_flat_out"]) if isinstance(p, Proxy)}
+    needed |= {p.name for p in returned["flat_args"] if isinstance(p, Proxy)}
+    in_forward = [False] * len(body)
+    for i in range(len(body) - 1, -1, -1):
+        b = body[i]
+        if b.sym == prims.get_grad:
+            continue
+        copies_forward_value = (b.sym == prims.copy_ or b.sym.name == "copy_") and b.args[1].name in needed
+        if copies_forward_value or any(p.name in needed for p in b.flat_proxy_outs):
+            in_forward[i] = True
+            needed.update(p.name for p in (*b.flat_proxy_args, *b.flat_proxy_outs))
+    return in_forward
+
+
+def _storages(
+    layout: Layout, arguments: Sequence[Proxy], body: Sequence[BoundSymbol]
+) -> tuple[list[Storage], dict[str, int]]:
+    held = {p.name for p in arguments}
+    proxies = [*arguments, *(p for b in body for p in (*b.flat_proxy_args, *b.flat_proxy_outs))]
+    by_key: dict[int, int] = {}
+    storages: list[Storage] = []
+    storage_of: dict[str, int] = {}
+    for p in proxies:
+        if p.name in storage_of or not isinstance(p, TensorProxy | FutureTensorProxy):
+            continue
+        if p.name not in layout:
+            raise ValueError(f"the trace uses {p.name}, which nothing produces")
+        key = layout.storage_key(p.name)
+        if key not in by_key:
+            by_key[key] = len(storages)
+            storages.append(Storage(len(storages), layout.nbytes(p.name), p.name, str(p.device), p.name in held))
+        storage_of[p.name] = by_key[key]
+    return storages, storage_of
+
+
+def _ops(
+    body: Sequence[BoundSymbol],
+    effects: Sequence[Effects],
+    forward_count: int,
+    storages: Sequence[Storage],
+    storage_of: dict[str, int],
+) -> list[Op]:
+    born: set[int] = set()
+    started: dict[str, tuple[int, ...]] = {}  # what a collective in flight still reads, by its future
+    ops = []
+    for i, (b, effect) in enumerate(zip(body, effects, strict=True)):
+        args = [p.name for p in b.flat_proxy_args if p.name in storage_of]
+        outs = [p.name for p in b.flat_proxy_outs if p.name in storage_of]
+        reads = dict.fromkeys(storage_of[name] for name in args)
+        reads |= dict.fromkeys(s for name in args for s in started.get(name, ()))
+        fresh = dict.fromkeys(storage_of[name] for name in outs if storage_of[name] not in reads)
+        allocates = [s for s in fresh if s not in born and not storages[s].held]
+        born.update(allocates)
+        started |= {p.name: tuple(reads) for p in b.flat_proxy_outs if isinstance(p, FutureTensorProxy)}
+        ops.append(
+            Op(
+                index=i,
+                name=b.sym.name,
+                reads=tuple(reads),
+                writes=tuple(dict.fromkeys(storage_of[name] for name in effect.writes)),
+                allocates=tuple(allocates),
+                backward=i >= forward_count,
+                payload=b,
+            )
+        )
+    return ops
+
+
+def _data_edges(body: Sequence[BoundSymbol], producer_of: dict[str, int]) -> list[tuple[int, int]]:
+    edges = []
+    for i, b in enumerate(body):
+        edges += [(producer_of[p.name], i) for p in b.flat_proxy_args if producer_of.get(p.name, i) < i]
+    return edges
+
+
+def _effect_edges(effects: Sequence[Effects]) -> list[tuple[int, int]]:
+    """Chains per channel, and barriers between all that stands before and after them."""
+    edges: list[tuple[int, int]] = []
+    last: dict[str, int] = {}
+    barrier: int | None = None
+    since_barrier: list[int] = []
+    for i, effect in enumerate(effects):
+        for channel in effect.channels:
+            if channel in last:
+                edges.append((last[channel], i))
+            last[channel] = i
+        if effect.barrier:
+            edges += [(before, i) for before in since_barrier]
+            if barrier is not None:
+                edges.append((barrier, i))
+            barrier, since_barrier = i, []
+        else:
+            if barrier is not None:
+                edges.append((barrier, i))
+            since_barrier.append(i)
+    return edges
+
+
+def _proxies(tree: object) -> list[Proxy]:
+    flat, _ = tree_flatten_with_dataclass(tree)
+    return [x for x in flat if isinstance(x, Proxy)]
+
+
+def _returned(result: BoundSymbol) -> list[Proxy]:
+    return _proxies((result.args, result.kwargs))

@@ -1,0 +1,73 @@
+"""`MemEfficient`: the whole package as one Thunder transform."""
+
+from __future__ import annotations
+
+from thunder.core.compile_data import get_compile_data
+from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import Transform
+from thunder.extend import FusionExecutor, get_always_executors, get_default_executors
+
+from thunder_mem.attention import mem_attention_ex
+from thunder_mem.delegate import PlanningOptions, seat
+from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.sorting import SORTS, SortFunction
+
+__all__ = ["MemEfficient"]
+
+
+class MemEfficient(Transform):
+    """Compile for a lower peak of memory, with the same results.
+
+    Plans on the joint forward and backward trace which values are kept and which are rebuilt inside
+    fused code, in which order everything runs, and which operations run as one. If `thunder.jit` is
+    given no `executors`, and no general fusion executor is among Thunder's defaults, thunder_mem's own
+    (`mem_pointwise`, and `mem_attention` for the CPU) join the list; a list that you give stays yours.
+
+    Args:
+        sort: the algorithm that orders the program: a name of `thunder_mem.SORTS`, or your own
+            function `(Graph) -> Sequence[int]`, whose order is checked and refused if it breaks a
+            dependency.
+        strict: raise when planning fails. By default a warning names the cause, and the program is
+            compiled as Thunder alone would.
+
+    Raises:
+        ValueError: `sort` is an unknown name.
+        TypeError: an argument of another type than documented.
+
+    Example:
+        >>> import torch, thunder
+        >>> from thunder_mem import MemEfficient
+        >>> f = thunder.jit(lambda x: (x * 2).sin().sum(), executors=[], transforms=[MemEfficient()])
+        >>> f(torch.zeros(3)).item()
+        0.0
+    """
+
+    def __init__(self, *, sort: str | SortFunction = "auto", strict: bool = False) -> None:
+        if isinstance(sort, str):
+            if sort not in SORTS:
+                raise ValueError(f"sort={sort!r} is not known; known are {', '.join(SORTS)}, or give a function")
+        elif not callable(sort):
+            raise TypeError(f"sort is a name or a function (Graph) -> Sequence[int], not {sort!r}")
+        if not isinstance(strict, bool):
+            raise TypeError(f"strict is True or False, not {strict!r}")
+        self._options = PlanningOptions(sort=sort, strict=strict)
+
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
+    ):
+        compile_data = get_compile_data()
+        compile_data.executors_list = seat(_with_defaults(compile_data.executors_list), self._options)
+        return prologue_trace, computation_trace, epilogue_trace
+
+    def __repr__(self) -> str:
+        return f"thunder_mem.MemEfficient(sort={self._options.sort!r}, strict={self._options.strict})"
+
+
+def _with_defaults(executors: tuple) -> tuple:
+    """Add the package's executors to Thunder's own default list where it has no general fusion executor."""
+    always = get_always_executors()
+    if tuple(executors) != (*get_default_executors(), *always):
+        return executors
+    if any(isinstance(e, FusionExecutor) and not getattr(e, "required_ops", None) for e in executors):
+        return executors
+    return (mem_attention_ex, *executors[: len(executors) - len(always)], mem_pointwise_ex, *always)
