@@ -69,8 +69,15 @@ def measure_curve(fn: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] 
         (1024, 1024, -1024)
     """
     _check_callable(fn)
-    with _collector_off(), _cpu_profiler() as profiler:
-        result = fn(*args, **(kwargs or {}))
+    with collector_off():
+        gc.collect()
+        return record_curve(lambda: fn(*args, **(kwargs or {})))
+
+
+def record_curve(fn: Callable[[], Any]) -> MemoryCurve:
+    """`measure_curve` for many short calls in a row: it leaves the garbage collector to the caller."""
+    with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profiler:
+        result = fn()
     del result
     events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
     events = [e for e in events if e.device_type() == torch.autograd.DeviceType.CPU]
@@ -111,7 +118,8 @@ def measure_peak(
         raise ValueError(f"measure_peak measures on 'cpu' and 'cuda', not on {str(where)!r}")
     if not torch.cuda.is_available():
         raise ValueError("measure_peak was asked to measure on CUDA, but this machine has no CUDA device")
-    with _collector_off():
+    with collector_off():
+        gc.collect()
         torch.cuda.synchronize(where)
         torch.cuda.reset_peak_memory_stats(where)
         start_bytes = torch.cuda.memory_stats(where)["requested_bytes.all.current"]
@@ -135,16 +143,12 @@ def _device_of(fn: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 @contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
+def collector_off() -> Iterator[None]:
+    """Python's cyclic garbage collector is off within, so that no release depends on when it wakes."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
             gc.enable()
-
-
-def _cpu_profiler() -> torch.autograd.profiler.profile:
-    return torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)

@@ -1,0 +1,289 @@
+"""The peak of a compiled function before it runs: its final traces, followed storage by storage.
+
+`predict` takes the forward and backward traces that Thunder would execute, whatever transforms and
+executors made them, and runs them on fake tensors (`replay.py`). On a CPU every operation also runs
+once, alone, to learn what it holds inside itself (`scratch.py`), so that the prediction equals a
+measurement to the byte. On a device simulated by `simulate.py` nothing runs at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import thunder
+import torch
+from thunder.core.proxies import NumberProxy, TensorProxy
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from thunder_mem.region_model import empty_like_proxy
+from thunder_mem.replay import Block, Event, Ledger, PredictionError, Runner, replay
+from thunder_mem.scratch import ProbingRunner, SimulatedRunner
+
+__all__ = ["Held", "Prediction", "PredictionError", "predict"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A storage that is alive at some event.
+
+    Attributes:
+        nbytes: bytes of the whole storage.
+        name: the first tensor that showed it; `aliases` are the others.
+        shape, dtype, device: of that first tensor.
+        kind: "argument", "tangent", "computed", or in a training step "gradient", "optimizer", ...
+        born: index of the event that made it, -1 if it was there before.
+        last: index of the last event it is alive in.
+    """
+
+    nbytes: int
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    kind: str
+    born: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a call will hold, event by event. All sizes in bytes.
+
+    Attributes:
+        timeline: every operation in the order it runs.
+        storages: every storage and when it lives.
+        held_bytes: what the caller holds throughout (parameters, inputs), included in every total.
+        device_type: "cpu" or "cuda": only this device's storages count.
+        assumptions: what the numbers rest on, in sentences.
+    """
+
+    timeline: tuple[Event, ...]
+    storages: tuple[Held, ...]
+    held_bytes: int
+    device_type: str
+    assumptions: tuple[str, ...] = ()
+
+    @cached_property
+    def peak_event(self) -> Event | None:
+        """The first event at which most is alive, scratch left aside; None for an empty program."""
+        return max(self.timeline, key=lambda e: e.live_bytes, default=None)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest number of bytes alive at once, the caller's included, scratch left aside."""
+        return self.held_bytes if self.peak_event is None else self.peak_event.live_bytes
+
+    @property
+    def total_peak_bytes(self) -> int:
+        """The largest sum of live bytes and scratch."""
+        return max((e.live_bytes + e.scratch_bytes for e in self.timeline), default=self.held_bytes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What scratch adds to the peak: `total_peak_bytes - peak_bytes`."""
+        return self.total_peak_bytes - self.peak_bytes
+
+    @property
+    def measured_bytes(self) -> int:
+        """What `measure_peak` would report: the total peak above what the caller held before."""
+        return self.total_peak_bytes - self.held_bytes
+
+    @property
+    def held_at_peak(self) -> tuple[Held, ...]:
+        """Every storage alive at `peak_event`, the largest first."""
+        return () if self.peak_event is None else self.held_at(self.peak_event.index)
+
+    def held_at(self, event: int) -> tuple[Held, ...]:
+        """Every storage alive while the event of that index runs, the largest first."""
+        alive = [s for s in self.storages if s.born <= event <= s.last]
+        return tuple(sorted(alive, key=lambda s: (-s.nbytes, s.born, s.name)))
+
+    def phase(self, name: str) -> Prediction:
+        """The part of the timeline that belongs to one phase, with the same storages.
+
+        Raises:
+            ValueError: there is no such phase.
+        """
+        events = tuple(e for e in self.timeline if e.phase == name)
+        if not events:
+            raise ValueError(f"there is no phase {name!r} here, only {', '.join(map(repr, self.phases)) or 'none'}")
+        return Prediction(events, self.storages, self.held_bytes, self.device_type, self.assumptions)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The names of the phases, in order."""
+        return tuple(dict.fromkeys(e.phase for e in self.timeline))
+
+
+def predict(
+    jitted: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    tangents: Sequence[torch.Tensor] | None = None,
+    keep_outputs: bool = False,
+) -> Prediction:
+    """Predict the peak of one call of a jitted function and, if it has one, of its backward.
+
+    Args:
+        jitted: what `thunder.jit` returned. It is compiled for `args` if it has not been yet, but not run.
+        args: the call's arguments, real or (under `simulate`) fake. Without any, the last compilation
+            is predicted, with inputs that are dense and share no memory.
+        kwargs: the call's keyword arguments.
+        tangents: gradients of the outputs, which the caller holds while the backward runs. Default:
+            dense ones that only the backward holds, so that it may free them.
+        keep_outputs: whether the caller holds the outputs too while the backward runs. The frame of
+            `torch.autograd.backward(outputs, tangents)` does; `loss_of(outputs).backward()` does not.
+
+    Raises:
+        TypeError: `jitted` is not a function jitted by Thunder.
+        ValueError: it was never called and no arguments are given.
+        PredictionError: it cannot be traced, or an operation has no prediction.
+    """
+    ledger, runner, assumptions = run_prediction(jitted, args, dict(kwargs or {}), tangents, keep_outputs)
+    return finish(ledger, (*assumptions, *runner.assumptions))
+
+
+def finish(ledger: Ledger, assumptions: Sequence[str]) -> Prediction:
+    """Close a ledger: what is still alive stays alive to the end."""
+    end = len(ledger.events) - 1
+    return Prediction(
+        timeline=tuple(ledger.events),
+        storages=tuple(_held(block, end) for block in ledger.blocks),
+        held_bytes=sum(b.nbytes for b in ledger.blocks if b.kind == "argument"),
+        device_type=ledger.device_type,
+        assumptions=tuple(dict.fromkeys(assumptions)),
+    )
+
+
+def _held(block: Block, end: int) -> Held:
+    last = end if block.last is None or block.kind == "argument" else block.last
+    name, *aliases = block.names
+    return Held(
+        block.nbytes, name, tuple(aliases), block.shape, block.dtype, block.device, block.kind, block.born, last
+    )
+
+
+def run_prediction(
+    jitted: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tangents: Sequence[torch.Tensor] | None,
+    keep_outputs: bool,
+) -> tuple[Ledger, ProbingRunner | SimulatedRunner, list[str]]:
+    entry, inputs, assumptions = compiled_entry(jitted, args, kwargs)
+    forward = entry.computation_traces[-1]
+    backward = entry.backward_traces[-1] if entry.backward_fn is not None else None
+    mode, inputs = to_fake(inputs)
+    device_type = "cuda" if any(t.device.type == "cuda" for t in _tensors(inputs)) else "cpu"
+    runner = SimulatedRunner() if device_type == "cuda" else ProbingRunner()
+    ledger = Ledger(device_type)
+    _add_all(ledger, [p.name for p in forward.args], inputs, "argument")
+
+    result = replay(forward, inputs, mode, ledger, "forward", runner)
+    ledger.sweep()
+    if backward is None:
+        return ledger, runner, assumptions
+    data, (saved_tensors, saved_other) = result
+    outputs = data["output"] if keep_outputs else None
+    del result, data
+    given = _tangents(backward, tangents, mode)
+    _add_all(ledger, [f"tangent{i}" for i in range(len(given))], given, "tangent")
+    saved = [list(saved_tensors), saved_other]
+    del saved_tensors, saved_other
+    ledger.sweep()
+    caller_holds = (outputs, list(given) if tangents is not None else None)
+    del outputs
+    run_backward(backward, saved, given, mode, ledger, runner)
+    del caller_holds
+    return ledger, runner, assumptions
+
+
+def _add_all(ledger: Ledger, names: Sequence[str], values: Sequence[Any], kind: str) -> None:
+    # A function of its own, so that no loop variable keeps the last tensor alive.
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, torch.Tensor):
+            ledger.add(name, value, kind)
+
+
+def run_backward(
+    trace: Any, saved: list[Any], tangents: list[Any], mode: FakeTensorMode, ledger: Ledger, runner: Runner
+) -> Any:
+    """Replay a backward trace, handing over `saved` and `tangents` as the lists that it empties."""
+    with mode:
+        return replay(trace, [saved, tangents], mode, ledger, "backward", runner)
+
+
+def compiled_entry(
+    jitted: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, list[Any], list[str]]:
+    """Thunder's cache entry for a call, the computation's inputs, and assumptions about those."""
+    data, stats = thunder.compile_data(jitted), thunder.compile_stats(jitted)
+    if data is None or stats is None:
+        raise TypeError(f"predict takes what thunder.jit returned, not {type(jitted).__name__}")
+    if not args and not kwargs:
+        if not stats.interpreter_cache:
+            raise ValueError(
+                "the jitted function has never been called, so there is nothing to predict: "
+                "call it once, or give predict the arguments of a call"
+            )
+        entry = stats.interpreter_cache[-1]
+        with _mode_of(()):
+            inputs = [_from_proxy(p) for p in entry.computation_traces[-1].args]
+        return entry, inputs, ["inputs are dense and share no memory"]
+    grad_enabled = torch.is_grad_enabled()
+    try:
+        entry, inputs, _ = data.get_computation_and_inputs(*args, **kwargs)
+    except Exception as error:
+        raise PredictionError(f"the function cannot be traced: {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_grad_enabled(grad_enabled)
+    return entry, list(inputs), []
+
+
+def to_fake(values: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensorMode, Any]:
+    """`values` with fake tensors for all tensors, and their mode: the given one, or that of a fake tensor among them.
+
+    Real tensors that share a storage become fake tensors that share one.
+    """
+    mode = mode or _mode_of(values)
+    return mode, tree_map_only(
+        torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True), values
+    )
+
+
+def _mode_of(values: Any) -> FakeTensorMode:
+    fake = next((t for t in _tensors(values) if isinstance(t, FakeTensor)), None)
+    if fake is not None:
+        return fake.fake_mode
+    return torch._guards.active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+def _from_proxy(proxy: Any) -> Any:
+    if isinstance(proxy, TensorProxy):
+        t = empty_like_proxy(proxy)
+        return t.requires_grad_() if proxy.requires_grad else t
+    if isinstance(proxy, NumberProxy):
+        return proxy.value
+    raise PredictionError(
+        f"the argument {proxy.name} is neither a tensor nor a number: give predict the call's arguments"
+    )
+
+
+def _tangents(backward: Any, given: Sequence[torch.Tensor] | None, mode: FakeTensorMode) -> list[Any]:
+    """The cotangents in the order the backward trace takes them."""
+    _, wanted = backward.args
+    if given is None:
+        with mode:
+            return [empty_like_proxy(p) if isinstance(p, TensorProxy) else None for p in wanted]
+    if len(given) != len(wanted):
+        raise ValueError(f"the backward takes {len(wanted)} tangents, but {len(given)} were given")
+    return to_fake(list(given), mode)[1]

@@ -1,0 +1,272 @@
+"""Run a final trace on fake tensors, one bound symbol at a time, and watch its storages.
+
+Fake tensors carry shapes, strides and storages but no data, so views, copies, in-place updates and
+`del`s have exactly the effect on memory that they have for real, at no cost in memory. A storage is
+followed by weak reference: it is alive as long as any tensor of the trace still shows it.
+
+What fake tensors cannot show is what a kernel allocates and frees inside one call; a `Runner` (see
+`scratch.py`) tells it, and it is kept apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import CollectionProxy, Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.executors.torchex import no_autocast
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Block", "Event", "Ledger", "PredictionError", "Runner", "replay"]
+
+_BOOKKEEPING = (
+    PrimIDs.UNPACK_TRIVIAL,
+    PrimIDs.UNPACK_SEQUENCE,
+    PrimIDs.UNPACK_KEY,
+    "clear_mutable_collection",
+    PrimIDs.COMMENT,
+    PrimIDs.DEL,
+    PrimIDs.RETURN,
+)
+
+
+class PredictionError(RuntimeError):
+    """A program whose memory cannot be predicted; the message names the bound symbol and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One operation and what is alive while it runs.
+
+    Attributes:
+        index: position in the timeline, over all phases.
+        phase: "forward", "backward", or a stage of a training step ("loss", "optimizer", ...).
+        name: what runs, as the trace prints it.
+        outputs: names of the tensors it makes.
+        source: "file:line" of the user's code, or "".
+        live_bytes: all storages alive while it runs, its outputs and the caller's tensors included.
+        allocated_bytes: storages that come into being with it and outlive it.
+        scratch_bytes: what it holds beyond that, only while it runs.
+        bsym: the bound symbol, or None where there is no trace (an eager loss, an optimizer).
+    """
+
+    index: int
+    phase: str
+    name: str
+    outputs: tuple[str, ...] = ()
+    source: str = ""
+    live_bytes: int = 0
+    allocated_bytes: int = 0
+    scratch_bytes: int = 0
+    bsym: BoundSymbol | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage: its size, who showed it, and when it lived.
+
+    Attributes:
+        nbytes: bytes of the whole storage.
+        names: every tensor that showed it, the first one first.
+        shape, dtype, device: of that first tensor.
+        kind: "argument" (the caller holds it throughout), "tangent", or "computed".
+        born: index of the event that made it; -1 if it was there before the first.
+        last: index of the last event it was alive in; None while alive.
+    """
+
+    nbytes: int
+    names: list[str]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    kind: str
+    born: int
+    last: int | None = None
+
+
+class Runner(Protocol):
+    """Runs one operation on fake tensors and tells what it holds only while it runs, see `scratch.py`."""
+
+    def __call__(self, bsym: BoundSymbol, run: Callable[[dict[str, Any]], Any], env: dict[str, Any]) -> int:
+        """Give `env` the outputs of `bsym`, as `run(env)` does; return its scratch in bytes."""
+        ...
+
+
+class Ledger:
+    """Storages that are alive, by weak reference, and the events so far."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.events: list[Event] = []
+        self.blocks: list[Block] = []
+        self.live_bytes = 0
+        self._alive: dict[int, tuple[StorageWeakRef, Block]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor, kind: str) -> int:
+        """Take note that `name` shows `tensor`; return the bytes that are new by it."""
+        if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
+            return 0
+        storage = tensor.untyped_storage()
+        known = self._alive.get(storage._cdata)
+        if known is not None:
+            block = known[1]
+            if name not in block.names:
+                block.names.append(name)
+            if kind == "argument":
+                block.kind = kind
+            return 0
+        born = len(self.events) if kind == "computed" else len(self.events) - 1
+        block = Block(storage.nbytes(), [name], tuple(tensor.shape), tensor.dtype, tensor.device, kind, born)
+        self._alive[storage._cdata] = (StorageWeakRef(storage), block)
+        self.blocks.append(block)
+        self.live_bytes += block.nbytes
+        return block.nbytes
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """The live block that `tensor` shows, if it is one of this ledger's."""
+        known = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[1]
+
+    def keys(self, values: Iterable[Any]) -> list[int]:
+        """What to hand to `sweep` when only the tensors among `values` may have died."""
+        return [v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
+
+    def sweep(self, keys: Iterable[int] | None = None) -> int:
+        """Drop the storages (of `keys`, by default all) that nobody shows any more; return the bytes freed."""
+        candidates = self._alive if keys is None else [key for key in dict.fromkeys(keys) if key in self._alive]
+        dead = [key for key in candidates if self._alive[key][0].expired()]
+        freed_bytes = 0
+        for key in dead:
+            _, block = self._alive.pop(key)
+            block.last = len(self.events) - 1
+            freed_bytes += block.nbytes
+        self.live_bytes -= freed_bytes
+        return freed_bytes
+
+    def record(self, phase: str, name: str, **details: Any) -> Event:
+        """Append an event at the present number of live bytes."""
+        event = Event(len(self.events), phase, name, live_bytes=self.live_bytes, **details)
+        self.events.append(event)
+        return event
+
+
+def replay(
+    trace: TraceCtx, inputs: Sequence[Any], mode: FakeTensorMode, ledger: Ledger, phase: str, runner: Runner
+) -> Any:
+    """Run `trace` on fake `inputs` under `mode`, writing every operation into `ledger`.
+
+    Args:
+        trace: a final trace, with its `del`s.
+        inputs: one value for each of the trace's arguments, in order. What else the caller holds
+            must be kept alive by the caller: this function lets go of them as the trace says.
+        mode: the mode the fake tensors belong to.
+        ledger: has the inputs' storages already (`Ledger.add`).
+        phase: the phase's name in the events.
+        runner: runs each operation.
+
+    Returns:
+        What the trace returns.
+
+    Raises:
+        PredictionError: an operation that does not run on fake tensors.
+    """
+    names = [name for name, _ in trace.siginfo().args]
+    if len(names) != len(inputs):
+        raise PredictionError(f"the {phase} trace takes {len(names)} arguments, but {len(inputs)} were given")
+    env = trace.python_ctx()
+    env["torch"] = torch
+    env.update(zip(names, inputs, strict=True))
+    del inputs
+
+    @torch.no_grad()
+    @no_autocast
+    def run_all() -> Any:
+        result = None
+        with mode, tracectx(trace):
+            for bsym in trace.bound_symbols:
+                result = _step(bsym, env, ledger, phase, runner)
+        return result
+
+    return run_all()
+
+
+def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, runner: Runner) -> Any:
+    run = _executable(bsym)
+    if run is None:
+        return None
+    if bsym.sym.id in _BOOKKEEPING:
+        # A storage dies only where a name is dropped; looking at those names alone keeps long traces linear.
+        dropped = ledger.keys(env.get(p.name) for p in bsym.flat_proxy_args) if bsym.sym.id is PrimIDs.DEL else None
+        result = run(env)
+        if bsym.sym.id in (PrimIDs.DEL, "clear_mutable_collection"):
+            ledger.sweep(dropped)
+        return result
+    try:
+        scratch_bytes = runner(bsym, run, env)
+    except Exception as error:
+        raise PredictionError(
+            f"cannot follow the memory of {bsym.sym.name} ({_source(bsym) or 'no source line'}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    outputs = _tensor_outputs(bsym, env)
+    allocated_bytes = sum(ledger.add(name, tensor, "computed") for name, tensor in outputs)
+    ledger.record(
+        phase,
+        bsym.name_with_module(),
+        outputs=tuple(name for name, _ in outputs),
+        source=_source(bsym),
+        allocated_bytes=allocated_bytes,
+        scratch_bytes=scratch_bytes,
+        bsym=bsym,
+    )
+    return None
+
+
+def _executable(bsym: BoundSymbol) -> Callable[[dict[str, Any]], Any] | None:
+    """What the trace's own Python would run for this bound symbol, as a function of its names."""
+    lines = [line for line in bsym.python(indent=0, print_depth=1) if not line.lstrip().startswith("#")]
+    source = "\n".join(lines).strip()
+    if not source:
+        return None
+    if bsym.sym.id is PrimIDs.RETURN:
+        expression = compile(source.removeprefix("return").strip() or "None", "<trace>", "eval")
+        return lambda env: eval(expression, env)
+    code = compile(source, "<trace>", "exec")
+    return lambda env: exec(code, env)
+
+
+def _tensor_outputs(bsym: BoundSymbol, env: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    found: dict[str, torch.Tensor] = {}
+    for proxy in proxies(bsym.flat_outs):
+        value = env.get(proxy.name)
+        if isinstance(value, torch.Tensor):
+            found[proxy.name] = value
+    return list(found.items())
+
+
+def proxies(values: Iterable[Any]) -> list[Proxy]:
+    """The proxies among `values`, those inside collections included."""
+    found: list[Proxy] = []
+    for value in values:
+        if isinstance(value, CollectionProxy):
+            found += proxies(tree_leaves(value.collection(), is_leaf=lambda x: isinstance(x, Proxy)))
+        elif isinstance(value, Proxy):
+            found.append(value)
+    return found
+
+
+def tensor_proxies(values: Iterable[Any]) -> list[TensorProxy]:
+    return [p for p in proxies(values) if isinstance(p, TensorProxy)]
+
+
+def _source(bsym: BoundSymbol) -> str:
+    if bsym.source_filename is None or bsym.source_positions is None or bsym.source_positions.lineno is None:
+        return ""
+    return f"{bsym.source_filename}:{bsym.source_positions.lineno}"

@@ -1,0 +1,292 @@
+"""What an operation holds only while it runs: its scratch, beyond its inputs and outputs.
+
+Two sources, chosen by the device kind:
+
+- `ProbingRunner`, for the CPU one stands on: the operation runs once for real, alone, on zeros laid
+  out like its inputs, and the allocator is watched. The result is kept for each operation, layout of
+  inputs and number of threads, for the life of the process (and so for one version of torch). It is
+  exact, and it also tells how a compiled region really lays out what it returns.
+- `SimulatedRunner`, for a device that is not there: what the operation's own Python and the
+  composite operators in it allocate is seen by running it on fake tensors; what the kernels of a
+  real device allocate inside themselves is not, except for those in `KERNEL_SCRATCH`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from thunder.core.proxies import FutureTensorProxy, NumberProxy
+from thunder.core.symbol import BoundSymbol
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from thunder_mem.measure import collector_off, record_curve
+from thunder_mem.region_model import run_region
+from thunder_mem.replay import proxies, tensor_proxies
+
+__all__ = ["KERNEL_SCRATCH", "ProbingRunner", "SimulatedRunner"]
+
+Run = Callable[[dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class _Output:
+    """How a real output lies: in which storage ("input", i) or ("new", i), and how it shows it."""
+
+    where: tuple[str, int]
+    storage_bytes: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A real run: the bytes above the start at its worst moment and at its end, and its outputs."""
+
+    peak_bytes: int
+    end_bytes: int
+    outputs: tuple[_Output | None, ...]
+
+
+class ProbingRunner:
+    """Runs operations on fake CPU tensors and, once each, on real ones.
+
+    Attributes:
+        assumptions: sentences on what could not be measured, in the order it was met.
+    """
+
+    _probes: dict[Hashable, _Probe | None] = {}  # noqa: RUF012 - shared on purpose: measured once per process
+
+    def __init__(self) -> None:
+        self.assumptions: list[str] = []
+
+    def __call__(self, bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> int:
+        inputs = {
+            p.name: env[p.name] for p in tensor_proxies(bsym.flat_args) if isinstance(env.get(p.name), torch.Tensor)
+        }
+        if not inputs and not tensor_proxies(bsym.flat_outs):
+            run(env)
+            return 0
+        key = _key(bsym, inputs)
+        if key not in self._probes:
+            self._probes[key] = self._probe(bsym, run, env, inputs)
+        probe = self._probes[key]
+        if probe is None:
+            return _run_tracked(bsym, run, env)
+        if bsym.sym.is_fusion:
+            _lay_out(bsym, probe, env, inputs)
+        else:
+            run(env)
+            if _new_bytes(bsym, env, inputs) != probe.end_bytes:
+                _lay_out(bsym, probe, env, inputs)
+        return probe.peak_bytes - _new_bytes(bsym, env, inputs)
+
+    def _probe(
+        self, bsym: BoundSymbol, run: Run, env: dict[str, Any], inputs: dict[str, torch.Tensor]
+    ) -> _Probe | None:
+        if any(t.device.type != "cpu" for t in inputs.values()) or _communicates(bsym):
+            self.assumptions.append(
+                f"{bsym.sym.name}: only what fake tensors show of it is counted, not its kernels' scratch"
+            )
+            return None
+        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), collector_off():
+            try:
+                run({**env, **_real_like(inputs)})  # what a first call does once does not count
+                real = _real_like(inputs)
+                probe_env = {**env, **real}
+                curve = record_curve(lambda: run(probe_env))
+            except Exception as error:
+                self.assumptions.append(
+                    f"{bsym.sym.name}: could not be measured on zeros ({type(error).__name__}: {error}); its scratch is unknown"
+                )
+                return None
+            return _Probe(curve.peak_bytes, curve.end_bytes, _outputs(bsym, probe_env, real))
+
+
+class SimulatedRunner:
+    """Runs operations on fake tensors of a device that is not there; fused regions by their outputs."""
+
+    def __init__(self) -> None:
+        self.assumptions: list[str] = ["scratch inside the device's own kernels is counted for flash attention only"]
+
+    def __call__(self, bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> int:
+        return _run_tracked(bsym, run, env)
+
+
+def _run_tracked(bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> int:
+    if bsym.sym.is_fusion:
+        run_region(bsym, env)
+        return 0
+    with _Watch() as watch:
+        run(env)
+    kernel_bytes = 0
+    for name, formula in KERNEL_SCRATCH.items():
+        if name == bsym.sym.name:
+            kernel_bytes = formula(*(env[a.name] for a in tensor_proxies(bsym.flat_args)))
+    return max(watch.peak_bytes - watch.live_bytes(), kernel_bytes)
+
+
+class _Watch(TorchDispatchMode):
+    """The largest sum of storages that came into being within and were still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._before: set[int] = set()
+
+    def live_bytes(self) -> int:
+        self._seen = {key: entry for key, entry in self._seen.items() if not entry[0].expired()}
+        return sum(nbytes for _, nbytes in self._seen.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for t in tree_leaves((args, kwargs or {})):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self._seen:
+                self._before.add(t.untyped_storage()._cdata)
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if not isinstance(t, torch.Tensor):
+                continue
+            storage = t.untyped_storage()
+            if storage._cdata not in self._seen and storage._cdata not in self._before:
+                self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        return out
+
+
+def _flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, *_: torch.Tensor) -> int:
+    """float32 accumulator of dQ and the row sums, with rows padded to 128 and heads to 32.
+
+    Read in PyTorch's `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`, `mha_bwd`.
+    """
+    batch, heads, rows, size = query.shape
+    rows = math.ceil(rows / 128) * 128
+    size = math.ceil(size / 32) * 32 if size <= 192 else 256
+    return 4 * batch * heads * rows * (size + 1)
+
+
+KERNEL_SCRATCH: dict[str, Callable[..., int]] = {
+    "sdpafx_scaled_dot_product_efficient_attention_backward": _flash_backward_bytes,
+}
+"""Bytes a CUDA kernel holds inside itself, as a function of the operation's tensors; by symbol name."""
+
+
+def _key(bsym: BoundSymbol, inputs: dict[str, torch.Tensor]) -> Hashable:
+    """Everything the memory of an operation depends on, without the names of its tensors."""
+    order = {name: i for i, name in enumerate(inputs)}
+    storages: dict[int, int] = {}
+
+    def of_argument(x: Any) -> Hashable:
+        name = getattr(x, "name", None)
+        if name in order:
+            return ("tensor", order[name])
+        return repr(x.value) if isinstance(x, NumberProxy) else f"{type(x).__name__}:{x!r}"
+
+    layouts = tuple(
+        (
+            storages.setdefault(t.untyped_storage()._cdata, len(storages)),
+            t.untyped_storage().nbytes(),
+            tuple(t.shape),
+            t.stride(),
+            t.storage_offset(),
+            t.dtype,
+            t.device,
+            t.requires_grad,
+        )
+        for t in inputs.values()
+    )
+    # A compiled region is known by the callable behind it: its name says nothing about its content.
+    callables = tuple(id(f) for f in (bsym._call_ctx or {}).values())
+    _KEEP_ALIVE.extend(f for f in (bsym._call_ctx or {}).values() if bsym.sym.is_fusion)
+    identity = callables if bsym.sym.is_fusion else (bsym.sym.id, bsym.name_with_module(), callables)
+    return (
+        identity,
+        tuple(map(of_argument, bsym.flat_args)),
+        str(bsym.flat_args_and_spec[1]),
+        layouts,
+        torch.get_num_threads(),
+    )
+
+
+_KEEP_ALIVE: list[Any] = []
+
+
+def _communicates(bsym: BoundSymbol) -> bool:
+    """It talks to other processes: alone, a probe of it would wait forever."""
+    if any(isinstance(p, FutureTensorProxy) for p in proxies((*bsym.flat_args, *bsym.flat_outs))):
+        return True
+    return (
+        any(isinstance(a, torch.distributed.ProcessGroup) for a in bsym.flat_args)
+        if (torch.distributed.is_available())
+        else False
+    )
+
+
+def _real_like(fakes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Zeros laid out like the given fake tensors, which share storages as those do."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    real = {}
+    for name, fake in fakes.items():
+        key = fake.untyped_storage()._cdata
+        if key not in storages:
+            storages[key] = torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+        t = torch.empty(0, dtype=fake.dtype).set_(storages[key], fake.storage_offset(), fake.shape, fake.stride())
+        if isinstance(fake, torch.nn.Parameter):
+            t = torch.nn.Parameter(t, requires_grad=fake.requires_grad)
+        elif fake.requires_grad:
+            t.requires_grad_()
+        real[name] = t
+    return real
+
+
+def _outputs(bsym: BoundSymbol, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> tuple[_Output | None, ...]:
+    known = {}
+    for i, t in enumerate(inputs.values()):
+        known.setdefault(t.untyped_storage()._cdata, ("input", i))
+    outputs: list[_Output | None] = []
+    for p in tensor_proxies(bsym.flat_outs):
+        t = env.get(p.name)
+        if not isinstance(t, torch.Tensor):
+            outputs.append(None)
+            continue
+        storage = t.untyped_storage()
+        where = known.setdefault(storage._cdata, ("new", len(known)))
+        outputs.append(_Output(where, storage.nbytes(), tuple(t.shape), t.stride(), t.storage_offset(), t.dtype))
+    return tuple(outputs)
+
+
+def _lay_out(bsym: BoundSymbol, probe: _Probe, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> None:
+    """Give `env` fake outputs that lie exactly as the real ones did."""
+    given = list(inputs.values())
+    made: dict[tuple[str, int], torch.Tensor] = {}
+    for p, output in zip(tensor_proxies(bsym.flat_outs), probe.outputs, strict=True):
+        if output is None:
+            env[p.name] = None
+            continue
+        if output.where[0] == "input":
+            base = given[output.where[1]].detach()
+        elif output.where in made:
+            base = made[output.where]
+        else:
+            base = made[output.where] = torch.empty(output.storage_bytes, dtype=torch.uint8)
+        shown = torch.empty(0, dtype=output.dtype)
+        env[p.name] = shown.set_(base.untyped_storage(), output.offset, output.shape, output.stride)
+
+
+def _new_bytes(bsym: BoundSymbol, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> int:
+    """Bytes of the storages that the outputs show and the inputs do not."""
+    old = {t.untyped_storage()._cdata for t in inputs.values()}
+    new = {}
+    for p in tensor_proxies(bsym.flat_outs):
+        t = env.get(p.name)
+        if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old:
+            new[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+    return sum(new.values())

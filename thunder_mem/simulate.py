@@ -1,0 +1,232 @@
+"""Plan and predict for a GPU that is not there.
+
+Inside `with simulate("H100-80GB"):` tensors made on "cuda" are fake: they have shapes, strides,
+storages and a device, but no data. Modules can be built, `thunder.jit` traces and transforms them as
+it would on that GPU, and `predict` follows the final traces. Questions about the GPU (its memory, its
+compute capability, which attention kernel takes a call) are answered for the device that was named.
+
+Nothing can be computed, and PyTorch's autograd engine does not run on fake CUDA tensors: use
+`predict` or `predict_step` instead of `loss.backward()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import thunder
+import thunder.executors.sdpaex
+import thunder.executors.torch_compile
+import thunder.executors.utils
+import torch
+from thunder.core import dtypes
+from thunder.executors.utils import SpdaBackend
+from thunder.extend import Executor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from thunder_mem.devices import DeviceSpec, device_spec
+from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.region_model import modelled_region
+
+__all__ = ["FUSIONS", "SimulatedDevice", "simulate", "simulated_device"]
+
+FUSIONS = ("nvfuser-like", "torchcompile", None)
+
+
+@dataclass(frozen=True)
+class SimulatedDevice:
+    """The GPU that is simulated at present.
+
+    Attributes:
+        spec: its memory, capability and names.
+        fusion: which fusion executor stands in for those of a real machine, one of `FUSIONS`.
+        mode: the mode that all fake tensors belong to.
+    """
+
+    spec: DeviceSpec
+    fusion: str | None
+    mode: FakeTensorMode
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def memory_bytes(self) -> int:
+        """All of its memory; `spec.usable_bytes` is what is left to tensors."""
+        return self.spec.memory_bytes
+
+
+class _NoDeviceMode(FakeTensorMode):
+    """Never touches the device, although `torch.cuda.is_available` is answered with yes."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return True
+
+
+_current: ContextVar[SimulatedDevice | None] = ContextVar("thunder_mem_simulated_device", default=None)
+
+
+def simulated_device() -> SimulatedDevice | None:
+    """The device simulated at present, or None outside of `simulate`."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def simulate(device: str = "H100-80GB", *, fusion: str | None = "nvfuser-like") -> Iterator[SimulatedDevice]:
+    """Let this machine stand in for one with the named GPU.
+
+    Args:
+        device: one of `thunder_mem.devices.DEVICES`.
+        fusion: "nvfuser-like" puts `mem_pointwise`, which fuses what nvFuser would, where nvFuser
+            stands in Thunder's default executors; "torchcompile" puts Thunder's `torchcompile` there;
+            None leaves the operations unfused. A list given to `thunder.jit(executors=...)` goes before.
+
+    Yields:
+        The `SimulatedDevice`.
+
+    Raises:
+        ValueError: an unknown device or fusion, or a simulation is running already.
+
+    Example:
+        >>> with simulate("A100-80GB") as device:
+        ...     x = torch.empty(2**30, device="cuda")
+        >>> x.device.type, x.untyped_storage().nbytes() == 2**32, simulated_device()
+        ('cuda', True, None)
+    """
+    spec = device_spec(device)
+    if fusion not in FUSIONS:
+        raise ValueError(f"unknown fusion {fusion!r}: the known ones are {', '.join(map(repr, FUSIONS))}")
+    running = _current.get()
+    if running is not None:
+        raise ValueError(f"{running.name} is being simulated already; leave that simulation first")
+    simulated = SimulatedDevice(spec, fusion, _NoDeviceMode(allow_non_fake_inputs=True))
+    overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
+    token = _current.set(simulated)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_current.reset, token)
+        for owner, name, replacement in _replacements(spec):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        # `module.to(dtype)` swaps the data of a parameter in place, which a fake one does not allow.
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrite)
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        stack.callback(thunder.extend.set_default_executors, list(thunder.extend.get_default_executors()))
+        thunder.extend.set_default_executors(_default_executors(fusion))
+        stack.enter_context(simulated.mode)
+        yield simulated
+
+
+def _default_executors(fusion: str | None) -> list[Executor]:
+    """Thunder's own list, with the stand-in at its end, where nvFuser is on a machine that has it."""
+    stand_in = {"nvfuser-like": mem_pointwise_ex, "torchcompile": thunder.executors.torch_compile.torch_compile_ex}
+    executors = [ex for ex in thunder.extend.get_default_executors() if ex.name != "nvfuser"]
+    if fusion is None:
+        return [ex for ex in executors if not isinstance(ex, thunder.extend.FusionExecutor)]
+    return [*(ex for ex in executors if ex is not stand_in[fusion]), stand_in[fusion]]
+
+
+def _replacements(spec: DeviceSpec) -> list[tuple[Any, str, Any]]:
+    """What answers for the device: (owner, attribute, replacement)."""
+    cuda = torch.cuda
+    properties = SimpleNamespace(
+        name=spec.marketing_name,
+        major=spec.capability[0],
+        minor=spec.capability[1],
+        total_memory=spec.memory_bytes,
+        multi_processor_count=spec.multiprocessors,
+    )
+    real_backward = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        if any(t.device.type == "cuda" for t in given):
+            raise RuntimeError(
+                f"autograd cannot run on the simulated {spec.name}: use thunder_mem.predict or predict_step, "
+                "which follow the backward trace without it"
+            )
+        return real_backward(tensors, *args, **kwargs)
+
+    choose = _attention_backend_for(spec)
+    return [
+        (torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None),
+        (thunder.executors.sdpaex, "_fused_sdp_choice", choose),
+        (thunder.executors.utils, "_fused_sdp_choice", choose),
+        (thunder.executors.torch_compile, "make_compiled", modelled_region),
+        (torch.autograd, "backward", backward),
+        (cuda, "is_available", lambda: True),
+        (cuda, "device_count", lambda: 1),
+        (cuda, "current_device", lambda: 0),
+        (cuda, "set_device", lambda device: None),
+        (cuda, "synchronize", lambda device=None: None),
+        (cuda, "empty_cache", lambda: None),
+        (cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or spec.capability >= (8, 0)),
+        (cuda, "get_device_name", lambda device=None: spec.marketing_name),
+        (cuda, "get_device_capability", lambda device=None: spec.capability),
+        (cuda, "get_device_properties", lambda device=None: properties),
+        (cuda, "mem_get_info", lambda device=None: (spec.usable_bytes, spec.memory_bytes)),
+    ]
+
+
+def _attention_backend_for(spec: DeviceSpec) -> Callable[..., SpdaBackend]:
+    """Thunder's `_fused_sdp_choice`, answered for `spec`.
+
+    The rules are those of PyTorch's `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`, as far as
+    shapes, dtypes and the compute capability decide.
+    """
+
+    def choose(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: Any = 0.0,
+        is_causal: Any = False,
+        scale: Any = None,
+    ) -> SpdaBackend:
+        causal = bool(getattr(is_causal, "value", is_causal))
+        backends = torch.backends.cuda
+        if backends.flash_sdp_enabled() and _flash_takes(spec, query, key, value, attn_mask, causal):
+            return SpdaBackend.FLASH_ATTENTION
+        if backends.mem_efficient_sdp_enabled() and _efficient_takes(spec, query, key, value, attn_mask, causal):
+            return SpdaBackend.MEMORY_EFFICIENT
+        return SpdaBackend.MATH if backends.math_sdp_enabled() else SpdaBackend.ERROR
+
+    return choose
+
+
+def _fused_shapes(query: Any, key: Any, value: Any) -> bool:
+    tensors = (query, key, value)
+    return (
+        all(t.ndim == 4 for t in tensors)
+        and all(t.shape[:2] == query.shape[:2] for t in tensors)
+        and all(int(n) > 0 for t in tensors for n in t.shape)
+        and all(dtypes.to_strong_dtype(t.dtype) == dtypes.to_strong_dtype(query.dtype) for t in tensors)
+    )
+
+
+def _flash_takes(spec: DeviceSpec, query: Any, key: Any, value: Any, attn_mask: Any, causal: bool) -> bool:
+    if spec.capability < (8, 0) or attn_mask is not None or not _fused_shapes(query, key, value):
+        return False
+    size = int(query.shape[-1])
+    if dtypes.to_strong_dtype(query.dtype) not in (dtypes.float16, dtypes.bfloat16) or size > 256:
+        return False
+    if any(int(t.shape[-1]) != size for t in (key, value)) or (causal and query.shape[-2] != key.shape[-2]):
+        return False
+    # Consumer chips of the Ampere and Ada generations lack the shared memory for the backward of large heads.
+    small = (8, 6) <= spec.capability <= (8, 9)
+    return not (small and size > 192 and any(t.requires_grad for t in (query, key, value)))
+
+
+def _efficient_takes(spec: DeviceSpec, query: Any, key: Any, value: Any, attn_mask: Any, causal: bool) -> bool:
+    accepted = [dtypes.float32, dtypes.float16] + ([dtypes.bfloat16] if spec.capability >= (8, 0) else [])
+    if spec.capability < (5, 0) or not _fused_shapes(query, key, value):
+        return False
+    if int(query.shape[-1]) != int(key.shape[-1]):
+        return False
+    return dtypes.to_strong_dtype(query.dtype) in accepted and not (causal and attn_mask is not None)
