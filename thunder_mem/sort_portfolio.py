@@ -18,10 +18,10 @@ __all__ = ["Sorted", "exact", "portfolio"]
 
 # A sift round is linear in the graph; more than two hardly change which seed wins.
 _SEED_ROUNDS = 2
-# Windows and full sifts alternate while they help, within this many states of the search.
+# Windows and full sifts alternate while they help, within this many moves of the search.
 _ROUNDS = 4
-_WINDOW_STATES = 40_000
-_EXACT_STATES = 500_000
+_WINDOW_MOVES = 250_000
+_EXACT_MOVES = 5_000_000
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def portfolio(live: Liveness) -> Sorted:
     """The best order found, never above the source order, and that order itself unless beaten.
 
     Time near-linear in the graph: five greedy seeds, a fixed number of sift rounds, a fixed number
-    of search states.
+    of search moves.
     """
     source = list(range(len(live)))
     floor_bytes = footprint_bytes(live)
@@ -58,13 +58,13 @@ def portfolio(live: Liveness) -> Sorted:
         order, peak_bytes = sift(live, seed, _SEED_ROUNDS)
         if peak_bytes < best.peak_bytes:
             best = Sorted(order, peak_bytes, f"{name}+sift", peak_bytes == floor_bytes)
-    states = 0
+    moves = 0
     for _ in range(_ROUNDS):
-        if best.optimal or states >= _WINDOW_STATES:
+        if best.optimal or moves >= _WINDOW_MOVES:
             break
         order, _ = sift(live, best.order)
-        lowered = lower_peak(live, order, floor_bytes, _WINDOW_STATES - states)
-        states += lowered.states
+        lowered = lower_peak(live, order, floor_bytes, _WINDOW_MOVES - moves)
+        moves += lowered.moves
         if lowered.peak_bytes < best.peak_bytes:
             best = Sorted(lowered.order, lowered.peak_bytes, f"{best.algorithm.split('+')[0]}+window", lowered.optimal)
         else:
@@ -75,16 +75,16 @@ def portfolio(live: Liveness) -> Sorted:
     return Sorted(toward_source(live, best.order, best.peak_bytes), best.peak_bytes, best.algorithm, best.optimal)
 
 
-def exact(live: Liveness, max_states: int = _EXACT_STATES) -> Sorted:
+def exact(live: Liveness, max_moves: int = _EXACT_MOVES) -> Sorted:
     """The optimal order, by search over the sets of ops that have run.
 
-    Exponential: meant for up to about 60 ops. Where `max_states` do not suffice the portfolio's
+    Exponential: meant for up to about 60 ops. Where `max_moves` do not suffice the portfolio's
     order comes back, with `optimal` False.
     """
     start = portfolio(live)
     if start.optimal:
         return start
-    found = solve(live, whole_graph(live), footprint_bytes(live), start.peak_bytes, max_states)
+    found = solve(live, whole_graph(live), footprint_bytes(live), start.peak_bytes, max_moves)
     if found.order is None:
         return Sorted(start.order, start.peak_bytes, start.algorithm, found.complete)
     order = toward_source(live, found.order, found.proven_bytes)

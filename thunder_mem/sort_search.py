@@ -16,7 +16,7 @@ from thunder_mem.liveness import Liveness
 
 __all__ = ["Outcome", "Stretch", "solve", "whole_graph"]
 
-_TURN_STATES = 256
+_TURN_MOVES = 2_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +43,13 @@ class Outcome:
         order: an order of the stretch, or None if none below the upper limit was found.
         proven_bytes: no order of the stretch has a smaller peak.
         complete: the search ended: `order` is optimal, or None because there is none below the limit.
-        states: how many states were expanded.
+        moves: how many moves were priced, the measure of the work.
     """
 
     order: tuple[int, ...] | None
     proven_bytes: int
     complete: bool
-    states: int
+    moves: int
 
 
 def whole_graph(live: Liveness) -> Stretch:
@@ -57,7 +57,7 @@ def whole_graph(live: Liveness) -> Stretch:
     return Stretch(tuple(range(len(live))), live.mortal, live.start_bytes, live.end_bytes)
 
 
-def solve(live: Liveness, stretch: Stretch, floor_bytes: int, upper_bytes: int, max_states: int) -> Outcome:
+def solve(live: Liveness, stretch: Stretch, floor_bytes: int, upper_bytes: int, max_moves: int) -> Outcome:
     """Find an order of `stretch` with the least peak below `upper_bytes`.
 
     Args:
@@ -66,25 +66,25 @@ def solve(live: Liveness, stretch: Stretch, floor_bytes: int, upper_bytes: int, 
         floor_bytes: a peak that needs no improvement; the first order found that stays within it is
             returned. A lower bound here makes the result optimal, any more makes the search quicker.
         upper_bytes: orders that reach it are of no interest.
-        max_states: how many states may be expanded in all.
+        max_moves: how many moves may be priced in all, a little over a microsecond each; one among
+            thousands of ops counts more, for its sets are longer.
     """
     if floor_bytes >= upper_bytes:
         return Outcome(None, upper_bytes, True, 0)
     if not stretch.ops:
         return Outcome((), stretch.start_bytes, True, 0)
     directions = [_Direction(live, stretch, reverse, floor_bytes, upper_bytes) for reverse in (False, True)]
-    states = 0
-    while states < max_states:
+    moves = 0
+    while moves < max_moves:
         for direction in directions:
-            turn = min(_TURN_STATES, max_states - states)
-            states += direction.advance(turn)
+            moves += direction.advance(min(_TURN_MOVES, max_moves - moves))
             if direction.done:
                 proven = upper_bytes if direction.order is None else direction.level
-                return Outcome(direction.order, proven, True, states)
+                return Outcome(direction.order, proven, True, moves)
         level = max(direction.level for direction in directions)
         for direction in directions:
             direction.level = level
-    return Outcome(None, directions[0].level, False, states)
+    return Outcome(None, directions[0].level, False, moves)
 
 
 class _Direction:
@@ -97,6 +97,7 @@ class _Direction:
         if reverse:
             edges_in, edges_out = edges_out, edges_in
         self.reverse = reverse
+        self._weight = 1 + len(ops) // 256
         self.level = max(floor_bytes, stretch.start_bytes, stretch.end_bytes)
         self.upper = upper_bytes
         self.done = self.level >= upper_bytes
@@ -120,12 +121,13 @@ class _Direction:
         self._waiting: list[tuple[int, int, int, int, int]] = []
         self._pushed = 0
 
-    def advance(self, states: int) -> int:
-        """Expand up to `states` states; set `done`, and `order` if the full set is reached."""
+    def advance(self, limit: int) -> int:
+        """Expand states until about `limit` moves are priced and return their number; set `done`
+        at the end, and `order` if the full set is reached."""
         full = (1 << len(self._ops)) - 1
         stack, waiting, paid = self._stack, self._waiting, self._paid
-        expanded = 0
-        while not self.done and expanded < states:
+        moves = 0
+        while not self.done and moves < limit:
             while waiting and waiting[0][0] <= self.level:
                 need, _, ran, now, ready = heapq.heappop(waiting)
                 if need == paid[ran]:
@@ -141,17 +143,19 @@ class _Direction:
                 self.order = self._path()
                 self.done = True
                 continue
-            expanded += 1
-            self._expand(ran, now, ready)
-        return expanded
+            moves += self._expand(ran, now, ready) * self._weight
+        return moves
 
-    def _expand(self, ran: int, now: int, ready: int) -> None:
+    def _expand(self, ran: int, now: int, ready: int) -> int:
+        """Push the states that one move leads to; return how many moves were priced."""
+        priced = 0
         level, upper, reverse = self.level, self.upper, self.reverse
         moves = []
         rest = ready
         while rest:
             bit = rest & -rest
             rest ^= bit
+            priced += 1
             i = bit.bit_length() - 1
             if reverse:
                 appears = 0
@@ -194,6 +198,7 @@ class _Direction:
             else:
                 self._pushed += 1
                 heapq.heappush(self._waiting, (need, -self._pushed, after, now + net, unlocked))
+        return priced
 
     def _path(self) -> tuple[int, ...]:
         state = (1 << len(self._ops)) - 1

@@ -16,11 +16,11 @@ from thunder_mem.liveness import Frontier, Liveness, profile
 __all__ = ["settle", "sift", "toward_source"]
 
 
-def settle(live: Liveness, order: Sequence[int], budget_bytes: int, reverse: bool = False) -> list[int]:
+def settle(live: Liveness, order: Sequence[int], budget_bytes: int, reverse: bool = False) -> tuple[list[int], int]:
     """One pass: follow `order`, but run every ready op at once that fits and does not add bytes.
 
-    With `reverse` time runs backwards: every op sinks as far as that costs nothing. If `order` fits
-    in `budget_bytes`, so does the result. Time O(E log n).
+    With `reverse` time runs backwards: every op sinks as far as that costs nothing. Returns the new
+    order and its peak bytes; if `order` fits in `budget_bytes`, so does the result. Time O(E log n).
     """
     frontier = Frontier(live, reverse)
     appears, vanishes, scratch, done = frontier.appears, frontier.vanishes, frontier.scratch, frontier.done
@@ -29,45 +29,45 @@ def settle(live: Liveness, order: Sequence[int], budget_bytes: int, reverse: boo
     for step, op in enumerate(sequence):
         rank[op] = step
     gains: list[tuple[int, int, int]] = []
+    peak_bytes = frontier.now_bytes
+    result: list[int] = []
 
-    def offer(op: int) -> None:
-        if appears[op] <= vanishes[op]:
-            heapq.heappush(gains, (appears[op] + scratch[op], rank[op], op))
+    def run(op: int) -> None:
+        nonlocal peak_bytes
+        need = frontier.now_bytes + appears[op] + scratch[op]
+        if need > peak_bytes:
+            peak_bytes = need
+        result.append(op)
+        for other in frontier.run(op):
+            if appears[other] <= vanishes[other]:
+                heapq.heappush(gains, (appears[other] + scratch[other], rank[other], other))
 
     for op in frontier.ready():
-        offer(op)
-    result: list[int] = []
+        if appears[op] <= vanishes[op]:
+            heapq.heappush(gains, (appears[op] + scratch[op], rank[op], op))
     for following in sequence:
         while gains and gains[0][0] <= budget_bytes - frontier.now_bytes:
             op = heapq.heappop(gains)[2]
             if not done[op]:
-                result.append(op)
-                for other in frontier.run(op):
-                    offer(other)
+                run(op)
         if not done[following]:
-            result.append(following)
-            for other in frontier.run(following):
-                offer(other)
+            run(following)
     if reverse:
         result.reverse()
-    return result
+    return result, peak_bytes
 
 
-def sift(live: Liveness, order: Sequence[int], rounds: int = 8) -> tuple[list[int], int]:
+def sift(live: Liveness, order: Sequence[int], rounds: int = 4) -> tuple[list[int], int]:
     """Pass up and down until a round changes nothing or `rounds` are done: (order, peak bytes)."""
-    best = list(order)
-    peak_bytes = max(profile(live, best), default=live.start_bytes)
-    current = best
+    current = list(order)
+    peak_bytes = max(profile(live, current), default=live.start_bytes)
     for _ in range(rounds):
         before = current
         for reverse in (True, False):
-            current = settle(live, current, peak_bytes, reverse)
-            reached = max(profile(live, current), default=live.start_bytes)
-            if reached <= peak_bytes:
-                best, peak_bytes = current, reached
+            current, peak_bytes = settle(live, current, peak_bytes, reverse)
         if current == before:
             break
-    return best, peak_bytes
+    return current, peak_bytes
 
 
 def toward_source(live: Liveness, order: Sequence[int], peak_bytes: int) -> list[int]:

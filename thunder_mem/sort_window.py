@@ -17,22 +17,22 @@ from thunder_mem.sort_search import Stretch, solve
 __all__ = ["Lowered", "lower_peak"]
 
 WIDTHS = (24, 48, 96)
-# What building a window costs, in expanded states.
-_WINDOW_STATES = 60
+# What building a window costs, in moves.
+_WINDOW_MOVES = 400
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """The order, its peak, how many states were expanded, and whether the peak is proven least."""
+    """The order, its peak, how many moves were priced, and whether the peak is proven least."""
 
     order: list[int]
     peak_bytes: int
-    states: int
+    moves: int
     optimal: bool
 
 
 def lower_peak(
-    live: Liveness, order: Sequence[int], floor_bytes: int = 0, max_states: int = 40_000, window_states: int = 3_000
+    live: Liveness, order: Sequence[int], floor_bytes: int = 0, max_moves: int = 250_000, window_moves: int = 20_000
 ) -> Lowered:
     """Splice in better windows at the peak until none is found.
 
@@ -40,33 +40,33 @@ def lower_peak(
         live: the graph.
         order: a legal order.
         floor_bytes: a lower bound on every order's peak; stop there.
-        max_states: the work allowed in all, in states of the search.
-        window_states: the work allowed for one window; one that spans the whole graph has no limit
+        max_moves: the work allowed in all, in moves of the search.
+        window_moves: the work allowed for one window; one that spans the whole graph has no limit
             of its own.
     """
     plan = _Plan(live, order)
-    states = 0
+    moves = 0
     optimal = plan.peak_bytes <= floor_bytes
     stuck = False
-    while plan.order and not optimal and not stuck and states < max_states:
+    while plan.order and not optimal and not stuck and moves < max_moves:
         step = plan.steps.index(plan.peak_bytes)
         stuck = True
         for width in WIDTHS:
             start = max(0, min(step - width // 2, len(plan.order) - width))
             stop = min(len(plan.order), start + width)
             whole = stop - start == len(plan.order)
-            allowed = max_states - states if whole else min(window_states, max_states - states)
+            allowed = max_moves - moves if whole else min(window_moves, max_moves - moves)
             outcome = solve(live, plan.stretch(start, stop), plan.peak_bytes - 1, plan.peak_bytes, allowed)
-            states += outcome.states + _WINDOW_STATES
+            moves += outcome.moves + _WINDOW_MOVES
             if outcome.order is not None:
                 plan.splice(start, outcome.order)
                 optimal = plan.peak_bytes <= floor_bytes
                 stuck = False
                 break
             optimal = whole and outcome.complete
-            if whole or states >= max_states:
+            if whole or moves >= max_moves:
                 break
-    return Lowered(plan.order, plan.peak_bytes, states, optimal)
+    return Lowered(plan.order, plan.peak_bytes, moves, optimal)
 
 
 class _Plan:
