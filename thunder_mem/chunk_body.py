@@ -1,0 +1,339 @@
+"""One chunk's program: the region replayed at the size of a block of rows, differentiated and compiled.
+
+No loss is written by hand: Thunder's own grad transform differentiates the block, and the user's
+executors compile it, so what an executor does for `cross_entropy` it does here too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import thunder.torch as ltorch
+from thunder.core import dtypes, prims
+from thunder.core.codeutils import SigInfo
+from thunder.core.langctxs import Languages, langctx
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.pytree import tree_flatten, tree_map
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.transform_common import dce
+from thunder.executors.passes import del_last_used, transform_for_execution
+from thunder.transforms.autodiff import grad_transform_on_trace
+
+from thunder_mem.chunk_program import walk
+from thunder_mem.chunk_region import Region, Value, relation
+from thunder_mem.chunk_rules import RuleError, Sharding, local_shape
+
+__all__ = ["Body", "build_body"]
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A compiled block.
+
+    `fn(*logits, *sides, *tangents) -> (*outputs, *grads)`: `logits` are the amplifiers' results
+    without their biases, `grads` belong to the inputs listed in `wanted`.
+
+    Attributes:
+        fn: the callable.
+        trace: what it was compiled from, after the executors.
+        rows: rows in the block.
+        outputs: how many outputs it gives.
+        tangents: indices of the region's outputs whose tangents it takes.
+        peak_bytes: bytes that it holds at most beyond its inputs, by the sizes of its tensors.
+    """
+
+    fn: Callable[..., tuple]
+    trace: TraceCtx
+    rows: int
+    outputs: int
+    tangents: tuple[int, ...]
+    peak_bytes: int
+
+
+def build_body(
+    region: Region, sides: Sequence[Value], wanted: Sequence[bool], rows: int, executors: Sequence[Any], outputs: bool
+) -> Body:
+    """Trace, differentiate and compile the region for a block of `rows` rows.
+
+    Args:
+        region: what to replay.
+        sides: the inputs other than the amplifiers' operands, in the order of the call.
+        wanted: for each amplifier and then each side, whether its gradient is asked for.
+        rows: rows in the block.
+        executors: the user's executors, in order of preference.
+        outputs: whether the region's outputs are asked for as well (always, where no gradient is).
+
+    Raises:
+        RuleError: an op does not replay at the block's size.
+    """
+    forward = _trace_block(region, sides, wanted, rows)
+    args, outs = list(forward.args), list(forward.bound_symbols[-1].args[0]["output"])
+    if not any(wanted):
+        return _compile(args, forward.bound_symbols[:-1], outs, rows, executors, len(outs), ())
+    joint = grad_transform_on_trace(forward)
+    returned = joint.bound_symbols[-1].args[0]
+    position = {o.name: i for i, o in enumerate(returned["fw_flat_out"]) if isinstance(o, TensorProxy)}
+    tangents: dict[int, TensorProxy] = {}
+    body: list[BoundSymbol] = []
+    for bsym in joint.bound_symbols[:-1]:
+        if bsym.sym.id == PrimIDs.GET_GRAD:
+            tangents[position[bsym.args[0].name]] = bsym.output
+        else:
+            body.append(bsym)
+    order = tuple(sorted(tangents))
+    grads = [g for g, want in zip(returned["output"], wanted, strict=True) if want]
+    kept = list(returned["fw_flat_out"]) if outputs else []
+    args += [tangents[i] for i in order]
+    return _compile(args, body, [*kept, *grads], rows, executors, len(kept), order)
+
+
+# --- replay ---------------------------------------------------------------------------------------
+
+
+def _trace_block(region: Region, sides: Sequence[Value], wanted: Sequence[bool], rows: int) -> TraceCtx:
+    trace = TraceCtx(None)
+    trace.kwargs = {}
+    trace._siginfo = SigInfo("block")
+    env: dict[tuple[str, Sharding], Any] = {}
+    with tracectx(trace):
+        args = []
+        for i, value in enumerate([*(a.out for a in region.amplifiers), *sides]):
+            shape = local_shape(value.proxy.shape, value.sharding, rows)
+            p = TensorProxy(
+                name=("logits" if i < len(region.amplifiers) else "side") + str(i),
+                shape=shape,
+                device=value.proxy.device,
+                dtype=value.proxy.dtype,
+                requires_grad=bool(wanted[i]),
+            )
+            prims.unpack_trivial(p, name=p.name)
+            args.append(p)
+            env[value.key] = p
+        replay = _Replay(region, trace, env, rows)
+        with langctx_torch():
+            replay.amplifiers(args)
+            for root in region.program.roots:
+                replay.emit(root)
+        outs = tuple(env[v.key] for v in region.outputs)
+        prims.python_return({"output": outs, "flat_args": tuple(args)})
+    trace.args = tuple(args)
+    trace._siginfo.args = [(a.name, None) for a in args]
+    return trace
+
+
+def langctx_torch():
+    """Replays happen in the torch language, whatever the user's trace was written in."""
+    from thunder.core.langctxs import reset_langctx, resolve_language, set_langctx
+
+    class _Context:
+        def __enter__(self):
+            self.token = set_langctx(resolve_language(Languages.TORCH))
+
+        def __exit__(self, *exc):
+            reset_langctx(self.token)
+
+    return _Context()
+
+
+class _Replay:
+    """Calls the region's ops again, in the largest composites that mean the same on a block."""
+
+    def __init__(self, region: Region, trace: TraceCtx, env: dict, rows: int):
+        self.region, self.trace, self.env, self.rows = region, trace, env, rows
+        self.members = {id(m.bsym): m for m in region.members}
+        self.seeds = {id(a.leaf.bsym) for a in region.amplifiers}
+
+    def amplifiers(self, logits: Sequence[TensorProxy]) -> None:
+        """Add the biases, which the matrix product outside the block leaves out."""
+        for a, x in zip(self.region.amplifiers, logits, strict=False):
+            if len(a.leaf.inputs) > 2:
+                bias = Value(a.leaf.inputs[2], self.region.shardings[a.leaf.index][2])
+                self.env[a.out.key] = ltorch.add(x, self.env[bias.key])
+
+    def emit(self, bsym: BoundSymbol) -> None:
+        inner = [b for b, _ in walk(bsym) if _touches_tensors(b)]
+        if not any(id(b) in self.members for b in inner):
+            return
+        if inner == [bsym] or (len(inner) == 1 and inner[0] is bsym):
+            self._leaf(bsym)
+            return
+        if all(id(b) in self.members for b in inner) and self._composite(bsym, inner):
+            return
+        for sub in bsym.subsymbols:
+            self.emit(sub)
+
+    def _operands(self, bsym: BoundSymbol) -> tuple[tuple, dict]:
+        """The arguments of a leaf with the block's tensors."""
+        leaf = self.members[id(bsym)]
+        shardings = self.region.shardings[leaf.index]
+        slots = iter(range(len(leaf.inputs)))
+
+        def local(x: Any) -> Any:
+            if not isinstance(x, TensorProxy):
+                return x
+            return self.env[x.name, shardings[next(slots)]]
+
+        flat, spec = tree_flatten((bsym.args, bsym.kwargs))
+        from thunder.core.pytree import tree_unflatten
+
+        args, kwargs = tree_unflatten([local(x) for x in flat], spec)
+        localise = relation(leaf).localise
+        return localise(args, kwargs, self._shapes(bsym)) if localise else (args, kwargs)
+
+    def _shapes(self, bsym: BoundSymbol) -> list[tuple[int, ...]]:
+        leaf = self.members[id(bsym)]
+        shardings = self.region.shardings[leaf.index]
+        return [local_shape(o.shape, shardings[-1 - j], self.rows) for j, o in enumerate(leaf.outputs)]
+
+    def _leaf(self, bsym: BoundSymbol) -> None:
+        args, kwargs = self._operands(bsym)
+        result = bsym.sym(*args, **kwargs)
+        self._bind(bsym, result)
+
+    def _bind(self, bsym: BoundSymbol, result: Any) -> None:
+        for old, new in zip(bsym.flat_proxy_outs, tree_flatten(result)[0], strict=True):
+            if isinstance(old, TensorProxy):
+                value = self.region.values[old.name]
+                expected = local_shape(old.shape, value.sharding, self.rows)
+                if tuple(new.shape) != expected:
+                    raise RuleError(f"{bsym.sym.name} gives {tuple(new.shape)} for a block, but {expected} was derived")
+                new.tags.update(t for t in old.tags if t is ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+                self.env[value.key] = new
+
+    def _composite(self, bsym: BoundSymbol, inner: Sequence[BoundSymbol]) -> bool:
+        """Call a composite on the block; keep it only when it decomposes into what the rules derived."""
+        variants: dict[str, list] = {}
+        for (name, _), p in self.env.items():
+            variants.setdefault(name, []).append(p)
+        if any(len(variants.get(a.name, ())) != 1 for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)):
+            return False
+        args, kwargs = tree_map(
+            lambda x: variants[x.name][0] if isinstance(x, TensorProxy) else x, (bsym.args, bsym.kwargs)
+        )
+        scope: list[BoundSymbol] = []
+        self.trace.push_scope(scope)
+        try:
+            result = bsym.sym(*args, **kwargs)
+        except Exception:  # a composite may refuse the block's shape for reasons of its own
+            result = None
+        finally:
+            self.trace.pop_scope()
+        if result is None or len(scope) != 1:
+            return False
+        replayed = [b for b, _ in walk(scope[0]) if _touches_tensors(b)]
+        if not self._same(inner, replayed):
+            return False
+        self.trace.peek_scope().append(scope[0])
+        self._bind(bsym, result)
+        return True
+
+    def _same(self, derived: Sequence[BoundSymbol], replayed: Sequence[BoundSymbol]) -> bool:
+        if [b.sym.id for b in derived] != [b.sym.id for b in replayed]:
+            return False
+        for d, r in zip(derived, replayed, strict=True):
+            leaf = self.members[id(d)]
+            shapes = self._shapes(d)
+            if [tuple(o.shape) for o in r.flat_proxy_outs] != [s for s in shapes]:
+                return False
+            localise = relation(leaf).localise
+            args, kwargs = localise(d.args, d.kwargs, shapes) if localise else (d.args, d.kwargs)
+            if _literals((args, kwargs)) != _literals((r.args, r.kwargs)):
+                return False
+        return True
+
+
+def _literals(tree: Any) -> list[Any]:
+    return [x for x in tree_flatten(tree)[0] if not isinstance(x, TensorProxy)]
+
+
+def _touches_tensors(bsym: BoundSymbol) -> bool:
+    return any(isinstance(o, TensorProxy) for o in bsym.flat_proxy_outs)
+
+
+# --- compilation ----------------------------------------------------------------------------------
+
+
+def _compile(
+    args: Sequence[TensorProxy],
+    bsyms: Sequence[BoundSymbol],
+    results: Sequence[Any],
+    rows: int,
+    executors: Sequence[Any],
+    outputs: int,
+    tangents: tuple[int, ...],
+) -> Body:
+    trace = TraceCtx(None)
+    trace.kwargs = {}
+    trace.args = tuple(args)
+    trace._siginfo = SigInfo("block")
+    trace._siginfo.args = [(a.name, None) for a in args]
+    for b in bsyms:
+        for sub in _all(b):
+            for o in sub.flat_proxy_outs:
+                if o.name not in trace.names:
+                    trace.add_name(o.name)
+    for a in args:
+        if a.name not in trace.names:
+            trace.add_name(a.name)
+    trace.bound_symbols = [prims.unpack_trivial.bind(a, name=a.name, output=a) for a in args]
+    trace.bound_symbols += [b for b in bsyms if b.sym.id != PrimIDs.UNPACK_TRIVIAL]
+    with tracectx(trace):
+        prims.python_return(tuple(results))
+    trace = transform_for_execution(dce(trace), executors)
+    trace = del_last_used(trace)
+    fn = trace.python_callable(include_decorators=False)
+    return Body(fn, trace, rows, outputs, tangents, _peak_bytes(trace))
+
+
+def _all(bsym: BoundSymbol):
+    yield bsym
+    for sub in bsym.subsymbols:
+        yield from _all(sub)
+
+
+_VIEWS = {
+    PrimIDs.SHALLOW_COPY, PrimIDs.BROADCAST_IN_DIM, PrimIDs.SQUEEZE, PrimIDs.TRANSPOSE, PrimIDs.RESHAPE, PrimIDs.SLICE,
+}  # fmt: skip
+_VIEW_NAMES = {"reshape", "permute", "unsqueeze", "squeeze", "expand", "view", "shallow_copy", "broadcast_in_dim", "detach"}
+
+
+def _peak_bytes(trace: TraceCtx) -> int:
+    """Bytes of the block's own tensors at the worst moment, a view counted with what it views."""
+    args = {a.name for a in trace.args}
+    owner: dict[str, str] = {}
+    users: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    live = peak = 0
+    for bsym in trace.bound_symbols:
+        if bsym.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN):
+            continue
+        if bsym.sym.id == PrimIDs.DEL:
+            for p in bsym.flat_proxy_args:
+                base = owner.get(p.name, p.name)
+                if base in args or base not in users:
+                    continue
+                users[base] -= 1
+                if not users[base]:
+                    live -= sizes[base]
+            continue
+        inputs = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+        is_view = bsym.sym.id in _VIEWS or bsym.sym.name in _VIEW_NAMES
+        for o in bsym.flat_proxy_outs:
+            if not isinstance(o, TensorProxy) or o.name in users or o.name in owner:
+                continue
+            if is_view and inputs:
+                base = owner.get(inputs[0].name, inputs[0].name)
+                owner[o.name] = base
+                if base in users:
+                    users[base] += 1
+                continue
+            users[o.name] = 1
+            sizes[o.name] = math.prod(o.shape) * dtypes.to_dtype(o.dtype).bytes
+            live += sizes[o.name]
+        peak = max(peak, live)
+    return peak

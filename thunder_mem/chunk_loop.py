@@ -1,0 +1,208 @@
+"""The chunk loop as Thunder sees it: bound symbols, their printing, and their gradient.
+
+Before autograd a head is one `chunk_loop`. Its grad transform makes of it either
+`chunk_loop_with_grads` in the forward and `chunk_loop_finish` in the backward, or `chunk_loop` again
+in the forward and `chunk_loop_backward`, which recomputes, in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from thunder.core import devices, dtypes, prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, default_python_printer
+from thunder.core.transforms import register_grad
+from thunder.extend import OperatorExecutor
+
+from thunder_mem.chunk_exec import ChunkLoop, accumulator_dtype, finish, part_bounds, run
+from thunder_mem.chunk_plan import LoopPlan, Spec
+
+__all__ = ["bind_loop", "chunk_loop", "executor", "is_chunk_loop", "loop_of", "scratch_bytes"]
+
+executor = OperatorExecutor("thunder_mem_chunk", version="0.1")
+"""Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
+
+
+def _proxy(spec: Spec, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> TensorProxy:
+    return TensorProxy(
+        shape=tuple(spec.shape if shape is None else shape),
+        device=devices.to_device(spec.device),
+        dtype=dtypes.to_dtype(dtype or spec.dtype),
+        requires_grad=False,
+    )
+
+
+def _output_proxies(plan: LoopPlan) -> list[TensorProxy]:
+    return [_proxy(s) for s in plan.outputs]
+
+
+def _saved_proxies(plan: LoopPlan) -> list[TensorProxy]:
+    saved = []
+    for i in plan.grads:
+        spec = plan.inputs[i]
+        if spec.sharding.split or not spec.shape:
+            dtype = spec.dtype if spec.sharding.split else accumulator_dtype(spec, plan.accumulate)
+            saved.append(_proxy(spec, dtype=dtype))
+            continue
+        dtype = accumulator_dtype(spec, plan.accumulate)
+        saved += [_proxy(spec, (hi - lo, *spec.shape[1:]), dtype) for lo, hi in part_bounds(spec, plan.accumulate)]
+    return saved
+
+
+def _grad_proxies(plan: LoopPlan) -> list[TensorProxy]:
+    return [_proxy(plan.inputs[i]) for i in plan.grads]
+
+
+def _print_loop(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[str]:
+    """The call, then, as comments, the plan and the body of its largest block."""
+    loop = bsym.args[0]
+    yield default_python_printer(bsym, out, args, kwargs)
+    plan = loop.plan
+    yield (
+        f"  # {plan.name}: {plan.n} rows of {plan.op} in {plan.chunks} chunks of {plan.chunk_rows}, "
+        f"blocks of {plan.block_rows}; {plan.mode}: {plan.why}"
+    )
+    for i in plan.grads:
+        spec = plan.inputs[i]
+        how = "written chunk by chunk" if spec.sharding.split else "summed over chunks"
+        if not spec.sharding.split:
+            how += f" in {str(accumulator_dtype(spec, plan.accumulate)).removeprefix('torch.')}"
+        yield f"  # gradient of {spec.name}: {how}"
+    bodies = loop.forward if bsym.sym.name == "chunk_loop" else loop.backward
+    body = bodies[max(bodies)]
+    for b in body.trace.bound_symbols:
+        if b.sym.id not in (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.DEL):
+            for line in b.python(indent=0, print_depth=1):
+                yield f"  #   {line}"
+
+
+def _printer(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[str]:
+    if bsym.sym.name == "chunk_loop_finish":
+        return default_python_printer(bsym, out, args, kwargs)
+    return list(_print_loop(bsym, out, args, kwargs))
+
+
+def _register(name: str, meta: Any, fn: Any) -> Any:
+    return executor.register_operator(name, meta=meta, fn=fn, python_printer=_printer)
+
+
+# --- forward alone ---------------------------------------------------------------------------------
+
+
+def _loop_meta(loop: ChunkLoop, *inputs: TensorProxy) -> tuple[TensorProxy, ...]:
+    return tuple(_output_proxies(loop.plan))
+
+
+def _loop_impl(loop: ChunkLoop, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(run(loop, inputs, None, True)[0])
+
+
+chunk_loop = _register("chunk_loop", _loop_meta, _loop_impl)
+
+
+# --- gradients in the forward ----------------------------------------------------------------------
+
+
+def _with_grads_meta(loop: ChunkLoop, *inputs: TensorProxy) -> tuple[TensorProxy, ...]:
+    return (*_output_proxies(loop.plan), *_saved_proxies(loop.plan))
+
+
+def _with_grads_impl(loop: ChunkLoop, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    (spec,) = (loop.plan.outputs[i] for i in loop.plan.differentiable)
+    one = torch.ones(spec.shape, dtype=spec.dtype, device=inputs[0].device)
+    outputs, grads = run(loop, inputs, [one], True)
+    return (*outputs, *grads)
+
+
+chunk_loop_with_grads = _register("chunk_loop_with_grads", _with_grads_meta, _with_grads_impl)
+
+
+def _finish_meta(loop: ChunkLoop, tangent: TensorProxy, *saved: TensorProxy) -> tuple[TensorProxy, ...]:
+    return tuple(_grad_proxies(loop.plan))
+
+
+def _finish_impl(loop: ChunkLoop, tangent: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(finish(loop.plan, tangent.reshape(()), saved))
+
+
+chunk_loop_finish = _register("chunk_loop_finish", _finish_meta, _finish_impl)
+
+
+# --- recompute in the backward ---------------------------------------------------------------------
+
+
+def _backward_meta(loop: ChunkLoop, *args: TensorProxy) -> tuple[TensorProxy, ...]:
+    return tuple(_grad_proxies(loop.plan))
+
+
+def _backward_impl(loop: ChunkLoop, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    count = len(loop.plan.differentiable)
+    _, parts = run(loop, args[count:], args[:count], False)
+    return tuple(finish(loop.plan, None, parts))
+
+
+chunk_loop_backward = _register("chunk_loop_backward", _backward_meta, _backward_impl)
+
+
+def _chunk_loop_grad(loop: ChunkLoop, *inputs: TensorProxy) -> tuple[TensorProxy, ...]:
+    plan = loop.plan
+    if plan.mode == "forward":
+        return chunk_loop(loop, *inputs)
+    if plan.mode == "grads-in-forward":
+        results = chunk_loop_with_grads(loop, *inputs)
+        outputs, saved = results[: len(plan.outputs)], results[len(plan.outputs) :]
+        tangent = prims.get_grad(outputs[plan.differentiable[0]])
+        grads = chunk_loop_finish(loop, tangent, *saved)
+    else:
+        outputs = chunk_loop(loop, *inputs)
+        tangents = [prims.get_grad(outputs[i]) for i in plan.differentiable]
+        grads = chunk_loop_backward(loop, *tangents, *inputs)
+    for i, grad in zip(plan.grads, grads, strict=True):
+        prims.put_grad(inputs[i], grad)
+    return tuple(outputs)
+
+
+register_grad(chunk_loop, _chunk_loop_grad)
+
+
+# --- for those who plan ----------------------------------------------------------------------------
+
+_NAMES = ("chunk_loop", "chunk_loop_with_grads", "chunk_loop_backward", "chunk_loop_finish")
+
+
+def bind_loop(loop: ChunkLoop, inputs: Sequence[TensorProxy], outputs: Sequence[TensorProxy]) -> BoundSymbol:
+    """The bound symbol that computes existing proxies `outputs` by the loop."""
+    return chunk_loop.bind(loop, *inputs, output=tuple(outputs))
+
+
+def is_chunk_loop(bsym: BoundSymbol) -> bool:
+    """Whether the bound symbol is one of a chunk loop's."""
+    return bsym.sym.executor is executor and bsym.sym.name in _NAMES
+
+
+def loop_of(bsym: BoundSymbol) -> ChunkLoop:
+    """The loop behind one of its bound symbols.
+
+    Raises:
+        ValueError: it is another kind of bound symbol.
+    """
+    if not is_chunk_loop(bsym):
+        raise ValueError(f"{bsym.sym.name} is not part of a chunk loop; accepted are {', '.join(_NAMES)}")
+    return bsym.args[0]
+
+
+def scratch_bytes(bsym: BoundSymbol) -> int:
+    """Bytes that a loop's bound symbol holds while it runs, beyond its arguments and its results.
+
+    Raises:
+        ValueError: it is another kind of bound symbol.
+    """
+    plan = loop_of(bsym).plan
+    if bsym.sym.name == "chunk_loop":
+        return plan.forward_scratch_bytes
+    if bsym.sym.name == "chunk_loop_finish":
+        return 0
+    return plan.backward_scratch_bytes

@@ -1,0 +1,163 @@
+"""A computation trace seen as a flat list of leaf operations, each knowing the composites around it.
+
+The chunker reasons on leaves (prims, and ops that nobody can look into), and writes traces in the
+largest composites that still mean the same, because executors claim composites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import thunder.torch as ltorch
+from thunder.core import dtypes
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.transforms import nondifferentiable_vjp_symbols
+
+from thunder_mem.chunk_decompose import DECOMPOSITIONS, decomposed
+from thunder_mem.chunk_rules import RULES
+
+__all__ = ["Leaf", "Program", "effects", "read_program", "source_line", "walk"]
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """One operation that the chunker does not look into.
+
+    Attributes:
+        index: position in `Program.leaves`.
+        bsym: the bound symbol.
+        parents: the composites around it, outermost first.
+        inputs, outputs: its tensors, by slot.
+    """
+
+    index: int
+    bsym: BoundSymbol
+    parents: tuple[BoundSymbol, ...]
+    inputs: tuple[TensorProxy, ...]
+    outputs: tuple[TensorProxy, ...]
+
+    @property
+    def name(self) -> str:
+        """The op's name as a trace prints it."""
+        return self.bsym.sym.name
+
+    @property
+    def label(self) -> str:
+        """The op as its user wrote it: the outermost composite, and the leaf where it says more."""
+        if not self.parents:
+            return self.name
+        return f"{self.parents[0].sym.name} ({self.name})" if self.parents[0].sym.name != self.name else self.name
+
+    @property
+    def source(self) -> str:
+        """``file:line`` of the user's code, or an empty string."""
+        return source_line(self.parents[0] if self.parents else self.bsym)
+
+
+def source_line(bsym: BoundSymbol) -> str:
+    """``file:line`` that a bound symbol was traced from, or an empty string."""
+    if bsym.source_filename is None or bsym.source_positions is None:
+        return ""
+    return f"{bsym.source_filename}:{bsym.source_positions.lineno}"
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A computation trace, flattened.
+
+    Attributes:
+        trace: where new names come from; its bound symbols are `roots`.
+        roots: the top-level bound symbols, decomposed where `DECOMPOSITIONS` says so.
+        leaves: in order.
+        args: names of the trace's tensor arguments.
+        returned: names that the trace returns to its caller.
+    """
+
+    trace: TraceCtx
+    roots: tuple[BoundSymbol, ...]
+    leaves: tuple[Leaf, ...]
+    args: tuple[TensorProxy, ...]
+    returned: frozenset[str]
+
+    @cached_property
+    def producer(self) -> dict[str, Leaf]:
+        """The leaf that makes each value."""
+        return {out.name: leaf for leaf in self.leaves for out in leaf.outputs}
+
+    @cached_property
+    def consumers(self) -> dict[str, list[Leaf]]:
+        """The leaves that read each value, in order."""
+        readers: dict[str, list[Leaf]] = {}
+        for leaf in self.leaves:
+            for name in dict.fromkeys(t.name for t in leaf.inputs):
+                readers.setdefault(name, []).append(leaf)
+        return readers
+
+    @cached_property
+    def needs_grad(self) -> frozenset[str]:
+        """Values through which a gradient flows back to an argument that requires one."""
+        needs = {a.name for a in self.args if a.requires_grad}
+        for leaf in self.leaves:
+            if not any(t.name in needs for t in leaf.inputs) or _constant(leaf):
+                continue
+            needs.update(o.name for o in leaf.outputs if dtypes.is_inexact_dtype(o.dtype))
+        return frozenset(needs)
+
+
+def _constant(leaf: Leaf) -> bool:
+    if leaf.bsym.sym.id in nondifferentiable_vjp_symbols or leaf.bsym.sym.id == "torch.detach":
+        return True
+    chain = (*leaf.parents, leaf.bsym)
+    return any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in o.tags for b in chain for o in b.flat_proxy_outs if _tensor(o))
+
+
+def _tensor(x: Any) -> bool:
+    return isinstance(x, TensorProxy)
+
+
+def read_program(trace: TraceCtx) -> Program:
+    """Flatten `trace`; the trace itself stays as it is."""
+    scratch = from_trace(trace)
+    roots = tuple(decomposed(b, scratch) for b in trace.bound_symbols)
+    leaves: list[Leaf] = []
+    for root in roots:
+        for bsym, parents in walk(root):
+            inputs = tuple(a for a in bsym.flat_args if _tensor(a))
+            outputs = tuple(o for o in bsym.flat_proxy_outs if _tensor(o))
+            if bsym.sym.id in (PrimIDs.RETURN, PrimIDs.DEL, PrimIDs.UNPACK_TRIVIAL) or not (inputs or outputs):
+                continue
+            leaves.append(Leaf(len(leaves), bsym, parents, inputs, outputs))
+    returned = trace.bound_symbols[-1].args[0]
+    output = returned["output"] if isinstance(returned, dict) and "output" in returned else returned
+    flat = {p.name for p in _proxies(output)}
+    args = tuple(o for b in trace.bound_symbols if b.sym.id == PrimIDs.UNPACK_TRIVIAL for o in b.flat_proxy_outs if _tensor(o))
+    return Program(scratch, roots, tuple(leaves), args, frozenset(flat))
+
+
+def _proxies(tree: Any) -> Iterator[Proxy]:
+    return (x for x in tree_iter(tree) if isinstance(x, Proxy))
+
+
+def walk(bsym: BoundSymbol, parents: tuple[BoundSymbol, ...] = ()) -> Iterator[tuple[BoundSymbol, tuple[BoundSymbol, ...]]]:
+    """The leaves of a bound symbol, each with the composites around it."""
+    known = bsym.sym.id in RULES and bsym.sym.id not in DECOMPOSITIONS
+    if not bsym.subsymbols or known or bsym.sym.executor is not None or bsym.sym.id == ltorch.checkpoint.id:
+        yield bsym, parents
+        return
+    for sub in bsym.subsymbols:
+        yield from walk(sub, (*parents, bsym))
+
+
+def effects(leaf: Leaf) -> bool:
+    """The op writes to something that others may read, so nothing may move past it."""
+    if leaf.bsym.sym.id in (PrimIDs.COPY_, PrimIDs.COPY_WITH_SETITEM, PrimIDs.UPDATE_ALIASES, PrimIDs.SINK):
+        return True
+    tags = leaf.bsym.sym.tags or ()
+    return OpTags.IN_PLACE in tags or leaf.name == "copy_"

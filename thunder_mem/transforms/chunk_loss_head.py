@@ -1,0 +1,70 @@
+"""`ChunkLossHead`: the chunked loss head as a Thunder transform of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import Transform
+
+from thunder_mem.chunk_plan import ChunkRecord
+from thunder_mem.chunking import check_options, chunk_trace
+
+__all__ = ["ChunkLossHead"]
+
+
+class ChunkLossHead(Transform):
+    """Run loss heads chunk by chunk, so that no (rows, vocabulary) value ever exists whole.
+
+    Args:
+        chunks: how many chunks every head runs in.
+        rows: how many rows a chunk has, or "auto", which also leaves small heads alone. Give one of
+            `chunks` and `rows`; neither means ``rows="auto"``.
+        accumulate: dtype in which gradients of 16-bit weights add up over chunks, "float32" or
+            "input" (the weight's own, which saves two bytes a weight and rounds at every chunk).
+
+    Raises:
+        ValueError, TypeError: an argument outside of what is accepted.
+
+    Example:
+        >>> import thunder, torch
+        >>> head = lambda x, w, t: torch.nn.functional.cross_entropy(x @ w.T, t)
+        >>> transform = ChunkLossHead(chunks=4)
+        >>> loss = thunder.jit(head, transforms=[transform])(torch.ones(8, 2), torch.ones(16, 2), torch.zeros(8).long())
+        >>> transform.record.loops[0].chunk_rows
+        2
+    """
+
+    def __init__(self, *, chunks: int | None = None, rows: int | str | None = None, accumulate: str = "float32"):
+        check_options(chunks, rows, accumulate)
+        self.chunks, self.rows, self.accumulate = chunks, rows, accumulate
+        self.records: list[ChunkRecord] = []
+
+    @property
+    def record(self) -> ChunkRecord:
+        """What the latest compilation did; empty before the first."""
+        return self.records[-1] if self.records else ChunkRecord()
+
+    def transform_traces_pre_prologue(
+        self,
+        prologue_trace: TraceCtx,
+        computation_trace: TraceCtx,
+        epilogue_trace: TraceCtx | None,
+        *,
+        executors_list: Sequence[Any] = (),
+        **kwargs: Any,
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        """Thunder's hook before autograd."""
+        computation_trace, record = chunk_trace(
+            computation_trace,
+            chunks=self.chunks,
+            rows=self.rows,
+            accumulate=self.accumulate,
+            executors_list=executors_list,
+        )
+        self.records.append(record)
+        return prologue_trace, computation_trace, epilogue_trace
+
+    def __repr__(self) -> str:
+        return f"ChunkLossHead(chunks={self.chunks!r}, rows={self.rows!r}, accumulate={self.accumulate!r})"
