@@ -8,7 +8,7 @@ This is the largest single win on real training traces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from thunder_mem.graph import Graph, Op, Storage, make_graph
@@ -27,16 +27,14 @@ class Absorbed:
 
     Attributes:
         graph: like the original, with copies, each just before its consumer.
-        fuse: the same facts about the new ops.
+        fuse: the same facts about the new ops, and which of them are copies.
         origin: per new op, the op of the original graph that it repeats.
-        is_copy: per new op, whether it is a copy, so that its results need names of their own.
         groups: each fusible op with the copies that feed it.
     """
 
     graph: Graph
     fuse: Fusibility
     origin: tuple[int, ...]
-    is_copy: tuple[bool, ...]
     groups: Groups
 
 
@@ -49,9 +47,15 @@ def absorb_amplifiers(graph: Graph, fuse: Fusibility) -> Absorbed:
     their bytes. A value that an unfusible op or the caller wants is also computed once for them.
     """
     absorbed = _choose(graph, fuse)
-    stands = [not absorbed[op] or _wanted_outside(graph, fuse, op) for op in range(len(graph))]
-    chains = [_chain(op, fuse, absorbed) if stands[op] and fuse.takes[op] else () for op in range(len(graph))]
-    return _with_copies(graph, fuse, stands, chains)
+    chains: dict[int, tuple[int, ...]] = {}
+    wanted = [op for op in range(len(graph)) if not absorbed[op] or not fuse.consumers[op]]
+    while wanted:
+        op = wanted.pop()
+        if op not in chains:
+            chains[op] = _chain(op, fuse, absorbed)
+            inside = {op, *chains[op]}
+            wanted += [p for member in inside for p in fuse.operands[member] if p not in inside]
+    return _with_copies(graph, fuse, chains)
 
 
 def _choose(graph: Graph, fuse: Fusibility) -> list[bool]:
@@ -94,16 +98,10 @@ def _reprice(graph: Graph, fuse: Fusibility, absorbed: Sequence[bool]) -> list[b
     return chosen
 
 
-def _wanted_outside(graph: Graph, fuse: Fusibility, op: int) -> bool:
-    """Nobody else computes it for them: the caller, an unfusible op, or an op of another executor."""
-    consumers = fuse.consumers[op]
-    return not consumers or any(not fuse.joinable((op, c)) for c in consumers)
-
-
 def _chain(root: int, fuse: Fusibility, absorbed: Sequence[bool]) -> tuple[int, ...]:
-    """The absorbed ops that `root` is computed through, in source order."""
+    """The absorbed ops that `root` is computed through, in source order; none if nobody fuses it."""
     members: set[int] = set()
-    stack, takes = [root], fuse.takes[root]
+    stack, takes = [root], fuse.executors((root,))
     while stack:
         for p in fuse.operands[stack.pop()]:
             if absorbed[p] and p not in members and takes & fuse.takes[p]:
@@ -113,11 +111,12 @@ def _chain(root: int, fuse: Fusibility, absorbed: Sequence[bool]) -> tuple[int, 
     return tuple(sorted(members))
 
 
-def _with_copies(graph: Graph, fuse: Fusibility, stands: Sequence[bool], chains: Sequence[tuple[int, ...]]) -> Absorbed:
+def _with_copies(graph: Graph, fuse: Fusibility, chains: Mapping[int, tuple[int, ...]]) -> Absorbed:
+    """Build the graph in which each op that is a key of `chains` stands, its chain copied before it."""
     ops: list[Op] = []
     storages = [replace(s) for s in graph.storages]
     origin: list[int] = []
-    is_copy: list[bool] = []
+    copies: set[int] = set()
     operands: list[tuple[int, ...]] = []
     edges: list[tuple[int, int]] = []
     groups: list[tuple[int, ...]] = []
@@ -140,13 +139,16 @@ def _with_copies(graph: Graph, fuse: Fusibility, stands: Sequence[bool], chains:
             )
         )
         origin.append(old.index)
-        is_copy.append(copy)
-        operands.append(tuple(local.get(p, place.get(p, -1)) for p in fuse.operands[old.index]))
-        edges.extend((local.get(p, place.get(p, -1)), index) for p in graph.predecessors[old.index])
+        if copy:
+            copies.add(index)
+        operands.append(tuple(local[p] if p in local else place[p] for p in fuse.operands[old.index]))
+        # A predecessor that no longer runs was pure: it ordered nothing but its own result.
+        before = (local.get(p, place.get(p)) for p in graph.predecessors[old.index])
+        edges.extend((p, index) for p in before if p is not None)
         return index
 
     for op in graph.ops:
-        if not stands[op.index]:
+        if op.index not in chains:
             continue
         local: dict[int, int] = {}
         storage: dict[int, int] = {}
@@ -163,7 +165,7 @@ def _with_copies(graph: Graph, fuse: Fusibility, stands: Sequence[bool], chains:
     new_graph = make_graph(
         [_renumbered(op, renumber) for op in ops],
         [Storage(renumber[s], storages[s].nbytes, storages[s].name, storages[s].device, storages[s].held) for s in kept],
-        [(a, b) for a, b in edges if a >= 0],
+        edges,
         [renumber[s] for s in graph.outputs],
     )
     new_fuse = replace(
@@ -171,9 +173,10 @@ def _with_copies(graph: Graph, fuse: Fusibility, stands: Sequence[bool], chains:
         takes=tuple(fuse.takes[o] for o in origin),
         required=tuple(fuse.required[o] for o in origin),
         cheap=tuple(fuse.cheap[o] for o in origin),
-        operands=tuple(tuple(p for p in ps if p >= 0) for ps in operands),
+        operands=tuple(operands),
+        copies=frozenset(copies),
     )
-    return Absorbed(new_graph, new_fuse, tuple(origin), tuple(is_copy), tuple(groups))
+    return Absorbed(new_graph, new_fuse, tuple(origin), tuple(groups))
 
 
 def _renumbered(op: Op, renumber: dict[int, int]) -> Op:

@@ -80,7 +80,7 @@ def fingerprint(graph: Graph) -> str:
 
 
 def _unabsorbed(graph: Graph, fuse: Fusibility) -> Absorbed:
-    return Absorbed(graph, fuse, tuple(range(len(graph))), (False,) * len(graph), ())
+    return Absorbed(graph, fuse, tuple(range(len(graph))), ())
 
 
 def _order(regions: Graph, sort: str | SortFunction) -> tuple[list[int], str]:
@@ -99,15 +99,27 @@ def _arrange(name: str, base: Absorbed, regions: Graph, order: Sequence[int]) ->
     """Merge for speed within the peaks that the order reaches, then price exactly what will be emitted."""
     peaks = _peaks(regions, order)
     groups = merge_for_speed(regions, order, base.fuse, peaks.__getitem__)
-    groups = tuple(part for group in groups for part in _emittable(group, base.fuse))
+    groups = tuple(part for group in groups for part in _emittable(group, base))
     merged = base.graph.contract(groups)
     position = {op.payload: op.index for op in merged.ops}
     return _Arrangement(name, base, groups, _peaks(merged, [position[group] for group in groups]))
 
 
-def _emittable(group: tuple[int, ...], fuse: Fusibility) -> Groups:
-    """The group, if some executor takes it as it is; else its members alone."""
-    return (group,) if len(group) == 1 or fuse.executors(group) else tuple((op,) for op in group)
+def _emittable(group: tuple[int, ...], base: Absorbed) -> Groups:
+    """The steps that a group becomes: the region without the views that only others use, then those.
+
+    A view costs nothing outside a region, while a region may have to hand it out as a copy. A group
+    that no executor takes as it is runs op by op.
+    """
+    core, views = set(group), []
+    for op in reversed(group):
+        own_names = base.fuse.copies.isdisjoint((op, *base.fuse.operands[op]))
+        is_view = own_names and not base.graph.ops[op].allocates
+        if is_view and len(core) > 1 and core.isdisjoint(base.fuse.consumers[op]):
+            core.remove(op)
+            views.append((op,))
+    kept = (tuple(sorted(core)),) if len(core) == 1 or base.fuse.executors(core) else tuple((op,) for op in sorted(core))
+    return (*kept, *reversed(views))
 
 
 def _peaks(regions: Graph, order: Sequence[int]) -> tuple[int, int]:
@@ -126,8 +138,8 @@ def _choose(arrangements: Sequence[_Arrangement]) -> _Arrangement:
 
 
 def _planned_region(group: tuple[int, ...], base: Absorbed, executors: Sequence[str]) -> PlannedRegion:
-    own = {base.origin[op] for op in group if not base.is_copy[op]}
-    copied = {base.origin[op] for op in group if base.is_copy[op]} - own
+    own = {base.origin[op] for op in group if op not in base.fuse.copies}
+    copied = {base.origin[op] for op in group if op in base.fuse.copies} - own
     ops = tuple(sorted(own | copied))
     taken = base.fuse.executors(group) if len(ops) > 1 else 0
     name = executors[(taken & -taken).bit_length() - 1] if taken else None

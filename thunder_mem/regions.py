@@ -34,6 +34,7 @@ class Fusibility:
         cheap: per op, whether a copy inside another region costs next to nothing: pure and
             elementwise or a view; no reduction, no random numbers.
         operands: per op, the ops that produce its arguments (data alone, no effect edges).
+        copies: the ops that are copies for one consumer each, and so never run apart from it.
     """
 
     takes: tuple[int, ...]
@@ -41,6 +42,7 @@ class Fusibility:
     selective: int
     cheap: tuple[bool, ...]
     operands: tuple[tuple[int, ...], ...]
+    copies: frozenset[int] = frozenset()
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -52,7 +54,7 @@ class Fusibility:
         return tuple(map(tuple, consumers))
 
     def executors(self, ops: Iterable[int]) -> int:
-        """The executors that would take these ops as one region, as bits."""
+        """The executors that take these ops as one region, as bits."""
         takes, required = ~0, 0
         for op in ops:
             takes &= self.takes[op]
@@ -60,11 +62,13 @@ class Fusibility:
         return takes & (~self.selective | required)
 
     def joinable(self, ops: Iterable[int]) -> int:
-        """The executors that could take these ops in one region, a required op perhaps still to come."""
+        """The executors that these ops may go on growing towards: a required op may still come, as
+        long as the ops could run apart without it."""
+        ops = tuple(ops)
         takes = ~0
         for op in ops:
             takes &= self.takes[op]
-        return takes
+        return self.executors(ops) if not self.copies.isdisjoint(ops) else takes
 
 
 def consecutive_groups(graph: Graph, fuse: Fusibility) -> Groups:
@@ -97,6 +101,8 @@ def contract_chains(graph: Graph, groups: Groups, fuse: Fusibility) -> Groups:
         for p in range(len(regions)):
             c = _only_consumer(regions, p)
             if c is None or p in busy or c in busy or not takes[p] & takes[c]:
+                continue
+            if not fuse.joinable((*regions.ops[p].payload, *regions.ops[c].payload)):  # type: ignore[misc]
                 continue
             if regions.ops[p].backward != regions.ops[c].backward or not _dominates(regions, p, c):
                 continue
@@ -182,8 +188,10 @@ class _Merger:
         self.large = [s.nbytes > 8 for s in regions.storages]
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        members = ([m for op in slot for m in self.graph.ops[op].payload] for slot in self.slots if slot)  # type: ignore[attr-defined]
-        return tuple(tuple(sorted(group)) for group in members)
+        return tuple(tuple(sorted(self._members(slot))) for slot in range(len(self.slots)) if self.slots[slot])
+
+    def _members(self, slot: int) -> tuple[int, ...]:
+        return tuple(m for op in self.slots[slot] for m in self.graph.ops[op].payload)  # type: ignore[attr-defined]
 
     def merge_from(self, here: int, allowance_bytes: Callable[[bool], int]) -> None:
         """Merge the region at slot `here` with later ones, nearest first, for as long as one fits."""
@@ -196,6 +204,8 @@ class _Merger:
                 continue
             if self.graph.ops[self.slots[there][0]].backward != backward:
                 break
+            if not self.fuse.joinable(self._members(here) + self._members(there)):
+                continue
             for target in (here, there):
                 if self._legal(here, there, target) and self._try(here, there, target, limit):
                     break
