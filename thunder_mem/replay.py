@@ -199,6 +199,7 @@ def replay(
 
 def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, runner: Runner) -> Any:
     run = _executable(bsym)
+    env.update(bsym._object_ctx)  # printing names the objects that the line refers to, anew each time
     if run is None:
         return None
     if bsym.sym.id in _BOOKKEEPING:

@@ -272,13 +272,14 @@ def _lay_out(bsym: BoundSymbol, probe: _Probe, env: dict[str, Any], inputs: dict
             env[p.name] = None
             continue
         if output.where[0] == "input":
-            base = given[output.where[1]].detach()
+            base = given[output.where[1]]
         elif output.where in made:
             base = made[output.where]
         else:
-            base = made[output.where] = torch.empty(output.storage_bytes, dtype=torch.uint8)
-        shown = torch.empty(0, dtype=output.dtype)
-        env[p.name] = shown.set_(base.untyped_storage(), output.offset, output.shape, output.stride)
+            base = made[output.where] = torch.empty(output.storage_bytes // output.dtype.itemsize, dtype=output.dtype)
+        # Not `set_`: on a fake tensor it leaves a reference to the storage behind.
+        base = base if base.dtype == output.dtype else base.view(output.dtype)
+        env[p.name] = base.as_strided(output.shape, output.stride, output.offset)
 
 
 def _new_bytes(bsym: BoundSymbol, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> int:
