@@ -1,13 +1,15 @@
 """Every order is legal, never above the source's where that is promised, and does not depend on names."""
 
 import pytest
-from graphs import graphs, renamed, scaled
+from graphs import Builder, graphs, layered, renamed, reordered, scaled, training
 from hypothesis import given
 from hypothesis import strategies as st
 
 from thunder_mem.graph import GraphError, Op, Storage, make_graph
 from thunder_mem.liveness import liveness, profile
+from thunder_mem.sort_portfolio import exact
 from thunder_mem.sort_sift import settle, sift, toward_source
+from thunder_mem.sort_window import lower_peak
 from thunder_mem.sorting import SORTS, register_sort, sort_graph
 from thunder_mem.timeline import simulate
 
@@ -50,6 +52,60 @@ def test_toward_source_keeps_the_peak_and_is_idempotent(graph):
     assert max(profile(live, near)) <= peak
     assert toward_source(live, near, peak) == near
     assert toward_source(live, order, simulate(graph).peak_bytes) == list(range(len(graph)))
+
+
+@given(graphs(30))
+def test_auto_leaves_the_source_order_unless_it_wins_and_is_idempotent(graph):
+    result = sort_graph(graph)
+    if result.peak_bytes == result.source_peak_bytes:
+        assert result.order == tuple(range(len(graph)))
+    planned = reordered(graph, result.order)
+    again = sort_graph(planned)
+    assert again.peak_bytes <= result.peak_bytes
+    if result.optimal:
+        assert again.order == tuple(range(len(graph)))
+
+
+@given(graphs(30), st.integers(1, 400))
+def test_exact_cut_short_is_legal_and_claims_nothing_false(graph, max_moves):
+    live = liveness(graph)
+    found = exact(live, max_moves)
+    graph.check_order(found.order)
+    assert found.peak_bytes == simulate(graph, found.order).peak_bytes
+    best = sort_graph(graph, "exact").peak_bytes
+    assert found.peak_bytes == best if found.optimal else found.peak_bytes >= best
+
+
+@given(st.integers(0, 10**6), st.integers(0, 300))
+def test_windows_lower_the_peak_of_large_graphs_within_their_work(seed, max_moves):
+    graph = layered(seed, 150)
+    live = liveness(graph)
+    order, peak = sift(live, range(len(graph)))
+    lowered = lower_peak(live, order, max_moves=100 * max_moves, window_moves=2_000)
+    graph.check_order(lowered.order)
+    assert lowered.peak_bytes == simulate(graph, lowered.order).peak_bytes <= peak
+    # One window's work at most beyond the limit, of which the search counts every move.
+    assert lowered.moves <= 100 * max_moves + 2_000
+
+
+def test_paths_run_one_after_the_other():
+    """Issue #1337: ten paths, all opened before the first is closed; one at a time needs 3 values."""
+    b = Builder()
+    x = b.storage(4, held=True)
+    opened = [b.op((x,), 4, name="open") for _ in range(10)]
+    closed = [b.op((t,), 1, name="close") for t in opened]
+    graph = b.build(outputs=closed)
+    result = sort_graph(graph)
+    assert result.source_peak_bytes == 4 + 10 * 4 + 1
+    assert result.peak_bytes == 4 + 4 + 10
+    assert result.optimal
+
+
+def test_sift_repairs_what_greedy_leaves_early():
+    """A recomputing training step: the source recomputes everything first, sift one layer at a time."""
+    graph = training(0, 8, recompute=True)
+    peaks = {name: sort_graph(graph, name).peak_bytes for name in ("source", "lpmf", "bfs", "sift", "exact")}
+    assert peaks["sift"] == peaks["exact"] < min(peaks["source"], peaks["lpmf"], peaks["bfs"])
 
 
 def pair():

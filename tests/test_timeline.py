@@ -40,6 +40,20 @@ def test_another_source_order_is_another_order_of_the_same_graph(graph, seed):
     assert simulate(other).live_bytes == simulate(graph, order).live_bytes
 
 
+@given(graphs(), st.integers(0, 1000))
+def test_contracted_graphs_are_priced_the_same_way(graph, seed):
+    rng = random.Random(seed)
+    groups, group = [], []
+    for op in graph.ops:
+        if group and (rng.random() < 0.5 or graph.ops[group[-1]].backward != op.backward):
+            groups.append(group)
+            group = []
+        group.append(op.index)
+    regions = graph.contract([*groups, group])
+    timeline = simulate(regions)
+    assert list(timeline.live_bytes) == oracle_bytes(regions, timeline.order)
+
+
 def test_who_stays_and_who_dies():
     held, unused, freed = Storage(0, 1, held=True), Storage(1, 2), Storage(2, 4)
     middle, out, dead = Storage(3, 8), Storage(4, 16), Storage(5, 32)

@@ -4,7 +4,7 @@ From cheap to dear, each only where the one before leaves room:
 
 | method | what must be alive together |
 |---|---|
-| `footprint` | what stays, and the inputs, outputs and scratch of one op |
+| `footprint` | what stays, and the inputs, outputs and scratch of one op; the least first and last op |
 | `forced` | besides: what an ancestor allocates and a descendant still uses |
 | `cut` | the least over all sets of ops that may have run before one op, `cuts.py` |
 | `search` | whole orders, refuted level by level, `sort_search.py` |
@@ -81,7 +81,7 @@ def certify(peak_bytes: int, bound: Bound) -> Certificate:
 
 
 def lower_bound(
-    graph: Graph, order: Sequence[int] | None = None, max_cuts: int = 24, max_moves: int = 300_000
+    graph: Graph, order: Sequence[int] | None = None, max_cuts: int = 64, max_moves: int = 300_000
 ) -> Bound:
     """The best lower bound on the peak of any order that the given work allows.
 
