@@ -154,14 +154,14 @@ def finish(ledger: Ledger, assumptions: Sequence[str]) -> Prediction:
     return Prediction(
         timeline=tuple(ledger.events),
         storages=tuple(_held(block, end) for block in ledger.blocks),
-        held_bytes=sum(b.nbytes for b in ledger.blocks if b.kind == "argument"),
-        device_type=ledger.device_type,
+        held_bytes=sum(b.nbytes for b in ledger.blocks if b.held),
+        device_type=ledger.device_types[0],
         assumptions=tuple(dict.fromkeys(assumptions)),
     )
 
 
 def _held(block: Block, end: int) -> Held:
-    last = end if block.last is None or block.kind == "argument" else block.last
+    last = end if block.last is None or block.held else block.last
     name, *aliases = block.names
     return Held(
         block.nbytes, name, tuple(aliases), block.shape, block.dtype, block.device, block.kind, block.born, last
@@ -175,7 +175,7 @@ def run_prediction(
     tangents: Sequence[torch.Tensor] | None,
     keep_outputs: bool,
 ) -> tuple[Ledger, ProbingRunner | SimulatedRunner, list[str]]:
-    entry, inputs, assumptions = compiled_entry(jitted, args, kwargs)
+    entry, inputs, assumptions = compiled_entry(jitted, args, kwargs, call=bool(args or kwargs))
     forward = entry.computation_traces[-1]
     backward = entry.backward_traces[-1] if entry.backward_fn is not None else None
     mode, inputs = to_fake(inputs)
@@ -207,7 +207,7 @@ def _add_all(ledger: Ledger, names: Sequence[str], values: Sequence[Any], kind: 
     # A function of its own, so that no loop variable keeps the last tensor alive.
     for name, value in zip(names, values, strict=True):
         if isinstance(value, torch.Tensor):
-            ledger.add(name, value, kind)
+            ledger.add(name, value, kind, held=kind == "argument")
 
 
 def run_backward(
@@ -219,20 +219,24 @@ def run_backward(
 
 
 def compiled_entry(
-    jitted: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    jitted: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, call: bool
 ) -> tuple[Any, list[Any], list[str]]:
-    """Thunder's cache entry for a call, the computation's inputs, and assumptions about those."""
-    data, stats = thunder.compile_data(jitted), thunder.compile_stats(jitted)
+    """Thunder's cache entry for a call, the computation's inputs, and assumptions about those.
+
+    With `call` false it is the last compilation's, whatever its arguments were.
+    """
+    data: Any = thunder.compile_data(jitted)
+    stats = thunder.compile_stats(jitted)
     if data is None or stats is None:
         raise TypeError(f"predict takes what thunder.jit returned, not {type(jitted).__name__}")
-    if not args and not kwargs:
+    if not call:
         if not stats.interpreter_cache:
             raise ValueError(
                 "the jitted function has never been called, so there is nothing to predict: "
                 "call it once, or give predict the arguments of a call"
             )
         entry = stats.interpreter_cache[-1]
-        with _mode_of(()):
+        with mode_of(()):
             inputs = [_from_proxy(p) for p in entry.computation_traces[-1].args]
         return entry, inputs, ["inputs are dense and share no memory"]
     grad_enabled = torch.is_grad_enabled()
@@ -250,13 +254,13 @@ def to_fake(values: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensor
 
     Real tensors that share a storage become fake tensors that share one.
     """
-    mode = mode or _mode_of(values)
-    return mode, tree_map_only(
-        torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True), values
+    chosen = mode or mode_of(values)
+    return chosen, tree_map_only(
+        torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else chosen.from_tensor(t, static_shapes=True), values
     )
 
 
-def _mode_of(values: Any) -> FakeTensorMode:
+def mode_of(values: Any) -> FakeTensorMode:
     fake = next((t for t in _tensors(values) if isinstance(t, FakeTensor)), None)
     if fake is not None:
         return fake.fake_mode

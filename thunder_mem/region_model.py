@@ -15,7 +15,7 @@ from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
-from thunder.core.pytree import tree_map
+from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 
 __all__ = ["empty_like_proxy", "modelled_region", "run_region"]
@@ -65,7 +65,8 @@ def run_region(bsym: BoundSymbol, env: dict[str, Any]) -> None:
 def _follow_views(bsyms: Iterable[BoundSymbol], local: dict[str, Any], wanted: dict[str, TensorProxy]) -> None:
     for bsym in bsyms:
         if bsym.sym.id in _VIEWS:
-            args, kwargs = tree_map(lambda x: _value(x, local), (bsym.args, bsym.kwargs))
+            flat, spec = tree_flatten((bsym.args, bsym.kwargs))
+            args, kwargs = tree_unflatten([_value(x, local) for x in flat], spec)
             if isinstance(args[0], torch.Tensor):
                 local.setdefault(bsym.output.name, _VIEWS[bsym.sym.id](*args, **kwargs))
         elif bsym.subsymbols:

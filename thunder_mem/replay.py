@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from thunder.core.prims import PrimIDs
@@ -76,7 +76,9 @@ class Block:
         nbytes: bytes of the whole storage.
         names: every tensor that showed it, the first one first.
         shape, dtype, device: of that first tensor.
-        kind: "argument" (the caller holds it throughout), "tangent", or "computed".
+        kind: "argument", "tangent" or "computed"; in a training step also "parameter",
+            "optimizer state" and "gradient".
+        held: the caller holds it throughout, from before the first event.
         born: index of the event that made it; -1 if it was there before the first.
         last: index of the last event it was alive in; None while alive.
     """
@@ -89,6 +91,7 @@ class Block:
     kind: str
     born: int
     last: int | None = None
+    held: bool = False
 
 
 class Runner(Protocol):
@@ -100,34 +103,54 @@ class Runner(Protocol):
 
 
 class Ledger:
-    """Storages that are alive, by weak reference, and the events so far."""
+    """Storages that are alive, by weak reference, and the events so far.
 
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
+    Attributes:
+        device_types: "cpu", "cuda": storages elsewhere are not counted.
+        live_bytes: the sum of all that are alive.
+    """
+
+    def __init__(self, *device_types: str) -> None:
+        self.device_types = device_types
         self.events: list[Event] = []
         self.blocks: list[Block] = []
         self.live_bytes = 0
+        self._ignored: dict[int, StorageWeakRef] = {}
         self._alive: dict[int, tuple[StorageWeakRef, Block]] = {}
+        self._refs: dict[int, int] = {}
 
-    def add(self, name: str, tensor: torch.Tensor, kind: str) -> int:
+    def add(self, name: str, tensor: torch.Tensor, kind: str, *, held: bool = False) -> int:
         """Take note that `name` shows `tensor`; return the bytes that are new by it."""
-        if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
+        if tensor.device.type not in self.device_types or tensor.layout is not torch.strided:
             return 0
         storage = tensor.untyped_storage()
+        if storage._cdata in self._ignored:
+            return 0
         known = self._alive.get(storage._cdata)
         if known is not None:
-            block = known[1]
-            if name not in block.names:
-                block.names.append(name)
-            if kind == "argument":
-                block.kind = kind
+            if name not in known[1].names:
+                known[1].names.append(name)
             return 0
         born = len(self.events) if kind == "computed" else len(self.events) - 1
-        block = Block(storage.nbytes(), [name], tuple(tensor.shape), tensor.dtype, tensor.device, kind, born)
-        self._alive[storage._cdata] = (StorageWeakRef(storage), block)
+        block = Block(storage.nbytes(), [name], tuple(tensor.shape), tensor.dtype, tensor.device, kind, born, held=held)
+        self._follow(storage, block)
         self.blocks.append(block)
         self.live_bytes += block.nbytes
         return block.nbytes
+
+    def link(self, tensor: torch.Tensor, block: Block) -> None:
+        """Let `tensor` stand for `block` too: the block lives as long as anything that stands for it."""
+        if tensor.untyped_storage()._cdata not in self._alive:
+            self._follow(tensor.untyped_storage(), block)
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Never count the storage of `tensor`."""
+        storage = tensor.untyped_storage()
+        self._ignored[storage._cdata] = StorageWeakRef(storage)
+
+    def _follow(self, storage: torch.UntypedStorage, block: Block) -> None:
+        self._alive[storage._cdata] = (StorageWeakRef(storage), block)
+        self._refs[id(block)] = self._refs.get(id(block), 0) + 1
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The live block that `tensor` shows, if it is one of this ledger's."""
@@ -145,8 +168,10 @@ class Ledger:
         freed_bytes = 0
         for key in dead:
             _, block = self._alive.pop(key)
-            block.last = len(self.events) - 1
-            freed_bytes += block.nbytes
+            self._refs[id(block)] -= 1
+            if not self._refs[id(block)]:
+                block.last = len(self.events) - 1
+                freed_bytes += block.nbytes
         self.live_bytes -= freed_bytes
         return freed_bytes
 
@@ -190,7 +215,7 @@ def replay(
     def run_all() -> Any:
         result = None
         with mode, tracectx(trace):
-            for bsym in trace.bound_symbols:
+            for bsym in cast(list[BoundSymbol], trace.bound_symbols):
                 result = _step(bsym, env, ledger, phase, runner)
         return result
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from thunder.core.proxies import FutureTensorProxy, NumberProxy
@@ -24,7 +25,7 @@ from thunder.core.symbol import BoundSymbol
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from thunder_mem.measure import collector_off, record_curve
 from thunder_mem.region_model import run_region
@@ -56,14 +57,25 @@ class _Probe:
     outputs: tuple[_Output | None, ...]
 
 
+_Probes = dict[Hashable, "_Probe | None"]
+_PROBES: _Probes = {}
+_REGION_PROBES: WeakKeyDictionary[Any, _Probes] = WeakKeyDictionary()
+
+
+def _known_probes(bsym: BoundSymbol) -> _Probes:
+    """Where the probes of `bsym` are kept: with the callable for a compiled region, else for all time."""
+    if not bsym.sym.is_fusion:
+        return _PROBES
+    function = next(iter((bsym._call_ctx or {}).values()))
+    return _REGION_PROBES.setdefault(function, {})
+
+
 class ProbingRunner:
     """Runs operations on fake CPU tensors and, once each, on real ones.
 
     Attributes:
         assumptions: sentences on what could not be measured, in the order it was met.
     """
-
-    _probes: dict[Hashable, _Probe | None] = {}  # noqa: RUF012 - shared on purpose: measured once per process
 
     def __init__(self) -> None:
         self.assumptions: list[str] = []
@@ -75,10 +87,10 @@ class ProbingRunner:
         if not inputs and not tensor_proxies(bsym.flat_outs):
             run(env)
             return 0
-        key = _key(bsym, inputs)
-        if key not in self._probes:
-            self._probes[key] = self._probe(bsym, run, env, inputs)
-        probe = self._probes[key]
+        probes, key = _known_probes(bsym), _key(bsym, inputs)
+        if key not in probes:
+            probes[key] = self._probe(bsym, run, env, inputs)
+        probe = probes[key]
         if probe is None:
             return _run_tracked(bsym, run, env)
         if bsym.sym.is_fusion:
@@ -104,9 +116,8 @@ class ProbingRunner:
                 probe_env = {**env, **real}
                 curve = record_curve(lambda: run(probe_env))
             except Exception as error:
-                self.assumptions.append(
-                    f"{bsym.sym.name}: could not be measured on zeros ({type(error).__name__}: {error}); its scratch is unknown"
-                )
+                cause = f"{type(error).__name__}: {error}"
+                self.assumptions.append(f"{bsym.sym.name}: its scratch is unknown, it does not run on zeros ({cause})")
                 return None
             return _Probe(curve.peak_bytes, curve.end_bytes, _outputs(bsym, probe_env, real))
 
@@ -182,7 +193,6 @@ KERNEL_SCRATCH: dict[str, Callable[..., int]] = {
 def _key(bsym: BoundSymbol, inputs: dict[str, torch.Tensor]) -> Hashable:
     """Everything the memory of an operation depends on, without the names of its tensors."""
     order = {name: i for i, name in enumerate(inputs)}
-    storages: dict[int, int] = {}
 
     def of_argument(x: Any) -> Hashable:
         name = getattr(x, "name", None)
@@ -190,7 +200,22 @@ def _key(bsym: BoundSymbol, inputs: dict[str, torch.Tensor]) -> Hashable:
             return ("tensor", order[name])
         return repr(x.value) if isinstance(x, NumberProxy) else f"{type(x).__name__}:{x!r}"
 
-    layouts = tuple(
+    # A compiled region is known by the callable behind it, which holds its probes: its name says nothing.
+    callables = () if bsym.sym.is_fusion else tuple((bsym._call_ctx or {}).values())
+    return (
+        None if bsym.sym.is_fusion else (bsym.sym.id, bsym.name_with_module()),
+        callables,
+        tuple(map(of_argument, bsym.flat_args)),
+        str(bsym.flat_args_and_spec[1]),
+        _layouts(inputs),
+        torch.get_num_threads(),
+    )
+
+
+def _layouts(tensors: dict[str, torch.Tensor]) -> Hashable:
+    """How tensors lie in memory, and which of them share it."""
+    storages: dict[int, int] = {}
+    return tuple(
         (
             storages.setdefault(t.untyped_storage()._cdata, len(storages)),
             t.untyped_storage().nbytes(),
@@ -201,22 +226,8 @@ def _key(bsym: BoundSymbol, inputs: dict[str, torch.Tensor]) -> Hashable:
             t.device,
             t.requires_grad,
         )
-        for t in inputs.values()
+        for t in tensors.values()
     )
-    # A compiled region is known by the callable behind it: its name says nothing about its content.
-    callables = tuple(id(f) for f in (bsym._call_ctx or {}).values())
-    _KEEP_ALIVE.extend(f for f in (bsym._call_ctx or {}).values() if bsym.sym.is_fusion)
-    identity = callables if bsym.sym.is_fusion else (bsym.sym.id, bsym.name_with_module(), callables)
-    return (
-        identity,
-        tuple(map(of_argument, bsym.flat_args)),
-        str(bsym.flat_args_and_spec[1]),
-        layouts,
-        torch.get_num_threads(),
-    )
-
-
-_KEEP_ALIVE: list[Any] = []
 
 
 def _communicates(bsym: BoundSymbol) -> bool:
@@ -248,18 +259,18 @@ def _real_like(fakes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _outputs(bsym: BoundSymbol, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> tuple[_Output | None, ...]:
-    known = {}
+    known: dict[int, tuple[str, int]] = {}
     for i, t in enumerate(inputs.values()):
         known.setdefault(t.untyped_storage()._cdata, ("input", i))
     outputs: list[_Output | None] = []
     for p in tensor_proxies(bsym.flat_outs):
-        t = env.get(p.name)
-        if not isinstance(t, torch.Tensor):
+        out = env.get(p.name)
+        if not isinstance(out, torch.Tensor):
             outputs.append(None)
             continue
-        storage = t.untyped_storage()
+        storage, offset = out.untyped_storage(), int(out.storage_offset())
         where = known.setdefault(storage._cdata, ("new", len(known)))
-        outputs.append(_Output(where, storage.nbytes(), tuple(t.shape), t.stride(), t.storage_offset(), t.dtype))
+        outputs.append(_Output(where, storage.nbytes(), tuple(out.shape), out.stride(), offset, out.dtype))
     return tuple(outputs)
 
 
@@ -291,3 +302,38 @@ def _new_bytes(bsym: BoundSymbol, env: dict[str, Any], inputs: dict[str, torch.T
         if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old:
             new[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
     return sum(new.values())
+
+
+def probe_operator(func: Any, args: Any, kwargs: Any) -> tuple[int, int] | None:
+    """Run one aten operator for real on zeros laid out like its fake CPU arguments.
+
+    Returns:
+        The bytes above the start at its worst moment and at its end, or None where it cannot run.
+        Kept for the life of the process, like the probes of bound symbols.
+    """
+    flat, spec = tree_flatten((args, kwargs))
+    fakes = {str(i): t for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
+    constants = tuple(repr(x) for x in flat if not isinstance(x, torch.Tensor))
+    key = (func, constants, str(spec), _layouts(fakes), torch.get_num_threads())
+    if key not in _OPERATOR_PROBES:
+        _OPERATOR_PROBES[key] = _probe_operator(func, flat, spec, fakes)
+    return _OPERATOR_PROBES[key]
+
+
+_OPERATOR_PROBES: dict[Hashable, tuple[int, int] | None] = {}
+
+
+def _probe_operator(func: Any, flat: list[Any], spec: Any, fakes: dict[str, torch.Tensor]) -> tuple[int, int] | None:
+    with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]), collector_off():
+        try:
+            for attempt in range(2):  # what a first call does once does not count
+                real = _real_like(fakes)
+                args, kwargs = tree_unflatten([real.get(str(i), x) for i, x in enumerate(flat)], spec)
+                if attempt:
+                    kept: list[Any] = []
+                    curve = record_curve(lambda: kept.append(func(*args, **kwargs)))  # noqa: B023 - called at once
+                    return curve.peak_bytes, curve.end_bytes
+                func(*args, **kwargs)
+        except Exception:
+            return None
+    return None

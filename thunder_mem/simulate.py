@@ -165,6 +165,7 @@ def _replacements(spec: DeviceSpec) -> list[tuple[Any, str, Any]]:
         (cuda, "set_device", lambda device: None),
         (cuda, "synchronize", lambda device=None: None),
         (cuda, "empty_cache", lambda: None),
+        (cuda, "is_current_stream_capturing", lambda: False),
         (cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or spec.capability >= (8, 0)),
         (cuda, "get_device_name", lambda device=None: spec.marketing_name),
         (cuda, "get_device_capability", lambda device=None: spec.capability),

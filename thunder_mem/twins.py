@@ -1,0 +1,145 @@
+"""Fake CPU tensors that stand for the caller's, and the mode that watches what is done with them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from thunder_mem.replay import Ledger
+from thunder_mem.scratch import probe_operator
+
+__all__ = ["Scalars", "Twins", "Watch"]
+
+
+class Twins:
+    """Fake CPU tensors that stand for the caller's tensors, real or fake CUDA ones, and the way back."""
+
+    def __init__(self, mode: FakeTensorMode, ledger: Ledger) -> None:
+        self.mode = mode
+        self.ledger = ledger
+        self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def hold(self, t: torch.Tensor, kind: str) -> None:
+        """Make the twin of a tensor that the caller holds throughout."""
+        if id(t) in self._twins:
+            return
+        twin: torch.Tensor
+        if t.device.type == "cpu" and not isinstance(t, FakeTensor):
+            twin = self.mode.from_tensor(t, static_shapes=True)
+        elif t.device.type == "cpu":
+            twin = t
+        else:
+            self.ledger.add(f"{kind}{len(self._twins)}", t, kind, held=True)
+            twin = self.to_cpu(t)
+        self.ledger.add(f"{kind}{len(self._twins)}", twin, kind, held=True)
+        self._twins[id(t)] = (t, twin)
+
+    def name(self, t: torch.Tensor, name: str) -> None:
+        """Let the block behind `t` be known by `name`."""
+        block = self.ledger.block_of(t)
+        if block is not None and name not in block.names:
+            block.names.insert(0, name)
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        """The twin of a tensor that is held, or a new one."""
+        known = self._twins.get(id(t))
+        return self.to_cpu(t) if known is None else known[1]
+
+    def to_cpu(self, t: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor laid out like a fake CUDA one and standing for the same block; a leaf of autograd."""
+        if t.device.type == "cpu":
+            return t
+        return self._mirror(t, "cpu")
+
+    def to_cuda(self, t: torch.Tensor) -> torch.Tensor:
+        """The way back, for what autograd hands to a compiled backward."""
+        return self._mirror(t, "cuda")
+
+    def all(self) -> list[torch.Tensor]:
+        return [twin for _, twin in self._twins.values()]
+
+    def _mirror(self, t: torch.Tensor, device: str) -> torch.Tensor:
+        with torch.no_grad(), self.mode, self.paused():
+            count = t.untyped_storage().nbytes() // t.dtype.itemsize
+            other = torch.empty(count, dtype=t.dtype, device=device).as_strided(t.shape, t.stride(), t.storage_offset())
+            other = other.detach()
+        block = self.ledger.block_of(t)
+        if block is not None:
+            self.ledger.link(other, block)
+        return other.requires_grad_(t.requires_grad) if t.is_leaf and t.requires_grad else other
+
+    watch: Watch | None = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens within is no part of the step."""
+        if self.watch is None:
+            yield
+            return
+        before, self.watch.active = self.watch.active, False
+        try:
+            yield
+        finally:
+            self.watch.active = before
+
+
+class Watch(TorchDispatchMode):
+    """Writes every operator that runs outside of the traces into the ledger."""
+
+    def __init__(self, ledger: Ledger, *, probe: bool, twins: Twins) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.probe = probe
+        self.phase = "loss"
+        self.active = True
+        self.twins = twins
+        self.scalars: dict[int, float] = {}
+        twins.watch = self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _scalar(args[0], self.scalars)
+        if not self.probe:
+            # Targets and the like that the loss closes over live on the simulated device.
+            args, kwargs = tree_map_only(torch.Tensor, self._on_cpu, (args, kwargs))
+        self.ledger.sweep()
+        out = func(*args, **kwargs)
+        new = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        name = func.name() if hasattr(func, "name") else str(func)
+        allocated_bytes = sum(self.ledger.add(f"{name}:{i}", t, "computed") for i, t in enumerate(new))
+        probed = probe_operator(func, args, kwargs) if self.probe else None
+        self.ledger.record(
+            self.phase,
+            name,
+            allocated_bytes=allocated_bytes,
+            scratch_bytes=0 if probed is None else max(0, probed[0] - allocated_bytes),
+        )
+        return out
+
+    def _on_cpu(self, t: torch.Tensor) -> torch.Tensor:
+        return t if t.device.type == "cpu" else self.twins.to_cpu(t)
+
+
+class Scalars(TorchDispatchMode):
+    """Lets numbers be read from fake tensors, whatever they are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _scalar(args[0], {})
+        return func(*args, **(kwargs or {}))
+
+
+def _scalar(t: torch.Tensor, known: dict[int, float]) -> float | int:
+    """The number in a fake tensor: a known step count, or one that neither divides by zero nor overflows."""
+    if t.untyped_storage()._cdata in known:
+        return known[t.untyped_storage()._cdata]
+    return 0.5 if t.dtype.is_floating_point else 1
