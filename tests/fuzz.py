@@ -1,8 +1,8 @@
 """Random programs against eager: `python -m tests.fuzz --programs 50000 --seed 1`.
 
 Every program runs eager and through each configuration that this machine has. A configuration fails
-on a program when it differs from eager and its baseline, plain Thunder, does not. With `--profile
-beyond` plain Thunder is no excuse. A failing program is minimised and saved under `tests/regressions/`
+on a program when it differs from eager and its baseline, plain Thunder, does not. With another
+profile than "thunder" plain Thunder is no excuse. A failing program is minimised and saved under `tests/regressions/`
 as a test.
 """
 
@@ -16,10 +16,12 @@ import textwrap
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 
 import thunder
 import torch
@@ -36,8 +38,9 @@ REGRESSIONS = Path(__file__).parent / "regressions"
 PROFILES = {
     # What plain Thunder compiles and gets right.
     "thunder": Profile(),
-    # What plain Thunder gets wrong and MemEfficient must get right.
-    "beyond": Profile(regions=("checkpoint",), in_checkpoint=Profile().families),
+    # What plain Thunder gets wrong and MemEfficient must get right; see `defects.py`.
+    "checkpoint": Profile(regions=("checkpoint",), in_checkpoint=Profile().families),
+    "overwritten": Profile(regions=(), overwrites_needed=True),
 }
 
 
@@ -58,53 +61,36 @@ class Config:
     baseline: str = ""
 
 
-def _plain(fn: Callable) -> Callable:
-    return thunder.jit(fn)
-
-
-def _pointwise_executors() -> list:
-    from thunder_mem.executors import mem_pointwise
-
-    return [mem_pointwise, *thunder.extend.get_default_executors()]
-
-
-def _pointwise(fn: Callable) -> Callable:
-    return thunder.jit(fn, executors=_pointwise_executors())
-
-
-def _dataflow(fn: Callable) -> Callable:
-    return thunder.jit(fn, executors=_pointwise_executors(), fusion_type="dataflow")
-
-
-def _mem(**options: object) -> Callable[[Callable], Callable]:
-    def compile(fn: Callable) -> Callable:
-        from thunder_mem.transforms.mem_efficient import MemEfficient
-
-        return thunder.jit(fn, transforms=[MemEfficient(**options)])
-
-    return compile
-
-
-def _mem_pointwise(**options: object) -> Callable[[Callable], Callable]:
-    def compile(fn: Callable) -> Callable:
-        from thunder_mem.transforms.mem_efficient import MemEfficient
-
-        return thunder.jit(fn, executors=_pointwise_executors(), transforms=[MemEfficient(**options)])
-
-    return compile
-
-
 _MEM = "thunder_mem.transforms.mem_efficient"
 _POINTWISE = "thunder_mem.executors"
+
+
+def _pointwise(**options: object) -> Callable[[Callable], Callable]:
+    def compile(fn: Callable) -> Callable:
+        from thunder_mem.executors import mem_pointwise_ex
+
+        return thunder.jit(fn, executors=[mem_pointwise_ex, *thunder.extend.get_default_executors()], **options)
+
+    return compile
+
+
+def _mem(jit_options: Mapping[str, object] = MappingProxyType({}), **options: object) -> Callable[[Callable], Callable]:
+    def compile(fn: Callable) -> Callable:
+        from thunder_mem.transforms.mem_efficient import MemEfficient
+
+        return thunder.jit(fn, transforms=[MemEfficient(strict=True, **options)], **jit_options)
+
+    return compile
+
 
 CONFIGS = {
     c.name: c
     for c in (
-        Config("thunder", _plain),
-        Config("pointwise", _pointwise, (_POINTWISE,), "thunder"),
-        Config("dataflow", _dataflow, (_POINTWISE,), "pointwise"),
+        Config("thunder", thunder.jit),
+        Config("pointwise", _pointwise(), (_POINTWISE,), "thunder"),
+        Config("dataflow", _pointwise(fusion_type="dataflow"), (_POINTWISE,), "thunder"),
         Config("mem", _mem(), (_MEM,), "thunder"),
-        Config("mem-pointwise", _mem_pointwise(), (_MEM, _POINTWISE), "pointwise"),
+        Config("mem-no-fusion", _mem({"executors": []}), (_MEM,), "thunder"),
     )
 }
 
@@ -119,6 +105,22 @@ def available() -> tuple[Config, ...]:
             return False
 
     return tuple(c for c in CONFIGS.values() if all(map(exists, c.needs)))
+
+
+@contextmanager
+def uncompiled_regions() -> Iterator[None]:
+    """Fusion regions run one operation at a time: a compilation takes seconds, and planning can err without it."""
+    if importlib.util.find_spec(_POINTWISE) is None:
+        yield
+        return
+    from thunder_mem import executors
+
+    compiler = executors._compile
+    executors._compile = lambda unfused, args: unfused
+    try:
+        yield
+    finally:
+        executors._compile = compiler
 
 
 def judge(
@@ -173,11 +175,12 @@ def campaign(
             if differences:
                 key = (config.name, kind(differences[0]))
                 result.sizes[key] += 1
+                log(f"seed {seed - 1}: {config.name}: {differences[0]}", flush=True)
                 if key not in result.failures or len(source(program)) < len(source(result.failures[key][1])):
                     result.failures[key] = (seed - 1, program, differences)
         if done % 500 == 0:
             torch._dynamo.reset()
-            log(f"{done} programs, {time.perf_counter() - started:.0f} s, {dict(result.sizes)}", flush=True)
+            log(f"{done} programs, {time.perf_counter() - started:.0f} s", flush=True)
     return result
 
 
@@ -225,14 +228,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", choices=sorted(PROFILES), default="thunder")
     parser.add_argument("--configs", default="", help="comma separated; default: all that this machine has")
     parser.add_argument("--attempts", type=int, default=300, help="most runs spent on minimising one failure")
+    parser.add_argument("--inductor", action="store_true", help="compile fusion regions (a few seconds a program)")
     parser.add_argument("--no-save", action="store_true", help="print failing programs without saving them as tests")
     options = parser.parse_args(arguments)
+    with nullcontext() if options.inductor else uncompiled_regions():
+        return _main(parser, options)
+
+
+def _main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     names = [name for name in options.configs.split(",") if name]
     unknown = [name for name in names if name not in {c.name for c in available()}]
     if unknown:
         parser.error(f"--configs got {unknown[0]!r}; available here: {', '.join(c.name for c in available())}")
     configs = tuple(CONFIGS[name] for name in names) or available()
-    excuse = options.profile != "beyond"
+    excuse = options.profile == "thunder"
     if not excuse and not names:
         configs = tuple(c for c in configs if _MEM in c.needs)
 
@@ -246,9 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(config.name, {v: n for (name, v), n in sorted(result.verdicts.items()) if name == config.name})
     for (name, alike), (seed, program, differences) in sorted(result.failures.items()):
         small = shrink(program, CONFIGS[name], alike, excuse, options.attempts)
-        print(
-            f"\n{name}: {result.sizes[name, alike]} programs, first seed {seed}: {differences[0]}\n{source(small)}{small!r}"
-        )
+        print(f"\n{name}: {result.sizes[name, alike]} programs, one has seed {seed}: {differences[0]}")
+        print(f"{source(small)}{small!r}", flush=True)
         if not options.no_save:
             REGRESSIONS.mkdir(exist_ok=True)
             file = REGRESSIONS / f"test_{_digest(small, CONFIGS[name])}.py"

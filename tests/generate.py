@@ -12,10 +12,12 @@ from random import Random
 import torch
 
 from tests.program_ops import FAMILIES, OPS, OVERWRITES, Values
-from tests.programs import Input, Program, Region, Step, defined, free, walk
+from tests.programs import Input, Program, Region, Step, constructs, defined, free, walk
 
 __all__ = ["Profile", "generate", "materialise", "validate"]
 
+# In place, with a derivative that needs the value that is overwritten.
+NEEDS_OLD = ("mul_", "sin_")
 LAYOUTS = ("transposed", "strided", "offset", "expanded")
 WEIGHTS = {
     "elementwise": 8,
@@ -40,6 +42,8 @@ class Profile:
         ops_without: single ops to leave out.
         regions: region kinds to draw from.
         in_checkpoint: families that a checkpoint's body may use.
+        in_no_grad: families that may be used under no_grad.
+        overwrites_needed: statements in place may overwrite what their own derivative needs.
         input_writes: statements in place may overwrite inputs.
         aliases: an input may be a view of another, or be passed twice.
         layouts: inputs may be non-contiguous.
@@ -50,6 +54,8 @@ class Profile:
     ops_without: tuple[str, ...] = ()
     regions: tuple[str, ...] = ("checkpoint", "no_grad", "autocast")
     in_checkpoint: tuple[str, ...] = tuple(f for f in WEIGHTS if f not in ("in-place", "random"))
+    in_no_grad: tuple[str, ...] = tuple(f for f in WEIGHTS if f not in ("in-place", "view"))
+    overwrites_needed: bool = False
     input_writes: bool = True
     aliases: bool = True
     layouts: tuple[str, ...] = LAYOUTS
@@ -104,6 +110,10 @@ def storage(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return storage(a) == storage(b) and a.shape == b.shape and a.stride() == b.stride()
+
+
 @dataclass
 class _Builder:
     """The values so far, and the statements of the block being written."""
@@ -112,12 +122,22 @@ class _Builder:
     profile: Profile
     tensors: dict[str, torch.Tensor]
     frozen: set[int]  # storages that no statement may overwrite
+    input_storages: frozenset[int]
     count: int = 0
     random: bool = False  # a random value has been drawn
+    inside: bool = False  # a checkpoint's body is being written
+    alive: list = field(default_factory=list)  # so that no storage's address is used twice
     scope: dict = field(default_factory=lambda: {"torch": torch, "F": torch.nn.functional})
 
     def writable(self, name: str) -> bool:
         return storage(self.tensors[name]) not in self.frozen
+
+    def writes_input(self, name: str) -> bool:
+        return storage(self.tensors[name]) in self.input_storages
+
+    def loses_dims(self, name: str, result: torch.Tensor) -> bool:
+        t = self.tensors[name]
+        return t.requires_grad and not t.is_leaf and t.numel() == 1 and t.dim() < result.dim()
 
     def step(self, families: tuple[str, ...]) -> Step | None:
         """One statement that torch accepts, already run; None after a few refusals."""
@@ -133,11 +153,19 @@ class _Builder:
 
     def _run(self, op: str, args: tuple[str, ...], params: tuple) -> Step | None:
         spec = OPS[op]
+        if spec.kind == "in-place" and self.tensors[args[-1]].requires_grad and self.writes_input(args[0]):
+            return None  # Thunder: an input that is overwritten by a value with a gradient loses it
+        if op in NEEDS_OLD and self.tensors[args[-1]].requires_grad and not self.profile.overwrites_needed:
+            return None  # Thunder: the backward reads what was overwritten
         text = spec.text.format(*args, p=params)
         scope = {**self.scope, **self.tensors}
         try:
             if spec.kind == "in-place":
                 exec(text, scope)
+                if text.startswith(f"{args[0]}.") and self.rng.random() < 0.5:
+                    self.count += 1
+                    self.tensors[f"v{self.count - 1}"] = self.tensors[args[0]]
+                    return Step(op, (f"v{self.count - 1}",), args, params)
                 return Step(op, (), args, params)
             result = eval(text, scope)
         except (RuntimeError, IndexError, TypeError, ValueError):
@@ -146,6 +174,12 @@ class _Builder:
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         if not results or any(t.dim() > 5 or t.numel() > 4096 for t in results):
             return None
+        if len(args) > 1 and any(self.loses_dims(name, results[0]) for name in args):
+            return None  # Thunder: the gradient of one element that is broadcast keeps the dims it was broadcast to
+        if op == "unbind" and self.inside:
+            return None  # Thunder: KeyError where the backward needs an unused piece
+        if op in ("detach", "to", "float"):
+            self.frozen.add(storage(results[0]))  # Thunder loses what is written to these
         targets = tuple(f"v{self.count + i}" for i in range(len(results)))
         self.count += len(results)
         self.tensors.update(zip(targets, results, strict=True))
@@ -168,6 +202,8 @@ class _Builder:
             # A recompute would see what was overwritten since: only what the region makes may be written.
             families = tuple(f for f in families if f in self.profile.in_checkpoint)
             self.frozen |= {storage(t) for t in before.values()}
+        if kind == "no_grad":
+            families = tuple(f for f in families if f in self.profile.in_no_grad)
         context = {
             "checkpoint": torch.enable_grad,
             "no_grad": torch.no_grad,
@@ -175,14 +211,20 @@ class _Builder:
         }[kind]
         if kind == "checkpoint" and not torch.is_grad_enabled():
             context = torch.no_grad
+        inside, self.inside = self.inside, self.inside or kind == "checkpoint"
         with context():
             body = self.block(self.rng.randint(1, 5), families, regions if kind == "checkpoint" else ())
+        self.inside = inside
         made = [name for name in defined(body) if name not in before]
         inner = self.tensors
-        self.tensors, self.frozen = before, frozen
+        lost = self.frozen - {storage(t) for t in before.values()}
+        self.alive.append(inner)
+        self.tensors, self.frozen = before, frozen | lost
         if not made or (kind == "checkpoint" and not free(body)):
             return None
         results = tuple(dict.fromkeys(self.rng.choice(made[-4:]) for _ in range(self.rng.randint(1, 2))))
+        if inside and any(_same(inner[r], inner[name]) for r in results for name in free(body)):
+            return None  # Thunder: a checkpoint in a checkpoint must not return its argument as it is
         for name in results:
             self.tensors[name] = inner[name]
         if kind == "checkpoint":
@@ -231,9 +273,15 @@ def generate(rng: Random, profile: Profile = Profile()) -> Program:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         tensors = materialise(inputs)
-        frozen = set() if profile.input_writes else {storage(t) for t in tensors.values()}
-        builder = _Builder(rng, profile, tensors, frozen)
-        body = builder.block(rng.randint(1, profile.steps), profile.families, profile.regions)
+        storages = frozenset(storage(t) for t in tensors.values())
+        families = profile.families
+        aliases = sum(bool(i.alias) or 0 in i.shape for i in inputs) > any(0 in i.shape for i in inputs)
+        plain = all(i.alias in ("", "x0", "x0.detach()") for i in inputs) and not any(i.grad for i in inputs)
+        if aliases and not (len(inputs) == 2 and plain):
+            # Thunder mixes up the arguments. It takes all empty ones for aliases, having no address.
+            families = tuple(f for f in families if f != "in-place")
+        builder = _Builder(rng, profile, tensors, set() if profile.input_writes else set(storages), storages)
+        body = builder.block(rng.randint(1, profile.steps), families, profile.regions)
     made = defined(body)
     used = {name for item in body for name in (item.args if isinstance(item, Step) else free(item.body))}
     ends = [name for name in made if name not in used]
@@ -250,9 +298,9 @@ def prune(program: Program, keep_dead: bool = False) -> Program:
 
     A write is live when something that may share its memory is read later, or is an input. Beside
     random statements nothing dead is kept: a compiler may drop dead draws, and then later draws
-    differ from eager's.
+    differ from eager's. Nor in nested checkpoints, where Thunder fails on dead values.
     """
-    if keep_dead and not any(isinstance(s, Step) and OPS[s.op].kind == "random" for s in walk(program.body)):
+    if keep_dead and not {"random", "checkpoint in checkpoint"} & set(constructs(program)):
         return program
     aliases = _alias_classes(program)
 
@@ -267,6 +315,8 @@ def prune(program: Program, keep_dead: bool = False) -> Program:
                 write = OPS[item.op].kind == "in-place"
                 if not (aliases[item.args[0]] & (live | names) if write else live & set(item.targets)):
                     continue
+                if write and not live & set(item.targets):
+                    item = Step(item.op, (), item.args, item.params)
                 live.update(item.args)
             kept.append(item)
         return tuple(reversed(kept))
@@ -290,7 +340,7 @@ def _alias_classes(program: Program) -> dict[str, set[str]]:
     for item in walk(program.body):
         if isinstance(item, Step):
             for target in item.targets:
-                classes[target] = classes[item.args[0]] if OPS[item.op].kind == "view" else set()
+                classes[target] = classes[item.args[0]] if OPS[item.op].kind in ("view", "in-place") else set()
                 classes[target].add(target)
     return classes
 

@@ -66,9 +66,9 @@ class OpSpec:
 
     def statement(self, targets: tuple[str, ...], args: tuple[str, ...], params: tuple, reference: bool) -> str:
         expression = (self.reference if reference and self.reference else self.text).format(*args, p=params)
-        if self.kind == "in-place":
-            return expression
         left = ", ".join(targets)
+        if self.kind == "in-place":
+            return f"{left} = {expression}" if targets else expression
         if reference and self.kind != "view":
             return f"{left} = _r({expression}, {targets!r})"
         return f"{left}, = {expression}" if self.text in UNPACKED and len(targets) == 1 else f"{left} = {expression}"
@@ -202,42 +202,55 @@ def _keepdim(rng: Random) -> bool:
     return rng.random() < 0.5
 
 
+def _filled(t: torch.Tensor) -> bool:
+    """A float tensor that is not empty: Thunder takes no maximum over an empty dim, not even a needless one."""
+    return _is_float(t) and t.numel() > 0
+
+
 for _name in ["sum", "mean", "amax"]:
-    _add("reduce", _name, "fresh", f"torch.{_name}({{0}}, {{p[0]}}, keepdim={{p[1]}})", _with_dim(_is_float, _keepdim))
+    _add("reduce", _name, "fresh", f"torch.{_name}({{0}}, {{p[0]}}, keepdim={{p[1]}})", _with_dim(_filled, _keepdim))
 _add("reduce", "var", "fresh", "torch.var({0}, {p[0]}, correction=0, keepdim={p[1]})", _with_dim(_is_float, _keepdim))
 _add("reduce", "sum_all", "fresh", "torch.sum({0})", _one(_is_float))
 _add("reduce", "mean_all", "fresh", "{0}.mean()", _one(_is_float))
 _add("reduce", "cumsum", "fresh", "torch.cumsum({0}, {p[0]})", _with_dim())
-_add("reduce", "argmax", "fresh", "torch.argmax({0}, {p[0]})", _with_dim())
-_add("reduce", "softmax", "fresh", "torch.softmax({0}, {p[0]})", _with_dim())
-_add("reduce", "log_softmax", "fresh", "torch.log_softmax({0}, {p[0]})", _with_dim())
-_add("reduce", "logsumexp", "fresh", "torch.logsumexp({0}, {p[0]}, keepdim={p[1]})", _with_dim(_is_float, _keepdim))
+_add("reduce", "argmax", "fresh", "torch.argmax({0}, {p[0]})", _with_dim(_filled))
+_add("reduce", "softmax", "fresh", "torch.softmax({0}, {p[0]})", _with_dim(_filled))
+_add("reduce", "log_softmax", "fresh", "torch.log_softmax({0}, {p[0]})", _with_dim(_filled))
+_add("reduce", "logsumexp", "fresh", "torch.logsumexp({0}, {p[0]}, keepdim={p[1]})", _with_dim(_filled, _keepdim))
 _add("reduce", "layer_norm", "fresh", "F.layer_norm({0}, {0}.shape[-1:])", _one(lambda t: _is_float(t) and t.dim() > 0))
 
 
 # Matrix products.
 def _matmul(rng: Random, values: Values) -> Drawn | None:
-    a = values.floating(rng, 2)
+    a = values.pick(rng, lambda t: t.is_floating_point() and t.dim() > 1 and t.numel() > 0)
     t = values.tensors[a] if a else None
     b = a and values.pick(rng, lambda u: u.dim() >= 2 and u.dtype == t.dtype and u.shape[-2] == t.shape[-1])
     return b and ((a, b), ())
 
 
 def _linear(rng: Random, values: Values) -> Drawn | None:
-    a = values.floating(rng, 1)
+    # Never empty: Thunder's backward divides by the size of the empty dim.
+    a = values.pick(rng, lambda t: t.is_floating_point() and t.dim() > 0 and t.numel() > 0)
     t = values.tensors[a] if a else None
     w = a and values.pick(rng, lambda u: u.dim() == 2 and u.dtype == t.dtype and u.shape[1] == t.shape[-1])
     return w and ((a, w), ())
 
 
 def _attention(rng: Random, values: Values) -> Drawn | None:
-    a = values.floating(rng, 3)
+    # Never empty: with no heads torch 2.11's CPU attention divides by zero and kills the process.
+    a = values.pick(rng, lambda t: t.is_floating_point() and t.dim() >= 3 and t.numel() > 0)
     return a and ((a,), (rng.random() < 0.5,))
 
 
 _add("matmul", "matmul", "fresh", "{0} @ {1}", _matmul)
 _add("matmul", "linear", "fresh", "F.linear({0}, {1})", _linear)
-_add("matmul", "gram", "fresh", "{0} @ {0}.transpose(-2, -1)", _one(lambda t: _is_float(t) and t.dim() >= 2))
+_add(
+    "matmul",
+    "gram",
+    "fresh",
+    "{0} @ {0}.transpose(-2, -1)",
+    _one(lambda t: _is_float(t) and t.dim() >= 2 and t.numel()),
+)
 _add(
     "matmul",
     "attention",
@@ -293,6 +306,16 @@ def _index(rng: Random, values: Values) -> Drawn | None:
     return a and ((a,), (index_text(rng, tuple(values.tensors[a].shape)),))
 
 
+def _pieces(*more: Callable[[Random], object]):
+    """A dim to cut, not an empty one: Thunder cuts that into no pieces, torch into one."""
+
+    def draw(rng: Random, values: Values) -> Drawn | None:
+        a = values.pick(rng, lambda t: t.dim() > 0 and t.numel() > 0)
+        return a and ((a,), (_dim(values.tensors[a], rng), *(m(rng) for m in more)))
+
+    return draw
+
+
 def _two_dims(rng: Random, values: Values) -> Drawn | None:
     a = values.pick(rng, lambda t: t.dim() >= 2)
     return a and ((a,), (_dim(values.tensors[a], rng), _dim(values.tensors[a], rng)))
@@ -317,7 +340,7 @@ _add(
     "chunk",
     "view",
     "torch.chunk({0}, {p[1]}, {p[0]})",
-    _with_dim(_always, lambda r: r.choice([2, 3])),
+    _pieces(lambda r: r.choice([2, 3])),
     "",
     True,
 )
@@ -326,11 +349,11 @@ _add(
     "split",
     "view",
     "torch.split({0}, {p[1]}, {p[0]})",
-    _with_dim(_always, lambda r: r.choice([1, 2])),
+    _pieces(lambda r: r.choice([1, 2])),
     "",
     True,
 )
-_add("view", "unbind", "view", "torch.unbind({0}, {p[0]})", _with_dim(_always), "", True)
+_add("view", "unbind", "view", "torch.unbind({0}, {p[0]})", _pieces(), "", True)
 _add("view", "contiguous", "view", "{0}.contiguous()", _one())
 
 
@@ -374,6 +397,14 @@ def _write(partner: bool, *more: Callable[[Random], object]):
     return draw
 
 
+def _copy(rng: Random, values: Values) -> Drawn | None:
+    """Of the same shape: Thunder's copy_ does not broadcast."""
+    names = [n for n in values.tensors if values.writable(n)]
+    a = names and rng.choice(names)
+    b = a and values.pick(rng, lambda t: t.shape == values.tensors[a].shape)
+    return b and ((a, b), ())
+
+
 def _write_index(partner: bool):
     def draw(rng: Random, values: Values) -> Drawn | None:
         names = [n for n, t in values.tensors.items() if t.dim() > 0 and _is_float(t) and values.writable(n)]
@@ -410,7 +441,7 @@ for _name in ["add", "sub", "mul"]:
         _write(False, lambda r: r.choice([2, 0.5])),
     )
 _add("in-place", "iadd", "in-place", "{0} += {1}", _write(True))
-_add("in-place", "copy_", "in-place", "{0}.copy_({1})", _write(True))
+_add("in-place", "copy_", "in-place", "{0}.copy_({1})", _copy)
 for _name in ["relu_", "tanh_", "exp_", "sin_", "zero_"]:
     _add("in-place", _name, "in-place", f"{{0}}.{_name}()", _write(False))
 _add("in-place", "setitem", "in-place", "{0}[{p[0]}] = {1}", _write_index(True))

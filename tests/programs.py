@@ -46,7 +46,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Step:
-    """One statement: `targets = OPS[op](args, params)`; an op in place has no targets."""
+    """One statement: `targets = OPS[op](args, params)`.
+
+    An op in place has no targets, or one: a method's result, another name for what it overwrote.
+    """
 
     op: str
     targets: tuple[str, ...]

@@ -1,0 +1,179 @@
+"""What plain Thunder 0.2.6 gets wrong, each with the smallest program: why the generator leaves things out.
+
+`test_fuzz.py` asserts that every one is still wrong, so that an exclusion goes when Thunder is repaired.
+`BEYOND` names those that MemEfficient must get right all the same; `fuzz.PROFILES` has a profile for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tests.programs import Input, Program, Region, Step
+
+__all__ = ["BEYOND", "DEFECTS", "UNSUPPORTED", "Defect"]
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A program that plain Thunder gets wrong, and where the cause lies."""
+
+    program: Program
+    reason: str
+
+
+def _x(name: str = "x0", shape: tuple[int, ...] = (4,), **options) -> Input:
+    return Input(name, shape, **options)
+
+
+_G = _x(grad=True)
+
+DEFECTS = {
+    "dropout in checkpoint": Defect(
+        Program(
+            (_x(shape=(64,), grad=True),),
+            (
+                Region(
+                    "checkpoint", (Step("dropout", ("v0",), ("x0",), (0.5,)), Step("sin", ("v1",), ("v0",))), ("v1",)
+                ),
+            ),
+            ("v1",),
+        ),
+        "the backward recomputes with another mask",
+    ),
+    "random in checkpoint": Defect(
+        Program(
+            (_G,),
+            (Region("checkpoint", (Step("rand_like", ("v0",), ("x0",)), Step("mul", ("v1",), ("v0", "x0"))), ("v1",)),),
+            ("v1",),
+        ),
+        "the backward draws again",
+    ),
+    "write in checkpoint": Defect(
+        Program(
+            (_x(shape=(3, 3), grad=True),),
+            (
+                Region(
+                    "checkpoint",
+                    (
+                        Step("gram", ("v0",), ("x0",)),
+                        Step("add_scalar_", ("v1",), ("v0",), (2,)),
+                        Step("sin", ("v2",), ("v1",)),
+                    ),
+                    ("v2",),
+                ),
+            ),
+            ("v2",),
+        ),
+        "the recompute leaves the write out where its result is used",
+    ),
+    "overwritten argument of a function": Defect(
+        Program((_G,), (Step("mul_scalar", ("v0",), ("x0",), (2,)), Step("sin_", (), ("v0",))), ("v0",)),
+        "the derivative is taken at the overwritten value: the proxy that is saved shares its memory",
+    ),
+    "overwritten factor": Defect(
+        Program(
+            (_G, _x("x1", grad=True)),
+            (Step("mul_scalar", ("v0",), ("x0",), (2,)), Step("mul_", (), ("v0", "x1"))),
+            ("v0",),
+        ),
+        "the gradient of x1 is the product, not the first factor: as above",
+    ),
+    "input overwritten by a value with a gradient": Defect(
+        Program((_G, _x("x1")), (Step("add_", (), ("x1", "x0")),), ("x1",)), "the output has no gradient"
+    ),
+    "write to a detached value": Defect(
+        Program((_G,), (Step("detach", ("v0",), ("x0",)), Step("zero_", (), ("v0",))), ("x0",)), "the write is lost"
+    ),
+    "write to a cast value": Defect(
+        Program((_G,), (Step("to", ("v0",), ("x0",), ("float16",)), Step("add_scalar_", (), ("v0",), (2,))), ("v0",)),
+        "the gradient is lost",
+    ),
+    "write under no_grad": Defect(
+        Program(
+            (_G,),
+            (
+                Step("mul_scalar", ("v0",), ("x0",), (2,)),
+                Region("no_grad", (Step("mul_scalar_", (), ("v0",), (2,)),), ()),
+            ),
+            ("v0",),
+        ),
+        "the gradient is lost",
+    ),
+    "broadcast of one element": Defect(
+        Program((_G,), (Step("index", ("v0",), ("x0",), ("0",)), Step("mul", ("v1",), ("v0", "x0"))), ("v1",)),
+        "its gradient keeps the dims it was broadcast to, and the next step of the backward fails on them",
+    ),
+    "unbind in checkpoint": Defect(
+        Program(
+            (_x(shape=(4, 2), grad=True),),
+            (
+                Region("checkpoint", (Step("unbind", ("v0", "v1", "v2", "v3"), ("x0",), (-2,)),), ("v3",)),
+                Step("div", ("v4",), ("x0", "v3")),
+            ),
+            ("v4", "v3"),
+        ),
+        "KeyError of a recomputed name when the traces are split",
+    ),
+    "linear with an empty dim": Defect(
+        Program((_x(shape=(1, 0), grad=True),), (Step("linear", ("v0",), ("x0", "x0")),), ("v0",)),
+        "the backward divides by the size",
+    ),
+    "write beside empty inputs": Defect(
+        Program((_x("x0", ()), _x("x1", (0,)), _x("x2", (0, 1))), (Step("add_scalar_", (), ("x1",), (2,)),), ("x1",)),
+        "empty tensors have no address, so all are taken for aliases of each other",
+    ),
+    "write beside aliased inputs": Defect(
+        Program(
+            (_x("x0", (4,), dtype="int64"), _x("x1", (4,), dtype="int64", alias="x0"), _x("x2", (3,))),
+            (Step("index_select", ("v0",), ("x2", "x1"), (-1,)), Step("mul_scalar_", (), ("v0",), (2,))),
+            ("v0",),
+        ),
+        "arguments are counted without their repetitions",
+    ),
+    "write to one of two interleaved slices": Defect(
+        Program(
+            (_x("x0", (4,)), _x("x1", (2,), alias="x0[..., ::2]")),
+            (Step("add_scalar_", (), ("x1",), (2,)), Step("mul_scalar", ("v0",), ("x0",), (2,))),
+            ("v0",),
+        ),
+        "a view of the other argument is reshaped from it, whatever its offset and strides",
+    ),
+    "nested checkpoint returns its argument": Defect(
+        Program(
+            (_G,),
+            (
+                Region(
+                    "checkpoint",
+                    (
+                        Step("mul_scalar", ("v0",), ("x0",), (2,)),
+                        Region("checkpoint", (Step("contiguous", ("v1",), ("v0",)),), ("v1",)),
+                    ),
+                    ("v1", "v0"),
+                ),
+            ),
+            ("v1",),
+        ),
+        "the interpreter loses where the value came from",
+    ),
+}
+
+BEYOND = (
+    "dropout in checkpoint",
+    "random in checkpoint",
+    "write in checkpoint",
+    "overwritten argument of a function",
+    "overwritten factor",
+)
+
+# Calls that plain Thunder refuses, with an argument of shape (4, 3) that asks for a gradient.
+UNSUPPORTED: dict[str, Callable[[torch.Tensor], object]] = {
+    "flip with a gradient": lambda x: torch.flip(x, (0,)),
+    "boolean index": lambda x: x[x > 0],
+    "sigmoid_": lambda x: (x * 2).sigmoid_(),
+    "copy_ that broadcasts": lambda x: torch.zeros_like(x).copy_(x[0]),
+    "log_softmax over an empty dim": lambda x: torch.log_softmax(x[:0], 0),
+    "split of an empty dim": lambda x: torch.split(x[:0], 1, 0)[0],
+}
