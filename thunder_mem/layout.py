@@ -50,6 +50,8 @@ _VIEWS: dict[PrimIDs, Callable] = {
     PrimIDs.IMAG: lambda a: a.imag,
     PrimIDs.CONVERT_ELEMENT_TYPE: lambda a, dtype: a.to(dtype),
 }
+# Their results are contiguous, whatever the operands' strides.
+_DENSE = {PrimIDs.CAT, PrimIDs.LINEAR, PrimIDs.MATMUL, PrimIDs.EMBEDDING, PrimIDs.TAKE, PrimIDs.FULL, PrimIDs.STRIDE_ORDER}
 # Claimed symbols without subsymbols, by the name of the torch function that runs.
 _VIEW_NAMES: dict[str, Callable] = {
     "shallow_copy": lambda a: a,
@@ -142,9 +144,13 @@ class Layout:
         operands = [
             self._tensors[a.name] for a in bsym.flat_proxy_args if a.name in self._tensors and tuple(a.shape) == shape
         ]
-        if "scaled_dot_product" in bsym.sym.name or "sdpa" in bsym.sym.name:
-            # The fused kernels lay their 4-d results out as (B, T, H, E), seen as (B, H, T, E).
-            return _empty(p).transpose(1, 2).contiguous().transpose(1, 2) if len(shape) == 4 else _empty(p)
+        if bsym.sym.name.startswith("mem_attention") and len(shape) == 4:
+            # The CPU kernel lays its results out as (B, T, H, E) and shows them as (B, H, T, E).
+            return _empty(p).transpose(1, 2).contiguous().transpose(1, 2)
+        if any(leaf.sym.id in _DENSE or leaf.sym.name in ("cat", "linear", "matmul") for leaf in (bsym, *leaves(bsym))):
+            return _empty(p)
+        if "scaled_dot_product" in bsym.sym.name:
+            operands = operands[:1]  # on a GPU the fused kernels follow the layout of the query
         if operands and not all(t.is_contiguous() for t in operands):
             strides = compute_elementwise_output_strides(*operands)
             return torch.empty_strided(shape, strides, dtype=to_torch_dtype(p.dtype), device="meta")
