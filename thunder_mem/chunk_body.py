@@ -7,17 +7,18 @@ executors compile it, so what an executor does for `cross_entropy` it does here 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import dtypes, prims
 from thunder.core.codeutils import SigInfo
-from thunder.core.langctxs import Languages, langctx
+from thunder.core.langctxs import Languages, reset_langctx, resolve_language, set_langctx
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
-from thunder.core.pytree import tree_flatten, tree_map
+from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.pytree import tree_flatten, tree_map, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transform_common import dce
@@ -86,10 +87,26 @@ def build_body(
         else:
             body.append(bsym)
     order = tuple(sorted(tangents))
-    grads = [g for g, want in zip(returned["output"], wanted, strict=True) if want]
+    fits: list[BoundSymbol] = []
+    joint.push_scope(fits)
+    with tracectx(joint), langctx_torch():
+        grads = [
+            _summed_to(g, a) for g, a, want in zip(returned["output"], forward.args, wanted, strict=True) if want
+        ]
+    del joint.scopes[1:]
+    body += fits
     kept = list(returned["fw_flat_out"]) if outputs else []
     args += [tangents[i] for i in order]
     return _compile(args, body, [*kept, *grads], rows, executors, len(kept), order)
+
+
+def _summed_to(grad: TensorProxy | None, arg: TensorProxy) -> TensorProxy | None:
+    """Thunder leaves the gradient of a 0-dim CPU tensor that was broadcast for autograd to sum up."""
+    if grad is None or tuple(grad.shape) == tuple(arg.shape):
+        return grad
+    extra = grad.ndim - arg.ndim
+    dims = [*range(extra), *(d + extra for d, s in enumerate(arg.shape) if s == 1 and grad.shape[d + extra] != 1)]
+    return ltorch.reshape(ltorch.sum(grad, tuple(dims)), tuple(arg.shape))
 
 
 # --- replay ---------------------------------------------------------------------------------------
@@ -126,18 +143,14 @@ def _trace_block(region: Region, sides: Sequence[Value], wanted: Sequence[bool],
     return trace
 
 
-def langctx_torch():
+@contextmanager
+def langctx_torch() -> Iterator[None]:
     """Replays happen in the torch language, whatever the user's trace was written in."""
-    from thunder.core.langctxs import reset_langctx, resolve_language, set_langctx
-
-    class _Context:
-        def __enter__(self):
-            self.token = set_langctx(resolve_language(Languages.TORCH))
-
-        def __exit__(self, *exc):
-            reset_langctx(self.token)
-
-    return _Context()
+    token = set_langctx(resolve_language(Languages.TORCH))
+    try:
+        yield
+    finally:
+        reset_langctx(token)
 
 
 class _Replay:
@@ -179,8 +192,6 @@ class _Replay:
             return self.env[x.name, shardings[next(slots)]]
 
         flat, spec = tree_flatten((bsym.args, bsym.kwargs))
-        from thunder.core.pytree import tree_unflatten
-
         args, kwargs = tree_unflatten([local(x) for x in flat], spec)
         localise = relation(leaf).localise
         return localise(args, kwargs, self._shapes(bsym)) if localise else (args, kwargs)
@@ -216,13 +227,14 @@ class _Replay:
             lambda x: variants[x.name][0] if isinstance(x, TensorProxy) else x, (bsym.args, bsym.kwargs)
         )
         scope: list[BoundSymbol] = []
+        depth = len(self.trace.scopes)
         self.trace.push_scope(scope)
         try:
             result = bsym.sym(*args, **kwargs)
         except Exception:  # a composite may refuse the block's shape for reasons of its own
             result = None
         finally:
-            self.trace.pop_scope()
+            del self.trace.scopes[depth:]  # an exception leaves the scopes of unfinished ops behind
         if result is None or len(scope) != 1:
             return False
         replayed = [b for b, _ in walk(scope[0]) if _touches_tensors(b)]

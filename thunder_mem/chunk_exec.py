@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from thunder_mem.chunk_body import Body
+from thunder_mem.chunk_gemm import gemm, scratch_bytes_of
 from thunder_mem.chunk_plan import Gemm, LoopPlan, Spec
 from thunder_mem.chunk_rules import Sharding, local_shape
 
@@ -140,13 +140,13 @@ class Accumulator:
         for part, (lo, hi) in zip(self.parts, self.bounds, strict=True):
             part.add_(grad[lo:hi])
 
-    def add_product(self, gemm: Gemm, dlogits: Tensor, x: Tensor) -> None:
+    def add_product(self, plan: Gemm, dlogits: Tensor, x: Tensor, scratch_bytes: int) -> None:
         """Add dlogits^T x, (V, rows) x (rows, D), in the layout of the weight, without a temporary of its size."""
         for part, (lo, hi) in zip(self.parts, self.bounds, strict=True):
-            if gemm.w_rows_first:
-                _addmm(part, dlogits[:, lo:hi].t(), x, wide_dim=0)
+            if plan.w_rows_first:
+                gemm(part, dlogits[:, lo:hi].t(), x, add=True, scratch_bytes=scratch_bytes)
             else:
-                _addmm(part, x[:, lo:hi].t(), dlogits, wide_dim=1)
+                gemm(part, x[:, lo:hi].t(), dlogits, add=True, scratch_bytes=scratch_bytes)
 
 
 def accumulator_dtype(spec: Spec, accumulate: str) -> torch.dtype:
@@ -161,42 +161,6 @@ def part_bounds(spec: Spec, accumulate: str) -> tuple[tuple[int, int], ...]:
         return ((0, size),)
     half = -(-size // 2)
     return ((0, half), (half, size))
-
-
-def _addmm(out: Tensor, a: Tensor, b: Tensor, wide_dim: int) -> None:
-    """out += a @ b, in out's dtype."""
-    if out.dtype == a.dtype:
-        out.addmm_(a, b)
-    elif _mixed_addmm(out.device.type, a.dtype):
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    elif wide_dim == 0:
-        b = b.to(out.dtype)
-        for lo, hi in _slabs(a.shape[0]):
-            out[lo:hi].addmm_(a[lo:hi].to(out.dtype), b)
-    else:
-        a = a.to(out.dtype)
-        for lo, hi in _slabs(b.shape[1]):
-            out[:, lo:hi].addmm_(a, b[:, lo:hi].to(out.dtype))
-
-
-def _slabs(size: int) -> list[tuple[int, int]]:
-    """At most 64 slabs, none narrower than 256: the temporary of a slab is 3% of the chunk's logits."""
-    step = max(256, -(-size // 64))
-    return [(lo, min(lo + step, size)) for lo in range(0, size, step)]
-
-
-@lru_cache(maxsize=None)
-def _mixed_addmm(device: str, dtype: torch.dtype) -> bool:
-    """The device multiplies 16-bit matrices into a float32 sum in one call (CUDA from torch 2.8 on)."""
-    if device != "cuda" or not torch.cuda.is_available():
-        return False
-    a = torch.ones(16, 16, dtype=dtype, device=device)
-    out = torch.ones(16, 16, dtype=torch.float32, device=device)
-    try:
-        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((out == 17).all())
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -225,6 +189,7 @@ def run(
         torch.empty(min(plan.chunk_rows, plan.n), g.width, dtype=g.out.dtype, device=g.out.device) for g in plan.gemms
     ]
     fake = _is_fake(inputs)
+    tiles = scratch_bytes_of(plan.logits_bytes)
     for start in range(0, plan.n, plan.chunk_rows):
         stop = min(start + plan.chunk_rows, plan.n)
         rows = stop - start
@@ -232,14 +197,14 @@ def run(
         xs = [_matrix(read_rows(inputs[g.x], plan.inputs[g.x].sharding, start, stop), g, rows) for g in plan.gemms]
         for g, x, out in zip(plan.gemms, xs, chunk, strict=True):
             w = inputs[g.w]
-            torch.mm(x, w.t() if g.w_rows_first else w, out=out)
+            gemm(out, x, w.t() if g.w_rows_first else w, add=False, scratch_bytes=tiles)
         for at in range(0, rows, plan.block_rows):
             end = min(at + plan.block_rows, rows)
             _run_block(plan, bodies[end - at], inputs, tangents, chunk, (at, end), start, totals, grads, fake)
             if fake:
                 break
         if tangents is not None:
-            _multiply_back(plan, inputs, grads, xs, chunk, start, stop)
+            _multiply_back(plan, inputs, grads, xs, chunk, start, stop, tiles)
         if fake:  # every chunk takes the same memory, and fake numbers are no numbers
             break
     results = [total.result() for total in totals]
@@ -305,7 +270,7 @@ def _block_view(rows: Tensor, g: Gemm, count: int) -> Tensor:
     return rows.t().view(shape) if g.x_rows_last else rows.view(shape)
 
 
-def _multiply_back(plan, inputs, grads, xs, chunk, start, stop) -> None:
+def _multiply_back(plan, inputs, grads, xs, chunk, start, stop, tiles) -> None:
     """From the gradient of the chunk's logits to those of its rows and of the weights."""
     written = {i for i in plan.sides if i in plan.grads}
     for g, x, dlogits in zip(plan.gemms, xs, chunk, strict=True):
@@ -317,14 +282,11 @@ def _multiply_back(plan, inputs, grads, xs, chunk, start, stop) -> None:
                 rows = math.prod(view.shape) // g.depth
                 # A view's rows lie evenly, so this is a view too and the product lands in the gradient.
                 out = view.view(g.depth, rows).t() if g.x_rows_last else view.view(rows, g.depth)
-                if g.x in written:
-                    out.addmm_(dlogits[at : at + rows], w)
-                else:
-                    torch.mm(dlogits[at : at + rows], w, out=out)
+                gemm(out, dlogits[at : at + rows], w, add=g.x in written, scratch_bytes=tiles)
                 at += rows
             written.add(g.x)
         if g.w in plan.grads:
-            grads[g.w].add_product(g, dlogits, x)
+            grads[g.w].add_product(g, dlogits, x, tiles)
 
 
 class _Total:

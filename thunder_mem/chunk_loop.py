@@ -71,7 +71,7 @@ def _print_loop(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[s
         if not spec.sharding.split:
             how += f" in {str(accumulator_dtype(spec, plan.accumulate)).removeprefix('torch.')}"
         yield f"  # gradient of {spec.name}: {how}"
-    bodies = loop.forward if bsym.sym.name == "chunk_loop" else loop.backward
+    bodies = loop.forward if bsym.sym.name == "chunk_loop" and loop.forward else loop.backward
     body = bodies[max(bodies)]
     for b in body.trace.bound_symbols:
         if b.sym.id not in (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.DEL):
@@ -97,6 +97,8 @@ def _loop_meta(loop: ChunkLoop, *inputs: TensorProxy) -> tuple[TensorProxy, ...]
 
 
 def _loop_impl(loop: ChunkLoop, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if not loop.forward:  # planned for gradients in the forward; nobody asked for them after all
+        return _with_grads_impl(loop, *inputs)[: len(loop.plan.outputs)]
     return tuple(run(loop, inputs, None, True)[0])
 
 
@@ -201,7 +203,7 @@ def scratch_bytes(bsym: BoundSymbol) -> int:
         ValueError: it is another kind of bound symbol.
     """
     plan = loop_of(bsym).plan
-    if bsym.sym.name == "chunk_loop":
+    if bsym.sym.name == "chunk_loop" and plan.mode != "grads-in-forward":
         return plan.forward_scratch_bytes
     if bsym.sym.name == "chunk_loop_finish":
         return 0

@@ -131,7 +131,7 @@ def read_program(trace: TraceCtx) -> Program:
         for bsym, parents in walk(root):
             inputs = tuple(a for a in bsym.flat_args if _tensor(a))
             outputs = tuple(o for o in bsym.flat_proxy_outs if _tensor(o))
-            if bsym.sym.id in (PrimIDs.RETURN, PrimIDs.DEL, PrimIDs.UNPACK_TRIVIAL) or not (inputs or outputs):
+            if bsym.sym.id in (PrimIDs.RETURN, PrimIDs.DEL, PrimIDs.UNPACK_TRIVIAL, PrimIDs.SHAPE) or not (inputs or outputs):
                 continue
             leaves.append(Leaf(len(leaves), bsym, parents, inputs, outputs))
     returned = trace.bound_symbols[-1].args[0]

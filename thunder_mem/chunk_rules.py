@@ -335,6 +335,14 @@ for _id in ("torch.detach", "torch.Tensor.contiguous", "torch.clone"):
     RULES[_id] = _pointwise_linear
 
 
+_SAME_SHAPE = ("NEG", "ADD", "SUB", "MUL", "DIV", "WHERE", "SHALLOW_COPY", "CLONE", "STRIDE_ORDER", "CONVERT_ELEMENT_TYPE")
+
+
+def pointwise_ids() -> frozenset[Any]:
+    """Prims that act element by element on arguments of one shape."""
+    return frozenset(getattr(PrimIDs, name) for name in (*POINTWISE, *_SAME_SHAPE) if hasattr(PrimIDs, name))
+
+
 @rule(PrimIDs.NEG)
 def _neg(a: TensorProxy) -> Relation:
     return Relation(links=_pointwise_links((a,), {}), linear=(frozenset({0}),))

@@ -22,11 +22,14 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.chunk_body import Body, build_body
 from thunder_mem.chunk_exec import ChunkLoop, accumulator_dtype, block_sizes
+from thunder_mem.chunk_gemm import needs_scratch, scratch_bytes_of
 from thunder_mem.chunk_loop import bind_loop
 from thunder_mem.chunk_plan import ACCUMULATE, ChunkRecord, Gemm, Head, LoopPlan, Refusal, Spec
-from thunder_mem.chunk_program import Program, effects, read_program, source_line, walk
+from thunder_mem.chunk_hoist import hoist_slice
+from thunder_mem.chunk_program import Leaf, Program, effects, read_program, walk
 from thunder_mem.chunk_region import Refused, Region, Value, candidates, grow, trim
 from thunder_mem.chunk_rules import RuleError
+from thunder_mem.thunder_grads import register_missing
 
 __all__ = ["ChunkRecord", "Head", "LoopPlan", "Refusal", "chunk_trace", "default_rows"]
 
@@ -95,14 +98,15 @@ def chunk_trace(
         found = _next_head(program, explicit, tried, refusals)
         if found is None:
             break
-        region, head_name = found
+        region, found_in = found
         try:
             loop = _plan_loop(region, decide, accumulate, executors, f"chunk_loop{len(loops)}")
             if loop is None:
                 continue
-            new = _splice(new, region, loop)
+            new = _splice(found_in, region, loop)
         except Refused as e:
-            refusals[head_name, region.amplifiers[0].leaf.source] = _refusal(region.amplifiers[0].leaf, e)
+            first = region.amplifiers[0].leaf
+            refusals[first.label, first.source] = _refusal(first, e)
             continue
         loops.append(loop.plan)
     record = ChunkRecord(tuple(loops), tuple(refusals.values()))
@@ -134,8 +138,10 @@ def _refusal(leaf: Any, e: Refused) -> Refusal:
 
 def _next_head(
     program: Program, explicit: bool, tried: set[str], refusals: dict[tuple[str, str], Refusal]
-) -> tuple[Region, str] | None:
-    """The largest amplifier not yet tried that has a region; refusals are noted on the way."""
+) -> tuple[Region, TraceCtx] | None:
+    """The largest amplifier not yet tried that has a region, and the trace it was found in, where a
+    slice may have moved; refusals are noted on the way.
+    """
     ratio, least = (1.0, 1) if explicit else (AUTO_RATIO, AUTO_MIN_BYTES)
     for leaf, rows in candidates(program, ratio, least):
         out = leaf.outputs[0]
@@ -145,7 +151,7 @@ def _next_head(
         tried.add(key)
         name = leaf.label, leaf.source
         try:
-            region = trim(grow(program, leaf, rows))
+            region, trace = _grow_hoisting(program, leaf, rows)
         except Refused as e:
             # An MLP amplifies too and does not end in a loss: that is no news unless it is loss-sized.
             if out.numel > AUTO_RATIO * leaf.inputs[rows].numel:
@@ -156,8 +162,25 @@ def _next_head(
             continue
         tried.update(f"{a.out.proxy.name}/{r}" for a in region.amplifiers for r in (0, 1))
         refusals.pop(name, None)
-        return region, leaf.label
+        return region, trace
     return None
+
+
+def _grow_hoisting(program: Program, leaf: Leaf, rows: int) -> tuple[Region, TraceCtx]:
+    """Grow a region; a slice of rows in its way moves above the product."""
+    original = None
+    for _ in range(8):  # a chain of slices, each of which moves by itself
+        try:
+            return trim(grow(program, leaf, rows)), program.trace
+        except Refused as e:
+            original = original or e
+            moved = hoist_slice(program, e.leaf)
+            if moved is None:
+                raise original from None
+            trace, name = moved
+            program = read_program(trace)
+            leaf = program.producer[name]
+    raise original if original is not None else AssertionError("unreachable")
 
 
 # --- the plan ---------------------------------------------------------------------------------------
@@ -201,11 +224,18 @@ def _plan_loop(
     wanted = [g.x in grads or g.w in grads for g in gemms] + [i in grads for i in sides]
     side_values = [inputs[i] for i in sides]
 
+    built: dict[tuple[int, bool, bool], Body] = {}
+
     def bodies(sizes: Sequence[int], want: Sequence[bool], outs: bool) -> dict[int, Body]:
         try:
-            return {size: build_body(region, side_values, want, size, executors, outs) for size in sizes}
+            for size in sizes:
+                if (size, any(want), outs) not in built:
+                    built[size, any(want), outs] = build_body(region, side_values, want, size, executors, outs)
+            return {size: built[size, any(want), outs] for size in sizes}
         except RuleError as e:
             raise Refused(first, str(e)) from None
+        except Exception as e:  # Thunder cannot differentiate or execute an op; it will say so itself
+            raise Refused(first, f"Thunder cannot build one chunk of it: {str(e) or type(e).__name__}") from e
 
     nothing = [False] * len(wanted)
     with_outputs = mode == "grads-in-forward"
@@ -213,9 +243,10 @@ def _plan_loop(
     probe = bodies([probe_rows], wanted if grads else nothing, with_outputs or not grads)[probe_rows]
     block_rows = _block_rows(rows, head.row_bytes, -(-probe.peak_bytes // probe_rows))
     sizes = block_sizes(region.n, rows, block_rows)
-    forward = bodies(sizes, nothing, True)
+    forward = {} if with_outputs else bodies(sizes, nothing, True)
     backward = bodies(sizes, wanted, with_outputs) if grads else {}
     logits = rows * head.row_bytes
+    tiles = _tile_bytes(gemms, [specs[i] for i in grads], accumulate, logits)
     plan = LoopPlan(
         name=name,
         source=first.source,
@@ -232,10 +263,18 @@ def _plan_loop(
         sides=sides,
         grads=grads,
         differentiable=differentiable,
-        forward_scratch_bytes=logits + max(b.peak_bytes for b in forward.values()),
-        backward_scratch_bytes=logits + max((b.peak_bytes for b in backward.values()), default=0),
+        forward_scratch_bytes=logits + max(tiles, *(b.peak_bytes for b in (forward or backward).values())),
+        backward_scratch_bytes=logits + max(tiles, *(b.peak_bytes for b in backward.values())) if backward else 0,
     )
     return ChunkLoop(plan, forward, backward)
+
+
+def _tile_bytes(gemms: Sequence[Gemm], grads: Sequence[Spec], accumulate: str, logits_bytes: int) -> int:
+    """Scratch of the matrix products, where they go tile by tile."""
+    pairs = [(g.out.dtype, g.out.dtype) for g in gemms]
+    pairs += [(accumulator_dtype(s, accumulate), s.dtype) for s in grads if not s.sharding.split]
+    tiled = any(needs_scratch(gemms[0].out.device, out, dtype) for out, dtype in pairs)
+    return scratch_bytes_of(logits_bytes) if tiled else 0
 
 
 def _mode(outputs: Sequence[Spec], differentiable: Sequence[int], gemms: Sequence[Gemm]) -> tuple[str, str]:
@@ -258,11 +297,12 @@ def _grad_bytes(spec: Spec, accumulate: str) -> int:
 
 
 def _block_rows(chunk_rows: int, row_bytes: int, row_scratch: int) -> int:
-    """Rows between the products: their temporaries take at most a tenth of the chunk's logits.
+    """Rows between the products: their temporaries take at most a tenth of the chunk's logits, or 128 KiB.
 
     As few blocks of distinct sizes as possible: a divisor of the chunk is preferred.
     """
-    most = max(1, min(chunk_rows, chunk_rows * row_bytes // (10 * max(1, row_scratch))))
+    allowed_bytes = max(1 << 17, chunk_rows * row_bytes // 10)
+    most = max(1, min(chunk_rows, allowed_bytes // max(1, row_scratch)))
     for size in range(most, max(1, most // 2), -1):
         if chunk_rows % size == 0:
             return size
@@ -363,4 +403,6 @@ def _expand(bsym: BoundSymbol, gone: set[int], items: list[BoundSymbol | None]) 
         items.append(bsym)
 
 
-_ = source_line  # re-exported for reports
+
+
+register_missing()
