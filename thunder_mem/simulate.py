@@ -107,15 +107,11 @@ def simulate(device: str = "H100-80GB", *, fusion: str | None = "nvfuser-like") 
     if running is not None:
         raise ValueError(f"{running.name} is being simulated already; leave that simulation first")
     simulated = SimulatedDevice(spec, fusion, _NoDeviceMode(allow_non_fake_inputs=True))
-    overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
     token = _current.set(simulated)
     with contextlib.ExitStack() as stack:
         stack.callback(_current.reset, token)
         for owner, name, replacement in _replacements(spec):
             stack.enter_context(mock.patch.object(owner, name, replacement))
-        # `module.to(dtype)` swaps the data of a parameter in place, which a fake one does not allow.
-        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrite)
-        torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.callback(thunder.extend.set_default_executors, list(thunder.extend.get_default_executors()))
         thunder.extend.set_default_executors(_default_executors(fusion))
         stack.enter_context(simulated.mode)
@@ -159,6 +155,7 @@ def _replacements(spec: DeviceSpec) -> list[tuple[Any, str, Any]]:
         (thunder.executors.utils, "_fused_sdp_choice", choose),
         (thunder.executors.torch_compile, "make_compiled", modelled_region),
         (torch.autograd, "backward", backward),
+        (torch.nn.Module, "_apply", _apply_to),
         (cuda, "is_available", lambda: True),
         (cuda, "device_count", lambda: 1),
         (cuda, "current_device", lambda: 0),
@@ -172,6 +169,25 @@ def _replacements(spec: DeviceSpec) -> list[tuple[Any, str, Any]]:
         (cuda, "get_device_properties", lambda device=None: properties),
         (cuda, "mem_get_info", lambda device=None: (spec.usable_bytes, spec.memory_bytes)),
     ]
+
+
+def _apply_to(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """`Module._apply`, by which `module.to(...)` works: PyTorch's swaps a parameter's data in place,
+    which a fake one does not allow. Here the parameter is replaced; tied ones stay tied."""
+    made: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
+    for part in module.modules() if recurse else (module,):
+        for key, old in part._parameters.items():
+            if old is None:
+                continue
+            if id(old) not in made:
+                with torch.no_grad():
+                    applied = fn(old)
+                made[id(old)] = (old, old if applied is old else torch.nn.Parameter(applied, old.requires_grad))
+            part._parameters[key] = made[id(old)][1]
+        for key, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[key] = fn(buffer)
+    return module
 
 
 def _attention_backend_for(spec: DeviceSpec) -> Callable[..., SpdaBackend]:
