@@ -52,7 +52,8 @@ def absorb_amplifiers(graph: Graph, fuse: Fusibility) -> Absorbed:
     while wanted:
         op = wanted.pop()
         if op not in chains:
-            chains[op] = _chain(op, fuse, absorbed)
+            # A view hands out the storage itself, so what makes that storage must stand.
+            chains[op] = _chain(op, fuse, absorbed) if graph.ops[op].allocates else ()
             inside = {op, *chains[op]}
             wanted += [p for member in inside for p in fuse.operands[member] if p not in inside]
     return _with_copies(graph, fuse, chains)

@@ -24,7 +24,9 @@ from thunder_mem.effects import leaves
 from thunder_mem.emit import emit
 from thunder_mem.plan import Plan
 from thunder_mem.planner import make_plan
+from thunder_mem.recompute import recompute_in_backward
 from thunder_mem.regions import Fusibility
+from thunder_mem.saving import storages_to_rebuild
 from thunder_mem.sorting import SortFunction
 from thunder_mem.trace_graph import TraceGraph, read_trace
 
@@ -125,20 +127,35 @@ def last_plan(jitted) -> Plan | None:
 
 def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     start = time.perf_counter_ns()
-    for executor in session.executors:
-        if type(executor).__name__ == "nvFuserExecutor":
-            from thunder.core.rematerialization import replace_uniform
+    if any(type(executor).__name__ == "nvFuserExecutor" for executor in session.executors):
+        from thunder.core.rematerialization import replace_uniform
 
-            trace = replace_uniform(trace)
-    source = read_trace(trace)
-    names = [str(e.name) for e in session.executors]
-    plan = make_plan(source.graph, fusibility(source, session.executors), names, sort=session.options.sort)
+        trace = replace_uniform(trace)
+    plan, source, trace = _best_plan(trace, session)
     took_ms = (time.perf_counter_ns() - start) // 1_000_000
-    new = emit(source, trace, plan, dict(zip(names, session.executors, strict=True)), f"Memory planning (took {took_ms} milliseconds)")
+    executors = {str(e.name): e for e in session.executors}
+    new = emit(source, trace, plan, executors, f"Memory planning (took {took_ms} milliseconds)")
     session.plan = plan
     if (stats := _compile_data.get()[1]) is not None:
         stats.thunder_mem_plan = plan
     return new
+
+
+def _best_plan(trace: TraceCtx, session: _Session) -> tuple[Plan, TraceGraph, TraceCtx]:
+    """Plan the program as it is and, if the backward could rebuild what it now receives, that way too."""
+    names = [str(e.name) for e in session.executors]
+
+    def plan(trace: TraceCtx, source: TraceGraph, fuse: Fusibility) -> tuple[Plan, TraceGraph, TraceCtx]:
+        return make_plan(source.graph, fuse, names, sort=session.options.sort), source, trace
+
+    source = read_trace(trace)
+    fuse = fusibility(source, session.executors)
+    planned = [plan(trace, source, fuse)]
+    if rebuilt := storages_to_rebuild(source.graph, fuse):
+        trace = recompute_in_backward(source, trace, rebuilt)
+        source = read_trace(trace)
+        planned.append(plan(trace, source, fusibility(source, session.executors)))
+    return min(planned, key=lambda p: (p[0].candidate.peak_bytes, -planned.index(p)))
 
 
 def fusibility(source: TraceGraph, executors: Sequence[FusionExecutor]) -> Fusibility:

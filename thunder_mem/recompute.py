@@ -1,0 +1,68 @@
+"""Rebuild chosen forward values in the backward: a joint trace in, a joint trace out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from thunder.core.proxies import Proxy, variableify
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+
+from thunder_mem.trace_graph import TraceGraph
+
+__all__ = ["recompute_in_backward"]
+
+
+def recompute_in_backward(source: TraceGraph, trace: TraceCtx, storages: Collection[int]) -> TraceCtx:
+    """The joint trace in which the backward computes `storages` itself, from what remains saved.
+
+    The bound symbols that make them are repeated under new names just before their first use in the
+    backward, once each, with the views that the backward uses of them.
+
+    Args:
+        source: `trace` as it was read.
+        trace: a joint trace.
+        storages: forward storages of `source.graph`, each made by an op that may be repeated.
+    """
+    new = from_trace(trace)
+    with tracectx(new):
+        new.bound_symbols = [*source.prefix, *_body(source, frozenset(storages)), source.result]
+    new.set_provenance(TraceProvenance("Recompute in the backward what fused code rebuilds for free"))
+    return new
+
+
+def _body(source: TraceGraph, storages: frozenset[int]) -> list[BoundSymbol]:
+    body: list[BoundSymbol] = []
+    renamed: dict = {}
+
+    def is_rebuilt(p: Proxy) -> bool:
+        maker = source.producer_of.get(p.name)
+        in_forward = maker is not None and not source.graph.ops[maker].backward
+        return in_forward and source.storage_of.get(p.name) in storages
+
+    def repeat(root: int) -> None:
+        """Append `root`'s bound symbol and those it needs under new names, operands first."""
+        stack = [root]
+        while stack:
+            op = stack[-1]
+            bsym = source.bsyms[op]
+            missing = [p for p in bsym.flat_proxy_args if is_rebuilt(p) and variableify(p) not in renamed]
+            if missing:
+                stack += [source.producer_of[p.name] for p in missing]
+                continue
+            stack.pop()
+            taken = {p.name for p in bsym.flat_proxy_args}
+            outs = [p for p in bsym.flat_proxy_outs if p.name not in taken]
+            if all(variableify(p) in renamed for p in outs):
+                continue
+            renamed.update({variableify(p): p.replace_name(f"bw_{p.name}", disambiguate=True) for p in outs})
+            copy = bsym.from_bsym_swap_proxies(renamed)
+            body.append(copy.from_bsym(tags=copy.tags | {BoundSymbolTag.BACKWARD}))
+
+    for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
+        wanted = [p for p in bsym.flat_proxy_args if is_rebuilt(p)] if op.backward else []
+        for p in wanted:
+            if variableify(p) not in renamed:
+                repeat(source.producer_of[p.name])
+        body.append(bsym.from_bsym_swap_proxies(renamed, skip_output=True) if wanted else bsym)
+    return body
