@@ -39,6 +39,7 @@ FAMILIES: dict[str, Callable[[int, int], Graph]] = {
     "series-parallel": lambda seed, n: generators.series_parallel(seed, n),
     "training": lambda seed, n: generators.training(seed, n // 5),
     "training, recomputing": lambda seed, n: generators.training(seed, n // 6, recompute=True),
+    "training, recomputing chains": lambda seed, n: generators.recomputed_chains(seed, n // 18),
 }
 
 

@@ -127,6 +127,37 @@ def training(seed: int, layers: int, recompute: bool = False) -> Graph:
     return b.build(outputs=(loss, *grads))
 
 
+def recomputed_chains(seed: int, layers: int, chain: int = 3, branches: int = 2) -> Graph:
+    """A backward that starts by recomputing every layer, several ops a branch: bytes rise and fall
+    along a branch, so that it pays to sink it as a whole and not op by op."""
+    rng = random.Random(seed)
+    b = Builder()
+    x = b.storage(16, held=True)
+    weights = [b.storage(2, held=True) for _ in range(layers)]
+    saved, kept = [], []
+    for w in weights:
+        saved.append(x)
+        for _ in range(chain):
+            x = b.op((x, w), rng.choice((4, 8, 16, 32)))
+        x = b.op((x, w), 16)
+    loss = b.op((x,), 1)
+    grad = b.op((x, loss), 16, backward=True)
+    for x, w in zip(saved, weights, strict=True):
+        kept.append([])
+        for _ in range(branches):
+            value = x
+            for _ in range(chain):
+                value = b.op((value, w), rng.choice((8, 16, 32, 64)), backward=True)
+            kept[-1].append(b.op((value,), rng.choice((2, 4, 8)), backward=True))
+    grads = []
+    for x, values in zip(reversed(saved), reversed(kept), strict=True):
+        for value in values:
+            inner = b.op((grad, value), rng.choice((4, 8)), backward=True)
+            grads.append(b.op((inner, x), 2, backward=True))
+            grad = b.op((grad, inner), 16, backward=True)
+    return b.build(outputs=(loss, *grads))
+
+
 def shuffled(graph: Graph, rng: random.Random) -> Graph:
     """The same graph with another legal source order."""
     waits = [len(p) for p in graph.predecessors]
@@ -175,11 +206,14 @@ def graphs(max_ops: int = 14) -> st.SearchStrategy[Graph]:
     """Every family, up to about `max_ops` ops."""
     seeds, sizes = st.integers(0, 10**6), st.integers(1, max_ops)
     layers = st.integers(1, max(1, (max_ops - 2) // 5))
-    return st.one_of(
+    shapes = [
         st.builds(layered, seeds, sizes, st.integers(1, 6)),
         st.builds(series_parallel, seeds, sizes),
         st.builds(training, seeds, layers, st.booleans()),
-    )
+    ]
+    if max_ops >= 14:
+        shapes.append(st.builds(recomputed_chains, seeds, st.integers(1, max_ops // 14), st.just(1), st.integers(1, 2)))
+    return st.one_of(shapes)
 
 
 def live_sets(graph: Graph, order) -> list[set[int]]:

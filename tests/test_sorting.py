@@ -1,10 +1,11 @@
 """Every order is legal, never above the source's where that is promised, and does not depend on names."""
 
 import pytest
-from graphs import Builder, graphs, layered, renamed, reordered, scaled, training
+from graphs import Builder, graphs, layered, recomputed_chains, renamed, reordered, scaled, training
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thunder_mem.bounds import lower_bound
 from thunder_mem.graph import GraphError, Op, Storage, make_graph
 from thunder_mem.liveness import liveness, profile
 from thunder_mem.sort_portfolio import exact
@@ -106,6 +107,18 @@ def test_sift_repairs_what_greedy_leaves_early():
     graph = training(0, 8, recompute=True)
     peaks = {name: sort_graph(graph, name).peak_bytes for name in ("source", "lpmf", "bfs", "sift", "exact")}
     assert peaks["sift"] == peaks["exact"] < min(peaks["source"], peaks["lpmf"], peaks["bfs"])
+
+
+def test_a_recomputed_chain_sinks_as_a_whole():
+    for seed in range(3):
+        graph = recomputed_chains(seed, 20)
+        live = liveness(graph)
+        by_op = sift(live, range(len(graph)), lookahead=0)[1]
+        order, by_chain = sift(live, range(len(graph)))
+        assert by_chain == simulate(graph, order).peak_bytes
+        bound = lower_bound(graph, max_moves=0).bound_bytes
+        assert by_chain < 1.15 * bound < by_op
+        assert sort_graph(graph).peak_bytes < 1.03 * bound
 
 
 def pair():

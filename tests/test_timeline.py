@@ -1,6 +1,7 @@
 """The timeline equals the definition, on every shape of graph."""
 
 import random
+from copy import deepcopy
 
 import pytest
 from graphs import graphs, live_sets, oracle_bytes, shuffled
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thunder_mem.graph import GraphError, Op, Storage, make_graph
+from thunder_mem.liveness import Frontier, liveness, profile
 from thunder_mem.timeline import simulate
 
 
@@ -38,6 +40,29 @@ def test_another_source_order_is_another_order_of_the_same_graph(graph, seed):
         order.append(by_storage.index((op.reads, op.writes, op.allocates, op.name)))
         by_storage[order[-1]] = None
     assert simulate(other).live_bytes == simulate(graph, order).live_bytes
+
+
+@given(graphs(), st.booleans(), st.integers(0, 1000))
+def test_time_runs_both_ways_and_back(graph, reverse, seed):
+    """The frontier needs the same bytes at each op in either direction, and `undo` restores it."""
+    rng = random.Random(seed)
+    live = liveness(graph)
+    frontier = Frontier(live, reverse)
+    order = reversed(range(len(graph))) if reverse else range(len(graph))
+    needs = {}
+    for op in order:
+        state = deepcopy({k: v for k, v in vars(frontier).items() if k != "_live"})
+        ready = frontier.ready()
+        assert op in ready
+        other = rng.choice(ready)
+        unlocked = frontier.unlocks(other)
+        assert set(unlocked) <= set(frontier.run(other))
+        frontier.undo(other)
+        assert {k: v for k, v in vars(frontier).items() if k != "_live"} == state
+        needs[op] = frontier.now_bytes + frontier.appears[op] + live.scratch_bytes[op]
+        frontier.run(op)
+    assert [needs[op] for op in range(len(graph))] == profile(live, range(len(graph)))
+    assert frontier.now_bytes == (live.start_bytes if reverse else live.end_bytes)
 
 
 @given(graphs(), st.integers(0, 1000))

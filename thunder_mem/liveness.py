@@ -131,7 +131,8 @@ class Frontier:
         if reverse:
             self.vanishes = list(live.allocated_bytes)
             self.appears = [sum(live.nbytes[s] for s in storages) for storages in live.mortal]
-            self._seen = [False] * len(live.nbytes)
+            # The op that made each storage appear, or -1.
+            self._seen = [-1] * len(live.nbytes)
         else:
             self.appears = list(live.allocated_bytes)
             self.vanishes = [0] * len(live)
@@ -146,6 +147,10 @@ class Frontier:
         """The ops that could run now, by index; linear time, meant for the start."""
         return [op for op, waits in enumerate(self.waits) if not waits and not self.done[op]]
 
+    def unlocks(self, op: int) -> list[int]:
+        """The ops that wait for `op` alone."""
+        return [other for other in self._after[op] if self.waits[other] == 1]
+
     def run(self, op: int) -> list[int]:
         """Run a ready op; return the ready ops that are new or whose net changed (maybe twice)."""
         self.done[op] = True
@@ -159,8 +164,8 @@ class Frontier:
         if self.reverse:
             seen, appears, users = self._seen, self.appears, self._live.users
             for s in self._live.mortal[op]:
-                if not seen[s]:
-                    seen[s] = True
+                if seen[s] < 0:
+                    seen[s] = op
                     for user in users[s]:
                         appears[user] -= nbytes[s]
                         if not waits[user] and not done[user]:
@@ -176,3 +181,23 @@ class Frontier:
                     if not waits[user]:
                         touched.append(user)
         return touched
+
+    def undo(self, op: int) -> None:
+        """Take back the last `run`."""
+        self.done[op] = False
+        for other in self._after[op]:
+            self.waits[other] += 1
+        nbytes = self._live.nbytes
+        if self.reverse:
+            for s in self._live.mortal[op]:
+                if self._seen[s] == op:
+                    self._seen[s] = -1
+                    for user in self._live.users[s]:
+                        self.appears[user] += nbytes[s]
+        else:
+            for s in self._live.mortal[op]:
+                if self._left[s] == 1:
+                    self.vanishes[self._left_sum[s]] -= nbytes[s]
+                self._left[s] += 1
+                self._left_sum[s] += op
+        self.now_bytes -= self.appears[op] - self.vanishes[op]

@@ -12,15 +12,15 @@ from thunder_mem.cuts import CutNetwork
 from thunder_mem.liveness import Liveness, footprint_bytes, profile
 from thunder_mem.sort_greedy import breadth_first, depth_first, least_peak_first
 from thunder_mem.sort_search import solve, whole_graph
-from thunder_mem.sort_sift import sift, toward_source
+from thunder_mem.sort_sift import LOOKAHEAD, sift, toward_source
 from thunder_mem.sort_window import lower_peak
 
 __all__ = ["Sorted", "exact", "portfolio"]
 
-# A sift round is linear in the graph; more than two hardly change which seed wins.
+# Cheap rounds show which seed is promising; only the source order and the best go on.
 _SEED_ROUNDS = 1
 # Windows and full sifts alternate while they help, within this many moves of the search.
-_ROUNDS = 4
+_ROUNDS = 3
 _WINDOW_MOVES = 150_000
 _EXACT_MOVES = 5_000_000
 
@@ -57,7 +57,7 @@ def portfolio(live: Liveness) -> Sorted:
     for name, seed in _seeds(live):
         if best.optimal:
             break
-        order, peak_bytes = sift(live, seed, _SEED_ROUNDS)
+        order, peak_bytes = sift(live, seed, _SEED_ROUNDS, 0 if name != "source" else LOOKAHEAD)
         if peak_bytes < best.peak_bytes:
             best = Sorted(order, peak_bytes, f"{name}+sift", peak_bytes == floor_bytes)
         if name == "source" and not best.optimal:
@@ -67,7 +67,7 @@ def portfolio(live: Liveness) -> Sorted:
     for _ in range(_ROUNDS):
         if best.optimal or moves >= _WINDOW_MOVES:
             break
-        order, _ = sift(live, best.order)
+        order, _ = sift(live, best.order, _SEED_ROUNDS)
         lowered = lower_peak(live, order, floor_bytes, _WINDOW_MOVES - moves)
         moves += lowered.moves
         if lowered.peak_bytes == best.peak_bytes:

@@ -4,23 +4,36 @@ The exchange argument behind it: within a fixed budget, a ready op that fits and
 positive may always run at once, for its net only falls as more ops run, so whatever order was
 feasible stays so. Read backwards the same argument sinks an op that allocates more than it frees
 down to its first user. A pass under the budget of the present peak therefore never raises it.
+
+A chain of ops moves as one where its bytes rise and fall again: each op of a recomputed norm adds
+bytes or frees some, so none sinks past the next, but all of them together do.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 
 from thunder_mem.liveness import Frontier, Liveness, profile
 
-__all__ = ["settle", "sift", "toward_source"]
+__all__ = ["LOOKAHEAD", "settle", "sift", "toward_source"]
+
+# As many ops as a layer's longest recomputed chain; more costs time and hardly finds more.
+LOOKAHEAD = 16
 
 
-def settle(live: Liveness, order: Sequence[int], budget_bytes: int, reverse: bool = False) -> tuple[list[int], int]:
+def settle(
+    live: Liveness, order: Sequence[int], budget_bytes: int, reverse: bool = False, lookahead: int = 0
+) -> tuple[list[int], int]:
     """One pass: follow `order`, but run every ready op at once that fits and does not add bytes.
 
     With `reverse` time runs backwards: every op sinks as far as that costs nothing. Returns the new
     order and its peak bytes; if `order` fits in `budget_bytes`, so does the result. Time O(E log n).
+
+    With `lookahead` an op that adds bytes runs at once too where up to so many ops that it unlocks
+    bring the bytes back to where they were: a recomputed chain sinks as a whole. That costs as many
+    times more, and may miss the budget, so the caller must look at the peak.
     """
     frontier = Frontier(live, reverse)
     appears, vanishes, scratch, done = frontier.appears, frontier.vanishes, frontier.scratch, frontier.done
@@ -29,8 +42,15 @@ def settle(live: Liveness, order: Sequence[int], budget_bytes: int, reverse: boo
     for step, op in enumerate(sequence):
         rank[op] = step
     gains: list[tuple[int, int, int]] = []
+    hopes: deque[int] = deque()
     peak_bytes = frontier.now_bytes
     result: list[int] = []
+
+    def offer(op: int) -> None:
+        if appears[op] <= vanishes[op]:
+            heapq.heappush(gains, (appears[op] + scratch[op], rank[op], op))
+        elif lookahead:
+            hopes.append(op)
 
     def run(op: int) -> None:
         nonlocal peak_bytes
@@ -39,17 +59,23 @@ def settle(live: Liveness, order: Sequence[int], budget_bytes: int, reverse: boo
             peak_bytes = need
         result.append(op)
         for other in frontier.run(op):
-            if appears[other] <= vanishes[other]:
-                heapq.heappush(gains, (appears[other] + scratch[other], rank[other], other))
+            offer(other)
 
     for op in frontier.ready():
-        if appears[op] <= vanishes[op]:
-            heapq.heappush(gains, (appears[op] + scratch[op], rank[op], op))
+        offer(op)
     for following in sequence:
-        while gains and gains[0][0] <= budget_bytes - frontier.now_bytes:
-            op = heapq.heappop(gains)[2]
-            if not done[op]:
-                run(op)
+        while True:
+            if gains and gains[0][0] <= budget_bytes - frontier.now_bytes:
+                op = heapq.heappop(gains)[2]
+                if not done[op]:
+                    run(op)
+            elif hopes:
+                op = hopes.popleft()
+                if not done[op]:
+                    for member in _paying_chain(frontier, op, rank, budget_bytes, lookahead):
+                        run(member)
+            else:
+                break
         if not done[following]:
             run(following)
     if reverse:
@@ -57,14 +83,41 @@ def settle(live: Liveness, order: Sequence[int], budget_bytes: int, reverse: boo
     return result, peak_bytes
 
 
-def sift(live: Liveness, order: Sequence[int], rounds: int = 4) -> tuple[list[int], int]:
-    """Pass up and down until a round changes nothing or `rounds` are done: (order, peak bytes)."""
+def _paying_chain(frontier: Frontier, op: int, rank: Sequence[int], budget_bytes: int, limit: int) -> list[int]:
+    """`op` and ops it unlocks, each time the one that leaves least alive, until the bytes are back
+    to what they are now; empty if `limit` ops or the budget do not suffice."""
+    start_bytes = frontier.now_bytes
+    appears, vanishes, scratch = frontier.appears, frontier.vanishes, frontier.scratch
+    chain: list[int] = []
+    unlocked = [op]
+    paid = False
+    while unlocked and len(chain) < limit and not paid:
+        member = min(unlocked, key=lambda o: (appears[o] - vanishes[o], rank[o]))
+        if frontier.now_bytes + appears[member] + scratch[member] > budget_bytes:
+            break
+        unlocked.remove(member)
+        chain.append(member)
+        unlocked += frontier.unlocks(member)
+        frontier.run(member)
+        paid = frontier.now_bytes <= start_bytes
+    for member in reversed(chain):
+        frontier.undo(member)
+    return chain if paid else []
+
+
+def sift(live: Liveness, order: Sequence[int], rounds: int = 3, lookahead: int = LOOKAHEAD) -> tuple[list[int], int]:
+    """Settle down and up until a round changes nothing or `rounds` are done: (order, peak bytes).
+
+    The peak is never above the given order's.
+    """
     current = list(order)
     peak_bytes = max(profile(live, current), default=live.start_bytes)
     for _ in range(rounds):
         before = current
         for reverse in (True, False):
-            current, peak_bytes = settle(live, current, peak_bytes, reverse)
+            settled, reached = settle(live, current, peak_bytes, reverse, lookahead)
+            if reached <= peak_bytes:
+                current, peak_bytes = settled, reached
         if current == before:
             break
     return current, peak_bytes
