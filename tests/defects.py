@@ -141,22 +141,23 @@ DEFECTS = {
         ),
         "a view of the other argument is reshaped from it, whatever its offset and strides",
     ),
-    "nested checkpoint returns its argument": Defect(
+    "nested checkpoint of an inner value": Defect(
         Program(
             (_G,),
             (
                 Region(
                     "checkpoint",
                     (
-                        Step("mul_scalar", ("v0",), ("x0",), (2,)),
-                        Region("checkpoint", (Step("contiguous", ("v1",), ("v0",)),), ("v1",)),
+                        Step("sin", ("v0",), ("x0",)),
+                        Region("checkpoint", (Step("cos", ("v1",), ("v0",)),), ("v1",)),
+                        Step("mul_scalar", ("v2",), ("v1",), (2,)),
                     ),
-                    ("v1", "v0"),
+                    ("v2",),
                 ),
             ),
-            ("v1",),
+            ("v2",),
         ),
-        "the interpreter loses where the value came from",
+        "the interpreter loses where the value came from and raises while it traces",
     ),
 }
 

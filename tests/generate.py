@@ -110,10 +110,6 @@ def storage(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return storage(a) == storage(b) and a.shape == b.shape and a.stride() == b.stride()
-
-
 @dataclass
 class _Builder:
     """The values so far, and the statements of the block being written."""
@@ -125,7 +121,7 @@ class _Builder:
     input_storages: frozenset[int]
     count: int = 0
     random: bool = False  # a random value has been drawn
-    inside: bool = False  # a checkpoint's body is being written
+    outside: frozenset[str] | None = None  # in a checkpoint's body: the names from before the outermost
     alive: list = field(default_factory=list)  # so that no storage's address is used twice
     scope: dict = field(default_factory=lambda: {"torch": torch, "F": torch.nn.functional})
 
@@ -176,7 +172,7 @@ class _Builder:
             return None
         if len(args) > 1 and any(self.loses_dims(name, results[0]) for name in args):
             return None  # Thunder: the gradient of one element that is broadcast keeps the dims it was broadcast to
-        if op == "unbind" and self.inside:
+        if op == "unbind" and self.outside is not None:
             return None  # Thunder: KeyError where the backward needs an unused piece
         if op in ("detach", "to", "float"):
             self.frozen.add(storage(results[0]))  # Thunder loses what is written to these
@@ -211,10 +207,15 @@ class _Builder:
         }[kind]
         if kind == "checkpoint" and not torch.is_grad_enabled():
             context = torch.no_grad
-        inside, self.inside = self.inside, self.inside or kind == "checkpoint"
+        outside = self.outside
+        if kind == "checkpoint":
+            if outside is None:
+                self.outside = frozenset(before)
+            else:  # Thunder: a checkpoint in a checkpoint must not take what the outer one has made
+                self.tensors = {name: t for name, t in before.items() if name in outside}
         with context():
             body = self.block(self.rng.randint(1, 5), families, regions if kind == "checkpoint" else ())
-        self.inside = inside
+        self.outside = outside
         made = [name for name in defined(body) if name not in before]
         inner = self.tensors
         lost = self.frozen - {storage(t) for t in before.values()}
@@ -223,8 +224,6 @@ class _Builder:
         if not made or (kind == "checkpoint" and not free(body)):
             return None
         results = tuple(dict.fromkeys(self.rng.choice(made[-4:]) for _ in range(self.rng.randint(1, 2))))
-        if inside and any(_same(inner[r], inner[name]) for r in results for name in free(body)):
-            return None  # Thunder: a checkpoint in a checkpoint must not return its argument as it is
         for name in results:
             self.tensors[name] = inner[name]
         if kind == "checkpoint":
