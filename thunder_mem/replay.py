@@ -131,7 +131,7 @@ class Ledger:
             if name not in known[1].names:
                 known[1].names.append(name)
             return 0
-        born = len(self.events) if kind == "computed" else len(self.events) - 1
+        born = -1 if held else len(self.events)
         block = Block(storage.nbytes(), [name], tuple(tensor.shape), tensor.dtype, tensor.device, kind, born, held=held)
         self._follow(storage, block)
         self.blocks.append(block)

@@ -74,7 +74,8 @@ def predict_step(
         first: predict the very first step, in which the optimizer makes its state, instead of a later one.
 
     Returns:
-        The prediction, with the phases "forward", "loss", "backward", "optimizer" and "zero_grad".
+        The prediction, with the phases "forward", "loss", "backward", "optimizer" and, unless
+        `set_to_none`, "zero_grad".
         Parameters, buffers, inputs, optimizer state and, unless `set_to_none`, gradients are held
         before the step begins, and count among `held_bytes`.
 

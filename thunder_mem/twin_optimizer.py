@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from thunder_mem.replay import Ledger
@@ -68,7 +68,8 @@ def next_steps(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, tw
     for p, state in twin.state.items():
         if isinstance(state.get("step"), torch.Tensor):
             before = done.get(id(p))
-            count = 1.0 if before is None or isinstance(before, FakeTensor) else float(before)
+            with unset_fake_temporarily():
+                count = 1.0 if before is None or isinstance(before, FakeTensor) else float(before)
             known[state["step"].untyped_storage()._cdata] = count + 1
     return known
 
