@@ -1,0 +1,30 @@
+# Each target sets itself up: a .venv with torch 2.11, then the package. Needs Python 3.11 and a C++ compiler.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-long lint
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)  ## the main job: issue 1337's functions and a small training step, before and after
+	$(BIN)/python -m benchmarks.demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check thunder_mem tests benchmarks
+	$(BIN)/ruff format --check thunder_mem tests benchmarks
+	$(BIN)/mypy
+
+# torch first and alone, so that nothing resolves it to a version that Thunder does not know.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.11.0
+	$(BIN)/python -m pip install --quiet -e ".[test,plot]"
+	touch $@

@@ -1,0 +1,1 @@
+"""Real models, peers and measurements; nothing in `thunder_mem` imports it."""
