@@ -20,6 +20,9 @@ from thunder_mem.timeline import simulate
 __all__ = ["make_plan"]
 
 
+THUNDERS_OWN = "neighbours, source order"
+
+
 @dataclass(frozen=True)
 class _Arrangement:
     """Groups in running order over a graph (with or without copies)."""
@@ -30,9 +33,7 @@ class _Arrangement:
     peaks: tuple[int, int]
 
 
-def make_plan(
-    graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: str | SortFunction = "auto", strict_sort: bool = False
-) -> Plan:
+def make_plan(graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: str | SortFunction = "auto") -> Plan:
     """Plan a trace's graph.
 
     Args:
@@ -40,30 +41,25 @@ def make_plan(
         fuse: which executor can take which op.
         executors: the executors' names, by their bit in `fuse`.
         sort: how to order; see `thunder_mem.sorting.sort_graph`.
-        strict_sort: keep the order that `sort` gives even if another candidate has a lower peak (a
-            user who names an algorithm wants that algorithm).
 
     Raises:
         ValueError, TypeError, GraphError: from `sort`.
     """
-    plain = _unabsorbed(graph, fuse)
+    plain = Absorbed(graph, fuse, tuple(range(len(graph))), ())
     absorbed = absorb_amplifiers(graph, fuse) if any(fuse.takes) else plain
-    arrangements, algorithm = [], "source"
-
     regions = absorbed.graph.contract(contract_chains(absorbed.graph, absorbed.groups, absorbed.fuse))
     order, algorithm = _order(regions, sort)
-    arrangements.append(_arrange("planned", absorbed, regions, order))
-    if not strict_sort:
+    arrangements = [_arrange("planned", absorbed, regions, order)]
+    if sort != "auto":  # which alone never has a higher peak than the source order
         arrangements.append(_arrange("planned, source order", absorbed, regions, range(len(regions))))
-        neighbours = graph.contract(consecutive_groups(graph, fuse))
-        arrangements.append(_arrange("neighbours, source order", plain, neighbours, range(len(neighbours))))
-        arrangements.append(_arrange("neighbours, sorted", plain, neighbours, _order(neighbours, sort)[0]))
+    neighbours = graph.contract(consecutive_groups(graph, fuse))
+    arrangements.append(_arrange(THUNDERS_OWN, plain, neighbours, range(len(neighbours))))
     best = _choose(arrangements)
     return Plan(
         regions=tuple(_planned_region(group, best.base, executors) for group in best.groups),
         chosen=best.name,
         candidates=tuple(Candidate(a.name, *a.peaks, len(a.groups)) for a in arrangements),
-        sort=algorithm if best.name in ("planned", "neighbours, sorted") else "source",
+        sort=algorithm if best.name == "planned" else "source",
         fingerprint=fingerprint(graph),
     )
 
@@ -77,10 +73,6 @@ def fingerprint(graph: Graph) -> str:
         sorted(graph.outputs),
     ]
     return hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
-
-
-def _unabsorbed(graph: Graph, fuse: Fusibility) -> Absorbed:
-    return Absorbed(graph, fuse, tuple(range(len(graph))), ())
 
 
 def _order(regions: Graph, sort: str | SortFunction) -> tuple[list[int], str]:
@@ -132,7 +124,7 @@ def _peaks(regions: Graph, order: Sequence[int]) -> tuple[int, int]:
 
 def _choose(arrangements: Sequence[_Arrangement]) -> _Arrangement:
     """The lowest peak, among those that are in no half above Thunder's own arrangement if there are any."""
-    own = next((a for a in arrangements if a.name == "neighbours, source order"), None)
+    own = next((a for a in arrangements if a.name == THUNDERS_OWN), None)
     allowed = [a for a in arrangements if own is None or (a.peaks[0] <= own.peaks[0] and a.peaks[1] <= own.peaks[1])]
     return min(allowed, key=lambda a: (max(a.peaks), sum(a.peaks)))
 

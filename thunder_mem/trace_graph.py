@@ -15,6 +15,7 @@ from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten_with_dataclass, tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.effects import Effects, effects_of
 from thunder_mem.graph import Graph, Op, Storage, make_graph
@@ -72,9 +73,10 @@ def read_trace(trace: TraceCtx) -> TraceGraph:
     arguments = [p for p in _proxies((trace.args, trace.kwargs)) if isinstance(p, TensorProxy)]
     arguments += [p for b in prefix for p in b.flat_proxy_outs if isinstance(p, TensorProxy)]
     layout = Layout()
-    layout.define(arguments)
-    for b in body:
-        layout.run(b)
+    with _disable_current_modes():  # meta tensors answer alone; a fake mode around them would only be slow
+        layout.define(arguments)
+        for b in body:
+            layout.run(b)
 
     storages, storage_of = _storages(layout, arguments, body)
     producer_of: dict[str, int] = {}
