@@ -106,6 +106,26 @@ DEFECTS = {
         Program((_G,), (Step("index", ("v0",), ("x0",), ("0",)), Step("mul", ("v1",), ("v0", "x0"))), ("v1",)),
         "its gradient keeps the dims it was broadcast to, and the next step of the backward fails on them",
     ),
+    "broadcast of one element used twice": Defect(
+        Program(
+            (_x("x0"), _x("x1", (), grad=True)),
+            (Step("add", ("v0",), ("x0", "x1")), Step("exp", ("v1",), ("x1",))),
+            ("v0", "v1"),
+        ),
+        "as above, and the other gradient is broadcast and counted many times: wrong, without a word",
+    ),
+    "integers and a float number": Defect(
+        Program(
+            (_x(shape=(2,), dtype="float16"), _x("x1", (2,), dtype="int64")),
+            (Step("div", ("v0",), ("x0", "x1")),),  # x0 / (abs(x1) + 1.0)
+            ("v0",),
+        ),
+        "the sum promotes like a number: float16 where eager gives float32",
+    ),
+    "write to an expanded value": Defect(
+        Program((_x(shape=()),), (Step("expand", ("v0",), ("x0",), ((4,),)), Step("zero_", (), ("v0",))), ("x0",)),
+        "written by copy_, which refuses it; eager's zero_ does not",
+    ),
     "unbind in checkpoint": Defect(
         Program(
             (_x(shape=(4, 2), grad=True),),
@@ -176,5 +196,6 @@ UNSUPPORTED: dict[str, Callable[[torch.Tensor], object]] = {
     "sigmoid_": lambda x: (x * 2).sigmoid_(),
     "copy_ that broadcasts": lambda x: torch.zeros_like(x).copy_(x[0]),
     "log_softmax over an empty dim": lambda x: torch.log_softmax(x[:0], 0),
+    "tril of an empty matrix": lambda x: torch.tril(x[:0, :0]),
     "split of an empty dim": lambda x: torch.split(x[:0], 1, 0)[0],
 }

@@ -110,6 +110,10 @@ def storage(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
+def _dims(t: torch.Tensor) -> zip[tuple[int, int]]:
+    return zip(t.shape, t.stride(), strict=True)
+
+
 @dataclass
 class _Builder:
     """The values so far, and the statements of the block being written."""
@@ -133,7 +137,7 @@ class _Builder:
 
     def loses_dims(self, name: str, result: torch.Tensor) -> bool:
         t = self.tensors[name]
-        return t.requires_grad and not t.is_leaf and t.numel() == 1 and t.dim() < result.dim()
+        return t.requires_grad and t.numel() == 1 and t.dim() < result.dim()
 
     def step(self, families: tuple[str, ...]) -> Step | None:
         """One statement that torch accepts, already run; None after a few refusals."""
@@ -151,6 +155,8 @@ class _Builder:
         spec = OPS[op]
         if spec.kind == "in-place" and self.tensors[args[-1]].requires_grad and self.writes_input(args[0]):
             return None  # Thunder: an input that is overwritten by a value with a gradient loses it
+        if spec.kind == "in-place" and any(n > 1 and not step for n, step in _dims(self.tensors[args[0]])):
+            return None  # Thunder writes by copy_, which refuses what is expanded; eager's zero_ does not
         if op in NEEDS_OLD and self.tensors[args[-1]].requires_grad and not self.profile.overwrites_needed:
             return None  # Thunder: the backward reads what was overwritten
         text = spec.text.format(*args, p=params)

@@ -110,10 +110,12 @@ def _is_bool(t: torch.Tensor) -> bool:
     return t.dtype == torch.bool
 
 
-def _two(accept: Callable[[torch.Tensor], bool] = _is_number):
+def _two(accept: Callable[[torch.Tensor], bool] = _is_number, both: bool = False):
     def draw(rng: Random, values: Values) -> Drawn | None:
         a = values.pick(rng, accept)
         b = a and values.like(rng, a)
+        if both and b and not accept(values.tensors[b]):
+            return None
         return b and ((a, b) if rng.random() < 0.5 else (b, a), ())
 
     return draw
@@ -121,7 +123,11 @@ def _two(accept: Callable[[torch.Tensor], bool] = _is_number):
 
 def _scalar(rng: Random, values: Values) -> Drawn | None:
     a = values.pick(rng, _is_number)
-    return a and ((a,), (rng.choice([2, -1, 0.5, 1.5, -0.25]),))
+    if a is None:
+        return None
+    # An integer tensor and a float number: Thunder promotes the result like a number from then on.
+    numbers = [2, -1, 0.5, 1.5, -0.25] if values.tensors[a].is_floating_point() else [2, -1]
+    return (a,), (rng.choice(numbers),)
 
 
 def _dim(t: torch.Tensor, rng: Random) -> int:
@@ -151,7 +157,7 @@ _add("elementwise", "clamp", "fresh", "torch.clamp({0}, -0.5, 1.0)", _one(_is_fl
 for _name, _sign in (("add", "+"), ("sub", "-"), ("mul", "*")):
     _add("elementwise", _name, "fresh", f"{{0}} {_sign} {{1}}", _two())
     _add("elementwise", f"{_name}_scalar", "fresh", f"{{0}} {_sign} {{p[0]!r}}", _scalar)
-_add("elementwise", "div", "fresh", "{0} / (torch.abs({1}) + 1.0)", _two())
+_add("elementwise", "div", "fresh", "{0} / (torch.abs({1}) + 1.0)", _two(_is_float, both=True))
 _add("elementwise", "rsub", "fresh", "1.0 - {0}", _one(_is_float))
 _add("elementwise", "maximum", "fresh", "torch.maximum({0}, {1})", _two())
 _add("elementwise", "addcmul", "fresh", "torch.addcmul({0}, {0}, {1})", _two(_is_float))
@@ -381,7 +387,7 @@ _add("join", "cat", "fresh", "torch.cat([{0}, {1}], {p[0]})", _cat)
 _add("join", "stack", "fresh", "torch.stack([{0}, {1}], {p[0]})", _cat)
 _add("join", "index_select", "fresh", "torch.index_select({0}, {p[0]}, {1})", _take)
 _add("join", "take_rows", "fresh", "{0}[{1}]", _take)
-_add("join", "tril", "fresh", "torch.tril({0})", _one(lambda t: _is_float(t) and t.dim() >= 2))
+_add("join", "tril", "fresh", "torch.tril({0})", _one(lambda t: _is_float(t) and t.dim() >= 2 and t.numel() > 0))
 
 
 # In place: the target must be one that the caller may overwrite.

@@ -168,7 +168,7 @@ CHAIN = Program(
         ("torch.sin", "torch.cos", "output 0"),
         ("v0 * x1", "v0.detach() * x1", "gradient x0"),
         ("v0 * x1", "(v0 * x1).double()", "output 0: torch.float64"),
-        ("v0 * x1", "v0 * (x1 * 1.00001)", "output 0"),
+        ("v0 * x1", "v0 * (x1 * 1.0001)", "output 0"),
         ("x2.add_(0.5)", "pass", "input x2"),
         ("x2.add_(0.5)", "x2.add_(0.5); torch.rand(1)", "random state after the forward"),
         ("0.5)\n        return", "0.25)\n        return", "output 0"),
@@ -179,7 +179,7 @@ def test_the_oracle_sees(old: str, new: str, difference: str):
     assert check(CHAIN, lambda fn: fn, expected) == []
     wrong = source(CHAIN).replace(old, new)
     assert wrong != source(CHAIN)
-    # Different rounding of the input alone must show: x1 * 1.00001 is 80 units in the last place.
+    # Different rounding of the input alone must show: x1 * 1.0001 is 800 units in the last place.
     got = run(CHAIN, function(wrong), materialise(CHAIN.inputs), expected[0].eager.asks_gradient)
     assert min((differences(e, got) for e in expected), key=len)[0].startswith(difference)
 
