@@ -20,7 +20,7 @@ __all__ = ["Sorted", "exact", "portfolio"]
 # Cheap rounds show which seed is promising; only the source order and the best go on.
 _SEED_ROUNDS = 1
 # Windows and full sifts alternate while they help, within this many moves of the search.
-_ROUNDS = 3
+_ROUNDS = 2
 _WINDOW_MOVES = 150_000
 _EXACT_MOVES = 5_000_000
 
