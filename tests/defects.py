@@ -116,7 +116,7 @@ DEFECTS = {
     ),
     "integers and a float number": Defect(
         Program(
-            (_x(shape=(2,), dtype="float16"), _x("x1", (2,), dtype="int64")),
+            (_x(shape=(2,), dtype="float16", grad=True), _x("x1", (2,), dtype="int64")),
             (Step("div", ("v0",), ("x0", "x1")),),  # x0 / (abs(x1) + 1.0)
             ("v0",),
         ),
