@@ -53,7 +53,7 @@ class Program:
 
     def step(self, compiled: Callable[..., Any] | None = None) -> Any:
         """Run `compiled` (default: `fn` itself) once, forward and backward; returns what a forward alone returns."""
-        out = (compiled or self.fn)(*self.args)
+        out = (self.fn if compiled is None else compiled)(*self.args)
         if not self.trains:
             return out
         # The output must not outlive its use: a loss outside the function holds it no longer either.

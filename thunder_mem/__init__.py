@@ -3,6 +3,7 @@
 from thunder_mem.delegate import last_plan
 from thunder_mem.graph import Graph, GraphError, Op, Storage
 from thunder_mem.measure import measure_peak
+from thunder_mem.sort_trace import sort_bound_symbols
 from thunder_mem.sorting import SORTS, register_sort
 from thunder_mem.transforms import MemEfficient
 
@@ -17,4 +18,5 @@ __all__ = [
     "last_plan",
     "measure_peak",
     "register_sort",
+    "sort_bound_symbols",
 ]

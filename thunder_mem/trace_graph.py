@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
+from thunder.core.proxies import FutureTensorProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_flatten_with_dataclass, tree_iter
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
+from thunder.core.trace import TraceCtx, TraceTag
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.effects import Effects, effects_of
@@ -23,7 +23,7 @@ from thunder_mem.layout import Layout
 
 __all__ = ["TraceGraph", "read_trace"]
 
-_SCENERY = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.COMMENT, PrimIDs.DEL}
+_UNPACKING = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT}
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ def read_trace(trace: TraceCtx) -> TraceGraph:
     Raises:
         ValueError: the trace has no return statement, or uses a proxy that nothing produces.
     """
-    symbols = [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL]
+    symbols = [b for b in trace.bound_symbols if not _is_release(b)]
     if not symbols or symbols[-1].sym.id is not PrimIDs.RETURN:
         raise ValueError("the trace does not end with a return statement")
     *body, result = symbols
-    prefix = [b for b in body if b.sym.id in _SCENERY]
-    body = [b for b in body if b.sym.id not in _SCENERY]
+    prefix = [b for b in body if b.sym.id in _UNPACKING]
+    body = [b for b in body if b.sym.id not in _UNPACKING]
     in_forward = _forward_half(body, result)
     body = [b for b, forward in zip(body, in_forward, strict=True) if forward] + [
         b for b, forward in zip(body, in_forward, strict=True) if not forward
@@ -78,7 +78,7 @@ def read_trace(trace: TraceCtx) -> TraceGraph:
         for b in body:
             layout.run(b)
 
-    storages, storage_of = _storages(layout, arguments, body)
+    storages, storage_of = _storages(layout, arguments, body, _held(trace, arguments))
     producer_of: dict[str, int] = {}
     for i, b in enumerate(body):
         known = {p.name for p in b.flat_proxy_args}
@@ -87,7 +87,7 @@ def read_trace(trace: TraceCtx) -> TraceGraph:
                 producer_of.setdefault(p.name, i)
 
     pinned = frozenset(p.name for p in _returned(result))
-    ops = _ops(body, effects, forward_count, storages, storage_of)
+    ops = _ops(body, effects, forward_count, arguments, storage_of)
     edges = [*_data_edges(body, producer_of), *_effect_edges(effects)]
     outputs = {storage_of[name] for name in pinned if name in storage_of}
     graph = make_graph(ops, storages, edges, outputs)
@@ -117,10 +117,21 @@ def _forward_half(body: Sequence[BoundSymbol], result: BoundSymbol) -> list[bool
     return in_forward
 
 
+def _is_release(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id is PrimIDs.DEL or bsym.sym.name == "clear_mutable_collection"
+
+
+def _held(trace: TraceCtx, arguments: Sequence[Proxy]) -> set[str]:
+    """The arguments that the caller keeps: all of a forward's; of a backward's only parameters and
+    buffers, because it clears the list of what was saved."""
+    if TraceTag.BACKWARD not in trace.tags:
+        return {p.name for p in arguments}
+    return {p.name for p in arguments if ProxyTag.STATIC_MEMORY_LOCATION in p.tags}
+
+
 def _storages(
-    layout: Layout, arguments: Sequence[Proxy], body: Sequence[BoundSymbol]
+    layout: Layout, arguments: Sequence[Proxy], body: Sequence[BoundSymbol], held: set[str]
 ) -> tuple[list[Storage], dict[str, int]]:
-    held = {p.name for p in arguments}
     proxies = [*arguments, *(p for b in body for p in (*b.flat_proxy_args, *b.flat_proxy_outs))]
     by_key: dict[int, int] = {}
     storages: list[Storage] = []
@@ -142,10 +153,10 @@ def _ops(
     body: Sequence[BoundSymbol],
     effects: Sequence[Effects],
     forward_count: int,
-    storages: Sequence[Storage],
+    arguments: Sequence[Proxy],
     storage_of: dict[str, int],
 ) -> list[Op]:
-    born: set[int] = set()
+    born = {storage_of[p.name] for p in arguments}
     started: dict[str, tuple[int, ...]] = {}  # what a collective in flight still reads, by its future
     ops = []
     for i, (b, effect) in enumerate(zip(body, effects, strict=True)):
@@ -154,7 +165,7 @@ def _ops(
         reads = dict.fromkeys(storage_of[name] for name in args)
         reads |= dict.fromkeys(s for name in args for s in started.get(name, ()))
         fresh = dict.fromkeys(storage_of[name] for name in outs if storage_of[name] not in reads)
-        allocates = [s for s in fresh if s not in born and not storages[s].held]
+        allocates = [s for s in fresh if s not in born]
         born.update(allocates)
         started |= {p.name: tuple(reads) for p in b.flat_proxy_outs if isinstance(p, FutureTensorProxy)}
         ops.append(

@@ -1,0 +1,134 @@
+"""The main job, seen: ``python -m benchmarks.demo`` (or ``make demo``).
+
+Issue #1337's two functions and a small litgpt training step on the CPU, measured by the profiler:
+eager, torch.compile, Thunder as it is, and Thunder with MemEfficient. Prints a table and writes
+``benchmarks/results/demo.json`` and ``demo.png``, the live bytes of each over one training step.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import thunder
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.models import Program, efficient, fan, inefficient, llama_step
+from thunder_mem import MemEfficient, last_plan
+from thunder_mem.attention import mem_attention_ex
+from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.measure import measure_curve
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 2**20
+OURS = [mem_attention_ex, mem_pointwise_ex]
+
+PEERS: dict[str, Callable[[Any], Any]] = {
+    "eager": lambda fn: fn,
+    "torch.compile": torch.compile,
+    "Thunder consecutive": lambda fn: thunder.jit(fn, executors=OURS),
+    "Thunder dataflow": lambda fn: thunder.jit(fn, executors=OURS, fusion_type="dataflow"),
+    "MemEfficient": lambda fn: thunder.jit(fn, executors=OURS, transforms=[MemEfficient()]),
+}
+COLOURS = dict(zip(PEERS, ("#8c8c8c", "#e0a030", "#4477aa", "#66aacc", "#bb3344"), strict=True))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One program under one compiler: bytes above the start, measured, and what was planned."""
+
+    program: str
+    peer: str
+    peak_bytes: int
+    curve_bytes: tuple[int, ...]
+    plan: dict[str, Any] | None = None
+
+
+def programs() -> list[Program]:
+    return [fan(efficient), fan(inefficient), llama_step(checkpointing=True), llama_step(checkpointing=False)]
+
+
+def measure(program: Program, peer: str) -> Row:
+    """Compile, run twice (compilation, and the gradients that stay), measure the third run."""
+    torch.compiler.reset()
+    compiled = PEERS[peer](program.fn)
+    for _ in range(2):
+        program.step(compiled)
+    curve = tuple(accumulate(measure_curve(program.step, compiled).deltas))
+    plan = last_plan(compiled) if peer == "MemEfficient" else None
+    summary = {"sort": plan.sort, "chosen": plan.chosen, "candidates": [asdict(c) for c in plan.candidates]} if plan else None
+    return Row(program.name, peer, max(curve, default=0), curve, summary)
+
+
+def table(rows: list[Row]) -> Table:
+    view = Table(title="Peak memory above the start, MiB (measured)", title_justify="left")
+    view.add_column("program")
+    for peer in PEERS:
+        view.add_column(peer, justify="right")
+    for name in dict.fromkeys(row.program for row in rows):
+        peaks = {row.peer: row.peak_bytes / MIB for row in rows if row.program == name}
+        best = min(peaks.values())
+        view.add_row(name, *(f"[bold green]{p:.2f}[/]" if p == best else f"{p:.2f}" for p in peaks.values()))
+    return view
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    names = list(dict.fromkeys(row.program for row in rows))
+    figure, axes = plt.subplots(len(names), 1, figsize=(9, 2.7 * len(names)), layout="constrained")
+    for axis, name in zip(axes, names, strict=True):
+        for row in (row for row in rows if row.program == name):
+            steps = [i / max(1, len(row.curve_bytes) - 1) for i in range(len(row.curve_bytes))]
+            width = 2.2 if row.peer == "MemEfficient" else 1.1
+            label = f"{row.peer}: {row.peak_bytes / MIB:.2f} MiB"
+            axis.plot(steps, [b / MIB for b in row.curve_bytes], color=COLOURS[row.peer], linewidth=width, label=label)
+        axis.set_title(name, loc="left", fontsize=10)
+        axis.set_ylabel("MiB above start")
+        axis.set_xlim(0, 1)
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    axes[-1].set_xlabel("progress of one step (share of its allocations and frees)")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    torch.set_num_threads(2)
+    console = Console()
+    todo = [(program, peer) for program in programs() for peer in PEERS]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    rows: list[Row] = []
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("compiling and measuring", total=len(todo))
+        for program, peer in todo:
+            progress.update(task, description=f"{peer}: {program.name}")
+            rows.append(measure(program, peer))
+            progress.advance(task)
+    console.print(table(rows))
+    RESULTS.mkdir(exist_ok=True)
+    record = {
+        "command": "python -m benchmarks.demo",
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "versions": {"torch": torch.__version__, "thunder": thunder.__version__},
+        "rows": [{k: v for k, v in asdict(row).items() if k != "curve_bytes"} for row in rows],
+    }
+    (RESULTS / "demo.json").write_text(json.dumps(record, indent=1) + "\n")
+    draw(rows, RESULTS / "demo.png")
+    console.print(f"written: {RESULTS / 'demo.json'}, {RESULTS / 'demo.png'}")
+
+
+if __name__ == "__main__":
+    main()
