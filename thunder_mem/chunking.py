@@ -24,6 +24,7 @@ from thunder_mem.chunk_body import Body, build_body
 from thunder_mem.chunk_exec import ChunkLoop, accumulator_dtype, block_sizes
 from thunder_mem.chunk_gemm import needs_scratch, scratch_bytes_of
 from thunder_mem.chunk_loop import bind_loop
+from thunder_mem.chunk_mark import Mark, strip_marks
 from thunder_mem.chunk_plan import ACCUMULATE, ChunkRecord, Gemm, Head, LoopPlan, Refusal, Spec
 from thunder_mem.chunk_hoist import hoist_slice
 from thunder_mem.chunk_program import Leaf, Program, effects, read_program, walk
@@ -31,7 +32,7 @@ from thunder_mem.chunk_region import Refused, Region, Value, candidates, grow, t
 from thunder_mem.chunk_rules import RuleError
 from thunder_mem.thunder_grads import register_missing
 
-__all__ = ["ChunkRecord", "Head", "LoopPlan", "Refusal", "chunk_trace", "default_rows"]
+__all__ = ["ChunkRecord", "ChunkingError", "Head", "LoopPlan", "Refusal", "chunk_trace", "default_rows"]
 
 FLOOR_ROWS = {"cuda": 2048, "cpu": 512}
 """Fewer rows than this starve the matrix products (measured: H200; a two-core CPU)."""
@@ -41,6 +42,10 @@ AUTO_RATIO = 4.0
 
 AUTO_MIN_BYTES = 1 << 20
 """In automatic mode smaller results are left alone."""
+
+
+class ChunkingError(ValueError):
+    """A head that the user marked cannot run chunk by chunk; the message says why."""
 
 
 def default_rows(head: Head) -> int:
@@ -76,6 +81,7 @@ def chunk_trace(
 
     Raises:
         ValueError, TypeError: an argument outside of what is accepted.
+        ChunkingError: a head marked by `with thunder_mem.chunked():` cannot be chunked.
     """
     check_options(chunks, rows, accumulate)
     explicit = chunks is not None or isinstance(rows, int)
@@ -92,10 +98,12 @@ def chunk_trace(
     loops: list[LoopPlan] = []
     refusals: dict[tuple[str, str], Refusal] = {}
     tried: set[str] = set()
-    new = trace
+    new, marks = strip_marks(trace)
+    marked = frozenset().union(*(m.names for m in marks)) if marks else frozenset()
+    done: set[str] = set()
     while True:
         program = read_program(new)
-        found = _next_head(program, explicit, tried, refusals)
+        found = _next_head(program, explicit, marked, tried, refusals)
         if found is None:
             break
         region, found_in = found
@@ -109,6 +117,8 @@ def chunk_trace(
             refusals[first.label, first.source] = _refusal(first, e)
             continue
         loops.append(loop.plan)
+        done.update(region.values, (leaf.outputs[0].name for leaf in (a.leaf for a in region.amplifiers)))
+    _check_marks(marks, done, tuple(refusals.values()))
     record = ChunkRecord(tuple(loops), tuple(refusals.values()))
     if new is not trace:
         millis = (time.perf_counter_ns() - start) // 1_000_000
@@ -136,15 +146,25 @@ def _refusal(leaf: Any, e: Refused) -> Refusal:
     return Refusal(leaf.label, leaf.source, e.leaf.label, e.leaf.source, e.reason)
 
 
+def _check_marks(marks: Sequence[Mark], done: set[str], refusals: Sequence[Refusal]) -> None:
+    for mark in marks:
+        if done & mark.names:
+            continue
+        why = "; ".join(map(str, refusals)) or "there is no matrix product in it that is larger than its input"
+        raise ChunkingError(f"the head marked by thunder_mem.chunked() at {mark.source} is not chunked: {why}")
+
+
 def _next_head(
-    program: Program, explicit: bool, tried: set[str], refusals: dict[tuple[str, str], Refusal]
+    program: Program, explicit: bool, marked: frozenset[str], tried: set[str], refusals: dict[tuple[str, str], Refusal]
 ) -> tuple[Region, TraceCtx] | None:
     """The largest amplifier not yet tried that has a region, and the trace it was found in, where a
     slice may have moved; refusals are noted on the way.
     """
-    ratio, least = (1.0, 1) if explicit else (AUTO_RATIO, AUTO_MIN_BYTES)
-    for leaf, rows in candidates(program, ratio, least):
+    for leaf, rows in candidates(program, 1.0, 1):
         out = leaf.outputs[0]
+        large = out.numel > AUTO_RATIO * leaf.inputs[rows].numel and out.numel * out.dtype.bytes >= AUTO_MIN_BYTES
+        if not (explicit or large or out.name in marked):
+            continue
         key = f"{out.name}/{rows}"
         if key in tried:
             continue
@@ -154,7 +174,7 @@ def _next_head(
             region, trace = _grow_hoisting(program, leaf, rows)
         except Refused as e:
             # An MLP amplifies too and does not end in a loss: that is no news unless it is loss-sized.
-            if out.numel > AUTO_RATIO * leaf.inputs[rows].numel:
+            if out.numel > AUTO_RATIO * leaf.inputs[rows].numel or out.name in marked:
                 refusals.setdefault(name, _refusal(leaf, e))
             continue
         if region.n < 2:

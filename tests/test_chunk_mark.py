@@ -1,0 +1,62 @@
+"""``with thunder_mem.chunked():`` through Thunder's interpreter."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+from thunder_mem.chunk_mark import chunked
+from thunder_mem.chunking import ChunkingError
+from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
+
+
+def inputs():
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(37, 8, generator=g).requires_grad_(), torch.randn(64, 8, generator=g).requires_grad_()
+    return x, w, torch.randint(0, 64, (37,), generator=g)
+
+
+def marked(x, w, t):
+    h = torch.tanh(x)
+    with chunked():
+        loss = F.cross_entropy(F.linear(h, w), t)
+    return loss
+
+
+def coupled(x, w, t):
+    with chunked():
+        z = F.linear(x, w)
+        loss = torch.softmax(z, 0).square().sum()
+    return loss
+
+
+def test_a_mark_chunks_even_a_small_head():
+    x, w, t = inputs()
+    transform = ChunkLossHead(rows="auto")
+    fn = thunder.jit(marked, transforms=[transform])
+    loss = fn(x, w, t)
+    assert len(transform.record.loops) == 1
+    assert "chunked_begin" not in str(thunder.last_traces(fn)[-1])
+    for a, b in zip(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(marked(x, w, t), (x, w)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_refusal_inside_a_mark_is_an_error_with_both_lines():
+    with pytest.raises(ChunkingError, match=r"test_chunk_mark.py:\d+.*rows"):
+        thunder.jit(coupled, transforms=[ChunkLossHead(rows="auto")])(*inputs())
+
+
+def test_a_mark_around_nothing_is_an_error():
+    def nothing(x, w, t):
+        with chunked():
+            y = x * 2
+        return F.cross_entropy(F.linear(y, w), t)
+
+    with pytest.raises(ChunkingError, match="no matrix product"):
+        thunder.jit(nothing, transforms=[ChunkLossHead(rows="auto")])(*inputs())
+
+
+def test_without_the_transform_a_mark_does_nothing():
+    x, w, t = inputs()
+    torch.testing.assert_close(thunder.jit(marked)(x, w, t), marked(x, w, t))
+    torch.testing.assert_close(thunder.jit(coupled)(x, w, t), coupled(x, w, t))
