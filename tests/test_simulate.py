@@ -9,6 +9,7 @@ from torch import nn
 
 from thunder_mem.allocator import CachingAllocator, allocate, rounded
 from thunder_mem.devices import DEVICES, device_spec
+from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.fits import fits, largest_batch, largest_sequence
 from thunder_mem.predict import PredictionError, predict
 from thunder_mem.simulate import simulate, simulated_device
@@ -125,6 +126,28 @@ def test_views_that_leave_a_region_cost_nothing(fusion):
 
         prediction = predict(thunder.jit(f), x)
     assert prediction.measured_bytes == 4 * MIB + 2 * MIB
+
+
+@pytest.mark.slow
+def test_modelled_regions_are_what_inductor_makes_of_them():
+    """Event by event, the model of a region on a GPU agrees with the regions that ran on the CPU."""
+
+    def run(device):
+        with torch.device(device):
+            model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.GELU(), nn.Unflatten(1, (3, 32)))
+            x = torch.ones(16, 32)
+
+        def f(x):
+            q, k, v = model(x).unbind(1)
+            return (q.softmax(-1) * k.t().contiguous().t() + v.float().exp()).sum(0), q * 2, k[::2] + 1
+
+        return predict(thunder.jit(f, executors=[mem_pointwise_ex]), x)
+
+    on_cpu = run("cpu")
+    with simulate("H100-80GB", fusion=None):
+        on_cuda = run("cuda")
+    assert any(e.bsym.sym.is_fusion for e in on_cpu.timeline)
+    assert [(e.name, e.live_bytes) for e in on_cpu.timeline] == [(e.name, e.live_bytes) for e in on_cuda.timeline]
 
 
 def test_flash_attention_backward_has_its_scratch():

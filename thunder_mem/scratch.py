@@ -5,7 +5,9 @@ Two sources, chosen by the device kind:
 - `ProbingRunner`, for the CPU one stands on: the operation runs once for real, alone, on zeros laid
   out like its inputs, and the allocator is watched. The result is kept for each operation, layout of
   inputs and number of threads, for the life of the process (and so for one version of torch). It is
-  exact, and it also tells how a compiled region really lays out what it returns.
+  exact. A region compiled by Inductor is such an operation too: running it, rather than replaying the
+  wrapper that Inductor wrote, needs none of Inductor's internals, counts what matmuls inside it hold,
+  and tells how it really lays out what it returns.
 - `SimulatedRunner`, for a device that is not there: what the operation's own Python and the
   composite operators in it allocate is seen by running it on fake tensors; what the kernels of a
   real device allocate inside themselves is not, except for those in `KERNEL_SCRATCH`.
