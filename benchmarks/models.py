@@ -11,9 +11,11 @@ forward and backward; the parameters' gradients exist before (as from the second
 the logits. Eager peaks in MiB above the start, with and without checkpointing, the same with 1, 2 and 4
 threads (``python -m benchmarks.models`` prints them):
 
-- loss inside, V=8000: 50.39 / 77.21, which is the published 50.4 / 77.2 to the digit;
-- loss outside, V=256: 20.29 / 33.34, against the published 20.0 / 33.3. That pair does not say its
-  vocabulary, and none between 64 and 1024 gives both of its numbers at once: V=128 gives 20.04 / 33.09.
+- loss inside, V=8000: 50.39 / 77.21, the 50.4 / 77.2 of facts/scheduling.md. The loss must not keep the logits
+  alive through the backward: a caller that does pays one matrix of logits more, 66.01 / 92.84;
+- loss outside, V=256: 20.29 / 33.34. The facts say 20.0 / 33.3 and name no vocabulary; their configuration
+  was not found. Of 64, 128, 256, 320, 512 and 1024 none gives both numbers (V=128: 20.04 / 33.09), nor
+  do the Blocks alone (19.79 / 33.34), a sum for a loss, or reentrant checkpoints.
 """
 
 from __future__ import annotations
@@ -165,8 +167,8 @@ def llama_step(
     Raises:
         ValueError: a size below 1, or a width that the heads do not divide.
     """
-    sizes = dict(vocab=vocab, layers=layers, tokens=tokens, width=width, heads=heads, mlp_width=mlp_width, batch=batch)
-    for name, value in sizes.items():
+    sizes = {"vocab": vocab, "layers": layers, "tokens": tokens, "width": width, "heads": heads}
+    for name, value in {**sizes, "mlp_width": mlp_width, "batch": batch}.items():
         if value < 1:
             raise ValueError(f"{name} is a size of at least 1, not {value}")
     if width % heads:
@@ -193,7 +195,8 @@ def llama_step(
         output_grad = torch.randn(batch, tokens, vocab).to(dtype) / (batch * tokens)
     if checkpointing:
         gpt.transformer.h = nn.ModuleList(_Checkpointed(block) for block in gpt.transformer.h)
-    name = f"llama V={vocab}, loss {'inside' if loss_inside else 'outside'}, checkpointing {'on' if checkpointing else 'off'}"
+    where, switch = ("inside" if loss_inside else "outside"), ("on" if checkpointing else "off")
+    name = f"llama V={vocab}, loss {where}, checkpointing {switch}"
     if loss_inside:
         return Program(name, _WithLoss(gpt), (inputs, targets), trains=True)
     return Program(name, gpt, (inputs,), output_grad, trains=True)

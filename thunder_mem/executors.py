@@ -12,8 +12,8 @@ What a region is at run time:
   calls it, so nothing is left behind when the jitted function goes.
 - Nothing compiles until the first call, so planning may fuse as often as it likes. Then the region is
   traced with the real strides of its inputs (a Thunder proxy has none) and handed to Inductor directly.
-  There is no Dynamo and there are no guards: a call looks its shapes and strides up in a dict, which
-  takes about 5 us in all where a `torch.compile`d function takes about 50.
+  There is no Dynamo and there are no guards: a call looks its shapes and strides up in a dict. One
+  multiply-add of 4 x 4 took 4.3 us so, and 48 us as a `torch.compile`d region (2 cores, torch 2.11).
 - Outputs have the strides and the aliasing that the unfused operations would have.
 - Chains in float16 or bfloat16 are computed in float32 and rounded once, at a region's outputs
   (Inductor's `emulate_precision_casts` stays off), so a fused result is at least as exact as an unfused
