@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thunder.core.compile_data import _compile_data
 from thunder.core.prims import OpTags, PrimIDs
@@ -22,7 +22,7 @@ from thunder.extend import Executor, FusionExecutor
 
 from thunder_mem.effects import leaves
 from thunder_mem.emit import emit
-from thunder_mem.plan import Plan
+from thunder_mem.plan import Plan, Refusal
 from thunder_mem.planner import make_plan
 from thunder_mem.recompute import recompute_in_backward
 from thunder_mem.regions import Fusibility
@@ -30,7 +30,7 @@ from thunder_mem.saving import storages_to_rebuild
 from thunder_mem.sorting import SortFunction
 from thunder_mem.trace_graph import TraceGraph, read_trace
 
-__all__ = ["PlanningExecutor", "PlanningOptions", "fusibility", "last_plan", "seat"]
+__all__ = ["PlanningExecutor", "PlanningOptions", "fusibility", "last_plan", "seat", "unseat"]
 
 _NOT_CHEAP = {
     PrimIDs.SUM, PrimIDs.PROD, PrimIDs.AMAX, PrimIDs.AMIN, PrimIDs.VAR, PrimIDs.VAR_MEAN, PrimIDs.STD,
@@ -47,6 +47,7 @@ class PlanningOptions:
 
     sort: str | SortFunction = "auto"
     strict: bool = False
+    refused: tuple[Refusal, ...] = ()  # by what ran before
 
 
 class _Session:
@@ -108,14 +109,19 @@ def seat(executors: Sequence[Executor], options: PlanningOptions) -> tuple[Execu
     """The executors with a planner in each fusion executor's seat (one before the last two, Thunder's
     own, if there is no fusion executor). Planners from an earlier compilation give way to new ones."""
     session = _Session(options)
-    plain = [e.inner if isinstance(e, PlanningExecutor) else e for e in executors]
     seated: list[Executor] = [
-        PlanningExecutor(e, session) if isinstance(e, FusionExecutor) else e for e in plain if e is not None
+        PlanningExecutor(e, session) if isinstance(e, FusionExecutor) else e for e in unseat(executors)
     ]
     if not session.executors:
         always = next((i for i, e in enumerate(seated) if e.name in ("torch", "python")), len(seated))
         seated.insert(always, PlanningExecutor(None, session))
     return tuple(seated)
+
+
+def unseat(executors: Sequence[Executor]) -> tuple[Executor, ...]:
+    """The executors as the user gave them."""
+    plain = (e.inner if isinstance(e, PlanningExecutor) else e for e in executors)
+    return tuple(e for e in plain if e is not None)
 
 
 def last_plan(jitted) -> Plan | None:
@@ -132,6 +138,7 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
 
         trace = replace_uniform(trace)
     plan, source, trace = _best_plan(trace, session)
+    plan = replace(plan, refused=(*session.options.refused, *plan.refused))
     took_ms = (time.perf_counter_ns() - start) // 1_000_000
     executors = {str(e.name): e for e in session.executors}
     new = emit(source, trace, plan, executors, f"Memory planning (took {took_ms} milliseconds)")

@@ -69,7 +69,7 @@ def effects_of(bsym: BoundSymbol) -> Effects:
     for b in (bsym, *leaves(bsym)):
         if _is_barrier(b):
             barrier = True
-        if target := _written(b):
+        if (target := _written(b)) is not None:
             writes.append(target.name)
         if is_random(b):
             channels.append(f"rng:{_device(bsym)}")

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.effects import Effects, effects_of
 from thunder_mem.graph import Graph, Op, Storage, make_graph
+from thunder_mem.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.layout import Layout
 
 __all__ = ["TraceGraph", "read_trace"]
@@ -175,6 +176,7 @@ def _ops(
                 reads=tuple(reads),
                 writes=tuple(dict.fromkeys(storage_of[name] for name in effect.writes)),
                 allocates=tuple(allocates),
+                scratch_bytes=estimated_scratch_bytes(b),
                 backward=i >= forward_count,
                 payload=b,
             )

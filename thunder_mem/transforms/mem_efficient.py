@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from thunder.core.compile_data import get_compile_data
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 from thunder.extend import FusionExecutor, get_always_executors, get_default_executors
 
 from thunder_mem.attention import mem_attention_ex
-from thunder_mem.delegate import PlanningOptions, seat
+from thunder_mem.chunking import chunk_trace
+from thunder_mem.delegate import PlanningOptions, seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.plan import Refusal
 from thunder_mem.sorting import SORTS, SortFunction
 
 __all__ = ["MemEfficient"]
@@ -27,6 +31,8 @@ class MemEfficient(Transform):
         sort: the algorithm that orders the program: a name of `thunder_mem.SORTS`, or your own
             function `(Graph) -> Sequence[int]`, whose order is checked and refused if it breaks a
             dependency.
+        chunk: run large loss heads chunk by chunk, so that logits never exist whole (see
+            `thunder_mem.ChunkLossHead`, which does this alone and takes more options).
         strict: raise when planning fails. By default a warning names the cause, and the program is
             compiled as Thunder alone would.
 
@@ -42,25 +48,34 @@ class MemEfficient(Transform):
         0.0
     """
 
-    def __init__(self, *, sort: str | SortFunction = "auto", strict: bool = False) -> None:
+    def __init__(
+        self, *, sort: str | SortFunction = "auto", chunk: bool = True, strict: bool = False
+    ) -> None:
         if isinstance(sort, str):
             if sort not in SORTS:
                 raise ValueError(f"sort={sort!r} is not known; known are {', '.join(SORTS)}, or give a function")
         elif not callable(sort):
             raise TypeError(f"sort is a name or a function (Graph) -> Sequence[int], not {sort!r}")
-        if not isinstance(strict, bool):
-            raise TypeError(f"strict is True or False, not {strict!r}")
+        for name, value in (("chunk", chunk), ("strict", strict)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} is True or False, not {value!r}")
         self._options = PlanningOptions(sort=sort, strict=strict)
+        self._chunk = chunk
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
     ):
         compile_data = get_compile_data()
-        compile_data.executors_list = seat(_with_defaults(compile_data.executors_list), self._options)
+        executors = _with_defaults(compile_data.executors_list)
+        refused: tuple[Refusal, ...] = ()
+        if self._chunk:
+            computation_trace, record = chunk_trace(computation_trace, executors_list=unseat(executors))
+            refused = tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals)
+        compile_data.executors_list = seat(executors, replace(self._options, refused=refused))
         return prologue_trace, computation_trace, epilogue_trace
 
     def __repr__(self) -> str:
-        return f"thunder_mem.MemEfficient(sort={self._options.sort!r}, strict={self._options.strict})"
+        return f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, strict={self._options.strict})"
 
 
 def _with_defaults(executors: tuple) -> tuple:

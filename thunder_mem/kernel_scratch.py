@@ -1,0 +1,51 @@
+"""What kernels hold while they run, beyond their inputs and outputs: estimates for planning.
+
+The planner needs to know only where the large ones are, so that it runs them when little else is
+alive. `scratch.py` measures (on a CPU) or states what a prediction reports.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from thunder.core.dtypes import bfloat16, float16
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, has_tags
+
+from thunder_mem.chunk_loop import is_chunk_loop, scratch_bytes
+
+__all__ = ["estimated_scratch_bytes"]
+
+_GEMMS = {PrimIDs.MATMUL, PrimIDs.LINEAR, PrimIDs.CONVOLUTION}
+_FLOAT32_BYTES = 4
+
+
+def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
+    """Bytes that the kernel of `bsym` holds for itself, to the accuracy that planning needs.
+
+    - a chunk loop states its own;
+    - a 16-bit matrix product on a CPU adds up in a float32 copy of its result;
+    - the backward of fused attention adds up in float32: the gradients of query, key and value on a
+      CPU, that of the query alone on a GPU.
+    """
+    if is_chunk_loop(bsym):
+        return scratch_bytes(bsym)
+    outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
+    if not outs or outs[0].dtype not in (bfloat16, float16):
+        return 0
+    on_cpu = outs[0].device.type == "cpu"
+    if "attention" in bsym.sym.name and "backward" in bsym.sym.name:
+        return sum(_float32_bytes(p) for p in (outs[:3] if on_cpu else outs[:1]))
+    if on_cpu and _is_gemm(bsym):
+        return _float32_bytes(outs[0])
+    return 0
+
+
+def _is_gemm(bsym: BoundSymbol) -> bool:
+    symbols = (bsym, *bsym.subsymbols)
+    return any(b.sym.id in _GEMMS or has_tags(b, {OpTags.MATMUL_OP}) for b in symbols)
+
+
+def _float32_bytes(p: TensorProxy) -> int:
+    return prod(map(int, p.shape)) * _FLOAT32_BYTES
