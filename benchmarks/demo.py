@@ -29,7 +29,7 @@ from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.measure import measure_curve
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
@@ -68,7 +68,9 @@ def measure(program: Program, peer: str) -> Row:
         program.step(compiled)
     curve = tuple(accumulate(measure_curve(program.step, compiled).deltas))
     plan = last_plan(compiled) if peer == "MemEfficient" else None
-    summary = {"sort": plan.sort, "chosen": plan.chosen, "candidates": [asdict(c) for c in plan.candidates]} if plan else None
+    summary = (
+        {"sort": plan.sort, "chosen": plan.chosen, "candidates": [asdict(c) for c in plan.candidates]} if plan else None
+    )
     return Row(program.name, peer, max(curve, default=0), curve, summary)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from thunder_mem.graph import Graph, Op, Storage, make_graph
+from thunder_mem.graph import Graph, Op, make_graph
 from thunder_mem.regions import Fusibility, Groups
 
 __all__ = ["Absorbed", "absorb_amplifiers"]
@@ -72,8 +72,8 @@ def _choose(graph: Graph, fuse: Fusibility) -> list[bool]:
 
 def _reprice(graph: Graph, fuse: Fusibility, absorbed: Sequence[bool]) -> list[bool]:
     end = list(range(len(graph)))  # the last op that needs the value, or its copy
-    for op in range(len(graph) - 1, -1, -1):
-        end[op] = max((end[c] if absorbed[c] else c for c in fuse.consumers[op]), default=op)
+    for i in range(len(graph) - 1, -1, -1):
+        end[i] = max((end[c] if absorbed[c] else c for c in fuse.consumers[i]), default=i)
     last_use = [-1] * len(graph.storages)
     for op in graph.ops:
         if not absorbed[op.index]:
@@ -86,9 +86,10 @@ def _reprice(graph: Graph, fuse: Fusibility, absorbed: Sequence[bool]) -> list[b
         i = op.index
         if not fuse.cheap[i] or not graph.outputs.isdisjoint(op.allocates):
             continue
-        rebuilt = {s for s in op.reads if (a := graph.allocator[s]) is not None and chosen[a]}
-        inner = (p for p in fuse.operands[i] if chosen[p])
-        sources[i] = tuple(dict.fromkeys([*(s for s in op.reads if s not in rebuilt), *(s for p in inner for s in sources[p])]))
+        rebuilt = {s for s in op.reads if (maker := graph.allocator[s]) is not None and chosen[maker]}
+        direct = [s for s in op.reads if s not in rebuilt]
+        through = [s for p in fuse.operands[i] if chosen[p] for s in sources[p]]
+        sources[i] = tuple(dict.fromkeys([*direct, *through]))
         kept_alive = sum(
             graph.storages[s].nbytes
             for s in sources[i]
@@ -165,7 +166,7 @@ def _with_copies(graph: Graph, fuse: Fusibility, chains: Mapping[int, tuple[int,
     renumber = {s: i for i, s in enumerate(kept)}
     new_graph = make_graph(
         [_renumbered(op, renumber) for op in ops],
-        [Storage(renumber[s], storages[s].nbytes, storages[s].name, storages[s].device, storages[s].held) for s in kept],
+        [replace(storages[s], index=i) for i, s in enumerate(kept)],
         edges,
         [renumber[s] for s in graph.outputs],
     )

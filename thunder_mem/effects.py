@@ -129,7 +129,9 @@ def _is_barrier(bsym: BoundSymbol) -> bool:
     sym = bsym.sym
     if sym.id in (PrimIDs.RETURN, PrimIDs.PRINT, PrimIDs.ITEM, PrimIDs.SINK):
         return True
-    if has_tags(bsym, {OpTags.DEVICE_SYNC_OP, OpTags.CTX_MANAGER_ENTER_EXIT_OP, OpTags.TORCH_COMPILE_COMPLIANT_CUSTOM_OP}):
+    if has_tags(
+        bsym, {OpTags.DEVICE_SYNC_OP, OpTags.CTX_MANAGER_ENTER_EXIT_OP, OpTags.TORCH_COMPILE_COMPLIANT_CUSTOM_OP}
+    ):
         return True
     if sym.id in _STASHES:
         return True

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thunder.core.proxies import Proxy, variableify
-
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.utils import OrderedSet
 from thunder.executors.utils import Region
@@ -15,7 +14,7 @@ from thunder.extend import FusionExecutor
 
 from thunder_mem.layout import is_view
 from thunder_mem.plan import Plan, PlannedRegion
-from thunder_mem.trace_graph import TraceGraph
+from thunder_mem.trace_graph import BACKWARD, TraceGraph
 
 __all__ = ["emit"]
 
@@ -33,7 +32,9 @@ class _Step:
     makes: dict[str, Proxy]
 
 
-def emit(source: TraceGraph, trace: TraceCtx, plan: Plan, executors: Mapping[str, FusionExecutor], note: str) -> TraceCtx:
+def emit(
+    source: TraceGraph, trace: TraceCtx, plan: Plan, executors: Mapping[str, FusionExecutor], note: str
+) -> TraceCtx:
     """The trace of `plan`, its regions fused by their executors.
 
     Args:
@@ -56,7 +57,7 @@ def emit(source: TraceGraph, trace: TraceCtx, plan: Plan, executors: Mapping[str
                 continue
             bsym = executor.fuse(_region(step, wanted), fused)
             if step.region.backward:
-                bsym.tags.add(BoundSymbolTag.BACKWARD)
+                bsym.tags.add(BACKWARD)
             new.bound_symbols.append(bsym)
             fused += 1
     new.bound_symbols.append(source.result)
@@ -80,8 +81,8 @@ def _step(source: TraceGraph, region: PlannedRegion) -> _Step:
                     renamed[variableify(p)] = p.replace_name(f"re_{p.name}", disambiguate=True)
         if renamed and any(variableify(p) in renamed for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)):
             bsym = bsym.from_bsym_swap_proxies(renamed)
-        if op in copies and region.backward and BoundSymbolTag.BACKWARD not in bsym.tags:
-            bsym = bsym.from_bsym(tags=bsym.tags | {BoundSymbolTag.BACKWARD})
+        if op in copies and region.backward and BACKWARD not in bsym.tags:
+            bsym = bsym.from_bsym(tags=bsym.tags | {BACKWARD})
         for p in bsym.flat_proxy_args:
             if p.name not in local:
                 wants[p.name] = p

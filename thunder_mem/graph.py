@@ -133,7 +133,8 @@ class Graph:
             position[op] = step
         if len(order) != len(self.ops):
             missing = next(op for op, step in enumerate(position) if step < 0)
-            raise GraphError(f"the order has {len(order)} steps for {len(self.ops)} ops: {self._label(missing)} is missing")
+            counts = f"{len(order)} steps for {len(self.ops)} ops"
+            raise GraphError(f"the order has {counts}: {self._label(missing)} is missing")
         for op in order:
             for before in self.predecessors[op]:
                 if position[before] > position[op]:
@@ -156,9 +157,9 @@ class Graph:
             >>> [s.nbytes for s in make_graph(ops, [x, y, z], outputs=[2]).contract([(0, 1)]).storages]
             [8, 4]
         """
-        groups = [tuple(sorted(group)) for group in groups]
+        members = [tuple(sorted(group)) for group in groups]
         home = [-1] * len(self.ops)
-        for g, group in enumerate(groups):
+        for g, group in enumerate(members):
             for op in group:
                 if home[op] >= 0:
                     raise GraphError(f"{self._label(op)} stands in two regions")
@@ -167,24 +168,27 @@ class Graph:
                 home[op] = g
         for op, g in enumerate(home):
             if g < 0:
-                home[op] = len(groups)
-                groups.append((op,))
+                home[op] = len(members)
+                members.append((op,))
 
-        before: list[set[int]] = [set() for _ in groups]
+        before: list[set[int]] = [set() for _ in members]
         for op, predecessors in enumerate(self.predecessors):
             before[home[op]].update(home[p] for p in predecessors)
-        for g, predecessors in enumerate(before):
-            predecessors.discard(g)
+        for g, earlier in enumerate(before):
+            earlier.discard(g)
 
-        order = self._order_groups(groups, before)
+        order = self._order_groups(members, before)
         position = {g: i for i, g in enumerate(order)}
         outlives = set(self.outputs)
-        for op in self.ops:
-            outlives.update(s for s in op.touches if self.allocator[s] is None or home[self.allocator[s]] != home[op.index])
+        for user in self.ops:
+            for s in user.touches:
+                maker = self.allocator[s]
+                if maker is None or home[maker] != home[user.index]:
+                    outlives.add(s)
         kept = [s for s in range(len(self.storages)) if s in outlives or self.allocator[s] is None]
         renumber = {s: i for i, s in enumerate(kept)}
         return Graph(
-            ops=tuple(self._merge(i, groups[g], renumber) for i, g in enumerate(order)),
+            ops=tuple(self._merge(i, members[g], renumber) for i, g in enumerate(order)),
             storages=tuple(replace(self.storages[s], index=i) for i, s in enumerate(kept)),
             predecessors=tuple(tuple(sorted(position[p] for p in before[g])) for g in order),
             outputs=frozenset(renumber[s] for s in self.outputs),

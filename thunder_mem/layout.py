@@ -51,7 +51,15 @@ _VIEWS: dict[PrimIDs, Callable] = {
     PrimIDs.CONVERT_ELEMENT_TYPE: lambda a, dtype: a.to(dtype),
 }
 # Their results are contiguous, whatever the operands' strides.
-_DENSE = {PrimIDs.CAT, PrimIDs.LINEAR, PrimIDs.MATMUL, PrimIDs.EMBEDDING, PrimIDs.TAKE, PrimIDs.FULL, PrimIDs.STRIDE_ORDER}
+_DENSE = {
+    PrimIDs.CAT,
+    PrimIDs.LINEAR,
+    PrimIDs.MATMUL,
+    PrimIDs.EMBEDDING,
+    PrimIDs.TAKE,
+    PrimIDs.FULL,
+    PrimIDs.STRIDE_ORDER,
+}
 # Claimed symbols without subsymbols, by the name of the torch function that runs.
 _VIEW_NAMES: dict[str, Callable] = {
     "shallow_copy": lambda a: a,
@@ -103,22 +111,24 @@ class Layout:
         if is_view(bsym) and self._run_view(bsym):
             return
         known = {p.name for p in bsym.flat_proxy_args}
-        outs = [p for p in bsym.flat_proxy_outs if p.name not in known and isinstance(p, TensorProxy | FutureTensorProxy)]
+        outs = [
+            p for p in bsym.flat_proxy_outs if p.name not in known and isinstance(p, TensorProxy | FutureTensorProxy)
+        ]
         written = _in_place_target(bsym)
         for position, p in enumerate(outs):
             if written is not None and position == 0:
                 self._tensors[p.name] = self._tensors[written.name]
             elif p.name not in self._tensors:
-                self._tensors[p.name] = self._fresh(bsym, p, position)
+                self._tensors[p.name] = self._fresh(bsym, p)
 
     def _run_view(self, bsym: BoundSymbol) -> bool:
-        function = _VIEWS.get(bsym.sym.id) or _VIEW_NAMES.get(bsym.sym.name)
+        function = _VIEWS.get(bsym.sym.id) or _VIEW_NAMES.get(bsym.sym.name)  # type: ignore[call-overload]
         if function is None:
             for sub in bsym.subsymbols:
                 if not self._run_view(sub):
                     return False
             return all(p.name in self._tensors for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy))
-        args, kwargs = tree_map(self._to_meta, (tuple(bsym.args), dict(bsym.kwargs)))
+        args, kwargs = tree_map(self._to_meta, (tuple(bsym.args), dict(bsym.kwargs)))  # type: ignore[arg-type]
         try:
             result = function(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, KeyError):
@@ -139,10 +149,12 @@ class Layout:
             return to_torch_dtype(value)
         return value
 
-    def _fresh(self, bsym: BoundSymbol, p: TensorProxy, position: int) -> torch.Tensor:
+    def _fresh(self, bsym: BoundSymbol, p: TensorProxy | FutureTensorProxy) -> torch.Tensor:
         shape = tuple(map(int, p.shape))
         operands = [
-            self._tensors[a.name] for a in bsym.flat_proxy_args if a.name in self._tensors and tuple(a.shape) == shape
+            self._tensors[a.name]
+            for a in bsym.flat_proxy_args
+            if isinstance(a, TensorProxy) and a.name in self._tensors and tuple(a.shape) == shape
         ]
         if bsym.sym.name.startswith("mem_attention") and len(shape) == 4:
             # The CPU kernel lays its results out as (B, T, H, E) and shows them as (B, H, T, E).

@@ -110,7 +110,9 @@ def _emittable(group: tuple[int, ...], base: Absorbed) -> Groups:
         if is_view and len(core) > 1 and core.isdisjoint(base.fuse.consumers[op]):
             core.remove(op)
             views.append((op,))
-    kept = (tuple(sorted(core)),) if len(core) == 1 or base.fuse.executors(core) else tuple((op,) for op in sorted(core))
+    kept = (
+        (tuple(sorted(core)),) if len(core) == 1 or base.fuse.executors(core) else tuple((op,) for op in sorted(core))
+    )
     return (*kept, *reversed(views))
 
 

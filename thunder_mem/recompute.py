@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from thunder.core.proxies import Proxy, variableify
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
-from thunder_mem.trace_graph import TraceGraph
+from thunder_mem.trace_graph import BACKWARD, TraceGraph
 
 __all__ = ["recompute_in_backward"]
 
@@ -57,7 +57,7 @@ def _body(source: TraceGraph, storages: frozenset[int]) -> list[BoundSymbol]:
                 continue
             renamed.update({variableify(p): p.replace_name(f"bw_{p.name}", disambiguate=True) for p in outs})
             copy = bsym.from_bsym_swap_proxies(renamed)
-            body.append(copy.from_bsym(tags=copy.tags | {BoundSymbolTag.BACKWARD}))
+            body.append(copy.from_bsym(tags=copy.tags | {BACKWARD}))
 
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
         wanted = [p for p in bsym.flat_proxy_args if is_rebuilt(p)] if op.backward else []

@@ -214,7 +214,7 @@ class _Merger:
 
     def _candidates(self, here: int) -> list[int]:
         """Later slots within the window that touch a storage this region touches, nearest first."""
-        found = set()
+        found: set[int] = set()
         for op in self.slots[here]:
             for s in self.graph.ops[op].touches:
                 if self.large[s]:
@@ -239,7 +239,9 @@ class _Merger:
         for k in range(there - here + 1):
             delta += change[k]
             live.append(self.live_bytes[here + k] + delta)
-        runs = [k for k in range(there - here + 1) if here + k == target or (0 < k < there - here and self.slots[here + k])]
+        runs = [
+            k for k in range(there - here + 1) if here + k == target or (0 < k < there - here and self.slots[here + k])
+        ]
         if any(live[k] > limit for k in runs):
             return False
         other = here if target == there else there

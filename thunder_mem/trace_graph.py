@@ -13,7 +13,7 @@ from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import FutureTensorProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_flatten_with_dataclass, tree_iter
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, TraceTag
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,8 +22,10 @@ from thunder_mem.graph import Graph, Op, Storage, make_graph
 from thunder_mem.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.layout import Layout
 
-__all__ = ["TraceGraph", "read_trace"]
+__all__ = ["BACKWARD", "TraceGraph", "read_trace"]
 
+BACKWARD = BoundSymbolTag.BACKWARD  # type: ignore[attr-defined]
+_STATIC = ProxyTag.STATIC_MEMORY_LOCATION  # type: ignore[attr-defined]
 _UNPACKING = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT}
 
 
@@ -58,7 +60,7 @@ def read_trace(trace: TraceCtx) -> TraceGraph:
     Raises:
         ValueError: the trace has no return statement, or uses a proxy that nothing produces.
     """
-    symbols = [b for b in trace.bound_symbols if not _is_release(b)]
+    symbols: list[BoundSymbol] = [b for b in trace.bound_symbols if not _is_release(b)]  # type: ignore[misc, arg-type]
     if not symbols or symbols[-1].sym.id is not PrimIDs.RETURN:
         raise ValueError("the trace does not end with a return statement")
     *body, result = symbols
@@ -125,9 +127,9 @@ def _is_release(bsym: BoundSymbol) -> bool:
 def _held(trace: TraceCtx, arguments: Sequence[Proxy]) -> set[str]:
     """The arguments that the caller keeps: all of a forward's; of a backward's only parameters and
     buffers, because it clears the list of what was saved."""
-    if TraceTag.BACKWARD not in trace.tags:
+    if TraceTag.BACKWARD not in trace.tags:  # type: ignore[attr-defined]
         return {p.name for p in arguments}
-    return {p.name for p in arguments if ProxyTag.STATIC_MEMORY_LOCATION in p.tags}
+    return {p.name for p in arguments if _STATIC in p.tags}
 
 
 def _storages(

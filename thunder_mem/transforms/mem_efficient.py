@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from thunder.core.compile_data import get_compile_data
 from thunder.core.trace import TraceCtx
@@ -48,9 +49,7 @@ class MemEfficient(Transform):
         0.0
     """
 
-    def __init__(
-        self, *, sort: str | SortFunction = "auto", chunk: bool = True, strict: bool = False
-    ) -> None:
+    def __init__(self, *, sort: str | SortFunction = "auto", chunk: bool = True, strict: bool = False) -> None:
         if isinstance(sort, str):
             if sort not in SORTS:
                 raise ValueError(f"sort={sort!r} is not known; known are {', '.join(SORTS)}, or give a function")
@@ -65,7 +64,7 @@ class MemEfficient(Transform):
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
     ):
-        compile_data = get_compile_data()
+        compile_data: Any = get_compile_data()
         executors = _with_defaults(compile_data.executors_list)
         refused: tuple[Refusal, ...] = ()
         if self._chunk:
@@ -75,7 +74,9 @@ class MemEfficient(Transform):
         return prologue_trace, computation_trace, epilogue_trace
 
     def __repr__(self) -> str:
-        return f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, strict={self._options.strict})"
+        return (
+            f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, strict={self._options.strict})"
+        )
 
 
 def _with_defaults(executors: tuple) -> tuple:
