@@ -32,7 +32,16 @@ from torch.utils.checkpoint import checkpoint
 
 from thunder_mem import measure
 
-__all__ = ["Program", "efficient", "fan", "inefficient", "llama_step", "shared_efficient", "shared_inefficient"]
+__all__ = [
+    "Program",
+    "efficient",
+    "fan",
+    "gpt_module",
+    "inefficient",
+    "llama_step",
+    "shared_efficient",
+    "shared_inefficient",
+]
 
 
 @dataclass(frozen=True)
@@ -200,6 +209,23 @@ def llama_step(
     if loss_inside:
         return Program(name, _WithLoss(gpt), (inputs, targets), trains=True)
     return Program(name, gpt, (inputs,), output_grad, trains=True)
+
+
+def gpt_module(config: Config, checkpointing: bool, loss_inside: bool, device: str, dtype: torch.dtype) -> nn.Module:
+    """A litgpt model of any configuration, on a device that may be simulated.
+
+    Called with tokens (B, T) it gives logits (B, T, V), or with tokens and targets the mean cross entropy.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            gpt = GPT(config)
+    finally:
+        torch.set_default_dtype(default)
+    if checkpointing:
+        gpt.transformer.h = nn.ModuleList(_Checkpointed(block) for block in gpt.transformer.h)
+    return _WithLoss(gpt) if loss_inside else gpt
 
 
 def eager_peaks() -> dict[str, int]:

@@ -122,7 +122,7 @@ class Layout:
                 self._tensors[p.name] = self._fresh(bsym, p)
 
     def _run_view(self, bsym: BoundSymbol) -> bool:
-        function = _VIEWS.get(bsym.sym.id) or _VIEW_NAMES.get(bsym.sym.name)  # type: ignore[call-overload]
+        function = _VIEWS.get(bsym.sym.id) or _VIEW_NAMES.get(bsym.sym.name)  # type: ignore[arg-type]
         if function is None:
             for sub in bsym.subsymbols:
                 if not self._run_view(sub):
