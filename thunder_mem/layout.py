@@ -9,6 +9,7 @@ operators return the layouts assumed here (dense, elementwise results laid out l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ _DENSE = {
     PrimIDs.FULL,
     PrimIDs.STRIDE_ORDER,
 }
+# Functions of PyTorch, not their decompositions, whose results are contiguous whatever the operands' strides.
+_DENSE_NAMES = {"softmax", "log_softmax", "cumsum", "cumprod", "roll", "tril", "triu", "layer_norm"}
 # Claimed symbols without subsymbols, by the name of the torch function that runs.
 _VIEW_NAMES: dict[str, Callable] = {
     "shallow_copy": lambda a: a,
@@ -68,16 +71,39 @@ _VIEW_NAMES: dict[str, Callable] = {
     "detach": lambda a: a.detach(),
     "wait": lambda a: a,
     "torch_wait_prim_impl": lambda a: a,
+    "torch_prims_reshape_impl": lambda a, shape: a.reshape(shape),
+    "torch_slice_prim_impl": _slice,
 }
+
+
+@cache
+def _torch_view(name: str) -> Callable | None:
+    """PyTorch's function of that name if, by its schema, its result may share memory with an argument.
+
+    Thunder registers many operators as they are (`swapaxes`, `diagonal`, `view_as_real`, ...). One of
+    them taken for a copy would be a view that nothing orders against a write to its base.
+    """
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return None
+    returns = [r for overload in packet.overloads() for r in getattr(packet, overload)._schema.returns]
+    if not any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+        return None
+    return getattr(torch, name, None) or getattr(torch.Tensor, name, None)
+
+
+def _view_function(bsym: BoundSymbol) -> Callable | None:
+    if bsym.sym.executor is not None and bsym.sym.name == "diagonal":
+        return torch.diagonal  # a view, where Thunder's decomposition gathers
+    known = _VIEWS.get(bsym.sym.id) or _VIEW_NAMES.get(bsym.sym.name)  # type: ignore[arg-type]
+    return known or (None if bsym.subsymbols or isinstance(bsym.sym.id, PrimIDs) else _torch_view(bsym.sym.name))
 
 
 def is_view(bsym: BoundSymbol) -> bool:
     """Whether it only names its input anew, by another shape or dtype, or copies it for want of a stride."""
-    if bsym.sym.name in _VIEW_NAMES:
+    if _view_function(bsym) is not None:
         return True
-    return all(
-        leaf.sym.id in _VIEWS or leaf.sym.name in _VIEW_NAMES or not leaf.flat_proxy_outs for leaf in leaves(bsym)
-    )
+    return all(_view_function(leaf) is not None or not leaf.flat_proxy_outs for leaf in leaves(bsym))
 
 
 class Layout:
@@ -122,7 +148,7 @@ class Layout:
                 self._tensors[p.name] = self._fresh(bsym, p)
 
     def _run_view(self, bsym: BoundSymbol) -> bool:
-        function = _VIEWS.get(bsym.sym.id) or _VIEW_NAMES.get(bsym.sym.name)  # type: ignore[arg-type]
+        function = _view_function(bsym)
         if function is None:
             for sub in bsym.subsymbols:
                 if not self._run_view(sub):
@@ -159,7 +185,12 @@ class Layout:
         if bsym.sym.name.startswith("mem_attention") and len(shape) == 4:
             # The CPU kernel lays its results out as (B, T, H, E) and shows them as (B, H, T, E).
             return _empty(p).transpose(1, 2).contiguous().transpose(1, 2)
-        if any(leaf.sym.id in _DENSE or leaf.sym.name in ("cat", "linear", "matmul") for leaf in (bsym, *leaves(bsym))):
+        if bsym.sym.executor is not None and bsym.sym.name in _DENSE_NAMES:
+            return _empty(p)
+        follows = bsym.sym.executor is not None and bsym.sym.name.endswith("_like")  # its decomposition does not
+        if not follows and any(
+            leaf.sym.id in _DENSE or leaf.sym.name in ("cat", "linear", "matmul") for leaf in (bsym, *leaves(bsym))
+        ):
             return _empty(p)
         if "scaled_dot_product" in bsym.sym.name:
             operands = operands[:1]  # on a GPU the fused kernels follow the layout of the query
