@@ -22,7 +22,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.models import Program, efficient, fan, inefficient, llama_step
+from benchmarks.models import (
+    Program,
+    efficient,
+    fan,
+    inefficient,
+    llama_step,
+    shared_efficient,
+    shared_inefficient,
+)
 from thunder_mem import MemEfficient, last_plan
 from thunder_mem.attention import mem_attention_ex
 from thunder_mem.executors import mem_pointwise_ex
@@ -57,7 +65,8 @@ class Row:
 
 
 def programs() -> list[Program]:
-    return [fan(efficient), fan(inefficient), llama_step(checkpointing=True), llama_step(checkpointing=False)]
+    fans = [fan(fn) for fn in (efficient, inefficient, shared_efficient, shared_inefficient)]
+    return [*fans, llama_step(checkpointing=True), llama_step(checkpointing=False)]
 
 
 def measure(program: Program, peer: str) -> Row:
@@ -76,7 +85,7 @@ def measure(program: Program, peer: str) -> Row:
 
 def table(rows: list[Row]) -> Table:
     view = Table(title="Peak memory above the start, MiB (measured)", title_justify="left")
-    view.add_column("program")
+    view.add_column("program", min_width=20)
     for peer in PEERS:
         view.add_column(peer, justify="right")
     for name in dict.fromkeys(row.program for row in rows):

@@ -2,15 +2,14 @@
 
 The small litgpt step on the CPU (T=1024, D=256, bf16), Thunder with the package's executors against the
 same with MemEfficient. The two are timed in turn within one run, so that what else the machine does
-falls on both; the ratio of the medians counts. Planning's share of `thunder.jit`'s own time (tracing,
-transforming, planning; without compiling regions, which happens at the first call) is read from the
-trace's provenance. Writes ``benchmarks/results/step_time.json``.
+falls on both; the ratio of the medians counts. Planning's share is of `thunder.jit`'s own time: tracing,
+transforming and planning, without compiling regions, which happens at the first call.
+Writes ``benchmarks/results/step_time.json``.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import time
 from pathlib import Path
@@ -31,8 +30,7 @@ STEPS = 41
 
 
 def planning_ms(jitted: object) -> int:
-    notes = (str(trace.get_provenance()) for trace in thunder.last_traces(jitted))
-    return sum(int(m[1]) for note in notes if (m := re.search(r"Memory planning \(took (\d+)", note)))
+    return thunder.compile_stats(jitted).thunder_mem_planning_ms
 
 
 def compare(checkpointing: bool) -> dict[str, object]:

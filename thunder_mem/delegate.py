@@ -22,6 +22,7 @@ from thunder.extend import Executor, FusionExecutor
 
 from thunder_mem.effects import leaves
 from thunder_mem.emit import emit
+from thunder_mem.measure import collector_off
 from thunder_mem.plan import Plan, Refusal
 from thunder_mem.planner import make_plan
 from thunder_mem.recompute import recompute_in_backward
@@ -93,7 +94,9 @@ class PlanningExecutor(FusionExecutor):
         session = self._session
         if session.plan is None and not session.failed:
             try:
-                return _plan_and_emit(trace, session)
+                # Planning makes many small objects that live until its end: collecting meanwhile finds nothing.
+                with collector_off():
+                    return _plan_and_emit(trace, session)
             except Exception as error:
                 if session.options.strict:
                     raise
@@ -145,6 +148,7 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     session.plan = plan
     if (stats := _compile_data.get()[1]) is not None:
         stats.thunder_mem_plan = plan
+        stats.thunder_mem_planning_ms = took_ms
     return new
 
 

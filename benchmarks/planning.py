@@ -1,0 +1,94 @@
+"""How planning grows with the program: ``python -m benchmarks.planning``.
+
+litgpt LLaMA-style training steps of 2 to 72 layers (small widths; the joint trace's length is what
+counts), compiled by Thunder with MemEfficient, nothing run. Splits the planner's time into reading the
+trace, deciding, and emitting, beside Thunder's own compile time. Writes
+``benchmarks/results/planning.json`` and ``planning.png``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import matplotlib
+import thunder
+import torch
+from rich.console import Console
+
+from benchmarks.models import llama_step
+from thunder_mem import MemEfficient, delegate
+from thunder_mem.attention import mem_attention_ex
+from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.predict import compiled_entry
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).parent / "results"
+LAYERS = (2, 8, 18, 36, 72)
+
+
+def measure(layers: int) -> dict[str, float]:
+    program = llama_step(layers=layers, tokens=64, width=32, heads=2, mlp_width=64, checkpointing=False)
+    spent = dict.fromkeys(("read_trace", "make_plan", "emit"), 0.0)
+    ops = []
+
+    def timed(name: str):
+        inner = getattr(delegate, name)
+
+        def call(*args, **kwargs):
+            start = time.perf_counter()
+            result = inner(*args, **kwargs)
+            spent[name] += time.perf_counter() - start
+            if name == "read_trace":
+                ops.append(len(result.graph))
+            return result
+
+        return mock.patch.object(delegate, name, call)
+
+    jitted = thunder.jit(
+        program.fn, executors=[mem_attention_ex, mem_pointwise_ex], transforms=[MemEfficient(strict=True)]
+    )
+    with timed("read_trace"), timed("make_plan"), timed("emit"):
+        start = time.perf_counter()
+        compiled_entry(jitted, program.args, {}, call=True)
+        jit_s = time.perf_counter() - start
+    planning_s = thunder.compile_stats(jitted).thunder_mem_planning_ms / 1e3
+    return {
+        "layers": layers,
+        "ops": ops[0],
+        "planning_s": round(planning_s, 3),
+        **{f"{name}_s": round(seconds, 3) for name, seconds in spent.items()},
+        "jit_s": round(jit_s, 2),
+        "share": round(planning_s / jit_s, 4),
+    }
+
+
+def main(layers: tuple[int, ...]) -> None:
+    torch.set_num_threads(1)
+    measure(1)  # imports and caches
+    rows = []
+    for count in layers:
+        rows.append(measure(count))
+        Console().print(rows[-1])
+    RESULTS.mkdir(exist_ok=True)
+    record = {"command": "python -m benchmarks.planning", "torch": torch.__version__, "rows": rows}
+    (RESULTS / "planning.json").write_text(json.dumps(record, indent=1) + "\n")
+    figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    ops = [row["ops"] for row in rows]
+    for name, label in (("planning_s", "planning"), ("read_trace_s", "reading"), ("make_plan_s", "deciding")):
+        axis.plot(ops, [row[name] for row in rows], marker="o", label=label)
+    axis.set_xlabel("ops in the joint trace")
+    axis.set_ylabel("seconds")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.legend(frameon=False)
+    figure.savefig(RESULTS / "planning.png", dpi=130)
+
+
+if __name__ == "__main__":
+    main(tuple(map(int, sys.argv[1:])) or LAYERS)
