@@ -1,0 +1,206 @@
+"""Reports: every figure equals the prediction's, every form opens, and nothing shown can break out of it."""
+
+import io
+import json
+import random
+
+import pytest
+import rich.console
+import thunder
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from thunder_mem.plan import Candidate, Plan, Refusal
+from thunder_mem.predict import Held, Prediction
+from thunder_mem.replay import Event
+from thunder_mem.report import Report, explain
+from thunder_mem.report.facts import CATEGORIES
+from thunder_mem.report.peaks import hills
+from thunder_mem.transforms import MemEfficient
+
+
+class Blocks(nn.Module):
+    """Three equal blocks with shared weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.narrow(torch.nn.functional.gelu(self.wide(x)))
+        return x.sum()
+
+
+def compiled(transforms=()):
+    jitted = thunder.jit(Blocks(), executors=[], transforms=list(transforms))
+    jitted(torch.randn(8, 16))
+    return jitted
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return explain(compiled([MemEfficient()]), budget_bytes=2**20)
+
+
+def synthetic(ops, seed=0, name="op"):
+    """A timeline of `ops` operations, half of them backward, with storages that live for random spans."""
+    rng = random.Random(seed)
+    storages = [Held(4096, "w", (), (32, 32), torch.float32, torch.device("cpu"), "argument", -1, ops - 1)]
+    dying = [0] * (ops + 1)
+    born = []
+    for i in range(ops):
+        nbytes = 64 * rng.randrange(1, 1000)
+        last = min(ops - 1, i + rng.randrange(0, max(2, ops // 4)))
+        device = torch.device("cpu")
+        storages.append(Held(nbytes, f"{name}_t{i}", (), (nbytes // 4,), torch.float32, device, "computed", i, last))
+        dying[last + 1] += nbytes
+        born.append(nbytes)
+    live, events = 4096, []
+    for i in range(ops):
+        live += born[i] - dying[i]
+        phase = "forward" if i < ops // 2 else "backward"
+        events.append(
+            Event(i, phase, f"{name}{i % 7}", (f"{name}_t{i}",), f"/code/{name}.py:{i % 50 + 1}", live, born[i])
+        )
+    return Prediction(tuple(events), tuple(storages), 4096, "cpu", ("made up",))
+
+
+def test_the_report_shows_the_predictions_peak_and_exactly_who_holds_it(planned):
+    assert planned.peak_bytes == planned.prediction.peak_bytes == planned.peak.live_bytes
+    assert sum(t.nbytes for t in planned.tenants) == planned.peak_bytes
+    assert sum(t.count for t in planned.tenants) == len(planned.prediction.held_at_peak)
+    assert sum(t.share for t in planned.tenants) == pytest.approx(1)
+    assert planned.headroom_bytes == 2**20 - planned.prediction.total_peak_bytes
+    text = str(planned)
+    assert f"({planned.peak_bytes:,} bytes)" in text
+    assert f"{planned.peak.op} #{planned.peak.index}" in text
+    for candidate in planned.plan.candidates:
+        assert candidate.name in text
+
+
+def test_equal_layers_are_folded_into_one_row(planned):
+    folded = [t for t in planned.tenants if t.count > 1]
+    assert folded
+    assert all(len(t.names) == min(t.count, 8) for t in folded)
+
+
+def test_lines_of_the_users_code_are_found_even_for_the_backward(planned):
+    peak = planned.peak
+    assert peak.phase == "backward" and peak.place.undoes
+    assert "test_report.py" in str(peak.place)
+    assert "gelu" in peak.place.code
+    linear = next(planned.moment(i) for i, e in enumerate(planned.prediction.timeline) if e.name.endswith("linear"))
+    assert "torch/nn/modules/linear.py" in str(linear.place)
+    assert "gelu" in linear.place.code  # where the user's code takes what the library made
+
+
+def test_the_categories_sum_to_the_live_bytes(planned):
+    for report in (planned, Report(synthetic(200))):
+        for event, *parts in zip(report.prediction.timeline, *report.layers, strict=True):
+            assert sum(parts) == event.live_bytes
+    at_peak = dict(zip(CATEGORIES, planned.peak.by_category, strict=True))
+    assert at_peak["saved for the backward"] > 0
+    assert at_peak["held by the caller"] == planned.prediction.held_bytes
+
+
+def test_bounds_speak_of_the_predicted_bytes(planned):
+    assert [o.phase for o in planned.optimality] == ["forward", "backward"]
+    for o in planned.optimality:
+        assert not o.reason
+        assert o.peak_bytes == planned.prediction.phase(o.phase).peak_bytes
+        assert o.bound_bytes <= o.peak_bytes
+        assert o.proven == (o.gap == 0)
+    plain = explain(compiled())
+    forward, backward = plain.optimality
+    assert forward.proven
+    assert backward.gap > 0  # Thunder's own order is not the best one
+    assert backward.bound_bytes <= planned.optimality[1].peak_bytes < backward.peak_bytes
+
+
+def test_without_memefficient_the_memory_is_reported_and_that_there_is_no_plan():
+    report = explain(compiled(), bounds=False)
+    assert report.plan is None and report.optimality == ()
+    assert "MemEfficient made no plan" in str(report)
+    assert report.peak_bytes > 0
+
+
+def test_what_cannot_be_explained_says_why():
+    with pytest.raises(ValueError, match="never been called"):
+        explain(thunder.jit(lambda x: x + 1, executors=[]))
+    with pytest.raises(TypeError, match=r"thunder\.jit returned, not function"):
+        explain(lambda x: x)
+    with pytest.raises(TypeError, match="'1GiB'"):
+        explain(compiled(), budget_bytes="1GiB")
+    with pytest.raises(ValueError, match="above 0, not -1"):
+        explain(compiled(), budget_bytes=-1)
+
+
+def test_a_program_without_operations_has_a_report():
+    report = Report(Prediction((), (), 64, "cpu"))
+    assert report.peak is None and report.tenants == () and report.runner_ups == ()
+    assert "Nothing runs" in str(report)
+
+
+def test_a_budget_that_is_exceeded_is_called_so():
+    report = Report(synthetic(20), budget_bytes=1)
+    assert report.headroom_bytes == 1 - report.prediction.total_peak_bytes
+    assert "does not fit into 1 B" in str(report)
+
+
+def test_every_refusal_is_listed_with_its_reason():
+    plan = Plan((), "a", (Candidate("a", 1, 2, 0),), "source", (Refusal("cross_entropy", "its [weights] are odd"),))
+    text = str(Report(synthetic(20), plan))
+    assert "cross_entropy" in text and "its [weights] are odd" in text
+
+
+def test_rich_prints_names_with_brackets_as_they_are():
+    console = rich.console.Console(width=100, record=True, file=io.StringIO())
+    console.print(Report(synthetic(20, name="[red]x[/red]")))
+    assert "[red]x[/red]" in console.export_text()
+
+
+def test_json_says_the_same_and_is_plain(planned, tmp_path):
+    planned.save(tmp_path / "report.json")
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["peak_bytes"] == max(data["timeline"]["live_bytes"]) == planned.peak_bytes
+    assert sum(t["nbytes"] for t in data["tenants"]) == planned.peak_bytes
+    assert data["plan"]["chosen"] == planned.plan.chosen
+    assert len({len(column) for column in data["timeline"].values()}) == 1
+    planned.save(tmp_path / "report.txt")
+    assert (tmp_path / "report.txt").read_text() == f"{planned}\n"
+
+
+def test_an_unknown_ending_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"'report\.doc'.*\.json"):
+        Report(synthetic(20)).save(tmp_path / "report.doc")
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=40), st.sampled_from([0, 0.05, 0.3, 1]))
+def test_hills_against_a_walk_from_every_top(live, share):
+    least = max(1, share * (max(live) - min(live)))
+
+    def descent(i):
+        """How far one has to go down from `i` to get higher (to the left: as high)."""
+        depths = []
+        for step, higher in ((-1, lambda v: v >= live[i]), (1, lambda v: v > live[i])):
+            lowest, j = live[i], i + step
+            while 0 <= j < len(live) and not higher(live[j]):
+                lowest, j = min(lowest, live[j]), j + step
+            if 0 <= j < len(live):
+                depths.append(live[i] - lowest)
+        return min(depths, default=None)
+
+    expected = [i for i in range(len(live)) if (d := descent(i)) is None or d >= least]
+    expected.sort(key=lambda i: (-live[i], i))
+    assert list(hills(live, count=50, share=share)) == expected
+    assert live[hills(live)[0]] == max(live)
+
+
+def test_hills_refuse_nonsense():
+    with pytest.raises(ValueError, match="count from 1 up"):
+        hills([1], count=0)
+    with pytest.raises(ValueError, match=r"share in 0\.\.1"):
+        hills([1], share=2)

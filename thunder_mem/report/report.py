@@ -1,0 +1,276 @@
+"""`Report`: all that is known about the memory of one compiled function, as plain data."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from thunder_mem.plan import Plan
+from thunder_mem.predict import Prediction
+from thunder_mem.report.bound import Optimality
+from thunder_mem.report.facts import CATEGORIES, Facts, Place, label
+from thunder_mem.report.peaks import hills
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["Moment", "PhasePeak", "Report", "Tenant"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One operation of the timeline and what is alive while it runs, in bytes.
+
+    Attributes:
+        index: of its event.
+        phase: "forward", "backward", ...
+        op: what runs, as the trace prints it.
+        place: the line of source that it comes from.
+        live_bytes: all that is alive, scratch left aside.
+        scratch_bytes: what it holds beyond that, only while it runs.
+        by_category: the live bytes per category of `CATEGORIES`.
+    """
+
+    index: int
+    phase: str
+    op: str
+    place: Place
+    live_bytes: int
+    scratch_bytes: int
+    by_category: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A storage alive at the peak; or several alike, as those of equal layers.
+
+    Attributes:
+        count: how many there are.
+        nbytes: of all of them together.
+        share: `nbytes` as a share of the peak, 0..1.
+        names: the first tensor of each; up to eight, the rest is only counted.
+        aliases: the other tensors that show the first one.
+        shape, dtype, device: of the first tensor of each.
+        category: one of `CATEGORIES`.
+        producer: the operation that made it (or the first of them); "" if the caller brought it.
+        place: where that comes from.
+        born, last: indices of the first and the last event it is alive in; -1: before the first. Of
+            several, the earliest and the latest.
+        why: why it is alive.
+    """
+
+    count: int
+    nbytes: int
+    share: float
+    names: tuple[str, ...]
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    category: str
+    producer: str
+    place: Place
+    born: int
+    last: int
+    why: str
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """The peak of one phase: its name, how many operations it has, and its highest live bytes."""
+
+    name: str
+    ops: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compiled function holds, when, and why. `str()` it, print it with rich, or save it.
+
+    Attributes:
+        prediction: the timeline that all figures come from.
+        plan: what MemEfficient decided; None if it made no plan.
+        optimality: per phase, a lower bound, or why there is none; empty if none was asked for.
+        budget_bytes: what the peak is compared with, if anything.
+        notes: what else is worth knowing, in sentences.
+    """
+
+    prediction: Prediction
+    plan: Plan | None = None
+    optimality: tuple[Optimality, ...] = ()
+    budget_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    _facts: Facts = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_facts", Facts(self.prediction))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once, the caller's included, scratch left aside."""
+        return self.prediction.peak_bytes
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What the budget leaves at the peak with scratch; negative if it is exceeded, None without a budget."""
+        return None if self.budget_bytes is None else self.budget_bytes - self.prediction.total_peak_bytes
+
+    @cached_property
+    def peak(self) -> Moment | None:
+        """The operation that holds the peak; None if nothing runs."""
+        event = self.prediction.peak_event
+        return None if event is None else self.moment(self._facts.position[event.index])
+
+    @cached_property
+    def runner_ups(self) -> tuple[Moment, ...]:
+        """The other hills of the timeline, highest first: where the peak would be if this one were gone."""
+        if self.peak is None:
+            return ()
+        positions = hills([e.live_bytes for e in self.prediction.timeline])
+        return tuple(m for m in map(self.moment, positions) if m.index != self.peak.index)
+
+    @cached_property
+    def phases(self) -> tuple[PhasePeak, ...]:
+        """The phases in the order they run."""
+        parts = (self.prediction.phase(name) for name in self.prediction.phases)
+        return tuple(PhasePeak(p.timeline[0].phase, len(p.timeline), p.peak_bytes) for p in parts)
+
+    @cached_property
+    def tenants(self) -> tuple[Tenant, ...]:
+        """Who is alive at the peak, largest first, those that differ in nothing but their layer folded into one."""
+        if self.peak is None:
+            return ()
+        facts, timeline = self._facts, self.prediction.timeline
+        at = facts.position[self.peak.index]
+        folded: dict[tuple[Any, ...], list[Tenant]] = {}
+        for storage in self.prediction.held_at_peak:
+            made = storage.kind not in ("argument", "tangent", "parameter")
+            born = facts.position.get(storage.born) if made else None
+            tenant = Tenant(
+                count=1,
+                nbytes=storage.nbytes,
+                share=storage.nbytes / self.peak_bytes if self.peak_bytes else 0.0,
+                names=(storage.name,),
+                aliases=storage.aliases,
+                shape=storage.shape,
+                dtype=str(storage.dtype).removeprefix("torch."),
+                device=str(storage.device),
+                category=facts.category(storage),
+                producer=label(timeline[born]) if born is not None else "",
+                place=facts.places[born] if born is not None else Place(),
+                born=storage.born,
+                last=storage.last,
+                why=facts.why(storage, at),
+            )
+            op = timeline[born].name if born is not None else storage.kind
+            reason = "".join(c for c in tenant.why if not c.isdigit())
+            key = (storage.nbytes, storage.shape, storage.dtype, tenant.category, op, tenant.place, reason)
+            folded.setdefault(key, []).append(tenant)
+        return tuple(sorted(map(_fold, folded.values()), key=lambda t: (-t.nbytes, t.born, t.names)))
+
+    def moment(self, position: int) -> Moment:
+        """What is alive at a position of the timeline.
+
+        Raises:
+            IndexError: there is no such position.
+        """
+        event = self.prediction.timeline[position]
+        return Moment(
+            index=event.index,
+            phase=event.phase,
+            op=event.name,
+            place=self._facts.places[position],
+            live_bytes=event.live_bytes,
+            scratch_bytes=event.scratch_bytes,
+            by_category=tuple(layer[position] for layer in self._facts.layers),
+        )
+
+    @property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Per category of `CATEGORIES`, the live bytes at each operation; they sum to the timeline's."""
+        return self._facts.layers
+
+    def __str__(self) -> str:
+        from thunder_mem.report.text import to_text
+
+        return to_text(self)
+
+    def __rich__(self) -> RenderableType:
+        from thunder_mem.report.text import to_rich
+
+        return to_rich(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, dicts, strings and numbers; the timeline as columns of equal length."""
+        timeline = self.prediction.timeline
+        return {
+            "peak_bytes": self.peak_bytes,
+            "total_peak_bytes": self.prediction.total_peak_bytes,
+            "scratch_bytes": self.prediction.scratch_bytes,
+            "held_bytes": self.prediction.held_bytes,
+            "budget_bytes": self.budget_bytes,
+            "headroom_bytes": self.headroom_bytes,
+            "device": self.prediction.device_type,
+            "assumptions": list(self.prediction.assumptions),
+            "notes": list(self.notes),
+            "peak": None if self.peak is None else asdict(self.peak),
+            "runner_ups": [asdict(m) for m in self.runner_ups],
+            "phases": [asdict(p) for p in self.phases],
+            "optimality": [asdict(o) for o in self.optimality],
+            "tenants": [asdict(t) for t in self.tenants],
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "categories": list(CATEGORIES),
+            "timeline": {
+                "op": [e.name for e in timeline],
+                "phase": [e.phase for e in timeline],
+                "source": [str(p) for p in self._facts.places],
+                "live_bytes": [e.live_bytes for e in timeline],
+                "scratch_bytes": [e.scratch_bytes for e in timeline],
+            },
+        }
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Write the report to a file, in the form that its ending names.
+
+        `.txt` and `.json` are what `str()` and `to_json()` give.
+
+        Raises:
+            ValueError: another ending.
+        """
+        path = pathlib.Path(path)
+        writers = {".txt": self._save_text, ".json": self._save_json}
+        if path.suffix not in writers:
+            raise ValueError(f"cannot save a report as {path.name!r}: the ending is one of {', '.join(writers)}")
+        writers[path.suffix](path)
+
+    def _save_text(self, path: pathlib.Path) -> None:
+        path.write_text(str(self) + "\n", encoding="utf-8")
+
+    def _save_json(self, path: pathlib.Path) -> None:
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def _fold(alike: list[Tenant]) -> Tenant:
+    first = alike[0]
+    if len(alike) == 1:
+        return first
+    return Tenant(
+        count=len(alike),
+        nbytes=sum(t.nbytes for t in alike),
+        share=sum(t.share for t in alike),
+        names=tuple(t.names[0] for t in alike[:8]),
+        aliases=first.aliases,
+        shape=first.shape,
+        dtype=first.dtype,
+        device=first.device,
+        category=first.category,
+        producer=first.producer,
+        place=first.place,
+        born=min(t.born for t in alike),
+        last=max(t.last for t in alike),
+        why=first.why if all(t.why == first.why for t in alike) else f"e.g. {first.why}",
+    )

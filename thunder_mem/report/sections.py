@@ -1,0 +1,180 @@
+"""What a report says, as headline and tables; the text, the terminal and the page only lay it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thunder_mem.planner import THUNDERS_OWN
+from thunder_mem.report.bound import Optimality
+from thunder_mem.report.facts import CATEGORIES
+from thunder_mem.report.report import Moment, Report, Tenant
+
+__all__ = ["Section", "headline", "sections", "size"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled table.
+
+    Attributes:
+        title: of the section.
+        columns: the header of each column.
+        rows: one text per column; the cells of the columns in `numeric` are aligned to the right.
+        numeric: positions of the columns that hold figures.
+        note: a sentence below the table, or "".
+        stack: where there is little room, all columns from this one on go below each other; None: none do.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: tuple[int, ...] = ()
+    note: str = ""
+    stack: int | None = None
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> size(512), size(1536), size(-3 * 2**30)
+        ('512 B', '1.50 KiB', '-3.00 GiB')
+    """
+    amount = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(amount) < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{amount:.2f} {unit}"
+        amount /= 1024
+    return f"{amount:.2f} TiB"
+
+
+def headline(report: Report) -> tuple[str, ...]:
+    """The first lines: the peak, where it is, whose line that is, and what the figures rest on."""
+    prediction, peak = report.prediction, report.peak
+    if peak is None:
+        return (f"Nothing runs: the caller's {size(report.peak_bytes)} are all there is", *report.notes)
+    lines = [
+        f"Peak {size(report.peak_bytes)} ({report.peak_bytes:,} bytes) in the {peak.phase}, at {peak.op} #{peak.index}"
+    ]
+    if peak.place.source:
+        lines.append(f"{peak.place}{': ' + peak.place.code if peak.place.code else ''}")
+    else:
+        lines.append("the trace names no line of source for it")
+    most = max(range(len(CATEGORIES)), key=lambda c: peak.by_category[c])
+    share = peak.by_category[most] / report.peak_bytes if report.peak_bytes else 0.0
+    lines.append(f"the largest part: {CATEGORIES[most]}, {size(peak.by_category[most])} ({share:.0%})")
+    if any(o.proven and o.phase == peak.phase for o in report.optimality):
+        lines.append("no order of these operations is lower: what remains is to save less, recompute more, or chunk")
+    if prediction.scratch_bytes:
+        lines.append(
+            f"scratch inside kernels adds {size(prediction.scratch_bytes)}: "
+            f"{size(prediction.total_peak_bytes)} ({prediction.total_peak_bytes:,} bytes) in all"
+        )
+    if report.headroom_bytes is not None and report.budget_bytes is not None:
+        verdict = "fits" if report.headroom_bytes >= 0 else "does not fit"
+        lines.append(f"{verdict} into {size(report.budget_bytes)}: headroom {size(report.headroom_bytes)}")
+    lines += [f"assumed: {a}" for a in prediction.assumptions]
+    return (*lines, *report.notes)
+
+
+def sections(report: Report, most: int = 25) -> tuple[Section, ...]:
+    """The tables of a report, those without rows left out.
+
+    Args:
+        report: the report.
+        most: rows a table of storages shows at most; what is beyond is summed up in its note.
+    """
+    found = [_plan(report), _phases(report), _tenants(report, most), _runner_ups(report), _refused(report)]
+    return tuple(s for s in found if s is not None and s.rows)
+
+
+def _plan(report: Report) -> Section | None:
+    plan = report.plan
+    if plan is None:
+        return None
+    before = next((c for c in plan.candidates if c.name == THUNDERS_OWN), None)
+    rows = []
+    for c in plan.candidates:
+        change = f"{c.peak_bytes / before.peak_bytes - 1:+.1%}" if before and before.peak_bytes else ""
+        chosen = "chosen" if c.name == plan.chosen else ""
+        name = f"{c.name} (as Thunder would)" if c is before else c.name
+        rows.append(
+            (
+                name,
+                size(c.forward_peak_bytes),
+                size(c.backward_peak_bytes),
+                size(c.peak_bytes),
+                change,
+                str(c.regions),
+                chosen,
+            )
+        )
+    fused = [r for r in plan.regions if r.executor is not None]
+    copies = sum(len(r.copies) for r in plan.regions)
+    note = (
+        f"Order by {plan.sort}; {len(fused)} fused regions of {sum(len(r.ops) for r in fused)} operations, "
+        f"{copies} operations recomputed inside of a region. The planner's own figures, before the final traces exist."
+    )
+    columns = ("candidate", "forward", "backward", "peak", "change", "steps", "")
+    return Section("Before and after", columns, tuple(rows[::-1]), (1, 2, 3, 4, 5), note)
+
+
+def _phases(report: Report) -> Section:
+    bounds = {o.phase: o for o in report.optimality}
+    rows = []
+    for phase in report.phases:
+        o = bounds.get(phase.name)
+        rows.append((phase.name, f"{phase.ops:,}", size(phase.peak_bytes), *_bound(o)))
+    note = ""
+    if any(o.bound_bytes is not None for o in report.optimality):
+        note = "A bound holds for every order of the same operations, with the same regions and saved values."
+    reasons = [f"No bound for the {o.phase}: {o.reason}." for o in report.optimality if o.reason]
+    columns = ("phase", "ops", "peak", "lower bound", "gap", "")
+    return Section("Phases", columns, tuple(rows), (1, 2, 3, 4), " ".join([note, *reasons]).strip())
+
+
+def _bound(o: Optimality | None) -> tuple[str, str, str]:
+    if o is None or o.bound_bytes is None or o.gap is None:
+        return "", "", ""
+    return size(o.bound_bytes), f"{o.gap:.1%}", "no order is lower" if o.proven else f"by {o.method}"
+
+
+def _tenants(report: Report, most: int) -> Section | None:
+    if report.peak is None:
+        return None
+    rows = tuple(_tenant(t) for t in report.tenants[:most])
+    rest = report.tenants[most:]
+    shares = ", ".join(f"{c} {size(b)}" for c, b in zip(CATEGORIES, report.peak.by_category, strict=True) if b)
+    note = f"In all: {shares}."
+    if rest:
+        note += f" And {sum(t.count for t in rest):,} smaller ones, {size(sum(t.nbytes for t in rest))} together."
+    columns = ("size", "share", "storage", "tensor", "made by", "alive", "why")
+    return Section("Alive at the peak", columns, rows, (0, 1), note, stack=2)
+
+
+def _tenant(t: Tenant) -> tuple[str, ...]:
+    names = ", ".join(t.names) + (", …" if t.count > len(t.names) else "")
+    if t.count > 1:
+        names = f"{t.count} × {size(t.nbytes // t.count)}: {names}"
+    elif t.aliases:
+        names += f" (= {', '.join(t.aliases[:4])}{', …' if len(t.aliases) > 4 else ''})"
+    made = ", ".join(filter(None, (t.producer, str(t.place)))) or "the caller"
+    alive = f"{'start' if t.born < 0 else t.born} → {t.last}"
+    shape = "×".join(map(str, t.shape)) or "scalar"
+    return size(t.nbytes), f"{t.share:.1%}", names, f"{t.dtype} {shape}", made, alive, t.why
+
+
+def _runner_ups(report: Report) -> Section:
+    columns = ("peak", "phase", "operation", "line")
+    rows = tuple((size(m.live_bytes), m.phase, f"{m.op} #{m.index}", _line(m)) for m in report.runner_ups)
+    return Section("Next highest hills", columns, rows, (0,))
+
+
+def _line(moment: Moment) -> str:
+    return f"{moment.place}: {moment.place.code}" if moment.place.code else str(moment.place)
+
+
+def _refused(report: Report) -> Section | None:
+    if report.plan is None:
+        return None
+    return Section("Left as it was", ("what", "why"), tuple((r.what, r.reason) for r in report.plan.refused))

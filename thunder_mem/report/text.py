@@ -1,0 +1,69 @@
+"""A report as plain text and for a terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from thunder_mem.report.report import Report
+from thunder_mem.report.sections import Section, headline, sections
+
+__all__ = ["to_rich", "to_text"]
+
+
+def to_text(report: Report) -> str:
+    """The report in plain text: the headline, then one table per section."""
+    first, *rest = headline(report)
+    lines = [first, *(f"  {line}" for line in rest)]
+    for section in sections(report):
+        lines += ["", section.title, *_plain_table(section)]
+        if section.note:
+            lines += [f"  {section.note}"]
+    return "\n".join(lines)
+
+
+def _plain_table(section: Section) -> list[str]:
+    table = [section.columns, *section.rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(section.columns))]
+    lines = []
+    for row in table:
+        cells = [
+            cell.rjust(width) if i in section.numeric else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    return lines
+
+
+def to_rich(report: Report) -> RenderableType:
+    """The report for rich: the same content, with names and reasons wrapped to the width at hand."""
+    first, *rest = headline(report)
+    parts: list[RenderableType] = [Text(first, style="bold"), *(Text(f"  {line}") for line in rest)]
+    for section in sections(report):
+        # Text throughout: a name such as "t[0]" is not markup.
+        section = _stacked(section) if section.stack is not None else section
+        table = Table(
+            box=box.SIMPLE_HEAD, title=Text(section.title, style="bold"), title_justify="left", pad_edge=False
+        )
+        for i, column in enumerate(section.columns):
+            numeric = i in section.numeric
+            table.add_column(Text(column), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+        for row in section.rows:
+            table.add_row(*map(Text, row))
+        parts.append(table)
+        if section.note:
+            parts.append(Text(f"  {section.note}", style="dim"))
+    return Group(*parts)
+
+
+def _stacked(section: Section) -> Section:
+    """The same table, with the last columns as lines of one cell."""
+    columns, rows, at = section.columns, section.rows, section.stack
+    lines = tuple(
+        (*row[:at], "\n".join(f"{c}: {cell}" for c, cell in zip(columns[at:], row[at:], strict=True))) for row in rows
+    )
+    return replace(section, columns=(*columns[:at], ""), rows=lines, stack=None)
