@@ -149,7 +149,7 @@ attention_forward = mem_attention_ex.register_operator(
     "mem_attention_forward",
     meta=_forward_meta,
     fn=_forward,
-    tags=(OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,),  # type: ignore[arg-type]  # a symbol is hashed: no list
+    tags=(OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,),  # a symbol is hashed: no list
 )
 attention_backward = mem_attention_ex.register_operator("mem_attention_backward", meta=_backward_meta, fn=_backward)
 attention_mask_grad = mem_attention_ex.register_operator("mem_attention_mask_grad", meta=_mask_grad_meta, fn=_mask_grad)

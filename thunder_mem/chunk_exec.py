@@ -125,12 +125,16 @@ class Accumulator:
         self.spec = spec
         self.dtype = accumulator_dtype(spec, accumulate)
         self.bounds = part_bounds(spec, accumulate)
-        self.parts = list(parts) if parts is not None else [
-            torch.zeros(hi - lo, *spec.shape[1:], dtype=self.dtype, device=spec.device)
-            if spec.shape
-            else torch.zeros((), dtype=self.dtype, device=spec.device)
-            for lo, hi in self.bounds
-        ]
+        self.parts = (
+            list(parts)
+            if parts is not None
+            else [
+                torch.zeros(hi - lo, *spec.shape[1:], dtype=self.dtype, device=spec.device)
+                if spec.shape
+                else torch.zeros((), dtype=self.dtype, device=spec.device)
+                for lo, hi in self.bounds
+            ]
+        )
 
     def add(self, grad: Tensor) -> None:
         """Add a gradient of the input's shape."""
@@ -210,7 +214,8 @@ def run(
     results = [total.result() for total in totals]
     flat: list[Tensor] = []
     for i in plan.grads if tangents is not None else ():
-        flat += grads[i].parts if isinstance(grads[i], Accumulator) else [grads[i]]
+        grad = grads[i]
+        flat += grad.parts if isinstance(grad, Accumulator) else [grad]
     return results, flat
 
 
@@ -223,9 +228,7 @@ def _new_grad(spec: Spec, accumulate: str) -> Tensor | Accumulator:
 def _run_block(plan, body, inputs, tangents, chunk, span, start, totals, grads, fake) -> None:
     at, end = span
     lo, hi = start + at, start + end
-    blocks = [
-        _block_view(buffer[at:end], g, end - at) for buffer, g in zip(chunk, plan.gemms, strict=True)
-    ]
+    blocks = [_block_view(buffer[at:end], g, end - at) for buffer, g in zip(chunk, plan.gemms, strict=True)]
     sides = []
     for i in plan.sides:
         sharding = plan.inputs[i].sharding
@@ -295,6 +298,7 @@ class _Total:
     def __init__(self, spec: Spec, n: int):
         self.spec = spec
         kind = spec.sharding.partial
+        self.value: Any  # a tensor; None until the first part of a maximum or minimum
         if kind is None:
             self.value = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
         elif kind == "sum":
@@ -336,7 +340,7 @@ def finish(plan: LoopPlan, scale: Tensor | None, parts: Sequence[Tensor]) -> lis
         count = 1 if spec.sharding.split else len(part_bounds(spec, plan.accumulate))
         mine, queue = queue[:count], queue[count:]
         # Only this frame and the caller's know these tensors from Python, so a C++ count above one is autograd's.
-        free = all(t._use_count() == 1 and _storage_holders(t) == 1 for t in mine)
+        free = all(t._use_count() == 1 and _storage_holders(t) == 1 for t in mine)  # type: ignore[attr-defined]
         results.append(_finish_one(spec, scale, mine, free))
     return results
 
@@ -412,7 +416,9 @@ def _pretend(plan: LoopPlan, body: Body, inputs: Sequence[Tensor], rows: int) ->
     out = [torch.empty(local_shape(s.shape, s.sharding, rows), dtype=s.dtype, device=s.device) for s in specs]
     for g, want in zip(plan.gemms, _wanted_gemms(plan), strict=True):
         if want:
-            out.append(torch.empty(local_shape(g.out.shape, g.out.sharding, rows), dtype=g.out.dtype, device=g.out.device))
+            out.append(
+                torch.empty(local_shape(g.out.shape, g.out.sharding, rows), dtype=g.out.dtype, device=g.out.device)
+            )
     for i in plan.sides:
         if i in plan.grads:
             s = plan.inputs[i]

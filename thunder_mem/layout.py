@@ -95,7 +95,7 @@ def _torch_view(name: str) -> Callable | None:
 def _view_function(bsym: BoundSymbol) -> Callable | None:
     if bsym.sym.executor is not None and bsym.sym.name == "diagonal":
         return torch.diagonal  # a view, where Thunder's decomposition gathers
-    known = _VIEWS.get(bsym.sym.id) or _VIEW_NAMES.get(bsym.sym.name)  # type: ignore[arg-type]
+    known = _VIEWS.get(bsym.sym.id) or _VIEW_NAMES.get(bsym.sym.name)
     return known or (None if bsym.subsymbols or isinstance(bsym.sym.id, PrimIDs) else _torch_view(bsym.sym.name))
 
 
@@ -154,7 +154,7 @@ class Layout:
                 if not self._run_view(sub):
                     return False
             return all(p.name in self._tensors for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy))
-        args, kwargs = tree_map(self._to_meta, (tuple(bsym.args), dict(bsym.kwargs)))  # type: ignore[arg-type]
+        args, kwargs = tree_map(self._to_meta, (tuple(bsym.args), dict(bsym.kwargs)))
         try:
             result = function(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, KeyError):

@@ -24,8 +24,8 @@ from thunder_mem.layout import Layout
 
 __all__ = ["BACKWARD", "TraceGraph", "read_trace"]
 
-BACKWARD = BoundSymbolTag.BACKWARD  # type: ignore[attr-defined]
-_STATIC = ProxyTag.STATIC_MEMORY_LOCATION  # type: ignore[attr-defined]
+BACKWARD = BoundSymbolTag.BACKWARD
+_STATIC = ProxyTag.STATIC_MEMORY_LOCATION
 _UNPACKING = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT}
 
 
@@ -60,7 +60,7 @@ def read_trace(trace: TraceCtx) -> TraceGraph:
     Raises:
         ValueError: the trace has no return statement, or uses a proxy that nothing produces.
     """
-    symbols: list[BoundSymbol] = [b for b in trace.bound_symbols if not _is_release(b)]  # type: ignore[misc, arg-type]
+    symbols: list[BoundSymbol] = [b for b in trace.bound_symbols if not _is_release(b)]
     if not symbols or symbols[-1].sym.id is not PrimIDs.RETURN:
         raise ValueError("the trace does not end with a return statement")
     *body, result = symbols
@@ -127,7 +127,7 @@ def _is_release(bsym: BoundSymbol) -> bool:
 def _held(trace: TraceCtx, arguments: Sequence[Proxy]) -> set[str]:
     """The arguments that the caller keeps: all of a forward's; of a backward's only parameters and
     buffers, because it clears the list of what was saved."""
-    if TraceTag.BACKWARD not in trace.tags:  # type: ignore[attr-defined]
+    if TraceTag.BACKWARD not in trace.tags:
         return {p.name for p in arguments}
     return {p.name for p in arguments if _STATIC in p.tags}
 
