@@ -2,12 +2,14 @@
 
 import io
 import json
+import pickle
 import random
 
 import pytest
 import rich.console
 import thunder
 import torch
+import torch.cuda._memory_viz as memory_viz
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,6 +20,7 @@ from thunder_mem.replay import Event
 from thunder_mem.report import Report, explain
 from thunder_mem.report.facts import CATEGORIES
 from thunder_mem.report.peaks import hills
+from thunder_mem.report.snapshot import snapshot
 from thunder_mem.transforms import MemEfficient
 
 
@@ -204,3 +207,55 @@ def test_hills_refuse_nonsense():
         hills([1], count=0)
     with pytest.raises(ValueError, match=r"share in 0\.\.1"):
         hills([1], share=2)
+
+
+def viewer_peak(events):
+    """The highest point of the viewer's timeline, and that no two blocks overlap."""
+    live, total, peak = {}, 0, 0
+    for e in events:
+        if e["action"] == "alloc":
+            assert e["addr"] not in live
+            live[e["addr"]] = e["size"]
+            total += e["size"]
+            peak = max(peak, total)
+        elif e["action"] == "free_completed":
+            assert live.pop(e["addr"]) == e["size"]
+            total -= e["size"]
+    return peak, live
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_snapshot_read_back_has_the_predicted_peak(planned, tmp_path, seed):
+    report = planned if seed == 0 else Report(synthetic(300, seed))
+    report.save(tmp_path / "snapshot.pickle")
+    data = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
+    (events,) = data["device_traces"]
+    peak, left = viewer_peak(events)
+    assert peak == report.prediction.total_peak_bytes
+    last = report.prediction.timeline[-1].index
+    assert sum(left.values()) == sum(s.nbytes for s in report.prediction.storages if s.last >= last)
+    (segment,) = data["segments"]
+    assert {b["address"]: b["requested_size"] for b in segment["blocks"] if b["state"] == "active_allocated"} == left
+    assert sum(b["size"] for b in segment["blocks"]) == segment["total_size"]
+
+
+def test_blocks_of_a_snapshot_never_overlap():
+    live = []
+    for e in snapshot(synthetic(300))["device_traces"][0]:
+        start, end = e["addr"], e["addr"] + e["size"]
+        if e["action"] == "alloc":
+            assert all(end <= a or b <= start for a, b in live)
+            live.append((start, end))
+        elif e["action"] == "free_completed":
+            live.remove((start, end))
+
+
+def test_pytorchs_own_viewer_takes_the_snapshot(planned):
+    data = snapshot(planned.prediction)
+    assert "snapshot.pickle" in memory_viz.trace_plot(data)
+    assert f"segments: {len(data['segments'])}" in memory_viz.segsum(data)
+    assert f"{len(data['device_traces'][0])} entries" in memory_viz.trace(data)
+    categories = {e["category"] for e in data["device_traces"][0]}
+    assert "unknown" in categories  # without it the viewer throws
+    lines = {f["filename"] for e in data["device_traces"][0] for f in e["frames"]}
+    assert __file__ in lines

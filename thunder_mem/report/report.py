@@ -236,13 +236,14 @@ class Report:
     def save(self, path: str | pathlib.Path) -> None:
         """Write the report to a file, in the form that its ending names.
 
-        `.txt` and `.json` are what `str()` and `to_json()` give.
+        `.txt` and `.json` are what `str()` and `to_json()` give; `.pickle` opens in PyTorch's memory
+        viewer (https://pytorch.org/memory_viz).
 
         Raises:
             ValueError: another ending.
         """
         path = pathlib.Path(path)
-        writers = {".txt": self._save_text, ".json": self._save_json}
+        writers = {".txt": self._save_text, ".json": self._save_json, ".pickle": self._save_snapshot}
         if path.suffix not in writers:
             raise ValueError(f"cannot save a report as {path.name!r}: the ending is one of {', '.join(writers)}")
         writers[path.suffix](path)
@@ -252,6 +253,11 @@ class Report:
 
     def _save_json(self, path: pathlib.Path) -> None:
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def _save_snapshot(self, path: pathlib.Path) -> None:
+        from thunder_mem.report.snapshot import snapshot_bytes
+
+        path.write_bytes(snapshot_bytes(self.prediction))
 
 
 def _fold(alike: list[Tenant]) -> Tenant:
