@@ -11,7 +11,9 @@ import pytest
 import thunder_mem
 
 README = Path(__file__).parent.parent / "README.md"
-MODULES = sorted(m.name for m in pkgutil.walk_packages(thunder_mem.__path__, "thunder_mem.") if "__main__" not in m.name)
+MODULES = sorted(
+    m.name for m in pkgutil.walk_packages(thunder_mem.__path__, "thunder_mem.") if "__main__" not in m.name
+)
 
 
 def test_readme_code_runs():

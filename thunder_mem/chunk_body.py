@@ -90,9 +90,7 @@ def build_body(
     fits: list[BoundSymbol] = []
     joint.push_scope(fits)
     with tracectx(joint), langctx_torch():
-        grads = [
-            _summed_to(g, a) for g, a, want in zip(returned["output"], forward.args, wanted, strict=True) if want
-        ]
+        grads = [_summed_to(g, a) for g, a, want in zip(returned["output"], forward.args, wanted, strict=True) if want]
     del joint.scopes[1:]
     body += fits
     kept = list(returned["fw_flat_out"]) if outputs else []
@@ -250,7 +248,7 @@ class _Replay:
         for d, r in zip(derived, replayed, strict=True):
             leaf = self.members[id(d)]
             shapes = self._shapes(d)
-            if [tuple(o.shape) for o in r.flat_proxy_outs] != [s for s in shapes]:
+            if [tuple(o.shape) for o in r.flat_proxy_outs] != list(shapes):
                 return False
             localise = relation(leaf).localise
             args, kwargs = localise(d.args, d.kwargs, shapes) if localise else (d.args, d.kwargs)
@@ -311,7 +309,17 @@ def _all(bsym: BoundSymbol):
 _VIEWS = {
     PrimIDs.SHALLOW_COPY, PrimIDs.BROADCAST_IN_DIM, PrimIDs.SQUEEZE, PrimIDs.TRANSPOSE, PrimIDs.RESHAPE, PrimIDs.SLICE,
 }  # fmt: skip
-_VIEW_NAMES = {"reshape", "permute", "unsqueeze", "squeeze", "expand", "view", "shallow_copy", "broadcast_in_dim", "detach"}
+_VIEW_NAMES = {
+    "reshape",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "view",
+    "shallow_copy",
+    "broadcast_in_dim",
+    "detach",
+}
 
 
 def _peak_bytes(trace: TraceCtx) -> int:

@@ -153,7 +153,8 @@ class Refusal:
 
     def __str__(self) -> str:
         at = f" at {self.source}" if self.source else ""
-        return f"the loss head {self.head} ({self.head_source or 'no source'}) is not chunked because of {self.op}{at}: {self.reason}"
+        head = f"the loss head {self.head} ({self.head_source or 'no source'})"
+        return f"{head} is not chunked because of {self.op}{at}: {self.reason}"
 
 
 @dataclass(frozen=True)
