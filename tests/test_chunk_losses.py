@@ -4,7 +4,7 @@ import chunk_cases
 import pytest
 import thunder
 import torch
-from chunk_cases import CASES, N, V, Case
+from chunk_cases import CASES, Case, N, V
 
 from thunder_mem.measure import measure_peak
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead

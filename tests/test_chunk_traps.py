@@ -180,7 +180,7 @@ def test_backward_twice_without_retaining_raises():
 def test_double_backward_raises():
     x, w, t = inputs()
     loss = chunked(head)[0](x, w, t)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
         (dx,) = torch.autograd.grad(loss, x, create_graph=True)
         dx.sum().backward()
 

@@ -17,7 +17,8 @@ from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from thunder_mem.chunk_rules import RULES, RuleError, pointwise
+from thunder_mem.chunk_op_rules import pointwise
+from thunder_mem.chunk_rules import RULES, RuleError
 
 __all__ = ["DECOMPOSITIONS", "decomposed", "register_decomposition"]
 

@@ -8,10 +8,11 @@ float32 take a fixed scratch instead, sum up in float32, and run three times as 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 __all__ = ["gemm", "needs_scratch", "scratch_bytes_of"]
 
@@ -25,7 +26,10 @@ def gemm(out: Tensor, a: Tensor, b: Tensor, *, add: bool, scratch_bytes: int) ->
         add: add to what `out` holds.
         scratch_bytes: temporaries take at most this much (where single calls are not possible).
     """
-    if _tiled(a.device.type, a.dtype):
+    if isinstance(out, FakeTensor):
+        if needs_scratch(a.device.type, out.dtype, a.dtype):
+            torch.empty(scratch_bytes, dtype=torch.uint8, device=a.device)
+    elif _tiled(a.device.type, a.dtype):
         _gemm_tiles(out, a, b, add, scratch_bytes)
     elif out.dtype == a.dtype:
         if add:
@@ -78,7 +82,7 @@ def _gemm_tiles(out: Tensor, a: Tensor, b: Tensor, add: bool, scratch_bytes: int
 def _tile_shape(m: int, n: int, k: int, floats: int) -> tuple[int, int, int]:
     """Tile sizes with mb kb + kb nb + mb nb <= floats, as near a cube as the matrix lets them be."""
     sizes = {"m": m, "n": n, "k": k}
-    tile = {name: 1 for name in sizes}
+    tile = dict.fromkeys(sizes, 1)
     side = max(16, int((floats / 3) ** 0.5))
     for name, size in sizes.items():
         tile[name] = min(size, side)
@@ -96,15 +100,18 @@ def _tile_shape(m: int, n: int, k: int, floats: int) -> tuple[int, int, int]:
     return tile["m"], tile["n"], tile["k"]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _mixed_addmm(device: str, dtype: torch.dtype) -> bool:
     """The device adds a 16-bit product to a float32 sum in one call (CUDA from torch 2.8 on)."""
-    if device != "cuda" or not torch.cuda.is_available():
-        return device == "cuda"  # a simulated GPU is a current one
-    a = torch.ones(16, 16, dtype=dtype, device=device)
-    out = torch.ones(16, 16, dtype=torch.float32, device=device)
-    try:
-        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
-    except (RuntimeError, TypeError):
+    if device != "cuda":
         return False
-    return bool((out == 17).all())
+    with unset_fake_temporarily():  # a GPU that is only simulated cannot be asked
+        if not torch._C._cuda_getDeviceCount():
+            return True
+        a = torch.ones(16, 16, dtype=dtype, device=device)
+        out = torch.ones(16, 16, dtype=torch.float32, device=device)
+        try:
+            torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
+        except (RuntimeError, TypeError):
+            return False
+        return bool((out == 17).all())

@@ -18,9 +18,10 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transform_common import dce
 
+from thunder_mem.chunk_op_rules import pointwise_ids
 from thunder_mem.chunk_program import Leaf, Program, walk
 from thunder_mem.chunk_region import escapes
-from thunder_mem.chunk_rules import RULES, RuleError, pointwise_ids
+from thunder_mem.chunk_rules import RULES, RuleError
 
 __all__ = ["hoist_slice"]
 
@@ -123,7 +124,9 @@ def _push(program: Program, value: TensorProxy, reader: Leaf, cut: _Cut) -> Tens
             args.append(a)
             continue
         chain = program.producer.get(a.name)
-        args.append(_push(program, a, producer, cut) if chain is not None and _amplified(program, chain) else cut.apply(a))
+        args.append(
+            _push(program, a, producer, cut) if chain is not None and _amplified(program, chain) else cut.apply(a)
+        )
     return bsym.sym(*args, **bsym.kwargs)
 
 

@@ -131,13 +131,17 @@ def read_program(trace: TraceCtx) -> Program:
         for bsym, parents in walk(root):
             inputs = tuple(a for a in bsym.flat_args if _tensor(a))
             outputs = tuple(o for o in bsym.flat_proxy_outs if _tensor(o))
-            if bsym.sym.id in (PrimIDs.RETURN, PrimIDs.DEL, PrimIDs.UNPACK_TRIVIAL, PrimIDs.SHAPE) or not (inputs or outputs):
+            if bsym.sym.id in (PrimIDs.RETURN, PrimIDs.DEL, PrimIDs.UNPACK_TRIVIAL, PrimIDs.SHAPE) or not (
+                inputs or outputs
+            ):
                 continue
             leaves.append(Leaf(len(leaves), bsym, parents, inputs, outputs))
     returned = trace.bound_symbols[-1].args[0]
     output = returned["output"] if isinstance(returned, dict) and "output" in returned else returned
     flat = {p.name for p in _proxies(output)}
-    args = tuple(o for b in trace.bound_symbols if b.sym.id == PrimIDs.UNPACK_TRIVIAL for o in b.flat_proxy_outs if _tensor(o))
+    args = tuple(
+        o for b in trace.bound_symbols if b.sym.id == PrimIDs.UNPACK_TRIVIAL for o in b.flat_proxy_outs if _tensor(o)
+    )
     return Program(scratch, roots, tuple(leaves), args, frozenset(flat))
 
 
@@ -145,7 +149,9 @@ def _proxies(tree: Any) -> Iterator[Proxy]:
     return (x for x in tree_iter(tree) if isinstance(x, Proxy))
 
 
-def walk(bsym: BoundSymbol, parents: tuple[BoundSymbol, ...] = ()) -> Iterator[tuple[BoundSymbol, tuple[BoundSymbol, ...]]]:
+def walk(
+    bsym: BoundSymbol, parents: tuple[BoundSymbol, ...] = ()
+) -> Iterator[tuple[BoundSymbol, tuple[BoundSymbol, ...]]]:
     """The leaves of a bound symbol, each with the composites around it."""
     known = bsym.sym.id in RULES and bsym.sym.id not in DECOMPOSITIONS
     if not bsym.subsymbols or known or bsym.sym.executor is not None or bsym.sym.id == ltorch.checkpoint.id:

@@ -368,8 +368,10 @@ def trim(region: Region) -> Region:
     """
 
     def one_scalar(r: Region) -> bool:
-        return len(r.differentiable) == 1 and r.differentiable[0].sharding.partial == "sum" and (
-            r.differentiable[0].proxy.numel == 1
+        return (
+            len(r.differentiable) == 1
+            and r.differentiable[0].sharding.partial == "sum"
+            and (r.differentiable[0].proxy.numel == 1)
         )
 
     smaller = region

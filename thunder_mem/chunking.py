@@ -23,10 +23,10 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder_mem.chunk_body import Body, build_body
 from thunder_mem.chunk_exec import ChunkLoop, accumulator_dtype, block_sizes
 from thunder_mem.chunk_gemm import needs_scratch, scratch_bytes_of
+from thunder_mem.chunk_hoist import hoist_slice
 from thunder_mem.chunk_loop import bind_loop
 from thunder_mem.chunk_mark import Mark, strip_marks
 from thunder_mem.chunk_plan import ACCUMULATE, ChunkRecord, Gemm, Head, LoopPlan, Refusal, Spec
-from thunder_mem.chunk_hoist import hoist_slice
 from thunder_mem.chunk_program import Leaf, Program, effects, read_program, walk
 from thunder_mem.chunk_region import Refused, Region, Value, candidates, grow, trim
 from thunder_mem.chunk_rules import RuleError
@@ -34,7 +34,7 @@ from thunder_mem.thunder_grads import register_missing
 
 __all__ = ["ChunkRecord", "ChunkingError", "Head", "LoopPlan", "Refusal", "chunk_trace", "default_rows"]
 
-FLOOR_ROWS = {"cuda": 2048, "cpu": 512}
+FLOOR_ROWS = {"cuda": 2048, "cpu": 256}
 """Fewer rows than this starve the matrix products (measured: H200; a two-core CPU)."""
 
 AUTO_RATIO = 4.0
@@ -142,8 +142,14 @@ def check_options(chunks: Any, rows: Any, accumulate: Any) -> None:
         raise ValueError(f"accumulate is one of {', '.join(map(repr, ACCUMULATE))}, but got {accumulate!r}")
 
 
-def _refusal(leaf: Any, e: Refused) -> Refusal:
-    return Refusal(leaf.label, leaf.source, e.leaf.label, e.leaf.source, e.reason)
+def _refusal(leaf: Leaf, e: Refused) -> Refusal:
+    return Refusal(_head_label(leaf), leaf.source, e.leaf.label, e.leaf.source, e.reason)
+
+
+def _head_label(leaf: Leaf) -> str:
+    """The product with its weight: inside a module the line is `torch.nn.Linear`'s own, the weight says whose."""
+    weights = [t.name for t in leaf.inputs if t.name.startswith("t_")]
+    return f"{leaf.label} with {', '.join(weights)}" if weights else leaf.label
 
 
 def _check_marks(marks: Sequence[Mark], done: set[str], refusals: Sequence[Refusal]) -> None:
@@ -178,7 +184,7 @@ def _next_head(
                 refusals.setdefault(name, _refusal(leaf, e))
             continue
         if region.n < 2:
-            refusals.setdefault(name, Refusal(leaf.label, leaf.source, leaf.label, leaf.source, "it has a single row"))
+            refusals.setdefault(name, _refusal(leaf, Refused(leaf, "it has a single row")))
             continue
         tried.update(f"{a.out.proxy.name}/{r}" for a in region.amplifiers for r in (0, 1))
         refusals.pop(name, None)
@@ -224,13 +230,13 @@ def _plan_loop(
     sides = _sides(region, index)
     cd = get_compile_data()
     no_grad = cd is not None and not cd.is_grad_enabled
-    differentiable = () if no_grad else tuple(
-        i for i, v in enumerate(region.outputs) if v.proxy.name in program.needs_grad
+    differentiable = (
+        () if no_grad else tuple(i for i, v in enumerate(region.outputs) if v.proxy.name in program.needs_grad)
     )
     grads = tuple(i for i, v in enumerate(inputs) if v.proxy.name in program.needs_grad) if differentiable else ()
     mode, why = _mode(outputs, differentiable, gemms)
     head = Head(
-        op=first.label,
+        op=_head_label(first),
         source=first.source,
         n=region.n,
         row_bytes=sum(g.width * g.out.dtype.itemsize for g in gemms),
@@ -270,7 +276,7 @@ def _plan_loop(
     plan = LoopPlan(
         name=name,
         source=first.source,
-        op=first.label,
+        op=_head_label(first),
         n=region.n,
         chunk_rows=rows,
         block_rows=block_rows,
@@ -421,8 +427,6 @@ def _expand(bsym: BoundSymbol, gone: set[int], items: list[BoundSymbol | None]) 
                 _expand(sub, gone, items)
     else:
         items.append(bsym)
-
-
 
 
 register_missing()
