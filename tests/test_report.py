@@ -4,6 +4,9 @@ import io
 import json
 import pickle
 import random
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 import rich.console
@@ -18,9 +21,12 @@ from thunder_mem.plan import Candidate, Plan, Refusal
 from thunder_mem.predict import Held, Prediction
 from thunder_mem.replay import Event
 from thunder_mem.report import Report, explain
+from thunder_mem.report.curve import columns, ticks
 from thunder_mem.report.facts import CATEGORIES
+from thunder_mem.report.html import to_page
 from thunder_mem.report.peaks import hills
 from thunder_mem.report.snapshot import snapshot
+from thunder_mem.report.svg import lives_svg, timeline_svg
 from thunder_mem.transforms import MemEfficient
 
 
@@ -131,14 +137,15 @@ def test_without_memefficient_the_memory_is_reported_and_that_there_is_no_plan()
 
 
 def test_what_cannot_be_explained_says_why():
+    never_called = thunder.jit(lambda x: x + 1, executors=[])
     with pytest.raises(ValueError, match="never been called"):
-        explain(thunder.jit(lambda x: x + 1, executors=[]))
+        explain(never_called)
     with pytest.raises(TypeError, match=r"thunder\.jit returned, not function"):
         explain(lambda x: x)
     with pytest.raises(TypeError, match="'1GiB'"):
-        explain(compiled(), budget_bytes="1GiB")
+        explain(never_called, budget_bytes="1GiB")
     with pytest.raises(ValueError, match="above 0, not -1"):
-        explain(compiled(), budget_bytes=-1)
+        explain(never_called, budget_bytes=-1)
 
 
 def test_a_program_without_operations_has_a_report():
@@ -259,3 +266,112 @@ def test_pytorchs_own_viewer_takes_the_snapshot(planned):
     assert "unknown" in categories  # without it the viewer throws
     lines = {f["filename"] for e in data["device_traces"][0] for f in e["frames"]}
     assert __file__ in lines
+
+
+def test_columns_never_lose_the_peak():
+    live = [e.live_bytes for e in synthetic(1000).timeline]
+    for most in (1, 7, 100, 1000, 5000):
+        shown = columns(live, most)
+        assert len(shown) == min(most, len(live))
+        assert list(shown) == sorted(set(shown))
+        assert max(live[p] for p in shown) == max(live)
+    assert columns([], 5) == ()
+    with pytest.raises(ValueError, match="at least 1 column"):
+        columns(live, 0)
+
+
+def test_ticks_are_few_and_reach_near_the_peak():
+    for peak_bytes in (0, 1, 3, 700, 615_684, 2**40, 2**40 + 1):
+        shown = ticks(peak_bytes)
+        assert shown[0] == 0 and len(shown) <= 9
+        assert peak_bytes * 3 // 4 <= shown[-1] <= peak_bytes
+
+
+def test_pictures_are_drawn_and_do_not_change(planned, tmp_path):
+    planned.plot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("first.svg", "second.svg"):
+        planned.save(tmp_path / name)
+    first, second = ((tmp_path / name).read_text() for name in ("first.svg", "second.svg"))
+    assert first == second and ElementTree.fromstring(first).tag.endswith("svg")
+    Report(synthetic(50, name="a$b_{")).plot(tmp_path / "odd.png")  # no formula, whatever the names
+    with pytest.raises(ValueError, match=r"'report\.gif'"):
+        planned.plot(tmp_path / "report.gif")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        Report(Prediction((), (), 64, "cpu")).plot(tmp_path / "empty.png")
+
+
+class Page(HTMLParser):
+    """Collects a page's text and tags, and fails where they do not close."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.words, self.tags, self._open = [], [], []
+        self.feed(page)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta",):
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_page_says_what_the_text_says_and_needs_nothing_else(planned, tmp_path):
+    planned.save(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    words = " ".join(page.words)
+    assert f"({planned.peak_bytes:,} bytes)" in words
+    for tenant in planned.tenants:
+        assert tenant.names[0] in words
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
+    assert not {"src", "href"} & {name for _, attrs in page.tags for name in attrs}
+    assert not [word for word in ("http", "url(", "@import") if word in text]
+
+
+def test_the_pictures_highest_column_is_the_peak(planned):
+    drawn = ElementTree.fromstring(timeline_svg(planned))
+    titles = [t.text for t in drawn.iter("title")]
+    assert any(t.startswith(f"{planned.peak.op} #{planned.peak.index}:") for t in titles)
+    assert len(titles) == len(planned.prediction.timeline)
+    bars = ElementTree.fromstring(lives_svg(planned))
+    assert len(list(bars.iter("rect"))) == len(planned.tenants)
+
+
+def test_everything_shown_is_escaped():
+    evil = "</title><script>alert('x')</script>&amp;\""
+    plan = Plan((), evil, (Candidate(evil, 1, 2, 0),), evil, (Refusal(evil, evil),))
+    page = Page(to_page(Report(synthetic(30, name=evil), plan, notes=(evil,))))
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert evil in " ".join(page.words)
+
+
+def test_a_notebook_gets_a_fragment(planned):
+    fragment = planned._repr_html_()
+    tags = [tag for tag, _ in Page(fragment).tags]
+    assert tags[0] == "style" and not {"html", "body", "head"} & set(tags)
+    rules = re.sub(r"@media[^{]*\{(.*?\}) \}", r"\1", Page(fragment).words[0], flags=re.S)
+    selectors = [s for s in re.findall(r"([^{}]+)\{", rules) if s.strip()]
+    assert selectors and all(part.strip().startswith(".thunder-mem") for s in selectors for part in s.split(","))
+
+
+def test_twenty_thousand_operations_stay_a_small_page():
+    report = Report(synthetic(20_000))
+    page = to_page(report)
+    assert len(page.encode()) < 5_000_000
+    assert page.count("<rect") + page.count("<path") < 2_000
+    assert f"({report.peak_bytes:,} bytes)" in page
+
+
+def test_a_page_without_operations():
+    assert "Nothing runs" in " ".join(Page(to_page(Report(Prediction((), (), 64, "cpu")))).words)

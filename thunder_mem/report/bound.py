@@ -51,7 +51,10 @@ def optimality(trace: Any, prediction: Prediction) -> Optimality:
     if len(prediction.timeline) > _MOST_OPS:
         reason = f"{len(prediction.timeline):,} operations are more than the {_MOST_OPS:,} that are bounded here"
         return Optimality(phase, peak_bytes, reason=reason)
-    graph = _as_predicted(read_trace(trace).graph, prediction)
+    try:
+        graph = _as_predicted(read_trace(trace).graph, prediction)
+    except ValueError as error:
+        return Optimality(phase, peak_bytes, reason=f"the trace cannot be read as a graph: {error}")
     timeline = simulate(graph)
     if len(graph) != len(prediction.timeline):
         reason = f"the trace has {len(graph)} operations, of which {len(prediction.timeline)} were predicted"

@@ -44,14 +44,15 @@ def explain(jitted: Callable[..., Any], *, budget_bytes: int | None = None, boun
             raise TypeError(f"budget_bytes is a number of bytes, an int, not {budget_bytes!r}")
         if budget_bytes <= 0:
             raise ValueError(f"budget_bytes is a number of bytes above 0, not {budget_bytes}")
-    if thunder.compile_data(jitted) is None or thunder.compile_stats(jitted) is None:
+    stats: Any = thunder.compile_stats(jitted)
+    if thunder.compile_data(jitted) is None or stats is None:
         raise TypeError(f"explain takes what thunder.jit returned, not {type(jitted).__name__}")
-    cache = thunder.compile_stats(jitted).interpreter_cache  # type: ignore[union-attr]
-    if not cache:
+    if not stats.interpreter_cache:
         raise ValueError("the jitted function has never been called, so there is nothing to explain: call it once")
     prediction, plan = predict(jitted), last_plan(jitted)
     found: list[Optimality] = []
     if bounds:
-        traces = {"forward": cache[-1].computation_traces, "backward": cache[-1].backward_traces}
+        entry = stats.interpreter_cache[-1]
+        traces = {"forward": entry.computation_traces, "backward": entry.backward_traces}
         found = [optimality(traces[name][-1], prediction.phase(name)) for name in prediction.phases]
     return Report(prediction, plan, tuple(found), budget_bytes, () if plan else (NO_PLAN,))

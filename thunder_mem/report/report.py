@@ -204,6 +204,11 @@ class Report:
 
         return to_rich(self)
 
+    def _repr_html_(self) -> str:
+        from thunder_mem.report.html import to_html
+
+        return to_html(self)
+
     def to_json(self) -> dict[str, Any]:
         """Plain lists, dicts, strings and numbers; the timeline as columns of equal length."""
         timeline = self.prediction.timeline
@@ -236,17 +241,44 @@ class Report:
     def save(self, path: str | pathlib.Path) -> None:
         """Write the report to a file, in the form that its ending names.
 
-        `.txt` and `.json` are what `str()` and `to_json()` give; `.pickle` opens in PyTorch's memory
-        viewer (https://pytorch.org/memory_viz).
+        `.html` is one self-contained page; `.txt` and `.json` are what `str()` and `to_json()` give;
+        `.pickle` opens in PyTorch's memory viewer (https://pytorch.org/memory_viz); `.png` and `.svg`
+        are what `plot` draws.
 
         Raises:
             ValueError: another ending.
+            ImportError: a picture, without matplotlib.
         """
         path = pathlib.Path(path)
-        writers = {".txt": self._save_text, ".json": self._save_json, ".pickle": self._save_snapshot}
+        writers = {
+            ".html": self._save_page,
+            ".txt": self._save_text,
+            ".json": self._save_json,
+            ".pickle": self._save_snapshot,
+        }
+        writers |= {".png": self.plot, ".svg": self.plot}
         if path.suffix not in writers:
             raise ValueError(f"cannot save a report as {path.name!r}: the ending is one of {', '.join(writers)}")
         writers[path.suffix](path)
+
+    def plot(self, path: str | pathlib.Path) -> None:
+        """Draw the timeline, and who is alive at its peak, as a `.png` or `.svg`.
+
+        Raises:
+            ValueError: another ending, or nothing runs.
+            ImportError: matplotlib is not installed.
+        """
+        path = pathlib.Path(path)
+        if path.suffix not in (".png", ".svg"):
+            raise ValueError(f"cannot plot {path.name!r}: the ending is .png or .svg")
+        from thunder_mem.report.picture import draw
+
+        draw(self, path)
+
+    def _save_page(self, path: pathlib.Path) -> None:
+        from thunder_mem.report.html import to_page
+
+        path.write_text(to_page(self), encoding="utf-8")
 
     def _save_text(self, path: pathlib.Path) -> None:
         path.write_text(str(self) + "\n", encoding="utf-8")

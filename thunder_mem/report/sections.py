@@ -121,7 +121,7 @@ def _plan(report: Report) -> Section | None:
 
 def _phases(report: Report) -> Section:
     bounds = {o.phase: o for o in report.optimality}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for phase in report.phases:
         o = bounds.get(phase.name)
         rows.append((phase.name, f"{phase.ops:,}", size(phase.peak_bytes), *_bound(o)))
@@ -129,7 +129,9 @@ def _phases(report: Report) -> Section:
     if any(o.bound_bytes is not None for o in report.optimality):
         note = "A bound holds for every order of the same operations, with the same regions and saved values."
     reasons = [f"No bound for the {o.phase}: {o.reason}." for o in report.optimality if o.reason]
-    columns = ("phase", "ops", "peak", "lower bound", "gap", "")
+    columns: tuple[str, ...] = ("phase", "ops", "peak", "lower bound", "gap", "")
+    if not note:  # no bounds, no columns for them
+        columns, rows = columns[:3], [row[:3] for row in rows]
     return Section("Phases", columns, tuple(rows), (1, 2, 3, 4), " ".join([note, *reasons]).strip())
 
 

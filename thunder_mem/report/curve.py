@@ -1,0 +1,41 @@
+"""The timeline at the level of detail that a picture can show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+__all__ = ["columns", "ticks"]
+
+
+def columns(live_bytes: Sequence[int], most: int) -> tuple[int, ...]:
+    """At most `most` positions, in order, that stand for the whole timeline: of each stretch the highest.
+
+    So a narrow peak is never lost, and the picture's highest point is the timeline's.
+
+    Raises:
+        ValueError: `most` below 1.
+
+    Example:
+        >>> columns([1, 5, 2, 2, 9, 3], 3)
+        (1, 2, 4)
+    """
+    if most < 1:
+        raise ValueError(f"a picture has at least 1 column, not {most!r}")
+    count = len(live_bytes)
+    most = min(most, count)
+    edges = [count * i // most for i in range(most + 1)] if most else [0]
+    return tuple(max(range(a, b), key=lambda p: (live_bytes[p], -p)) for a, b in pairwise(edges))
+
+
+def ticks(peak_bytes: int) -> tuple[int, ...]:
+    """Round numbers of bytes from 0 to the peak, for an axis: multiples of a power of two.
+
+    Example:
+        >>> ticks(700)
+        (0, 128, 256, 384, 512, 640)
+    """
+    if peak_bytes <= 0:
+        return (0,)
+    step = 1 << max(0, peak_bytes.bit_length() - 3)
+    return tuple(range(0, peak_bytes + 1, step))

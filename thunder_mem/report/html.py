@@ -1,0 +1,74 @@
+"""A report as one self-contained page: no scripts, nothing from the network, everything shown escaped."""
+
+from __future__ import annotations
+
+from html import escape
+
+from thunder_mem.report.facts import CATEGORIES
+from thunder_mem.report.picture import COLOURS
+from thunder_mem.report.report import Report
+from thunder_mem.report.sections import Section, headline, sections
+from thunder_mem.report.svg import lives_svg, timeline_svg
+
+__all__ = ["to_html", "to_page"]
+
+# All rules stand under one class, so that a notebook around the report keeps its own looks.
+_STYLE = """
+.thunder-mem { --ink: #1b1f24; --dim: #57606a; --line: #d0d7de; --paper: #ffffff; --mark: #c2410c;
+  color: var(--ink); background: var(--paper); font: 14px/1.45 system-ui, sans-serif; max-width: 1200px; padding: 12px }
+@media (prefers-color-scheme: dark) {
+  .thunder-mem { --ink: #e6edf3; --dim: #9aa5b1; --line: #373e47; --paper: #0d1117; --mark: #ff8c5a } }
+.thunder-mem h1 { font-size: 20px; margin: 0 0 4px } .thunder-mem h2 { font-size: 15px; margin: 22px 0 4px }
+.thunder-mem ul { margin: 0; padding-left: 18px } .thunder-mem .note, .thunder-mem ul { color: var(--dim) }
+.thunder-mem .wide { overflow-x: auto }
+.thunder-mem table { border-collapse: collapse; font-size: 13px; margin: 4px 0 }
+.thunder-mem th, .thunder-mem td { border-bottom: 1px solid var(--line); padding: 3px 10px 3px 0; text-align: left;
+  vertical-align: top; color: var(--ink); background: none }
+.thunder-mem th { color: var(--dim); font-weight: 600 } .thunder-mem tbody td { overflow-wrap: anywhere }
+.thunder-mem .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; overflow-wrap: normal }
+.thunder-mem svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-serif; margin: 6px 0 }
+.thunder-mem svg text { fill: var(--dim) } .thunder-mem svg .strong { fill: var(--ink); font-weight: 600 }
+.thunder-mem .grid { stroke: var(--line); stroke-width: .5 } .thunder-mem .mark { fill: var(--mark) }
+.thunder-mem .phase { stroke: var(--ink); stroke-dasharray: 2 3 }
+.thunder-mem .mark-line { stroke: var(--mark); stroke-width: 1.2 }
+.thunder-mem .hover { fill: transparent } .thunder-mem .hover:hover { fill: var(--ink); fill-opacity: .18 }
+.thunder-mem .key i { display: inline-block; width: 11px; height: 11px; margin: 0 5px 0 14px }
+""" + "".join(f".thunder-mem .c{i} {{ fill: {colour}; background: {colour} }}\n" for i, colour in enumerate(COLOURS))
+
+
+def to_page(report: Report) -> str:
+    """The report as a whole HTML document."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(headline(report)[0])}</title>\n"
+        "<style>body { margin: 0 } @media (prefers-color-scheme: dark) { body { background: #0d1117 } }</style>\n"
+        f"</head>\n<body>\n{to_html(report, most=200)}\n</body>\n</html>\n"
+    )
+
+
+def to_html(report: Report, most: int = 25) -> str:
+    """The report as a fragment of HTML, for a notebook; of the storages at the peak at most `most` are listed."""
+    first, *rest = headline(report)
+    parts = [f"<style>{_STYLE}</style>", '<div class="thunder-mem">', f"<h1>{escape(first)}</h1>"]
+    parts.append(f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in rest)}</ul>")
+    if report.peak is not None:
+        used = [c for c, layer in enumerate(report.layers) if any(layer)]
+        keys = "".join(f'<i class="c{c}"></i>{escape(CATEGORIES[c])}' for c in used)
+        parts += ["<h2>Live bytes, operation by operation</h2>", f'<div class="key">{keys}</div>', timeline_svg(report)]
+        parts += ["<h2>The lives of those alive at the peak</h2>", lives_svg(report)]
+    parts += [_table(section) for section in sections(report, most)]
+    return "\n".join([*parts, "</div>"])
+
+
+def _table(section: Section) -> str:
+    def row(cells: tuple[str, ...], tag: str) -> str:
+        marks = (' class="n"' if i in section.numeric else "" for i in range(len(cells)))
+        return "<tr>" + "".join(f"<{tag}{m}>{escape(c)}</{tag}>" for m, c in zip(marks, cells, strict=True)) + "</tr>"
+
+    body = "\n".join(row(r, "td") for r in section.rows)
+    note = f'<p class="note">{escape(section.note)}</p>' if section.note else ""
+    return (
+        f'<h2>{escape(section.title)}</h2>\n<div class="wide"><table>\n<thead>{row(section.columns, "th")}</thead>\n'
+        f"<tbody>\n{body}\n</tbody></table></div>\n{note}"
+    )

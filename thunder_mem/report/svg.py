@@ -1,0 +1,124 @@
+"""The pictures of the page, as SVG text: a few hundred shapes, however long the program is."""
+
+from __future__ import annotations
+
+from html import escape
+
+from thunder_mem.report.curve import columns, ticks
+from thunder_mem.report.facts import CATEGORIES
+from thunder_mem.report.report import Report, Tenant
+from thunder_mem.report.sections import size
+
+__all__ = ["lives_svg", "timeline_svg"]
+
+_WIDTH, _LEFT, _RIGHT = 1000, 130, 10
+_HEIGHT, _TOP, _BOTTOM = 300, 46, 22
+_ROW = 20
+_COLUMNS = 500
+
+
+class _Scale:
+    """From operations and bytes to the picture's units."""
+
+    def __init__(self, report: Report) -> None:
+        self.ops = len(report.prediction.timeline)
+        self.first = report.prediction.timeline[0].index
+        self.peak_bytes = max(1, report.peak_bytes)
+
+    def x(self, position: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * position / self.ops
+
+    def y(self, nbytes: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * nbytes / self.peak_bytes
+
+
+def timeline_svg(report: Report) -> str:
+    """The live bytes over the operations, one area per category, with the peak marked.
+
+    Pointing at a column names the highest operation in it.
+    """
+    assert report.peak is not None
+    scale, timeline = _Scale(report), report.prediction.timeline
+    shown = columns([e.live_bytes for e in timeline], _COLUMNS)
+    edges = [scale.x(scale.ops * i / len(shown)) for i in range(len(shown) + 1)]
+    parts = [_open(_HEIGHT, f"Live bytes over {scale.ops} operations, peak {size(report.peak_bytes)}")]
+    for tick in ticks(report.peak_bytes):
+        y = scale.y(tick)
+        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{size(tick)}</text>')
+    floor = [0] * len(shown)
+    for c, layer in enumerate(report.layers):
+        if not any(layer):
+            continue
+        roof = [below + layer[p] for below, p in zip(floor, shown, strict=True)]
+        over = [f"{x:.1f} {scale.y(h):.1f}" for i, h in enumerate(roof) for x in (edges[i], edges[i + 1])]
+        under = [f"{x:.1f} {scale.y(h):.1f}" for i, h in enumerate(floor) for x in (edges[i], edges[i + 1])]
+        parts.append(f'<path class="c{c}" d="M{"L".join([*over, *reversed(under)])}Z"/>')
+        floor = roof
+    start = 0
+    for phase in report.phases:
+        x = scale.x(start)
+        if start:
+            parts.append(f'<path class="phase" d="M{x:.1f} 20V{_HEIGHT - _BOTTOM}"/>')
+        parts.append(f'<text x="{x + 4:.1f}" y="16">{escape(phase.name)}</text>')
+        start += phase.ops
+    parts.append(_axis(scale, _HEIGHT - 6))
+    at = report.peak.index - scale.first
+    i = next(i for i, p in enumerate(shown) if p >= at)
+    x, y = (edges[i] + edges[i + 1]) / 2, scale.y(report.peak_bytes)
+    anchor, dx = ("start", 8) if x < _WIDTH / 2 else ("end", -8)
+    parts.append(f'<path class="mark" d="M{x:.1f} {y:.1f}l-5 -9h10z"/>')
+    text = escape(_cut(f"{size(report.peak_bytes)} at {report.peak.op} #{report.peak.index}", 70))
+    parts.append(f'<text class="strong" x="{x + dx:.1f}" y="{y - 4:.1f}" text-anchor="{anchor}">{text}</text>')
+    for i, p in enumerate(shown):
+        moment = report.moment(p)
+        title = f"{moment.op} #{moment.index}: {size(moment.live_bytes)}\n{moment.place}"
+        parts.append(
+            f'<rect class="hover" x="{edges[i]:.1f}" y="{_TOP}" width="{edges[i + 1] - edges[i]:.2f}" '
+            f'height="{_HEIGHT - _TOP - _BOTTOM}"><title>{escape(title)}</title></rect>'
+        )
+    return "\n".join([*parts, "</svg>"])
+
+
+def lives_svg(report: Report, most: int = 30) -> str:
+    """A bar per storage alive at the peak, from its birth to its last use, the largest first."""
+    assert report.peak is not None
+    scale = _Scale(report)
+    first = scale.first
+    tenants = report.tenants[:most]
+    height = _ROW * len(tenants) + 26
+    parts = [_open(height, "When the storages that are alive at the peak live")]
+    for row, t in enumerate(tenants):
+        left, right = scale.x(max(t.born - first, 0)), scale.x(min(t.last - first, scale.ops - 1) + 1)
+        y = row * _ROW + 3
+        title = f"{size(t.nbytes)}, {', '.join(t.names)}\n{t.why}"
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 11}" text-anchor="end">{escape(_name(t))}</text>')
+        parts.append(
+            f'<rect class="c{CATEGORIES.index(t.category)}" x="{left:.1f}" y="{y}" '
+            f'width="{max(1.0, right - left):.1f}" height="{_ROW - 6}"><title>{escape(title)}</title></rect>'
+        )
+    x = scale.x(report.peak.index - first + 0.5)
+    parts.append(f'<path class="mark-line" d="M{x:.1f} 0V{_ROW * len(tenants)}"/>')
+    return "\n".join([*parts, _axis(scale, height - 8), "</svg>"])
+
+
+def _open(height: int, label: str) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(label)}">'
+
+
+def _axis(scale: _Scale, y: int) -> str:
+    """The numbers of the first, the middle and the last operation."""
+    marks = dict.fromkeys((0, scale.ops // 2, scale.ops - 1))
+    anchors = ["start", "middle", "end"] if len(marks) == 3 else ["start", "end"]
+    return "".join(
+        f'<text x="{scale.x(p + (anchor == "end")):.1f}" y="{y}" text-anchor="{anchor}">#{scale.first + p}</text>'
+        for p, anchor in zip(marks, anchors, strict=False)
+    )
+
+
+def _name(t: Tenant) -> str:
+    return _cut(t.names[0] if t.count == 1 else f"{t.count} × {t.names[0]}", 17)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
