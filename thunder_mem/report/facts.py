@@ -8,6 +8,8 @@ what the operand that it did compute from was undoing.
 from __future__ import annotations
 
 import linecache
+import pathlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +22,10 @@ __all__ = ["CATEGORIES", "Facts", "Place"]
 
 # From the bottom of every picture to its top.
 CATEGORIES = ("held by the caller", "saved for the backward", "gradients", "working memory")
-_LIBRARY = ("/site-packages/", "/dist-packages/", "\\site-packages\\")
+_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
+# Lines of these packages say how, but not for what, something is computed; any other package may be the model.
+_LIBRARY = re.compile(_INSTALLED.pattern + r"(?:torch|thunder|thunder_mem)[/\\]")
+_HERE = str(pathlib.Path(__file__).parents[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,8 @@ class Place:
     Attributes:
         source: "file:line", or "".
         undoes: the line is that of the forward operation that this one differentiates.
-        used_at: where the line is a library's, the first line outside of any library that uses the
-            result, or "".
+        used_at: where the line is a library's, the first line outside of PyTorch and Thunder
+            that uses the result, or "".
     """
 
     source: str = ""
@@ -222,14 +227,14 @@ def _lines(bsym: Any) -> Iterator[str]:
 
 
 def is_library(source: str) -> bool:
-    return any(mark in source for mark in _LIBRARY)
+    """Whether a line is PyTorch's, Thunder's or this package's."""
+    return bool(_LIBRARY.match(source)) or source.startswith(_HERE)
 
 
 def shorten(source: str) -> str:
-    """A library's path from the package on, any other by its last two parts."""
-    for mark in _LIBRARY:
-        if mark in source:
-            return source.rpartition(mark)[2]
+    """An installed package's path from the package on, any other by its last two parts."""
+    if _INSTALLED.match(source):
+        return _INSTALLED.sub("", source)
     return "/".join(source.replace("\\", "/").split("/")[-2:])
 
 
