@@ -36,7 +36,10 @@ class RuleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RowDim:
-    """A dim that walks through rows: `extent` steps, each `stride` rows further."""
+    """A dim that walks through rows: `extent` steps, each `stride` rows further.
+
+    A dim of size 1 walks nowhere and has none, so that exactly one dim has stride 1.
+    """
 
     extent: int
     stride: int
