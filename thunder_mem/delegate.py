@@ -176,7 +176,6 @@ def fusibility(source: TraceGraph, executors: Sequence[FusionExecutor]) -> Fusib
     its view of that storage might become a copy.
     """
     graph = source.graph
-    overwritten = {s for op in graph.ops for s in op.writes}
     selective = 0
     for bit, executor in enumerate(executors):
         if getattr(executor, "required_ops", None):
@@ -184,7 +183,7 @@ def fusibility(source: TraceGraph, executors: Sequence[FusionExecutor]) -> Fusib
     takes, required, cheap, operands = [], [], [], []
     for op, bsym, effects in zip(graph.ops, source.bsyms, source.effects, strict=True):
         bits = wants = 0
-        if effects.pure and overwritten.isdisjoint(op.touches):
+        if effects.pure and source.overwritten.isdisjoint(op.touches):
             for bit, executor in enumerate(executors):
                 if _takes(executor, bsym):
                     bits |= 1 << bit

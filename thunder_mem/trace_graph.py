@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from thunder_mem.effects import Effects, effects_of
 from thunder_mem.graph import Graph, Op, Storage, make_graph
 from thunder_mem.kernel_scratch import estimated_scratch_bytes
-from thunder_mem.layout import Layout
+from thunder_mem.layout import Layout, is_view
 
 __all__ = ["BACKWARD", "TraceGraph", "read_trace"]
 
@@ -42,6 +42,8 @@ class TraceGraph:
         storage_of: proxy name -> storage index.
         producer_of: proxy name -> op index; arguments of the trace have none.
         pinned: names that must exist under their own name at the end: what the trace returns.
+        overwritten: storages that something overwrites, or may overwrite through a view that is one
+            only for some strides of the arguments.
     """
 
     graph: Graph
@@ -52,6 +54,7 @@ class TraceGraph:
     storage_of: dict[str, int]
     producer_of: dict[str, int]
     pinned: frozenset[str]
+    overwritten: frozenset[int]
 
 
 def read_trace(trace: TraceCtx) -> TraceGraph:
@@ -91,10 +94,13 @@ def read_trace(trace: TraceCtx) -> TraceGraph:
 
     pinned = frozenset(p.name for p in _returned(result))
     ops = _ops(body, effects, forward_count, arguments, storage_of)
-    edges = [*_data_edges(body, producer_of), *_effect_edges(effects)]
+    alias_edges, overwritten = _possible_aliases(body, effects, storage_of)
+    edges = [*_data_edges(body, producer_of), *_effect_edges(effects), *alias_edges]
     outputs = {storage_of[name] for name in pinned if name in storage_of}
     graph = make_graph(ops, storages, edges, outputs)
-    return TraceGraph(graph, tuple(body), tuple(effects), tuple(prefix), result, storage_of, producer_of, pinned)
+    return TraceGraph(
+        graph, tuple(body), tuple(effects), tuple(prefix), result, storage_of, producer_of, pinned, overwritten
+    )
 
 
 def _forward_half(body: Sequence[BoundSymbol], result: BoundSymbol) -> list[bool]:
@@ -214,6 +220,48 @@ def _effect_edges(effects: Sequence[Effects]) -> list[tuple[int, int]]:
                 edges.append((barrier, i))
             since_barrier.append(i)
     return edges
+
+
+def _possible_aliases(
+    body: Sequence[BoundSymbol], effects: Sequence[Effects], storage_of: dict[str, int]
+) -> tuple[list[tuple[int, int]], frozenset[int]]:
+    """Edges around every write, for all that may share its memory; and the storages that may be overwritten.
+
+    A proxy has no strides, and whether a reshape copies depends on those that the arguments turn out to
+    have. So for order alone, whatever may be a view counts as one.
+    """
+    if not any(effect.writes for effect in effects):
+        return [], frozenset()
+    root: dict[int, int] = {}
+
+    def find(s: int) -> int:
+        while (above := root.get(s, s)) != s:
+            s = above
+        return s
+
+    for b in body:
+        tensors = [p for p in (*b.flat_proxy_args, *b.flat_proxy_outs) if isinstance(p, TensorProxy)]
+        for p in tensors[1:] if is_view(b) else ():
+            if p.dtype == tensors[0].dtype:  # a cast that changes the dtype copies
+                root[find(storage_of[p.name])] = find(storage_of[tensors[0].name])
+    written = {find(storage_of[name]) for effect in effects for name in effect.writes}
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    edges: list[tuple[int, int]] = []
+    for i, (b, effect) in enumerate(zip(body, effects, strict=True)):
+        names = [p.name for p in (*b.flat_proxy_args, *b.flat_proxy_outs) if isinstance(p, TensorProxy)]
+        writes = {find(storage_of[name]) for name in effect.writes}
+        for memory in dict.fromkeys(find(storage_of[name]) for name in names):
+            if memory not in written:
+                continue
+            if memory in writer:
+                edges.append((writer[memory], i))
+            if memory in writes:
+                edges += [(reader, i) for reader in readers.pop(memory, ())]
+                writer[memory] = i
+            else:
+                readers.setdefault(memory, []).append(i)
+    return edges, frozenset(s for s in storage_of.values() if find(s) in written)
 
 
 def _proxies(tree: object) -> list[Proxy]:
