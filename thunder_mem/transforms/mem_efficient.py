@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from thunder.core.transform_common import Transform
 from thunder.extend import FusionExecutor, get_always_executors, get_default_executors
 
 from thunder_mem.attention import mem_attention_ex
-from thunder_mem.chunking import chunk_trace
+from thunder_mem.chunking import ChunkingError, chunk_trace
 from thunder_mem.delegate import PlanningOptions, seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.plan import Refusal
@@ -68,10 +69,23 @@ class MemEfficient(Transform):
         executors = _with_defaults(compile_data.executors_list)
         refused: tuple[Refusal, ...] = ()
         if self._chunk:
-            computation_trace, record = chunk_trace(computation_trace, executors_list=unseat(executors))
-            refused = tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals)
+            computation_trace, refused = self._chunked(computation_trace, unseat(executors))
         compile_data.executors_list = seat(executors, replace(self._options, refused=refused))
         return prologue_trace, computation_trace, epilogue_trace
+
+    def _chunked(self, trace: TraceCtx, executors: tuple) -> tuple[TraceCtx, tuple[Refusal, ...]]:
+        """The trace with its loss heads chunked; as it was, with the reason, where that does not work."""
+        try:
+            trace, record = chunk_trace(trace, executors_list=executors)
+        except ChunkingError:  # the user marked this head by `with chunked():`
+            raise
+        except Exception as error:
+            if self._options.strict:
+                raise
+            cause = f"{type(error).__name__}: {error}"
+            warnings.warn(f"MemEfficient left the loss head as it is: {cause}", stacklevel=2)
+            return trace, (Refusal("loss head", cause),)
+        return trace, tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals)
 
     def __repr__(self) -> str:
         return (
