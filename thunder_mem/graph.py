@@ -143,13 +143,13 @@ class Graph:
     def contract(self, groups: Iterable[Sequence[int]]) -> Graph:
         """The graph whose ops are `groups`; an op in no group stays alone.
 
-        What a group allocates and nobody outside touches disappears: it lives inside the region.
+        What a group of several allocates and nobody outside touches disappears: it lives inside the region.
         The new ops carry the tuple of their members as payload, and their order is the topological
         order that follows the source most closely, forward before backward.
 
         Raises:
-            GraphError: an op stands in two groups, a group mixes forward and backward, or the
-                groups depend on each other in a cycle.
+            GraphError: a group is empty or names no op, an op stands in two groups, a group mixes
+                forward and backward, or the groups depend on each other in a cycle.
 
         Example:
             >>> x, y, z = Storage(0, 8, held=True), Storage(1, 16), Storage(2, 4)
@@ -160,6 +160,8 @@ class Graph:
         members = [tuple(sorted(group)) for group in groups]
         home = [-1] * len(self.ops)
         for g, group in enumerate(members):
+            if not group or group[0] < 0 or group[-1] >= len(self.ops):
+                raise GraphError(f"a region is made of ops 0..{len(self.ops) - 1}, not of {group}")
             for op in group:
                 if home[op] >= 0:
                     raise GraphError(f"{self._label(op)} stands in two regions")
@@ -180,6 +182,8 @@ class Graph:
         order = self._order_groups(members, before)
         position = {g: i for i, g in enumerate(order)}
         outlives = set(self.outputs)
+        # A region does not make what nobody reads; an op that runs alone cannot help it.
+        outlives.update(s for group in members if len(group) == 1 for s in self.ops[group[0]].allocates)
         for user in self.ops:
             for s in user.touches:
                 maker = self.allocator[s]
