@@ -392,7 +392,7 @@ def test_a_module_trains_like_its_eager_copy():
     "dtype,accumulate", [(torch.float32, "input"), (torch.bfloat16, "input"), (torch.bfloat16, "float32")]
 )
 def test_peak_is_the_lower_bound_and_a_chunk(dtype, accumulate):
-    n, d, v, chunks = 512, 64, 8192, 4
+    n, d, v, chunks = 512, 16, 8192, 4
     x, w, t = inputs(n, d, v, dtype)
     fn, transform = chunked(head, chunks=chunks, accumulate=accumulate)
 

@@ -44,10 +44,15 @@ def decomposed(bsym: BoundSymbol, trace: TraceCtx) -> BoundSymbol:
     subsymbols: Sequence[BoundSymbol] = bsym.subsymbols
     if fn is not None:
         scope: list[BoundSymbol] = []
+        depth = len(trace.scopes)
         trace.push_scope(scope)
-        with tracectx(trace):
-            result = langctx(Languages.TORCH)(fn)(*bsym.args, **bsym.kwargs)
-        trace.pop_scope()
+        try:
+            with tracectx(trace):
+                result = langctx(Languages.TORCH)(fn)(*bsym.args, **bsym.kwargs)
+        except Exception:  # arguments that the decomposition does not know: the op stays closed
+            result = None
+        finally:
+            del trace.scopes[depth:]
         if result is not None:
             (out,) = bsym.flat_proxy_outs
             result.tags.update(out.tags)

@@ -64,19 +64,18 @@ def _gemm_tiles(out: Tensor, a: Tensor, b: Tensor, add: bool, scratch_bytes: int
     for i in range(0, m, mb):
         for j in range(0, n, nb):
             target = out[i : i + mb, j : j + nb]
-            total = target if direct else torch.empty(target.shape, dtype=torch.float32, device=out.device)
+            # Adding two dtypes would convert one of them in a temporary, so the sum starts from what is there.
+            total = target if direct else target.float() if add else torch.empty_like(target, dtype=torch.float32)
             for p in range(0, k, kb):
                 x, y = a[i : i + mb, p : p + kb].float(), b[p : p + kb, j : j + nb].float()
-                if p or (direct and add):
+                if p or add:
                     total.addmm_(x, y)
                 else:
                     torch.mm(x, y, out=total)
                 del x, y
-            if direct:
-                continue
-            if add:
-                total.add_(target)
-            target.copy_(total)
+            if not direct:
+                target.copy_(total)
+            del total  # before the next one is made
 
 
 def _tile_shape(m: int, n: int, k: int, floats: int) -> tuple[int, int, int]:

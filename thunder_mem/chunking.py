@@ -183,6 +183,9 @@ def _next_head(
             if out.numel > AUTO_RATIO * leaf.inputs[rows].numel or out.name in marked:
                 refusals.setdefault(name, _refusal(leaf, e))
             continue
+        except Exception as e:  # a trace unlike any we know must still compile
+            refusals[name] = _refusal(leaf, Refused(leaf, f"the chunker does not understand it: {e!r}"))
+            continue
         if region.n < 2:
             refusals.setdefault(name, _refusal(leaf, Refused(leaf, "it has a single row")))
             continue
