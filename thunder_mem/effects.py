@@ -133,6 +133,8 @@ def _is_barrier(bsym: BoundSymbol) -> bool:
         bsym, {OpTags.DEVICE_SYNC_OP, OpTags.CTX_MANAGER_ENTER_EXIT_OP, OpTags.TORCH_COMPILE_COMPLIANT_CUSTOM_OP}
     ):
         return True
+    if sym.executor is not None and sym.executor.name == "custom_op":  # claimed, and its tag lost
+        return True
     if sym.id in _STASHES:
         return True
     if sym.id in _PURE_WITHOUT_TENSORS or bsym.subsymbols:
@@ -165,4 +167,4 @@ def _group(bsym: BoundSymbol) -> str:
 
 def _device(bsym: BoundSymbol) -> str:
     proxies: tuple[Proxy, ...] = (*bsym.flat_proxy_outs, *bsym.flat_proxy_args)
-    return next((str(p.device) for p in proxies if isinstance(p, TensorProxy)), "cpu")
+    return next((p.device.device_str() for p in proxies if isinstance(p, TensorProxy)), "cpu")

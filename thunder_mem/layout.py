@@ -62,7 +62,7 @@ _DENSE = {
     PrimIDs.STRIDE_ORDER,
 }
 # Functions of PyTorch, not their decompositions, whose results are contiguous whatever the operands' strides.
-_DENSE_NAMES = {"softmax", "log_softmax", "cumsum", "cumprod", "roll", "tril", "triu", "layer_norm"}
+_DENSE_NAMES = {"softmax", "_softmax", "log_softmax", "cumsum", "cumprod", "roll", "tril", "triu", "layer_norm"}
 # Claimed symbols without subsymbols, by the name of the torch function that runs.
 _VIEW_NAMES: dict[str, Callable] = {
     "shallow_copy": lambda a: a,
@@ -185,9 +185,9 @@ class Layout:
         if bsym.sym.name.startswith("mem_attention") and len(shape) == 4:
             # The CPU kernel lays its results out as (B, T, H, E) and shows them as (B, H, T, E).
             return _empty(p).transpose(1, 2).contiguous().transpose(1, 2)
-        if bsym.sym.executor is not None and bsym.sym.name in _DENSE_NAMES:
+        if bsym.sym.name in _DENSE_NAMES:
             return _empty(p)
-        follows = bsym.sym.executor is not None and bsym.sym.name.endswith("_like")  # its decomposition does not
+        follows = bsym.sym.name.endswith("_like")  # its decomposition does not
         if not follows and any(
             leaf.sym.id in _DENSE or leaf.sym.name in ("cat", "linear", "matmul") for leaf in (bsym, *leaves(bsym))
         ):

@@ -153,7 +153,8 @@ def _storages(
         key = layout.storage_key(p.name)
         if key not in by_key:
             by_key[key] = len(storages)
-            storages.append(Storage(len(storages), layout.nbytes(p.name), p.name, str(p.device), p.name in held))
+            device = p.device.device_str()
+            storages.append(Storage(len(storages), layout.nbytes(p.name), p.name, device, p.name in held))
         storage_of[p.name] = by_key[key]
     return storages, storage_of
 
