@@ -34,7 +34,7 @@ def _broadcast(a: torch.Tensor, shape: Sequence[int], dims: Sequence[int]) -> to
     for dim in range(len(shape)):
         if dim not in dims:
             a = a.unsqueeze(dim)
-    return a.expand(*shape)
+    return a.expand(tuple(shape))
 
 
 _VIEWS: dict[PrimIDs, Callable] = {
@@ -107,14 +107,14 @@ def is_view(bsym: BoundSymbol) -> bool:
 
 
 class Layout:
-    """A meta tensor for every tensor proxy seen so far.
+    """A meta tensor for every tensor proxy seen so far, those of an `earlier` layout included.
 
     `define` takes what exists without being computed here, `run` takes bound symbols in trace order.
     Two proxies share a storage when `storage_key` agrees.
     """
 
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
+    def __init__(self, earlier: Layout | None = None) -> None:
+        self._tensors: dict[str, torch.Tensor] = dict(earlier._tensors) if earlier else {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

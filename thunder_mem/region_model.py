@@ -25,7 +25,7 @@ def _broadcast(a: torch.Tensor, shape: Any, dims: Any) -> torch.Tensor:
     for dim in range(len(shape)):
         if dim not in dims:
             a = a.unsqueeze(dim)
-    return a.expand(*shape)
+    return a.expand(tuple(shape))
 
 
 def _slice(a: torch.Tensor, start: Any, end: Any, strides: Any = None) -> torch.Tensor:
