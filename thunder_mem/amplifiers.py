@@ -116,7 +116,7 @@ def _chain(root: int, fuse: Fusibility, absorbed: Sequence[bool]) -> tuple[int, 
 def _with_copies(graph: Graph, fuse: Fusibility, chains: Mapping[int, tuple[int, ...]]) -> Absorbed:
     """Build the graph in which each op that is a key of `chains` stands, its chain copied before it."""
     ops: list[Op] = []
-    storages = [replace(s) for s in graph.storages]
+    storages = list(graph.storages)
     origin: list[int] = []
     copies: set[int] = set()
     operands: list[tuple[int, ...]] = []
@@ -129,13 +129,15 @@ def _with_copies(graph: Graph, fuse: Fusibility, chains: Mapping[int, tuple[int,
         if copy:
             for s in old.allocates:
                 storage[s] = len(storages)
-                storages.append(replace(graph.storages[s], index=len(storages)))
+                storages.append(graph.storages[s].at(len(storages)))
         ops.append(
-            replace(
-                old,
+            Op(
                 index=index,
-                reads=tuple(storage.get(s, s) for s in old.reads),
-                allocates=tuple(storage.get(s, s) for s in old.allocates),
+                name=old.name,
+                reads=tuple([storage.get(s, s) for s in old.reads]),
+                writes=old.writes,
+                allocates=tuple([storage.get(s, s) for s in old.allocates]),
+                scratch_bytes=old.scratch_bytes,
                 backward=backward,
                 payload=old.index,
             )
@@ -165,8 +167,8 @@ def _with_copies(graph: Graph, fuse: Fusibility, chains: Mapping[int, tuple[int,
     kept = [s for s in range(len(storages)) if s in born]
     renumber = {s: i for i, s in enumerate(kept)}
     new_graph = make_graph(
-        [_renumbered(op, renumber) for op in ops],
-        [replace(storages[s], index=i) for i, s in enumerate(kept)],
+        [op.renumbered(op.index, renumber, op.payload) for op in ops],
+        [storages[s].at(i) for i, s in enumerate(kept)],
         edges,
         [renumber[s] for s in graph.outputs],
     )
@@ -179,10 +181,3 @@ def _with_copies(graph: Graph, fuse: Fusibility, chains: Mapping[int, tuple[int,
         copies=frozenset(copies),
     )
     return Absorbed(new_graph, new_fuse, tuple(origin), tuple(groups))
-
-
-def _renumbered(op: Op, renumber: dict[int, int]) -> Op:
-    def new(storages: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(renumber[s] for s in storages)
-
-    return replace(op, reads=new(op.reads), writes=new(op.writes), allocates=new(op.allocates))

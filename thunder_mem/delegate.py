@@ -164,7 +164,7 @@ def _best_plan(trace: TraceCtx, session: _Session) -> tuple[Plan, TraceGraph, Tr
     planned = [plan(trace, source, fuse)]
     if rebuilt := storages_to_rebuild(source.graph, fuse):
         trace = recompute_in_backward(source, trace, rebuilt)
-        source = read_trace(trace)
+        source = read_trace(trace, earlier=source)
         planned.append(plan(trace, source, fusibility(source, session.executors)))
     return min(planned, key=lambda p: (p[0].candidate.peak_bytes, -planned.index(p)))
 

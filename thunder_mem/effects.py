@@ -66,7 +66,7 @@ def effects_of(bsym: BoundSymbol) -> Effects:
     writes: list[str] = []
     channels: list[str] = []
     barrier = False
-    for b in (bsym, *leaves(bsym)):
+    for b in (bsym, *leaves(bsym)) if bsym.subsymbols else (bsym,):
         if _is_barrier(b):
             barrier = True
         if (target := _written(b)) is not None:

@@ -9,8 +9,8 @@ same form, so that one algorithm serves both levels.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 __all__ = ["Graph", "GraphError", "Op", "Storage", "make_graph"]
@@ -37,6 +37,10 @@ class Storage:
     name: str = ""
     device: str = "cpu"
     held: bool = False
+
+    def at(self, index: int) -> Storage:
+        """The same storage at another position."""
+        return self if index == self.index else Storage(index, self.nbytes, self.name, self.device, self.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,19 @@ class Op:
     def touches(self) -> tuple[int, ...]:
         """Every storage that must be alive while the op runs, each once."""
         return tuple(dict.fromkeys((*self.reads, *self.writes, *self.allocates)))
+
+    def renumbered(self, index: int, storages: Mapping[int, int], payload: object) -> Op:
+        """The same op in another graph, where it and its storages stand elsewhere."""
+        return Op(
+            index,
+            self.name,
+            tuple([storages[s] for s in self.reads]),
+            tuple([storages[s] for s in self.writes]),
+            tuple([storages[s] for s in self.allocates]),
+            self.scratch_bytes,
+            self.backward,
+            payload,
+        )
 
 
 @dataclass(frozen=True)
@@ -181,20 +198,17 @@ class Graph:
 
         order = self._order_groups(members, before)
         position = {g: i for i, g in enumerate(order)}
-        outlives = set(self.outputs)
         # A region does not make what nobody reads; an op that runs alone cannot help it.
-        outlives.update(s for group in members if len(group) == 1 for s in self.ops[group[0]].allocates)
-        for user in self.ops:
-            for s in user.touches:
-                maker = self.allocator[s]
-                if maker is None or home[maker] != home[user.index]:
-                    outlives.add(s)
+        outlives = set(self.outputs)
+        for s, (maker, users) in enumerate(zip(self.allocator, self.users, strict=True)):
+            if maker is not None and (len(members[g := home[maker]]) == 1 or any(home[u] != g for u in users)):
+                outlives.add(s)
         kept = [s for s in range(len(self.storages)) if s in outlives or self.allocator[s] is None]
         renumber = {s: i for i, s in enumerate(kept)}
         return Graph(
             ops=tuple(self._merge(i, members[g], renumber) for i, g in enumerate(order)),
-            storages=tuple(replace(self.storages[s], index=i) for i, s in enumerate(kept)),
-            predecessors=tuple(tuple(sorted(position[p] for p in before[g])) for g in order),
+            storages=tuple(self.storages[s].at(i) for i, s in enumerate(kept)),
+            predecessors=tuple(tuple(sorted([position[p] for p in before[g]])) for g in order),
             outputs=frozenset(renumber[s] for s in self.outputs),
         )
 
@@ -222,18 +236,8 @@ class Graph:
                 outputs.add(s)
         renumber = {s: i for i, s in enumerate(kept)}
         return Graph(
-            ops=tuple(
-                replace(
-                    self.ops[op],
-                    index=i,
-                    reads=tuple(renumber[s] for s in self.ops[op].reads),
-                    writes=tuple(renumber[s] for s in self.ops[op].writes),
-                    allocates=tuple(renumber[s] for s in self.ops[op].allocates),
-                    payload=op,
-                )
-                for i, op in enumerate(members)
-            ),
-            storages=tuple(replace(self.storages[s], index=i) for i, s in enumerate(kept)),
+            ops=tuple(self.ops[op].renumbered(i, renumber, payload=op) for i, op in enumerate(members)),
+            storages=tuple(self.storages[s].at(i) for i, s in enumerate(kept)),
             predecessors=tuple(tuple(position[p] for p in self.predecessors[op] if p in position) for op in members),
             outputs=frozenset(renumber[s] for s in outputs),
         )
@@ -262,15 +266,17 @@ class Graph:
         return order
 
     def _merge(self, index: int, group: tuple[int, ...], renumber: dict[int, int]) -> Op:
+        first = self.ops[group[0]]
+        if len(group) == 1:
+            return first.renumbered(index, renumber, group)
         own = {s for op in group for s in self.ops[op].allocates}
 
         def collect(storages: Iterable[int]) -> tuple[int, ...]:
-            return tuple(dict.fromkeys(renumber[s] for s in storages if s not in own))
+            return tuple(dict.fromkeys([renumber[s] for s in storages if s not in own]))
 
-        first = self.ops[group[0]]
         return Op(
             index=index,
-            name=first.name if len(group) == 1 else f"region{index}",
+            name=f"region{index}",
             reads=collect(s for op in group for s in self.ops[op].reads),
             writes=collect(s for op in group for s in self.ops[op].writes),
             allocates=tuple(renumber[s] for op in group for s in self.ops[op].allocates if s in renumber),

@@ -8,6 +8,7 @@ prices what they propose with the timeline.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,9 +19,6 @@ from thunder_mem.timeline import simulate
 __all__ = ["Fusibility", "Groups", "consecutive_groups", "contract_chains", "merge_for_speed"]
 
 Groups = tuple[tuple[int, ...], ...]
-
-# Work limit of one cycle check, in ops; beyond it the answer is "there may be a cycle".
-MAX_SEARCH = 2000
 
 
 @dataclass(frozen=True)
@@ -93,60 +91,78 @@ def contract_chains(graph: Graph, groups: Groups, fuse: Fusibility) -> Groups:
     That is so when the bytes the producer could free are at most the bytes it makes (running the two
     together then dominates). Repeats until nothing changes.
     """
-    while True:
-        regions = graph.contract(groups)
-        takes = [fuse.joinable(op.payload) for op in regions.ops]  # type: ignore[arg-type]
-        merged: list[set[int] | None] = [set(op.payload) for op in regions.ops]  # type: ignore[call-overload]
-        busy: set[int] = set()
-        for p in range(len(regions)):
-            c = _only_consumer(regions, p)
-            if c is None or p in busy or c in busy or not takes[p] & takes[c]:
-                continue
-            if not fuse.joinable((*regions.ops[p].payload, *regions.ops[c].payload)):  # type: ignore[misc]
-                continue
-            if regions.ops[p].backward != regions.ops[c].backward or not _dominates(regions, p, c):
-                continue
-            if any(q != p and _reaches(regions, p, q) for q in regions.predecessors[c]):
-                continue
-            merged[c], merged[p] = merged[c] | merged[p], None  # type: ignore[operator]
-            busy |= {p, c}
-        groups = tuple(tuple(sorted(g)) for g in merged if g is not None and fuse.joinable(g))
-        if not busy:
-            return groups
+    chains = _Chains(graph.contract(groups), fuse)
+    # A merge may leave what feeds the merged region with one consumer, so those are looked at again.
+    waiting = list(range(len(chains.regions)))
+    heapq.heapify(waiting)
+    while waiting:
+        producer = heapq.heappop(waiting)
+        consumer = chains.consumer_to_join(producer)
+        if consumer is not None:
+            chains.join(producer, consumer)
+            for feeding in chains.before[consumer]:
+                heapq.heappush(waiting, feeding)
+            heapq.heappush(waiting, consumer)
+    return tuple(tuple(sorted(members)) for members in chains.members if members and fuse.joinable(members))
 
 
-def _only_consumer(regions: Graph, p: int) -> int | None:
-    made = regions.ops[p].allocates
-    if not made or not regions.outputs.isdisjoint(made):
-        return None
-    users = {u for s in made for u in regions.users[s] if u != p}
-    return users.pop() if len(users) == 1 else None
+class _Chains:
+    """Regions that are merged one pair at a time, each where its later half stood.
 
+    A merged region keeps the index of the later half. Since a producer is merged only past regions
+    that nothing orders after it, the indices stay a topological order, and there can be no cycle.
+    """
 
-def _dominates(regions: Graph, p: int, c: int) -> bool:
-    made = sum(regions.storages[s].nbytes for s in regions.ops[p].allocates)
-    freed = sum(
-        regions.storages[s].nbytes
-        for s in regions.ops[p].reads
-        if not regions.storages[s].held and s not in regions.outputs and all(u <= p for u in regions.users[s])
-    )
-    return freed <= made
+    def __init__(self, regions: Graph, fuse: Fusibility) -> None:
+        self.regions, self.fuse = regions, fuse
+        self.members: list[tuple[int, ...]] = [op.payload for op in regions.ops]  # type: ignore[misc]
+        self.takes = [fuse.joinable(members) for members in self.members]
+        self.before = list(map(set, regions.predecessors))
+        self.after = list(map(set, regions.successors))
+        self.users = list(map(set, regions.users))
+        self.touches = [set(op.touches) for op in regions.ops]
+        self.makes = [set(op.allocates) for op in regions.ops]
 
+    def consumer_to_join(self, p: int) -> int | None:
+        """The region that alone uses what `p` makes, if the two may and should run as one."""
+        made = self.makes[p]
+        if not made or not self.members[p] or not self.regions.outputs.isdisjoint(made):
+            return None
+        users = set().union(*(self.users[s] for s in made)) - {p}
+        if len(users) != 1:
+            return None
+        (c,) = users
+        if not self.takes[p] & self.takes[c] or self.regions.ops[p].backward != self.regions.ops[c].backward:
+            return None
+        if any(q < c for q in self.after[p]) or not self._dominates(p):
+            return None
+        return c if self.fuse.joinable(self.members[p] + self.members[c]) else None
 
-def _reaches(regions: Graph, start: int, target: int) -> bool:
-    """Whether a path leads from `start` to `target`, or the search limit was met."""
-    if target < start:
-        return False
-    seen, stack, steps = {start}, [start], 0
-    while stack:
-        for nxt in regions.successors[stack.pop()]:
-            steps += 1
-            if nxt == target or steps > MAX_SEARCH:
-                return True
-            if nxt < target and nxt not in seen:
-                seen.add(nxt)
-                stack.append(nxt)
-    return False
+    def _dominates(self, p: int) -> bool:
+        storages = self.regions.storages
+        freed = sum(
+            storages[s].nbytes
+            for s in self.touches[p] - self.makes[p]
+            if not storages[s].held and s not in self.regions.outputs and max(self.users[s]) <= p
+        )
+        return freed <= sum(storages[s].nbytes for s in self.makes[p])
+
+    def join(self, p: int, c: int) -> None:
+        for s in self.touches[p]:
+            self.users[s].discard(p)
+            self.users[s].add(c)
+        inside = self.makes[p]  # whose only user was `c`
+        self.touches[c] = (self.touches[c] | self.touches[p]) - inside
+        for neighbours, mirrored in ((self.before, self.after), (self.after, self.before)):
+            for n in neighbours[p]:
+                mirrored[n].discard(p)
+                if n != c:
+                    mirrored[n].add(c)
+            neighbours[c] |= neighbours[p]
+            neighbours[c] -= {p, c}
+        self.members[c] += self.members[p]
+        self.takes[c] = self.fuse.joinable(self.members[c])
+        self.members[p], self.makes[p], self.before[p], self.after[p] = (), set(), set(), set()
 
 
 # How far apart in the order two regions may stand to be merged.

@@ -7,7 +7,7 @@ that set the scene (unpacking, comments) and the return stay outside the graph: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
@@ -44,6 +44,7 @@ class TraceGraph:
         pinned: names that must exist under their own name at the end: what the trace returns.
         overwritten: storages that something overwrites, or may overwrite through a view that is one
             only for some strides of the arguments.
+        layout: the meta tensor behind each proxy.
     """
 
     graph: Graph
@@ -55,10 +56,16 @@ class TraceGraph:
     producer_of: dict[str, int]
     pinned: frozenset[str]
     overwritten: frozenset[int]
+    layout: Layout = field(repr=False)
 
 
-def read_trace(trace: TraceCtx) -> TraceGraph:
+def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph:
     """Read a trace (plain or joint, before its `del`s or after) into a graph.
+
+    Args:
+        trace: what to read.
+        earlier: a reading of the trace that `trace` was made from; bound symbols that stand in both are
+            not looked at again.
 
     Raises:
         ValueError: the trace has no return statement, or uses a proxy that nothing produces.
@@ -74,22 +81,24 @@ def read_trace(trace: TraceCtx) -> TraceGraph:
         b for b, forward in zip(body, in_forward, strict=True) if not forward
     ]
     forward_count = sum(in_forward)
-    effects = [effects_of(b) for b in body]
+    seen = {id(b): e for b, e in zip(earlier.bsyms, earlier.effects, strict=True)} if earlier else {}
+    effects = [seen.get(id(b)) or effects_of(b) for b in body]
 
     arguments = [p for p in _proxies((trace.args, trace.kwargs)) if isinstance(p, TensorProxy)]
     arguments += [p for b in prefix for p in b.flat_proxy_outs if isinstance(p, TensorProxy)]
-    layout = Layout()
+    layout = Layout(earlier.layout if earlier else None)
     with _disable_current_modes():  # meta tensors answer alone; a fake mode around them would only be slow
         layout.define(arguments)
         for b in body:
-            layout.run(b)
+            if id(b) not in seen:
+                layout.run(b)
 
     storages, storage_of = _storages(layout, arguments, body, _held(trace, arguments))
     producer_of: dict[str, int] = {}
     for i, b in enumerate(body):
-        known = {p.name for p in b.flat_proxy_args}
+        taken = {p.name for p in b.flat_proxy_args}
         for p in b.flat_proxy_outs:
-            if p.name not in known:
+            if p.name not in taken:
                 producer_of.setdefault(p.name, i)
 
     pinned = frozenset(p.name for p in _returned(result))
@@ -99,7 +108,7 @@ def read_trace(trace: TraceCtx) -> TraceGraph:
     outputs = {storage_of[name] for name in pinned if name in storage_of}
     graph = make_graph(ops, storages, edges, outputs)
     return TraceGraph(
-        graph, tuple(body), tuple(effects), tuple(prefix), result, storage_of, producer_of, pinned, overwritten
+        graph, tuple(body), tuple(effects), tuple(prefix), result, storage_of, producer_of, pinned, overwritten, layout
     )
 
 
