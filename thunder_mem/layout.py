@@ -49,7 +49,7 @@ _VIEWS: dict[PrimIDs, Callable] = {
     PrimIDs.UPDATE_ALIASES: lambda aliases: aliases,
     PrimIDs.REAL: lambda a: a.real,
     PrimIDs.IMAG: lambda a: a.imag,
-    PrimIDs.CONVERT_ELEMENT_TYPE: lambda a, dtype: a.to(dtype),
+    PrimIDs.CONVERT_ELEMENT_TYPE: lambda a, dtype: a.to(dtype, copy=True),  # what PyTorch runs for it copies
 }
 # Their results are contiguous, whatever the operands' strides.
 _DENSE = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
@@ -77,10 +78,10 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     prefix = [b for b in body if b.sym.id in _UNPACKING]
     body = [b for b in body if b.sym.id not in _UNPACKING]
     in_forward = _forward_half(body, result)
-    body = [b for b, forward in zip(body, in_forward, strict=True) if forward] + [
-        b for b, forward in zip(body, in_forward, strict=True) if not forward
-    ]
-    forward_count = sum(in_forward)
+    backward = [b for b, forward in zip(body, in_forward, strict=True) if not forward]
+    body = [b for b, forward in zip(body, in_forward, strict=True) if forward]
+    forward_count = len(body)
+    body += sorted(backward, key=lambda b: b.sym != prims.get_grad)
     seen = {id(b): e for b, e in zip(earlier.bsyms, earlier.effects, strict=True)} if earlier else {}
     effects = [seen.get(id(b)) or effects_of(b) for b in body]
 
@@ -105,6 +106,7 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     ops = _ops(body, effects, forward_count, arguments, storage_of)
     alias_edges, overwritten = _possible_aliases(body, effects, storage_of)
     edges = [*_data_edges(body, producer_of), *_effect_edges(effects), *alias_edges]
+    edges += _cotangent_edges(body, forward_count, edges)
     outputs = {storage_of[name] for name in pinned if name in storage_of}
     graph = make_graph(ops, storages, edges, outputs)
     return TraceGraph(
@@ -230,6 +232,17 @@ def _effect_edges(effects: Sequence[Effects]) -> list[tuple[int, int]]:
                 edges.append((barrier, i))
             since_barrier.append(i)
     return edges
+
+
+def _cotangent_edges(
+    body: Sequence[BoundSymbol], first_backward: int, edges: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Edges that put the gradients of the outputs before all else in the backward, to which they are arguments."""
+    given = [i for i in range(first_backward, len(body)) if body[i].sym == prims.get_grad]
+    if not given:
+        return []
+    later = {target for source, target in edges if source > given[-1]}
+    return [*pairwise(given), *((given[-1], i) for i in range(given[-1] + 1, len(body)) if i not in later)]
 
 
 def _possible_aliases(

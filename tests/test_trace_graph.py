@@ -1,0 +1,611 @@
+"""What `read_trace` says of real Thunder traces, against PyTorch running them bound symbol by bound symbol."""
+
+from itertools import pairwise
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import thunder
+import torch
+from thunder.core import devices, dtypes, prims
+from thunder.core.compile_data import compile_data_and_stats
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbolTag
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.utils import AutocastStack
+from thunder.executors.custom_op_ex import custom_op_ex
+from thunder.executors.passes import del_last_used
+from thunder.transforms.autodiff import split_into_forward_and_backward
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.generate import Profile
+from tests.traces import Traced, body, claimed, ordered, random_order, replaced, run, traced_programs, unfused
+from thunder_mem.effects import effects_of
+from thunder_mem.layout import is_view
+from thunder_mem.predict import predict
+from thunder_mem.timeline import simulate
+from thunder_mem.trace_graph import BACKWARD, read_trace
+
+# Every layout of arguments, some of them aliases; values that the backward needs are overwritten; more
+# writes and random numbers than usual.
+EFFECTS = Profile(families=("elementwise", "view", "in-place", "random", "reduce"), overwrites_needed=True)
+
+# ---- programs: some written for their views and effects, the others drawn ----
+
+
+def views(x, w):
+    a, b, c = (x @ w).chunk(3, -1)
+    d = a.t().reshape(-1) * 2  # a copy, for want of a stride
+    e = b[::2].contiguous()
+    f = b.unsqueeze(0).expand(4, -1, -1)
+    g = (f * 1.5).permute(2, 0, 1).flatten(1)
+    h = torch.diagonal(x) + x.view(-1)[: x.shape[0]] + x.to(torch.float32).movedim(0, 1)[0]
+    return d.sum() + g.sum(), e, f.contiguous(), c.narrow(1, 0, 2).clone(), h
+
+
+def registered_views(x, w):
+    """Views that Thunder takes from PyTorch as they are."""
+    y = x * 2
+    parts = y.unbind(0)
+    return (
+        parts[0] + parts[1].squeeze(),
+        y.unflatten(1, (4, 3)).swapaxes(0, 1).reshape(4, -1),
+        y.expand_as(y).unsqueeze(-1).contiguous(),
+        torch.stack([w, w]).select(0, 1),
+        F.pad(y, (1, 1)),
+        x.float().detach(),
+    )
+
+
+def in_place(x, w):
+    y = x @ w
+    y.add_(1)
+    y = y.sin()
+    v = y.view(-1)
+    v.mul_(2)
+    y[0] = 3.0
+    return y.exp(), v.sum()
+
+
+def reader_before_write(x, w):
+    y = x.detach() * 1
+    before = y.sin()
+    z = y.cos()
+    y.add_(w.t())
+    return before + y, z
+
+
+def dropout(x, w):
+    a = F.dropout(x @ w, 0.5)
+    b = F.dropout(x.sin(), 0.25)
+    return a.sum() + (b * torch.rand_like(b)).sum()
+
+
+def noise(x, w):
+    y = x + torch.randn(12, 12)
+    y.mul_(torch.rand(12, 12))
+    y[1:] = torch.rand_like(w[1:])
+    return y.sin() + F.dropout(w, 0.5)
+
+
+def checkpointed(x, w):
+    def block(x):
+        return F.gelu(x @ w) @ w.t()
+
+    return checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False).sum()
+
+
+def attention(x, w):
+    q, k, v = (x @ w).reshape(1, 2, 6, 12).transpose(1, 2).chunk(3, -1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(2, -1)
+
+
+def many_outputs(x, w):
+    y = (x @ w) @ w.t()
+    return x.sin(), y.cos(), (y * x).sum(), y
+
+
+WRITTEN = (
+    views,
+    registered_views,
+    in_place,
+    reader_before_write,
+    dropout,
+    noise,
+    checkpointed,
+    attention,
+    many_outputs,
+)
+WITHOUT_GRADIENT = (registered_views,)
+
+
+def arguments(fn):
+    generator = torch.Generator().manual_seed(1)
+    asks = fn not in WITHOUT_GRADIENT
+    return {name: torch.randn(12, 12, generator=generator).requires_grad_(asks) for name in ("x", "w")}
+
+
+def written(fn) -> Traced:
+    inputs = arguments(fn)
+    trace = unfused(fn, *inputs.values())
+    return Traced(fn.__name__, trace, inputs, run(trace, inputs))
+
+
+@pytest.fixture(scope="module")
+def dense() -> list[Traced]:
+    """Programs whose arguments are contiguous and apart, as `Layout` takes them to be."""
+    return [*map(written, WRITTEN), *traced_programs(25, Profile(layouts=(), aliases=False))]
+
+
+@pytest.fixture(scope="module")
+def anyhow() -> list[Traced]:
+    """Programs that overwrite, alias and draw wherever they can."""
+    return [*map(written, WRITTEN), *traced_programs(30, EFFECTS, seed=10_000)]
+
+
+# ---- storages ----
+
+
+def partition(key_of: dict[str, int]) -> set[frozenset[str]]:
+    groups: dict[int, set[str]] = {}
+    for name, key in key_of.items():
+        groups.setdefault(key, set()).add(name)
+    return set(map(frozenset, groups.values()))
+
+
+@pytest.mark.parametrize("claim", [False, True], ids=["open", "claimed"])
+def test_storages_are_those_of_real_tensors(dense, claim):
+    for traced in dense:
+        trace = claimed(traced.trace) if claim else traced.trace
+        ran = run(trace, traced.inputs) if claim else traced.run
+        source = read_trace(trace)
+        assert partition({n: source.storage_of[n] for n in ran.tensors}) == partition(
+            {n: ran.storage(n) for n in ran.tensors}
+        ), traced.text
+        for name in set(ran.tensors) - _mistyped(trace, ran):
+            storage = source.graph.storages[source.storage_of[name]]
+            assert storage.nbytes == ran.nbytes(name), f"{name} of {traced.text}"
+            assert storage.device == "cpu"
+
+
+def _mistyped(trace, ran) -> set[str]:
+    """What Thunder itself has the dtype of wrong (its sum of booleans is one), and what shares memory with it."""
+    proxies = {p.name: p for b in trace.bound_symbols for p in (*b.flat_proxy_args, *b.flat_proxy_outs)}
+    wrong = {ran.storage(n) for n, t in ran.tensors.items() if to_torch_dtype(proxies[n].dtype) != t.dtype}
+    assert len(wrong) <= 2
+    return {n for n in ran.tensors if ran.storage(n) in wrong}
+
+
+def test_a_copy_for_want_of_a_stride_is_one_and_a_reshape_that_needs_none_is_a_view():
+    trace = unfused(lambda x: (x.t().reshape(-1), x.reshape(-1), x.t().contiguous(), x.contiguous()), torch.ones(3, 4))
+    source = read_trace(trace)
+    copy, view, copied, same = (p.name for p in source.result.args[0]["output"])
+    assert source.storage_of[view] == source.storage_of[same] == source.storage_of["x"]
+    assert len({source.storage_of[n] for n in (copy, copied, "x")}) == 3
+
+
+def test_an_expanded_value_has_the_bytes_of_what_it_shows():
+    source = read_trace(unfused(lambda x: (x * 2).expand(100, 4) + 0, torch.ones(1, 4)))
+    assert sorted(s.nbytes for s in source.graph.storages) == [16, 16, 1600]
+
+
+def test_a_view_keeps_all_of_its_base():
+    """The last op reads 4 bytes of a value of 4,000, and nobody else does."""
+    graph = read_trace(unfused(lambda x: (x * 2)[0].sin(), torch.ones(1000))).graph
+    assert simulate(graph).live_bytes[-1] == 4000 + 4000 + 4
+
+
+def test_is_view_of_each_symbol():
+    trace = unfused(lambda x: (x.t(), x[1:], x.reshape(-1), x * 2, x.sum(), x.to(torch.float64)), torch.ones(3, 4))
+    kinds = {p.name: is_view(b) for b in body(trace) for p in b.flat_proxy_outs}
+    output = trace.bound_symbols[-1].args[0]["output"]
+    # A cast is one too: a copy only if the dtype differs.
+    assert [kinds[p.name] for p in output] == [True, True, True, False, False, True]
+
+
+# ---- order: what runs before what ----
+
+
+def values(trace, source, order, inputs):
+    ran = run(replaced(trace, [*source.prefix, *(source.bsyms[i] for i in order), source.result]), inputs)
+    return [*ran.returned, *(ran.tensors[p.name] for p in trace.args if isinstance(p, TensorProxy))]
+
+
+def test_any_legal_order_computes_the_same(anyhow):
+    moved = 0
+    for k, traced in enumerate(anyhow):
+        source = read_trace(traced.trace)
+        expected = values(traced.trace, source, range(len(source.graph)), traced.inputs)
+        for seed in range(3):
+            order = random_order(source.graph, Random(3 * k + seed))
+            moved += order != sorted(order)
+            actual = values(traced.trace, source, order, traced.inputs)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, t=traced: t.text)
+    assert moved > len(anyhow)
+
+
+def test_hazards_are_ordered_and_writes_are_known(anyhow):
+    """Who shares memory, and who overwrote it, is asked of the tensors as PyTorch ran the trace."""
+    writes = 0
+    for traced in anyhow:
+        trace = claimed(traced.trace)
+        source = read_trace(trace)
+        ran = run(trace, traced.inputs)
+        wrote = {id(b): storages for b, storages in zip(body(trace), ran.wrote, strict=True)}
+        before = ordered(source.graph)
+        touched = []
+        for op, b in zip(source.graph.ops, source.bsyms, strict=True):
+            names = [p.name for p in (*b.flat_proxy_args, *b.flat_proxy_outs) if p.name in ran.tensors]
+            touched.append({ran.storage(n) for n in names})
+            known = {ran.storage(n) for n in names if source.storage_of[n] in op.writes}
+            assert wrote[id(b)] <= known, f"{op.name} of {traced.text}"
+            writes += bool(wrote[id(b)])
+            for earlier in range(op.index):
+                first = source.bsyms[earlier]
+                hazard = wrote[id(b)] & touched[earlier] or wrote[id(first)] & touched[op.index]
+                assert not hazard or earlier in before[op.index], f"{first.sym.name}, {op.name} of {traced.text}"
+    assert writes > 10
+
+
+def test_a_pure_read_is_not_taken_for_a_write(dense):
+    for traced in dense:
+        trace = claimed(traced.trace)
+        wrote = {id(b): w for b, w in zip(body(trace), run(trace, traced.inputs).wrote, strict=True)}
+        source = read_trace(trace)
+        for op, b in zip(source.graph.ops, source.bsyms, strict=True):
+            # `copy_` onto itself overwrites nothing that a version counter shows, every other write does.
+            assert not op.writes or wrote[id(b)], f"{op.name} of {traced.text}"
+
+
+def test_random_numbers_are_drawn_in_source_order(anyhow):
+    drawn = 0
+    for traced in anyhow:
+        trace = claimed(traced.trace)
+        source = read_trace(trace)
+        drew = {id(b): d for b, d in zip(body(trace), run(trace, traced.inputs).drew, strict=True)}
+        before = ordered(source.graph)
+        random = [i for i, b in enumerate(source.bsyms) if drew[id(b)]]
+        for i, effects in enumerate(source.effects):
+            assert (i in random) == ("rng:cpu" in effects.channels), f"{source.bsyms[i].sym.name} of {traced.text}"
+        assert all(a in before[b] for a, b in pairwise(random)), traced.text
+        drawn += len(random) > 1
+    assert drawn > 1
+
+
+def test_random_numbers_of_two_devices_are_two_chains():
+    trace = TraceCtx(None)
+    with tracectx(trace):
+        cpu, cuda = devices.cpu, devices.Device("cuda:1")
+        drawn = [
+            prims.uniform((4,), 0.0, 1.0, device=d, dtype=dtypes.float32) for d in (cpu, cuda, cpu, cuda, cuda, cpu)
+        ]
+        prims.python_return(drawn)
+    source = read_trace(trace)
+    assert source.graph.predecessors == ((), (), (0,), (1,), (3,), (2,))
+    assert [s.device for s in source.graph.storages] == ["cpu", "cuda:1", "cpu", "cuda:1", "cuda:1", "cpu"]
+
+
+def barrier_by_hand(prim):
+    """`prim` in the middle of a trace, with work before and after it that nothing else orders."""
+    trace = TraceCtx(None)
+    with tracectx(trace):
+        x = tensor("x", 4)
+        trace.args = (x,)
+        a = prims.sin(x)
+        b = prim(x)
+        prims.python_return((a, b, prims.cos(x)))
+    return trace
+
+
+@torch.library.custom_op("thunder_mem_tests::noted", mutates_args=())
+def noted(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@noted.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+BARRIERS = {
+    "print": lambda x: prims.python_print("half way"),
+    "item": lambda x: prims.item(prims.sum(x, (0,))),
+    "custom op": lambda x: thunder.torch._register_custom_op(noted)(x),
+}
+
+
+@pytest.mark.parametrize("claim", [False, True], ids=["open", "claimed"])
+@pytest.mark.parametrize("name", BARRIERS)
+def test_nothing_moves_across_a_barrier(name, claim):
+    trace = barrier_by_hand(BARRIERS[name])
+    source = read_trace(claimed(trace, [custom_op_ex]) if claim else trace)
+    (at,) = (i for i, effects in enumerate(source.effects) if effects.barrier)
+    before = ordered(source.graph)
+    assert not source.effects[at].pure
+    assert before[at] == set(range(at)) and at
+    assert at == len(source.graph) - 2 and at in before[at + 1]
+
+
+def test_an_item_of_a_users_function_is_a_barrier():
+    source = read_trace(unfused(lambda x: x.sin() * x.sum().item() + x.cos(), torch.ones(4)))
+    (at,) = (i for i, b in enumerate(source.bsyms) if b.sym.name == "item")
+    before = ordered(source.graph)
+    assert source.effects[at].barrier and before[at] == set(range(at))
+    assert all(at in before[i] for i in range(at + 1, len(source.graph)))
+
+
+def test_barriers_keep_their_order():
+    def two(x):
+        prims.python_print("a")
+        prims.python_print("b")
+
+    graph = read_trace(barrier_by_hand(two)).graph
+    assert graph.predecessors == ((), (0,), (1,), (2,))
+
+
+def test_a_write_is_no_barrier():
+    def fn(x):
+        y, z = x * 2, x * 3
+        y.add_(1)
+        return y, z.sin()
+
+    source = read_trace(unfused(fn, torch.ones(3)))
+    (at,) = (i for i, e in enumerate(source.effects) if e.writes)
+    assert not source.effects[at].barrier
+    (sin,) = (i for i, b in enumerate(source.bsyms) if b.sym.name == "sin")
+    assert sin > at and at not in ordered(source.graph)[sin]
+
+
+# ---- communication, on trace level ----
+
+
+@pytest.fixture
+def groups():
+    """Two process groups of a world of two that is not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield torch.distributed.new_group([0, 1]), torch.distributed.new_group([0, 1])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def tensor(name, *shape):
+    return TensorProxy(name, shape=shape, dtype=dtypes.float32, device=devices.cpu, requires_grad=False)
+
+
+def two_groups(groups):
+    """Gathers and reductions of two groups, in flight at the same time, with work in between."""
+    from thunder.distributed import prims as dist
+
+    one, other = groups
+    trace = TraceCtx(None)
+    with tracectx(trace):
+        x, y = tensor("x", 4, 4), tensor("y", 4, 4)
+        trace.args = (x, y)
+        busy = prims.sin(x)
+        first = dist.all_gather(busy, one, True)  # 1
+        second = dist.all_reduce(y, dist.DistributedReduceOps.SUM, other, True)  # 2
+        work = prims.cos(x)
+        third = dist.reduce_scatter(work, dist.DistributedReduceOps.SUM, one, True)  # 4
+        b = dist.wait(second)  # 5
+        a = dist.wait(first)  # 6
+        more = prims.exp(y)
+        c = dist.wait(third)  # 8
+        prims.python_return((a, b, c, more))
+    return trace
+
+
+@pytest.mark.parametrize("claim", [False, True], ids=["open", "claimed"])
+def test_collectives_of_a_group_and_waits_keep_their_order(groups, claim):
+    trace = two_groups(groups)
+    source = read_trace(claimed(trace) if claim else trace)
+    before = ordered(source.graph)
+    assert 1 in before[4] and {2, 5, 6} <= before[8] and 5 in before[6]
+    assert 1 not in before[2] and 2 not in before[4]  # another group
+    assert not {1, 2, 4, 5, 6, 8} & (before[3] | before[7])  # what else there is moves freely
+    one, other = (f"communication:{g.group_name}" for g in groups)
+    assert [source.effects[i].channels for i in (1, 2, 4)] == [(one,), (other,), (one,)]
+
+
+def test_what_a_collective_reads_stays_until_its_wait(groups):
+    source = read_trace(two_groups(groups))
+    of = source.storage_of
+    busy, first, a = (source.bsyms[i].output.name for i in (0, 1, 6))
+    assert isinstance(source.bsyms[1].output, FutureTensorProxy)
+    assert of[first] == of[a] != of[busy]
+    assert source.graph.storages[of[a]].nbytes == 2 * 4 * 4 * 4
+    assert simulate(source.graph).live_range(of[busy]) == (0, 6)
+
+
+# ---- what is held, and what can be freed ----
+
+
+class Net(torch.nn.Module):
+    """Convolution, batch normalisation (whose buffers change in place) and linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3)
+        self.last = torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.last(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def test_of_a_joint_trace_arguments_are_held_and_activations_are_not():
+    trace = unfused(Net(), torch.ones(2, 2, 6, 6))
+    source = read_trace(trace)
+    graph = source.graph
+    names = {p.name for p in trace.args}
+    assert {s.name for s in graph.storages if s.held} == names and len(names) > 6
+    assert graph.outputs == {source.storage_of[n] for n in source.pinned if n in source.storage_of}
+    saved = [
+        s
+        for s, users in enumerate(graph.users)
+        if graph.allocator[s] is not None and {graph.ops[u].backward for u in users} == {False, True}
+    ]
+    dying = [s for s in saved if s not in graph.outputs]
+    assert dying
+    for s in dying:
+        born, dies = simulate(graph).live_range(s)
+        assert (born, dies) == (graph.allocator[s], max(graph.users[s])) and dies < len(graph)
+
+
+def test_of_a_final_backward_only_parameters_are_held():
+    net = thunder.jit(Net(), executors=[])
+    net(torch.ones(2, 2, 6, 6)).sum().backward()
+    trace = thunder.last_backward_traces(net)[-1]
+    source = read_trace(trace)
+    assert any(b.sym.name == "clear_mutable_collection" for b in trace.bound_symbols)
+    assert {b.sym.id for b in source.prefix} == {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE}
+    graph = source.graph
+    held = {s.name for s in graph.storages if s.held}
+    assert held == {"t_last_weight", "t_conv_weight", "t_norm_weight"} & set(source.storage_of)
+    freeable = [s for s, a in enumerate(graph.allocator) if a is None and not graph.storages[s].held]
+    timeline = simulate(graph)
+    assert {timeline.live_range(s)[0] for s in freeable} == {0}
+    assert any(timeline.live_range(s)[1] < len(graph) // 2 for s in freeable)
+
+
+@pytest.mark.parametrize("fn", WRITTEN, ids=lambda f: f.__name__)
+def test_the_source_order_is_priced_as_what_thunder_runs(fn):
+    """The joint trace, op by op, against the final traces on fake tensors: forward and backward peak."""
+    inputs = arguments(fn)
+    jitted = thunder.jit(fn, executors=[])
+    predicted = predict(jitted, *inputs.values(), keep_outputs=True)
+    graph = read_trace(unfused(fn, *inputs.values())).graph
+    assert "forward" in predicted.phases
+    for phase, backward in (("forward", False), ("backward", True))[: len(predicted.phases)]:
+        assert simulate(graph.half(backward)).peak_bytes == predicted.phase(phase).peak_bytes
+
+
+def test_gradients_of_the_outputs_are_there_before_the_backward_starts():
+    """They are its arguments: however late one is needed, no order brings it later."""
+
+    def fn(x, w):
+        outputs = []
+        for _ in range(4):
+            x = (x @ w).sin()
+            outputs.append(x * 2)
+        return tuple(outputs)
+
+    source = read_trace(unfused(fn, *(torch.ones(8, 8, requires_grad=True) for _ in range(2))))
+    half = source.graph.half(True)
+    given = [i for i, b in enumerate(source.bsyms) if b.sym == prims.get_grad]
+    assert len(given) == 4
+    for seed in range(5):
+        assert [half.ops[i].payload for i in random_order(half, Random(seed))[:4]] == given
+
+
+# ---- forward, backward, and what stays outside ----
+
+
+def made(bsyms) -> list[str]:
+    return [p.name for b in bsyms for p in b.flat_proxy_outs]
+
+
+def test_the_halves_are_those_of_thunders_own_split(dense):
+    compiling = SimpleNamespace(executors_list=(), autocast_stack=AutocastStack(), is_grad_enabled=True)
+    split = 0
+    for traced in dense:
+        source = read_trace(traced.trace)
+        halves: tuple[list, list] = ([], [])
+        for op, b in zip(source.graph.ops, source.bsyms, strict=True):
+            if b.sym != prims.get_grad:
+                halves[op.backward].append(b)
+        returned = traced.trace.bound_symbols[-1].args[0]
+        if not (isinstance(returned, dict) and "fw_flat_out" in returned):
+            assert halves[0] == list(source.bsyms)
+            continue
+        with compile_data_and_stats(compiling, None):
+            forward, backward = split_into_forward_and_backward(traced.trace)
+        assert made(halves[0]) == made(b for b in body(forward) if b.sym.id not in UNPACKING), traced.text
+        # Thunder drops what is dead from the backward only.
+        kept = [] if backward is None else made(b for b in body(backward) if b.sym.id not in UNPACKING)
+        assert set(kept) <= set(made(halves[1])), traced.text
+        assert [n for n in made(halves[1]) if n in set(kept)] == kept, traced.text
+        split += bool(kept)
+    assert split > 10
+
+
+UNPACKING = (PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE)
+
+
+def test_a_recomputed_forward_belongs_to_the_backward():
+    source = read_trace(written(checkpointed).trace)
+    recomputed = [
+        op for op, b in zip(source.graph.ops, source.bsyms, strict=True) if any("bw_" in n for n in made([b]))
+    ]
+    assert recomputed and all(op.backward for op in recomputed)
+    assert all(BACKWARD in source.bsyms[op.index].tags for op in recomputed)
+    assert BACKWARD is BoundSymbolTag.BACKWARD
+
+
+def test_a_trace_reads_the_same_with_its_dels_and_without(dense):
+    released = 0
+    for traced in dense[: len(WRITTEN) + 10]:
+        trace = del_last_used(traced.trace)
+        released += any(b.sym.id is PrimIDs.DEL for b in trace.bound_symbols)
+        one, other = read_trace(traced.trace), read_trace(trace)
+        assert one.graph == other.graph
+        assert (one.storage_of, one.pinned) == (other.storage_of, other.pinned)
+    assert released >= len(WRITTEN)
+
+
+def test_unpacking_and_return_stay_outside():
+    trace = thunder.jit(many_outputs, executors=[])
+    trace(*arguments(many_outputs).values())
+    backward = thunder.last_backward_traces(trace)[-1]
+    source = read_trace(backward)
+    assert source.result is backward.bound_symbols[-1] and source.result.sym.id is PrimIDs.RETURN
+    assert all(b.sym.id in (*UNPACKING, PrimIDs.COMMENT) for b in source.prefix)
+    assert not any(b.sym.id in (*UNPACKING, PrimIDs.RETURN, PrimIDs.DEL) for b in source.bsyms)
+
+
+def test_ops_say_what_their_bound_symbols_do(dense):
+    for traced in dense:
+        source = read_trace(traced.trace)
+        assert [op.payload for op in source.graph.ops] == list(source.bsyms)
+        for op, b, effects in zip(source.graph.ops, source.bsyms, source.effects, strict=True):
+            assert op.name == b.sym.name
+            of = {p.name: source.storage_of[p.name] for p in (*b.flat_proxy_args, *b.flat_proxy_outs) if _stored(p)}
+            assert set(op.touches) == set(of.values())
+            assert effects == effects_of(b)
+            for p in b.flat_proxy_outs:
+                if p.name not in {a.name for a in b.flat_proxy_args}:
+                    assert source.producer_of[p.name] == op.index
+
+
+def _stored(p: Proxy) -> bool:
+    return isinstance(p, TensorProxy | FutureTensorProxy)
+
+
+def test_reading_again_with_the_earlier_reading_gives_the_same(dense):
+    for traced in dense:
+        first = read_trace(traced.trace)
+        again = read_trace(traced.trace, earlier=first)
+        fresh = read_trace(traced.trace)
+        assert again.graph == fresh.graph and again.storage_of == fresh.storage_of, traced.text
+        assert again.effects == fresh.effects
+
+
+# ---- errors ----
+
+
+def test_a_trace_without_a_return_is_refused():
+    trace = unfused(torch.sin, torch.ones(3))
+    for bsyms in (body(trace), []):
+        with pytest.raises(ValueError, match="does not end with a return"):
+            read_trace(replaced(trace, bsyms))
+
+
+def test_a_proxy_from_nowhere_is_refused_by_name():
+    trace = unfused(lambda x: x.sin().cos(), torch.ones(3))
+    (sin,) = (b for b in trace.bound_symbols if b.sym.name == "sin")
+    with pytest.raises(ValueError, match=f"uses {sin.output.name}, which nothing produces"):
+        read_trace(replaced(trace, [b for b in trace.bound_symbols if b is not sin]))
