@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from thunder.core.compile_data import _compile_data
@@ -20,9 +21,12 @@ from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
 
+from thunder_mem.checkpoint import checkpointed_storages
+from thunder_mem.choices import Choices
 from thunder_mem.effects import leaves
 from thunder_mem.emit import emit
 from thunder_mem.measure import collector_off
+from thunder_mem.overwrites import protect_old_values
 from thunder_mem.plan import Plan, Refusal
 from thunder_mem.planner import make_plan
 from thunder_mem.recompute import recompute_in_backward
@@ -105,6 +109,8 @@ class PlanningExecutor(FusionExecutor):
                     f"MemEfficient left this program as Thunder compiles it: {type(error).__name__}: {error}",
                     stacklevel=2,
                 )
+                with suppress(Exception):
+                    trace = _with_checkpoints(trace)
         return self.inner.fusion_pass(trace) if session.failed and self.inner else trace
 
 
@@ -159,14 +165,41 @@ def _best_plan(trace: TraceCtx, session: _Session) -> tuple[Plan, TraceGraph, Tr
     def plan(trace: TraceCtx, source: TraceGraph, fuse: Fusibility) -> tuple[Plan, TraceGraph, TraceCtx]:
         return make_plan(source.graph, fuse, names, sort=session.options.sort), source, trace
 
-    source = read_trace(trace)
+    trace, source = _read(trace)
     fuse = fusibility(source, session.executors)
-    planned = [plan(trace, source, fuse)]
-    if rebuilt := storages_to_rebuild(source.graph, fuse):
-        trace = recompute_in_backward(source, trace, rebuilt)
-        source = read_trace(trace, earlier=source)
-        planned.append(plan(trace, source, fusibility(source, session.executors)))
+    choices = Choices(offered=checkpointed_storages(source))
+    rebuilt = [_only_offered(source, fuse, choices), storages_to_rebuild(source.graph, fuse, choices)]
+    planned = []
+    for storages in dict.fromkeys(rebuilt):
+        new, read, takes = trace, source, fuse
+        if storages:
+            new = recompute_in_backward(source, trace, storages)
+            read = read_trace(new, earlier=source)
+            takes = fusibility(read, session.executors)
+        planned.append(plan(new, read, takes))
     return min(planned, key=lambda p: (p[0].candidate.peak_bytes, -planned.index(p)))
+
+
+def _read(trace: TraceCtx) -> tuple[TraceCtx, TraceGraph]:
+    """The trace with all that its backward needs kept from being overwritten, and its graph."""
+    source = read_trace(trace)
+    safe = protect_old_values(source, trace)
+    return safe, source if safe is trace else read_trace(safe, earlier=source)
+
+
+def _only_offered(source: TraceGraph, fuse: Fusibility, choices: Choices) -> frozenset[int]:
+    """What the user's own checkpoints make the backward compute again."""
+    if not choices.offered:
+        return frozenset()
+    return storages_to_rebuild(source.graph, replace(fuse, cheap=(False,) * len(source.graph)), choices)
+
+
+def _with_checkpoints(trace: TraceCtx) -> TraceCtx:
+    """The joint trace, with the user's checkpoints carried out and nothing else planned."""
+    trace, source = _read(trace)
+    choices = Choices(offered=checkpointed_storages(source))
+    rebuilt = _only_offered(source, fusibility(source, ()), choices)
+    return recompute_in_backward(source, trace, rebuilt) if rebuilt else trace
 
 
 def fusibility(source: TraceGraph, executors: Sequence[FusionExecutor]) -> Fusibility:

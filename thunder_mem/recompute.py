@@ -1,16 +1,56 @@
-"""Rebuild chosen forward values in the backward: a joint trace in, a joint trace out."""
+"""Rebuild chosen forward values in the backward: what may be, and how.
+
+`why_not_again` is the one place that says what must never be computed a second time;
+`recompute_in_backward` turns a joint trace into one that does compute again what was chosen.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from thunder.core.proxies import Proxy, variableify
-from thunder.core.symbol import BoundSymbol
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
+from thunder_mem.effects import leaves
 from thunder_mem.trace_graph import BACKWARD, TraceGraph
 
-__all__ = ["recompute_in_backward"]
+__all__ = ["recompute_in_backward", "why_not_again"]
+
+# A second run may differ from the first: which of equal elements comes first, or the order in which
+# atomics add up (the list of `torch.use_deterministic_algorithms`). By prim, and by the name of the
+# function that an executor calls.
+_VARIES = {
+    PrimIDs.TOPK, PrimIDs.SORT, PrimIDs.SCATTER, PrimIDs.SCATTER_ADD, PrimIDs.INDEX_ADD, PrimIDs.INDEX_COPY,
+    PrimIDs.INDEX_PUT, PrimIDs.EMBEDDING_BACKWARD,
+}  # fmt: skip
+_VARIES_BY_NAME = {
+    "topk", "sort", "argsort", "kthvalue", "median", "mode", "unique", "scatter", "scatter_add", "scatter_reduce",
+    "index_add", "index_put", "index_copy", "put", "bincount", "histc", "cumsum", "embedding_backward",
+}  # fmt: skip
+
+
+def why_not_again(source: TraceGraph, op: int) -> str | None:
+    """Why an op must run only once, in words; None if it may run again in the backward."""
+    bsym, effects = source.bsyms[op], source.effects[op]
+    if effects.writes:
+        return f"it overwrites {effects.writes[0]}"
+    if any(channel.startswith("rng") for channel in effects.channels):
+        return "it draws random numbers"
+    if effects.channels:
+        return "it communicates"
+    if effects.barrier:
+        return "it may do more than compute its result"
+    if changed := [s for s in source.graph.ops[op].touches if s in source.overwritten]:
+        return f"{source.graph.storages[changed[0]].name}, which it uses, is overwritten"
+    if has_tags(bsym, {OpTags.DONT_RECOMPUTE_IN_BACKWARD}):
+        return "its executor forbids it"
+    if any(b.sym.id in _VARIES or b.sym.name in _VARIES_BY_NAME for b in (bsym, *leaves(bsym))):
+        return "its result may differ from run to run"
+    if not all(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):
+        return "its result is not a tensor"
+    return None
 
 
 def recompute_in_backward(source: TraceGraph, trace: TraceCtx, storages: Collection[int]) -> TraceCtx:

@@ -11,6 +11,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from thunder_mem.choices import Choices
 from thunder_mem.graph import Graph
 from thunder_mem.regions import Fusibility
 
@@ -18,9 +19,10 @@ __all__ = ["storages_to_rebuild"]
 
 _INFINITE = 2**31 - 1
 _MOST_UNITS = 2**30
+_UNDECIDED = Choices()
 
 
-def storages_to_rebuild(graph: Graph, fuse: Fusibility) -> frozenset[int]:
+def storages_to_rebuild(graph: Graph, fuse: Fusibility, choices: Choices = _UNDECIDED) -> frozenset[int]:
     """The storages that the backward should compute again instead of receiving them.
 
     Each storage that the forward allocates is an arc whose capacity is its bytes; a cheap op leads
@@ -28,6 +30,12 @@ def storages_to_rebuild(graph: Graph, fuse: Fusibility) -> frozenset[int]:
     the backward touches leads to the sink. The least cut is the least to save. What the caller holds
     is free to keep, so nothing is rebuilt that is alive anyway. Among equal cuts the one nearest to
     the backward is taken: it recomputes least.
+
+    Args:
+        graph: forward and backward of one trace.
+        fuse: its `cheap` ops may be repeated.
+        choices: what is decided already. What it offers or demands to recompute may be repeated
+            whatever that costs, so it must be known to be repeatable; what it keeps may not.
     """
     forward = [s for s, a in enumerate(graph.allocator) if a is not None and not graph.ops[a].backward]
     needed = [s for s in forward if any(graph.ops[op].backward for op in graph.users[s])]
@@ -44,9 +52,10 @@ def storages_to_rebuild(graph: Graph, fuse: Fusibility) -> frozenset[int]:
         capacities.append(capacity)
 
     for s in forward:
-        arc(node[s], node[s] + 1, -(-sizes[s] // unit))
+        forced = s in choices.recompute and sizes[s]
+        arc(node[s], node[s] + 1, _INFINITE if forced else -(-sizes[s] // unit))
         maker = graph.ops[graph.allocator[s]]  # type: ignore[index]
-        if not _can_repeat(graph, fuse, s):
+        if not _can_repeat(graph, fuse, choices, s):
             arc(0, node[s], _INFINITE)
             continue
         for r in maker.reads:
@@ -58,10 +67,11 @@ def storages_to_rebuild(graph: Graph, fuse: Fusibility) -> frozenset[int]:
     return frozenset(s for s in _reached_back(graph, needed, {s for s in forward if late[node[s]]}))
 
 
-def _can_repeat(graph: Graph, fuse: Fusibility, s: int) -> bool:
-    """A cheap op makes it, out of storages that nobody overwrites."""
+def _can_repeat(graph: Graph, fuse: Fusibility, choices: Choices, s: int) -> bool:
+    """A cheap op makes it, out of storages that nobody overwrites, or it is chosen."""
     maker = graph.allocator[s]
-    return maker is not None and fuse.cheap[maker]
+    chosen = s in choices.offered or s in choices.recompute
+    return maker is not None and s not in choices.keep and (chosen or fuse.cheap[maker])
 
 
 def _sink_side(nodes: int, tails: list[int], heads: list[int], capacities: list[int]) -> np.ndarray:

@@ -12,9 +12,11 @@ from thunder.core.transform_common import Transform
 from thunder.extend import FusionExecutor, get_always_executors, get_default_executors
 
 from thunder_mem.attention import mem_attention_ex
+from thunder_mem.checkpoint import take_over_checkpoints
 from thunder_mem.chunking import ChunkingError, chunk_trace
 from thunder_mem.delegate import PlanningOptions, seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.overwrites import without_writes
 from thunder_mem.plan import Refusal
 from thunder_mem.sorting import SORTS, SortFunction
 
@@ -67,6 +69,7 @@ class MemEfficient(Transform):
     ):
         compile_data: Any = get_compile_data()
         executors = _with_defaults(compile_data.executors_list)
+        computation_trace = take_over_checkpoints(without_writes(computation_trace))
         refused: tuple[Refusal, ...] = ()
         if self._chunk:
             computation_trace, refused = self._chunked(computation_trace, unseat(executors))

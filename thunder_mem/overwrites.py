@@ -1,0 +1,312 @@
+"""Writes in place, made safe: into values of their own where that is the same, or after a copy of what is still needed.
+
+Thunder's autograd and its checkpointing repeat and save values by name, as if nothing ever changed under a
+name. A write in place breaks that: the backward reads memory that was overwritten meanwhile, or a
+recomputation leaves the write out. `without_writes` runs before autograd and replaces a write to an
+intermediate value by the new value itself. Thunder computes that value anyway before it copies, so this
+costs nothing. What remains are writes to the caller's tensors, and those seen through another view;
+`protect_old_values` runs on the joint trace and copies, before such a write, what the backward still needs
+of the old content (eager does the same).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from thunder.core import prims
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
+from thunder.core.pytree import tree_flatten_with_dataclass
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+
+from thunder_mem.effects import effects_of, leaves
+from thunder_mem.layout import is_view
+from thunder_mem.trace_graph import TraceGraph
+
+__all__ = ["protect_old_values", "without_writes"]
+
+
+class _Memory:
+    """Which names may share memory: a union over views, whatever the strides turn out to be."""
+
+    def __init__(self, bsyms: Iterable[BoundSymbol]) -> None:
+        self._above: dict[str, str] = {}
+        for bsym in bsyms:
+            for leaf in leaves(bsym):
+                self._follow(leaf)
+
+    def __call__(self, name: str) -> str:
+        """The representative of all names that may share memory with `name`."""
+        while (above := self._above.get(name, name)) != name:
+            name = above
+        return name
+
+    def _join(self, a: Proxy, b: Proxy) -> None:
+        self._above[self(a.name)] = self(b.name)
+
+    def _follow(self, leaf: BoundSymbol) -> None:
+        if leaf.sym.id is PrimIDs.UPDATE_ALIASES or leaf.sym.name == "update_aliases":
+            for new, old in zip(leaf.flat_proxy_outs, leaf.flat_proxy_args, strict=True):
+                self._join(new, old)
+        elif _is_copy(leaf):
+            for out in leaf.flat_proxy_outs:
+                self._join(out, leaf.args[1])
+        elif is_view(leaf):
+            outs, args = _tensors(leaf.output), _tensors((leaf.args, leaf.kwargs))
+            for p in outs if args else ():
+                if p.dtype == args[0].dtype:  # a cast that changes the dtype copies
+                    self._join(p, args[0])
+
+
+def _is_copy(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id is PrimIDs.COPY_ or (bsym.sym.name == "copy_" and not bsym.subsymbols)
+
+
+def _copies(bsym: BoundSymbol) -> list[BoundSymbol]:
+    return [leaf for leaf in leaves(bsym) if _is_copy(leaf)]
+
+
+def without_writes(trace: TraceCtx) -> TraceCtx:
+    """The trace in which a write to an intermediate value is a new value, where nobody could tell.
+
+    That is where no argument of the trace may share the memory, and where after the write the memory is
+    read only through the written view, through younger ones, and through older ones that are certainly
+    views of the written one, which are taken again. Any other write stays.
+
+    Args:
+        trace: a computation trace before autograd.
+    """
+    if not any(map(_copies, trace.bound_symbols)):
+        return trace
+    memory = _Memory(trace.bound_symbols)
+    recipes = {p.name: b for b in trace.bound_symbols if _is_certain_view(b) for p in _tensors(b.output)}
+    classes = _replaceable(trace, memory, recipes)
+    if not classes:
+        return trace
+    new = from_trace(trace)
+    with tracectx(new):
+        rewriter = _Rewriter(new, memory, classes, recipes)
+        for bsym in trace.bound_symbols:
+            rewriter.take(bsym)
+        new.bound_symbols = rewriter.done
+    new.set_provenance(TraceProvenance("Writes to intermediate values become new values"))
+    return new
+
+
+_CERTAIN_VIEWS = {
+    PrimIDs.BROADCAST_IN_DIM, PrimIDs.SLICE, PrimIDs.SQUEEZE, PrimIDs.TRANSPOSE, PrimIDs.UNFOLD, PrimIDs.SHALLOW_COPY,
+}  # fmt: skip
+
+
+def _is_certain_view(bsym: BoundSymbol) -> bool:
+    """Whatever the strides, it makes views of its one argument, and autograd sees them as such."""
+    parts = [leaf for leaf in leaves(bsym) if leaf.flat_proxy_outs]
+    allowed = _CERTAIN_VIEWS | ({PrimIDs.RESHAPE} if bsym.sym.name in ("view", "view_as") else set())
+    return (
+        bool(parts)
+        and len(bsym.flat_proxy_args) == 1
+        and all(leaf.sym.id in allowed for leaf in parts)
+        and not any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in p.tags for p in bsym.flat_proxy_outs)
+    )
+
+
+def _replaceable(trace: TraceCtx, memory: _Memory, recipes: Mapping[str, BoundSymbol]) -> frozenset[str]:
+    """The classes of `memory` all of whose writes can be replaced."""
+    arguments = _tensors((trace.args, trace.kwargs))
+    arguments += [p for b in trace.bound_symbols if b.sym.id is PrimIDs.UNPACK_TRIVIAL for p in b.flat_proxy_outs]
+    needs_grad = any(p.requires_grad for p in arguments if isinstance(p, TensorProxy))
+    kept = {memory(p.name) for p in arguments}
+    written: set[str] = set()
+    same_view: dict[str, str] = {}  # a name -> the name under which its view was made
+    newest: dict[str, tuple[str, int]] = {}  # a class -> the view written last, and when
+    born: dict[str, int] = {}
+
+    def follows(view: str, last: str) -> bool:
+        while view != last:
+            if view not in recipes:
+                return False
+            parent = recipes[view].flat_proxy_args[0].name
+            view = same_view.get(parent, parent)
+        return True
+
+    for now, leaf in enumerate(leaf for bsym in trace.bound_symbols for leaf in leaves(bsym)):
+        args = [p.name for p in leaf.flat_proxy_args]
+        if leaf.sym.id is PrimIDs.UPDATE_ALIASES:
+            outs = (p.name for p in leaf.flat_proxy_outs)
+            same_view.update(zip(outs, (same_view.get(a, a) for a in args), strict=True))
+            continue
+        reads = args
+        if _is_copy(leaf):
+            source, target = leaf.args[:2]
+            reads = [source.name]
+            if needs_grad and not leaf.kwargs.get("grad_enabled", True):
+                kept.add(memory(target.name))  # what autograd must not see
+        for name in reads:
+            view = same_view.get(name, name)
+            last, when = newest.get(memory(name), (view, now))
+            if born.get(view, -1) < when and not follows(view, last):
+                kept.add(memory(name))
+        for p in leaf.flat_proxy_outs:
+            if p.name not in args:
+                born.setdefault(p.name, now)
+        if _is_copy(leaf):
+            view = same_view.get(target.name, target.name)
+            same_view.update((p.name, view) for p in leaf.flat_proxy_outs)
+            written.add(memory(target.name))
+            newest[memory(target.name)] = (view, now)
+        else:
+            kept.update(memory(name) for name in effects_of(leaf).writes)
+    return frozenset(written - kept)
+
+
+def _tensors(tree: object) -> list[TensorProxy]:
+    return [x for x in tree_flatten_with_dataclass(tree)[0] if isinstance(x, TensorProxy)]
+
+
+@dataclass
+class _Rewriter:
+    """Rewrites bound symbols in order.
+
+    `current` is what a view of a replaceable class holds, as of that many writes to the class (`as_of`).
+    """
+
+    trace: TraceCtx
+    memory: _Memory
+    classes: frozenset[str]
+    recipes: Mapping[str, BoundSymbol]
+    done: list[BoundSymbol] = field(default_factory=list)
+    same_view: dict[str, str] = field(default_factory=dict)
+    current: dict[str, TensorProxy] = field(default_factory=dict)
+    as_of: dict[str, int] = field(default_factory=dict)
+    writes: Counter = field(default_factory=Counter)
+
+    def take(self, bsym: BoundSymbol) -> None:
+        if bsym.sym.id is PrimIDs.UPDATE_ALIASES:
+            self._update_aliases(bsym)
+        elif any(self._replaces(p.args[1].name) for p in _copies(bsym)):
+            made = {p.name for leaf in leaves(bsym) if not is_view(leaf) for p in leaf.flat_proxy_outs}
+            self._expand(bsym, made - {p.name for p in bsym.flat_proxy_args})
+        else:
+            self._append(bsym)
+
+    def _replaces(self, name: str) -> bool:
+        return self.memory(name) in self.classes
+
+    def _view(self, name: str) -> str:
+        return self.same_view.get(name, name)
+
+    def _now(self, p: TensorProxy) -> TensorProxy:
+        """What memory holds where `p` looks; an old view of what was written since is taken again."""
+        view = self._view(p.name)
+        if not self._replaces(p.name):
+            return p
+        if self.as_of.get(view, 0) < self.writes[self.memory(view)]:
+            recipe = self.recipes[view]
+            (base,) = recipe.flat_proxy_args
+            self.trace.push_scope([])
+            again = recipe.from_bsym_swap_proxies({variableify(base): self._now(base)}, skip_output=True)
+            outs = again.sym(*again.args, **again.kwargs)
+            self.done += [b.from_bsym(tags=recipe.tags | b.tags) for b in self.trace.pop_scope()]
+            for old, new in zip(_tensors(recipe.output), _tensors(outs), strict=True):
+                self._set(old.name, new)
+        return self.current.get(view, p)
+
+    def _set(self, view: str, value: TensorProxy) -> None:
+        self.current[view] = value
+        self.as_of[view] = self.writes[self.memory(view)]
+
+    def _append(self, bsym: BoundSymbol) -> None:
+        swap = {}
+        for p in bsym.flat_proxy_args:
+            if isinstance(p, TensorProxy) and (now := self._now(p)).name != p.name:
+                swap[variableify(p)] = now
+        self.done.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym)
+        taken = {p.name for p in bsym.flat_proxy_args}
+        for p in _tensors(bsym.output):
+            if p.name not in taken and self._replaces(p.name):
+                self._set(p.name, p)
+
+    def _update_aliases(self, bsym: BoundSymbol) -> None:
+        """Replaceable members are followed here; the others stay together."""
+        pairs = list(zip(bsym.flat_proxy_args, bsym.flat_proxy_outs, strict=True))
+        self.same_view.update((new.name, self._view(old.name)) for old, new in pairs if self._replaces(old.name))
+        rest = [(old, new) for old, new in pairs if not self._replaces(old.name)]
+        if rest:
+            olds, news = (tuple(side) for side in zip(*rest, strict=True))
+            bound = prims.update_aliases.bind(olds, output=news)
+            self.done.append(bound.from_bsym(tags=bsym.tags.copy()))
+
+    def _expand(self, bsym: BoundSymbol, made: set[str]) -> None:
+        """The parts of a composite without its writes. `made` are the fresh tensors made inside it."""
+        if _is_copy(bsym) and self._replaces(bsym.args[1].name):
+            self._write(bsym, made)
+        elif not any(self._replaces(leaf.args[1].name) for leaf in _copies(bsym)):
+            self._append(bsym)
+        else:
+            for part in bsym.subsymbols:
+                place = {"source_filename": bsym.source_filename, "source_positions": bsym.source_positions}
+                self._expand(part.from_bsym(tags=part.tags | bsym.tags, **place), made)
+
+    def _write(self, bsym: BoundSymbol, made: set[str]) -> None:
+        source, target = bsym.args[:2]
+        source, view = self._now(source), self._view(target.name)
+        if source.name not in made:
+            # Somebody else's value: its memory is not ours to hand out under a second name.
+            copy = prims.clone.bind(source, output=prims.clone.meta(source))
+            self.done.append(copy.from_bsym(tags=bsym.tags.copy(), source_filename=bsym.source_filename))
+            source = copy.output
+        self.writes[self.memory(view)] += 1
+        self._set(view, source)
+        self.same_view.update((out.name, view) for out in bsym.flat_proxy_outs)
+
+
+def protect_old_values(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
+    """The joint trace in which the backward reads copies of what the forward overwrites before that.
+
+    A name stands for what its memory held when the name was made. Where something is written to that
+    memory since, the backward gets a copy that is made just before the first such write.
+
+    Args:
+        source: `trace` as it was read.
+        trace: a joint trace before fusion.
+    """
+    memory = _Memory(source.bsyms)
+    writers: dict[str, list[int]] = {}
+    for writer, effects in enumerate(source.effects):
+        for name in effects.writes:
+            writers.setdefault(memory(name), []).append(writer)
+    if not writers:
+        return trace
+
+    def first_write(p: Proxy, reader: int) -> int | None:
+        made = source.producer_of.get(p.name, -1)
+        return next((w for w in writers.get(memory(p.name), ()) if made < w < reader), None)
+
+    copies: dict[str, tuple[int, TensorProxy]] = {}  # of a name: before which op
+    readers: set[int] = set()
+    for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
+        for p in bsym.flat_proxy_args if op.backward else ():
+            if isinstance(p, TensorProxy) and (write := first_write(p, op.index)) is not None:
+                copies[p.name] = (write, p)
+                readers.add(op.index)
+    if not copies:
+        return trace
+
+    new = from_trace(trace)
+    with tracectx(new):
+        due: dict[int, list[BoundSymbol]] = {}
+        swap = {}
+        for before, p in copies.values():
+            copy = prims.clone.bind(p, output=prims.clone.meta(p))
+            swap[variableify(p)] = copy.output
+            due.setdefault(before, []).append(copy)
+        body: list[BoundSymbol] = []
+        for index, bsym in enumerate(source.bsyms):
+            body += due.get(index, [])
+            body.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if index in readers else bsym)
+        new.bound_symbols = [*source.prefix, *body, source.result]
+    new.set_provenance(TraceProvenance("Copy what the backward needs before it is overwritten"))
+    return new
