@@ -39,7 +39,7 @@ __all__ = ["PlanningExecutor", "PlanningOptions", "fusibility", "last_plan", "se
 
 _NOT_CHEAP = {
     PrimIDs.SUM, PrimIDs.PROD, PrimIDs.AMAX, PrimIDs.AMIN, PrimIDs.VAR, PrimIDs.VAR_MEAN, PrimIDs.STD,
-    PrimIDs.ARGMAX, PrimIDs.ARGMIN, PrimIDs.CAT, PrimIDs.SORT, PrimIDs.TOPK, PrimIDs.GATHER, PrimIDs.TAKE,
+    PrimIDs.ARGMAX, PrimIDs.ARGMIN, PrimIDs.SORT, PrimIDs.TOPK, PrimIDs.GATHER, PrimIDs.TAKE,
     PrimIDs.TAKE_ALONG_AXIS, PrimIDs.INDEX_ADD, PrimIDs.SCATTER_ADD, PrimIDs.SCATTER, PrimIDs.INDEX_PUT,
     PrimIDs.EMBEDDING, PrimIDs.EMBEDDING_BACKWARD, PrimIDs.DEVICE_PUT,
 }  # fmt: skip

@@ -1,11 +1,16 @@
-"""Which forward values the backward receives, and which it rebuilds for free: a minimum cut.
+"""Which forward values the backward receives, and which it rebuilds: a minimum cut.
 
-A value that cheap, fusible work can rebuild from what is kept anyway is never worth its bytes. The
-problem is AOTAutograd's (`torch/_functorch/partitioners.py`), posed over storages: keeping any view
-of a storage keeps all of it, and a second view then costs nothing.
+A value that cheap, fusible work can rebuild from what is kept anyway is never worth its bytes; under a
+budget, costly work competes with bytes at a price. The problem is AOTAutograd's
+(`torch/_functorch/partitioners.py`), posed over storages: keeping any view of a storage keeps all of
+it, and a second view then costs nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -15,69 +20,89 @@ from thunder_mem.choices import Choices
 from thunder_mem.graph import Graph
 from thunder_mem.regions import Fusibility
 
-__all__ = ["storages_to_rebuild"]
+__all__ = ["Exchange", "saved_storages", "storages_to_rebuild"]
 
 _INFINITE = 2**31 - 1
 _MOST_UNITS = 2**30
 _UNDECIDED = Choices()
 
 
-def storages_to_rebuild(graph: Graph, fuse: Fusibility, choices: Choices = _UNDECIDED) -> frozenset[int]:
+@dataclass(frozen=True)
+class Exchange:
+    """What time is paid for what memory.
+
+    Attributes:
+        repeat_s: per op, the seconds of running it once more in the backward; infinite where it may
+            not be repeated.
+        byte_s: the seconds that one byte less to keep is worth.
+    """
+
+    repeat_s: Sequence[float]
+    byte_s: float
+
+
+def storages_to_rebuild(
+    graph: Graph, fuse: Fusibility, choices: Choices = _UNDECIDED, exchange: Exchange | None = None
+) -> frozenset[int]:
     """The storages that the backward should compute again instead of receiving them.
 
-    Each storage that the forward allocates is an arc whose capacity is its bytes; a cheap op leads
-    from the storages it reads to those it makes; what no cheap op makes comes from the source, what
-    the backward touches leads to the sink. The least cut is the least to save. What the caller holds
-    is free to keep, so nothing is rebuilt that is alive anyway. Among equal cuts the one nearest to
-    the backward is taken: it recomputes least.
+    Each storage that the forward allocates is an arc whose capacity is what its bytes are worth; an arc
+    from the source to an op has the price of repeating it, and infinite arcs lead from the storages
+    that an op reads through it to those that it makes. What the backward touches leads to the sink. The
+    least cut is the least to pay: storages in it are kept, ops in it repeated. What the caller holds is
+    free to keep, so nothing is rebuilt that is alive anyway. Among equal cuts the one nearest to the
+    backward is taken: it repeats least.
 
     Args:
         graph: forward and backward of one trace.
-        fuse: its `cheap` ops may be repeated.
+        fuse: without an `exchange`, its `cheap` ops may be repeated, at no price.
         choices: what is decided already. What it offers or demands to recompute may be repeated
             whatever that costs, so it must be known to be repeatable; what it keeps may not.
+        exchange: prices; without it bytes are worth any work that is cheap or offered, and no other.
     """
     forward = [s for s, a in enumerate(graph.allocator) if a is not None and not graph.ops[a].backward]
     needed = [s for s in forward if any(graph.ops[op].backward for op in graph.users[s])]
     if not needed:
         return frozenset()
-    node = {s: 2 + 2 * i for i, s in enumerate(forward)}  # a storage's entry; its exit is one more
-    sizes = {s: 0 if s in graph.outputs or graph.storages[s].held else graph.storages[s].nbytes for s in forward}
-    unit = max(1, -(-sum(sizes.values()) // _MOST_UNITS))
-    tails, heads, capacities = [], [], []
-
-    def arc(tail: int, head: int, capacity: int) -> None:
-        tails.append(tail)
-        heads.append(head)
-        capacities.append(capacity)
-
+    if exchange is None:
+        exchange = Exchange([0.0 if cheap else inf for cheap in fuse.cheap], 1.0)
+    makers = [op.index for op in graph.ops if op.allocates and not op.backward]
+    entry = {s: 2 + 2 * i for i, s in enumerate(forward)}  # a storage's exit is one more
+    node = {op: 2 + 2 * len(forward) + i for i, op in enumerate(makers)}
+    arcs: list[tuple[int, int, float]] = []
     for s in forward:
-        forced = s in choices.recompute and sizes[s]
-        arc(node[s], node[s] + 1, _INFINITE if forced else -(-sizes[s] // unit))
-        maker = graph.ops[graph.allocator[s]]  # type: ignore[index]
-        if not _can_repeat(graph, fuse, choices, s):
-            arc(0, node[s], _INFINITE)
-            continue
-        for r in maker.reads:
-            if r in node:
-                arc(node[r] + 1, node[s], _INFINITE)
-    for s in needed:
-        arc(node[s] + 1, 1, _INFINITE)
-    late = _sink_side(2 + 2 * len(forward), tails, heads, capacities)
-    return frozenset(s for s in _reached_back(graph, needed, {s for s in forward if late[node[s]]}))
+        alive = s in graph.outputs or graph.storages[s].held
+        worth = 0.0 if alive else graph.storages[s].nbytes * exchange.byte_s
+        arcs.append((entry[s], entry[s] + 1, inf if worth and s in choices.recompute else worth))
+        if s in choices.keep:
+            arcs.append((0, entry[s], inf))
+    for op in makers:
+        made = graph.ops[op].allocates
+        chosen = not choices.offered.isdisjoint(made) or not choices.recompute.isdisjoint(made)
+        arcs.append((0, node[op], 0.0 if chosen else exchange.repeat_s[op]))
+        arcs += [(node[op], entry[s], inf) for s in made]
+        arcs += [(entry[r] + 1, node[op], inf) for r in graph.ops[op].reads if r in entry]
+    arcs += [(entry[s] + 1, 1, inf) for s in needed]
+    late = _sink_side(2 + 2 * len(forward) + len(node), arcs)
+    return frozenset(_reached_back(graph, needed, {s for s in forward if late[entry[s]]}))
 
 
-def _can_repeat(graph: Graph, fuse: Fusibility, choices: Choices, s: int) -> bool:
-    """A cheap op makes it, out of storages that nobody overwrites, or it is chosen."""
-    maker = graph.allocator[s]
-    chosen = s in choices.offered or s in choices.recompute
-    return maker is not None and s not in choices.keep and (chosen or fuse.cheap[maker])
+def saved_storages(graph: Graph, rebuilt: frozenset[int] = frozenset()) -> frozenset[int]:
+    """The forward's storages that the backward receives, if it computes `rebuilt` itself."""
+    used = {s for op in graph.ops if op.backward for s in op.touches}
+    used |= {r for s in rebuilt for r in graph.ops[graph.allocator[s]].reads}  # type: ignore[index]
+    made = {s for op in graph.ops if not op.backward for s in op.allocates}
+    return frozenset((used & made) - rebuilt)
 
 
-def _sink_side(nodes: int, tails: list[int], heads: list[int], capacities: list[int]) -> np.ndarray:
+def _sink_side(nodes: int, arcs: list[tuple[int, int, float]]) -> np.ndarray:
     """Which nodes still reach the sink after a maximum flow from node 0 to node 1."""
-    shape = (nodes, nodes)
-    matrix = csr_array((np.array(capacities, dtype=np.int64), (tails, heads)), shape=shape)
+    tails, heads, worths = (np.array(column) for column in zip(*arcs, strict=True))
+    finite = np.isfinite(worths)
+    unit = max(worths[finite].sum() / _MOST_UNITS, np.finfo(float).tiny)
+    capacities = np.full(len(arcs), _INFINITE, dtype=np.int64)
+    capacities[finite] = np.ceil(worths[finite] / unit)
+    matrix = csr_array((capacities, (tails, heads)), shape=(nodes, nodes))
     matrix.data = np.minimum(matrix.data, _INFINITE)
     flow = maximum_flow(matrix.astype(np.int32), 0, 1).flow
     residual = (matrix - flow.astype(np.int64)).tocsr()
