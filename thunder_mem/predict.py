@@ -8,6 +8,7 @@ measurement to the byte. On a device simulated by `simulate.py` nothing runs at 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from thunder.core.proxies import NumberProxy, TensorProxy
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from thunder_mem.accumulate import accumulate
 from thunder_mem.region_model import empty_like_proxy
 from thunder_mem.replay import Block, Event, Ledger, PredictionError, Runner, replay
 from thunder_mem.scratch import ProbingRunner, SimulatedRunner
@@ -129,6 +131,9 @@ def predict(
 ) -> Prediction:
     """Predict the peak of one call of a jitted function and, if it has one, of its backward.
 
+    The phases are "forward" and "backward", and "accumulate" where autograd has to copy or add gradients
+    to make them `.grad`: those not laid out as their parameter is, shared ones, and those that find one.
+
     Args:
         jitted: what `thunder.jit` returned. It is compiled for `args` if it has not been yet, but not run.
         args: the call's arguments, real or (under `simulate`) fake. Without any, the last compilation
@@ -141,7 +146,8 @@ def predict(
 
     Raises:
         TypeError: `jitted` is not a function jitted by Thunder.
-        ValueError: it was never called and no arguments are given.
+        ValueError: it was never called and no arguments are given; or its tensors live on the meta
+            device, on which nothing takes memory, or on several GPUs.
         PredictionError: it cannot be traced, or an operation has no prediction.
     """
     ledger, runner, assumptions = run_prediction(jitted, args, dict(kwargs or {}), tangents, keep_outputs)
@@ -179,7 +185,7 @@ def run_prediction(
     forward = entry.computation_traces[-1]
     backward = entry.backward_traces[-1] if entry.backward_fn is not None else None
     mode, inputs = to_fake(inputs)
-    device_type = "cuda" if any(t.device.type == "cuda" for t in _tensors(inputs)) else "cpu"
+    device_type = device_type_of(inputs)
     runner = SimulatedRunner() if device_type == "cuda" else ProbingRunner()
     ledger = Ledger(device_type)
     _add_all(ledger, [p.name for p in forward.args], inputs, "argument")
@@ -198,8 +204,9 @@ def run_prediction(
     ledger.sweep()
     caller_holds = (outputs, list(given) if tangents is not None else None)
     del outputs
-    run_backward(backward, saved, given, mode, ledger, runner)
-    del caller_holds
+    grads = list(run_backward(backward, saved, given, mode, ledger, runner))
+    kept = accumulate(inputs, grads, mode, ledger, probe=device_type == "cpu")
+    del caller_holds, kept
     return ledger, runner, assumptions
 
 
@@ -208,6 +215,8 @@ def _add_all(ledger: Ledger, names: Sequence[str], values: Sequence[Any], kind: 
     for name, value in zip(names, values, strict=True):
         if isinstance(value, torch.Tensor):
             ledger.add(name, value, kind, held=kind == "argument")
+            if kind == "argument" and value.is_leaf and value.grad is not None:
+                ledger.add(f"{name}.grad", value.grad, "gradient", held=True)
 
 
 def run_backward(
@@ -243,7 +252,8 @@ def compiled_entry(
     try:
         entry, inputs, _ = data.get_computation_and_inputs(*args, **kwargs)
     except Exception as error:
-        raise PredictionError(f"the function cannot be traced: {type(error).__name__}: {error}") from error
+        cause = textwrap.shorten(str(error), 300, placeholder=" …")  # Thunder's messages can go on for pages
+        raise PredictionError(f"the function cannot be traced: {type(error).__name__}: {cause}") from error
     finally:
         torch.set_grad_enabled(grad_enabled)
     return entry, list(inputs), []
@@ -258,6 +268,27 @@ def to_fake(values: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensor
     return chosen, tree_map_only(
         torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else chosen.from_tensor(t, static_shapes=True), values
     )
+
+
+def device_type_of(values: Any) -> str:
+    """The kind of device whose memory is predicted for a program of these inputs: "cuda" or "cpu".
+
+    Raises:
+        ValueError: they live where memory cannot be predicted.
+    """
+    devices = {t.device for t in _tensors(values)}
+    if any(d.type == "meta" for d in devices):
+        raise ValueError(
+            "tensors on the meta device take no memory: build the model inside of "
+            'simulate("H100-80GB") with torch.device("cuda"), which allocates nothing either'
+        )
+    other = sorted(d.type for d in devices if d.type not in ("cpu", "cuda"))
+    if other:
+        raise ValueError(f"memory is predicted for 'cpu' and 'cuda', not for {other[0]!r}")
+    gpus = sorted(str(d) for d in devices if d.type == "cuda")
+    if len(gpus) > 1:
+        raise ValueError(f"the program lives on {' and '.join(gpus)}: its memory is predicted for one GPU only")
+    return "cuda" if gpus else "cpu"
 
 
 def mode_of(values: Any) -> FakeTensorMode:

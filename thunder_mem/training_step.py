@@ -19,11 +19,11 @@ from thunder.executors.torch_autograd import connect_to_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from thunder_mem.predict import Prediction, compiled_entry, finish, mode_of
+from thunder_mem.predict import Prediction, compiled_entry, device_type_of, finish, mode_of
 from thunder_mem.replay import Ledger, replay
 from thunder_mem.scratch import ProbingRunner, SimulatedRunner
-from thunder_mem.twin_optimizer import hold_state, make_state, next_steps, twin_optimizer
-from thunder_mem.twins import Twins, Watch
+from thunder_mem.twin_optimizer import hold_state, make_state, next_scalars, twin_optimizer
+from thunder_mem.twins import Leaves, Twins, Watch
 
 __all__ = ["predict_step", "training_step"]
 
@@ -77,7 +77,8 @@ def predict_step(
         The prediction, with the phases "forward", "loss", "backward", "optimizer" and, unless
         `set_to_none`, "zero_grad".
         Parameters, buffers, inputs, optimizer state and, unless `set_to_none`, gradients are held
-        before the step begins, and count among `held_bytes`.
+        before the step begins, and count among `held_bytes`; so do gradients that a parameter
+        outside of the optimizer has now. What else the loss refers to does not count.
 
     Raises:
         TypeError, ValueError, PredictionError: as `predict`; also for an optimizer that needs a closure,
@@ -94,14 +95,14 @@ def predict_step(
         raise ValueError("nothing that the model takes or owns requires a gradient, so there is no step to predict")
 
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-    simulated = any(t.device.type == "cuda" for t in tensors)
+    simulated = device_type_of(inputs) == "cuda"
     ledger = Ledger("cuda", "cpu") if simulated else Ledger("cpu")
     runner = SimulatedRunner() if simulated else ProbingRunner()
     mode = mode_of(inputs)
     twins = Twins(mode, ledger)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for t in parameters:
-        twins.hold(t, "parameter")
+        twins.hold(t, "parameter", with_grad=False)  # a step begins without, or with what `make_state` makes
     for t in _owned(model):
         twins.hold(t, "parameter")
     for t in tensors:
@@ -111,7 +112,8 @@ def predict_step(
     twin = twin_optimizer(optimizer, twins, simulated)
 
     def watched_loss(output: Any) -> torch.Tensor:
-        loss = output if loss_fn is None else loss_fn(output)
+        with Leaves(twins):
+            loss = output if loss_fn is None else loss_fn(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"the loss has to be a scalar tensor, but it is {what}: give predict_step a loss_fn")
@@ -120,10 +122,10 @@ def predict_step(
         watch.phase = "backward"
         return loss
 
-    with mode, _inside(twins.all()):
+    with mode, _inside(twins):
         if not first:
             make_state(twin, twins, set_to_none)
-            watch.scalars = next_steps(optimizer, twin, twins)
+            watch.scalars = next_scalars(optimizer, twin, twins)
         for group in twin.param_groups:
             for p in group["params"]:
                 for name, t in twin.state.get(p, {}).items():
@@ -249,12 +251,12 @@ class _Phases:
 
 
 @contextlib.contextmanager
-def _inside(parameters: list[torch.Tensor]) -> Iterator[None]:
+def _inside(twins: Twins) -> Iterator[None]:
     """Gradients exist within only."""
     try:
         yield
     finally:
-        for p in parameters:
+        for p in twins.all():
             if p.is_leaf:
                 p.grad = None
 

@@ -12,16 +12,12 @@ from torch.utils._pytree import tree_map_only
 from thunder_mem.replay import Ledger
 from thunder_mem.twins import Scalars, Twins
 
-__all__ = ["hold_state", "make_state", "next_steps", "twin_optimizer"]
+__all__ = ["hold_state", "make_state", "next_scalars", "twin_optimizer"]
 
 
 def twin_optimizer(optimizer: torch.optim.Optimizer, twins: Twins, simulated: bool) -> torch.optim.Optimizer:
     """The same optimizer over the parameters' twins, with twins of whatever state it has."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a learning-rate scheduler binds the original's
-    twin.__dict__.pop("zero_grad", None)
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    twin = _bare_copy(optimizer)
     twin.param_groups = [
         {**group, **_on_device(type(optimizer), group, simulated), "params": [twins.of(p) for p in group["params"]]}
         for group in optimizer.param_groups
@@ -61,17 +57,55 @@ def make_state(optimizer: torch.optim.Optimizer, twins: Twins, set_to_none: bool
             twins.ledger.add("gradient", p.grad, "gradient", held=True)
 
 
-def next_steps(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, twins: Twins) -> dict[int, float]:
-    """What the optimizer will read from its step counts, by storage: some optimizers branch on it."""
-    done = {id(twins.of(p)): state.get("step") for p, state in optimizer.state.items()}
+def next_scalars(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, twins: Twins) -> dict[int, float]:
+    """What the optimizer will read from its scalars (step counts, coefficients), by storage: some branch on it.
+
+    Their present values, or those after one step if there was none yet or nothing can be read.
+    """
+    done = {id(twins.of(p)): state for p, state in optimizer.state.items()}
     known = {}
-    for p, state in twin.state.items():
-        if isinstance(state.get("step"), torch.Tensor):
-            before = done.get(id(p))
-            with unset_fake_temporarily():
-                count = 1.0 if before is None or isinstance(before, FakeTensor) else float(before)
-            known[state["step"].untyped_storage()._cdata] = count + 1
+    for group, rehearsed in zip(twin.param_groups, _rehearse(optimizer), strict=True):
+        for p in group["params"]:
+            for name, t in twin.state.get(p, {}).items():
+                if isinstance(t, torch.Tensor) and t.dim() == 0:
+                    now = done.get(id(p), {}).get(name, rehearsed.get(name))
+                    with unset_fake_temporarily():
+                        value = rehearsed.get(name, 1.0) if now is None or isinstance(now, FakeTensor) else now
+                        known[t.untyped_storage()._cdata] = float(value) + (name == "step")
     return known
+
+
+def _rehearse(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
+    """Per group, the scalars of the state after one step of a parameter of one element."""
+    scalars: list[dict[str, torch.Tensor]] = []
+    for group in optimizer.param_groups:
+        with unset_fake_temporarily(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            p = torch.nn.Parameter(torch.ones(1, 1))
+            p.grad = torch.ones(1, 1)
+            options = {k: 1e-3 if isinstance(v, FakeTensor) else v for k, v in group.items()}
+            if "capturable" in options:
+                options["capturable"] = False  # which is for GPUs, and changes no scalar
+            small = _bare_copy(optimizer)
+            small.param_groups = [
+                {**options, "params": [p], **({"capturable": False} if "capturable" in group else {})}
+            ]
+            small.state = defaultdict(dict)
+            try:
+                small.step()
+            except Exception:  # somebody's own optimizer, which takes no such parameter: nothing is known of it
+                small.state.clear()
+            scalars.append({k: t for k, t in small.state[p].items() if isinstance(t, torch.Tensor) and t.dim() == 0})
+    return scalars
+
+
+def _bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer without what others hung onto it; its groups and state are still to be replaced."""
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.__dict__.pop("step", None)  # a learning-rate scheduler binds the original's
+    copy.__dict__.pop("zero_grad", None)
+    copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return copy
 
 
 def hold_state(ledger: Ledger, name: str, t: torch.Tensor, group: dict[str, Any], simulated: bool) -> None:

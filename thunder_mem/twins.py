@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from thunder_mem.engine_sums import EngineSums
 from thunder_mem.replay import Ledger
 from thunder_mem.scratch import probe_operator
 
-__all__ = ["Scalars", "Twins", "Watch"]
+__all__ = ["Leaves", "Scalars", "Twins", "Watch"]
 
 
 class Twins:
@@ -25,8 +27,8 @@ class Twins:
         self.ledger = ledger
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def hold(self, t: torch.Tensor, kind: str) -> None:
-        """Make the twin of a tensor that the caller holds throughout."""
+    def hold(self, t: torch.Tensor, kind: str, *, with_grad: bool = True) -> None:
+        """Make the twin of a tensor that the caller holds throughout, and of its gradient, if it has one now."""
         if id(t) in self._twins:
             return
         twin: torch.Tensor
@@ -39,6 +41,11 @@ class Twins:
             twin = self.to_cpu(t)
         self.ledger.add(f"{kind}{len(self._twins)}", twin, kind, held=True)
         self._twins[id(t)] = (t, twin)
+        if twin.is_leaf and twin.grad is not None:
+            if with_grad:
+                self.ledger.add(f"gradient{len(self._twins)}", twin.grad, "gradient", held=True)
+            else:
+                twin.grad = None
 
     def name(self, t: torch.Tensor, name: str) -> None:
         """Let the block behind `t` be known by `name`."""
@@ -50,6 +57,20 @@ class Twins:
         """The twin of a tensor that is held, or a new one."""
         known = self._twins.get(id(t))
         return self.to_cpu(t) if known is None else known[1]
+
+    def leaf(self, t: torch.Tensor) -> torch.Tensor:
+        """The twin of a tensor that is held or that gradients end in; any other is returned as it is."""
+        known = self._twins.get(id(t))
+        if known is not None:
+            return known[1]
+        if isinstance(t, FakeTensor) or not (t.requires_grad and t.is_leaf):
+            return t
+        twin = self.mode.from_tensor(t, static_shapes=True)
+        self.ledger.ignore(twin)  # the loss brought it: it is there throughout, and was never counted
+        if twin.grad is not None:
+            self.ledger.ignore(twin.grad)
+        self._twins[id(t)] = (t, twin)
+        return twin
 
     def to_cpu(self, t: torch.Tensor) -> torch.Tensor:
         """A CPU tensor laid out like a fake CUDA one and standing for the same block; a leaf of autograd."""
@@ -100,11 +121,18 @@ class Watch(TorchDispatchMode):
         self.active = True
         self.twins = twins
         self.scalars: dict[int, float] = {}
+        self.sums = EngineSums(ledger)
         twins.watch = self
+
+    def __enter__(self) -> Watch:
+        super().__enter__()
+        self.sums.learn()
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.active or func.namespace == "profiler":
+        in_place = self.active and self.sums.in_place(func, args)
+        if self.sums.learning or not self.active or func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return _scalar(args[0], self.scalars)
@@ -112,7 +140,12 @@ class Watch(TorchDispatchMode):
             # Targets and the like that the loss closes over live on the simulated device.
             args, kwargs = tree_map_only(torch.Tensor, self._on_cpu, (args, kwargs))
         self.ledger.sweep()
+        if in_place:
+            self.ledger.record(self.phase, "aten::add_")
+            return args[0]
         out = func(*args, **kwargs)
+        if func is torch.ops.aten.detach.default:  # autograd's own, by which it keeps a gradient as it is
+            return out
         new = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         name = func.name() if hasattr(func, "name") else str(func)
         allocated_bytes = sum(self.ledger.add(f"{name}:{i}", t, "computed") for i, t in enumerate(new))
@@ -127,6 +160,18 @@ class Watch(TorchDispatchMode):
 
     def _on_cpu(self, t: torch.Tensor) -> torch.Tensor:
         return t if t.device.type == "cpu" else self.twins.to_cpu(t)
+
+
+class Leaves(TorchFunctionMode):
+    """Puts twins in the place of the caller's parameters in code that refers to those, such as a loss with a head."""
+
+    def __init__(self, twins: Twins) -> None:
+        super().__init__()
+        self.twins = twins
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self.twins.leaf, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class Scalars(TorchDispatchMode):

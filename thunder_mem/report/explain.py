@@ -54,5 +54,5 @@ def explain(jitted: Callable[..., Any], *, budget_bytes: int | None = None, boun
     if bounds:
         entry = stats.interpreter_cache[-1]
         traces = {"forward": entry.computation_traces, "backward": entry.backward_traces}
-        found = [optimality(traces[name][-1], prediction.phase(name)) for name in prediction.phases]
+        found = [optimality(traces[name][-1], prediction.phase(name)) for name in prediction.phases if name in traces]
     return Report(prediction, plan, tuple(found), budget_bytes, () if plan else (NO_PLAN,))

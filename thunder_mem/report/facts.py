@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from thunder_mem.accumulate import ACCUMULATE
 from thunder_mem.predict import Held, Prediction
 from thunder_mem.replay import Event
 
@@ -138,7 +139,7 @@ class Facts:
         born, last = self._phases.get(storage.born), self._phases.get(storage.last)
         if born == "forward" and last == "backward":
             return CATEGORIES[1]
-        if born == "backward" and storage.kind == "computed" and self._stays(storage):
+        if born in ("backward", ACCUMULATE) and storage.kind == "computed" and self._stays(storage):
             return CATEGORIES[2]
         return CATEGORIES[3]
 
