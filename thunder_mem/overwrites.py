@@ -34,9 +34,9 @@ class _Memory:
 
     def __init__(self, bsyms: Iterable[BoundSymbol]) -> None:
         self._above: dict[str, str] = {}
+        self._shared: set[str] = set()
         for bsym in bsyms:
-            for leaf in leaves(bsym):
-                self._follow(leaf)
+            self._follow(bsym)
 
     def __call__(self, name: str) -> str:
         """The representative of all names that may share memory with `name`."""
@@ -44,18 +44,26 @@ class _Memory:
             name = above
         return name
 
+    def alone(self, name: str) -> bool:
+        """No other name may share its memory."""
+        return name not in self._shared
+
     def _join(self, a: Proxy, b: Proxy) -> None:
         self._above[self(a.name)] = self(b.name)
+        self._shared |= {a.name, b.name}
 
-    def _follow(self, leaf: BoundSymbol) -> None:
-        if leaf.sym.id is PrimIDs.UPDATE_ALIASES or leaf.sym.name == "update_aliases":
-            for new, old in zip(leaf.flat_proxy_outs, leaf.flat_proxy_args, strict=True):
+    def _follow(self, bsym: BoundSymbol) -> None:
+        """Composites too: `contiguous` may be a view, while the prim inside always copies."""
+        for part in bsym.subsymbols:
+            self._follow(part)
+        if bsym.sym.id is PrimIDs.UPDATE_ALIASES or bsym.sym.name == "update_aliases":
+            for new, old in zip(bsym.flat_proxy_outs, bsym.flat_proxy_args, strict=True):
                 self._join(new, old)
-        elif _is_copy(leaf):
-            for out in leaf.flat_proxy_outs:
-                self._join(out, leaf.args[1])
-        elif is_view(leaf):
-            outs, args = _tensors(leaf.output), _tensors((leaf.args, leaf.kwargs))
+        elif _is_copy(bsym):
+            for out in bsym.flat_proxy_outs:
+                self._join(out, bsym.args[1])
+        elif is_view(bsym):
+            outs, args = _tensors(bsym.output), _tensors((bsym.args, bsym.kwargs))
             for p in outs if args else ():
                 if p.dtype == args[0].dtype:  # a cast that changes the dtype copies
                     self._join(p, args[0])
@@ -187,7 +195,7 @@ class _Rewriter:
         if bsym.sym.id is PrimIDs.UPDATE_ALIASES:
             self._update_aliases(bsym)
         elif any(self._replaces(p.args[1].name) for p in _copies(bsym)):
-            made = {p.name for leaf in leaves(bsym) if not is_view(leaf) for p in leaf.flat_proxy_outs}
+            made = {p.name for leaf in leaves(bsym) for p in leaf.flat_proxy_outs if self.memory.alone(p.name)}
             self._expand(bsym, made - {p.name for p in bsym.flat_proxy_args})
         else:
             self._append(bsym)
