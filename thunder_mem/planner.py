@@ -7,7 +7,7 @@ by default, neighbours fused in source order, is always among the candidates.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from thunder_mem.amplifiers import Absorbed, absorb_amplifiers
@@ -52,7 +52,7 @@ def make_plan(graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: st
     arrangements = [_arrange("planned", absorbed, regions, order)]
     if sort != "auto":  # which alone never has a higher peak than the source order
         arrangements.append(_arrange("planned, source order", absorbed, regions, range(len(regions))))
-    neighbours = graph.contract(consecutive_groups(graph, fuse))
+    neighbours = graph.contract(g for g in consecutive_groups(graph, fuse) if fuse.executors(g))
     arrangements.append(_arrange(THUNDERS_OWN, plain, neighbours, range(len(neighbours))))
     best = _choose(arrangements)
     return Plan(
@@ -88,13 +88,23 @@ def _order(regions: Graph, sort: str | SortFunction) -> tuple[list[int], str]:
 
 
 def _arrange(name: str, base: Absorbed, regions: Graph, order: Sequence[int]) -> _Arrangement:
-    """Merge for speed within the peaks that the order reaches, then price exactly what will be emitted."""
-    peaks = _peaks(regions, order)
-    groups = merge_for_speed(regions, order, base.fuse, peaks.__getitem__)
-    groups = tuple(part for group in groups for part in _emittable(group, base))
-    merged = base.graph.contract(groups)
-    position = {op.payload: op.index for op in merged.ops}
-    return _Arrangement(name, base, groups, _peaks(merged, [position[group] for group in groups]))
+    """Merge for speed within the peaks that the order reaches, then price exactly what will be emitted.
+
+    A region that no executor takes after all runs op by op, which may hold more: then nothing is merged.
+    """
+    limits = _peaks(regions, order)
+    merged = _priced(name, base, merge_for_speed(regions, order, base.fuse, limits.__getitem__))
+    if all(peak <= limit for peak, limit in zip(merged.peaks, limits, strict=True)):
+        return merged
+    unmerged = _priced(name, base, [regions.ops[op].payload for op in order])  # type: ignore[misc]
+    return min(merged, unmerged, key=lambda a: (max(a.peaks), sum(a.peaks)))
+
+
+def _priced(name: str, base: Absorbed, groups: Iterable[tuple[int, ...]]) -> _Arrangement:
+    steps = tuple(part for group in groups for part in _emittable(group, base))
+    regions = base.graph.contract(steps)
+    position = {op.payload: op.index for op in regions.ops}
+    return _Arrangement(name, base, steps, _peaks(regions, [position[step] for step in steps]))
 
 
 def _emittable(group: tuple[int, ...], base: Absorbed) -> Groups:
