@@ -22,51 +22,12 @@ from thunder.core.pytree import tree_flatten_with_dataclass
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
+from thunder_mem.aliases import Aliases
 from thunder_mem.effects import effects_of, leaves
 from thunder_mem.layout import is_view
 from thunder_mem.trace_graph import TraceGraph
 
 __all__ = ["protect_old_values", "without_writes"]
-
-
-class _Memory:
-    """Which names may share memory: a union over views, whatever the strides turn out to be."""
-
-    def __init__(self, bsyms: Iterable[BoundSymbol]) -> None:
-        self._above: dict[str, str] = {}
-        self._shared: set[str] = set()
-        for bsym in bsyms:
-            self._follow(bsym)
-
-    def __call__(self, name: str) -> str:
-        """The representative of all names that may share memory with `name`."""
-        while (above := self._above.get(name, name)) != name:
-            name = above
-        return name
-
-    def alone(self, name: str) -> bool:
-        """No other name may share its memory."""
-        return name not in self._shared
-
-    def _join(self, a: Proxy, b: Proxy) -> None:
-        self._above[self(a.name)] = self(b.name)
-        self._shared |= {a.name, b.name}
-
-    def _follow(self, bsym: BoundSymbol) -> None:
-        """Composites too: `contiguous` may be a view, while the prim inside always copies."""
-        for part in bsym.subsymbols:
-            self._follow(part)
-        if bsym.sym.id is PrimIDs.UPDATE_ALIASES or bsym.sym.name == "update_aliases":
-            for new, old in zip(bsym.flat_proxy_outs, bsym.flat_proxy_args, strict=True):
-                self._join(new, old)
-        elif _is_copy(bsym):
-            for out in bsym.flat_proxy_outs:
-                self._join(out, bsym.args[1])
-        elif is_view(bsym):
-            outs, args = _tensors(bsym.output), _tensors((bsym.args, bsym.kwargs))
-            for p in outs if args else ():
-                if p.dtype == args[0].dtype:  # a cast that changes the dtype copies
-                    self._join(p, args[0])
 
 
 def _is_copy(bsym: BoundSymbol) -> bool:
@@ -89,19 +50,24 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
     """
     if not any(map(_copies, trace.bound_symbols)):
         return trace
-    memory = _Memory(trace.bound_symbols)
+    memory = Aliases(trace.bound_symbols)
     recipes = {p.name: b for b in trace.bound_symbols if _is_certain_view(b) for p in _tensors(b.output)}
-    classes = _replaceable(trace, memory, recipes)
-    if not classes:
-        return trace
-    new = from_trace(trace)
-    with tracectx(new):
-        rewriter = _Rewriter(new, memory, classes, recipes)
-        for bsym in trace.bound_symbols:
+    arguments = frozenset(p.name for p in _arguments(trace))
+    rewriter = _Rewriter(from_trace(trace), memory, _replaceable(trace, memory, recipes), recipes, arguments)
+    *body, result = trace.bound_symbols
+    with tracectx(rewriter.trace):
+        for bsym in body:
             rewriter.take(bsym)
-        new.bound_symbols = rewriter.done
+        rewriter.end(result)
+    new = rewriter.trace
+    new.bound_symbols = rewriter.done
     new.set_provenance(TraceProvenance("Writes to intermediate values become new values"))
     return new
+
+
+def _arguments(trace: TraceCtx) -> list[Proxy]:
+    unpacked = (p for b in trace.bound_symbols if b.sym.id is PrimIDs.UNPACK_TRIVIAL for p in b.flat_proxy_outs)
+    return [*_tensors((trace.args, trace.kwargs)), *unpacked]
 
 
 _CERTAIN_VIEWS = {
@@ -121,10 +87,9 @@ def _is_certain_view(bsym: BoundSymbol) -> bool:
     )
 
 
-def _replaceable(trace: TraceCtx, memory: _Memory, recipes: Mapping[str, BoundSymbol]) -> frozenset[str]:
+def _replaceable(trace: TraceCtx, memory: Aliases, recipes: Mapping[str, BoundSymbol]) -> frozenset[str]:
     """The classes of `memory` all of whose writes can be replaced."""
-    arguments = _tensors((trace.args, trace.kwargs))
-    arguments += [p for b in trace.bound_symbols if b.sym.id is PrimIDs.UNPACK_TRIVIAL for p in b.flat_proxy_outs]
+    arguments = _arguments(trace)
     needs_grad = any(p.requires_grad for p in arguments if isinstance(p, TensorProxy))
     kept = {memory(p.name) for p in arguments}
     written: set[str] = set()
@@ -182,26 +147,48 @@ class _Rewriter:
     """
 
     trace: TraceCtx
-    memory: _Memory
+    memory: Aliases
     classes: frozenset[str]
     recipes: Mapping[str, BoundSymbol]
+    arguments: frozenset[str]
     done: list[BoundSymbol] = field(default_factory=list)
     same_view: dict[str, str] = field(default_factory=dict)
     current: dict[str, TensorProxy] = field(default_factory=dict)
     as_of: dict[str, int] = field(default_factory=dict)
     writes: Counter = field(default_factory=Counter)
+    through_views: list[TensorProxy] = field(default_factory=list)
 
     def take(self, bsym: BoundSymbol) -> None:
         if bsym.sym.id is PrimIDs.UPDATE_ALIASES:
             self._update_aliases(bsym)
-        elif any(self._replaces(p.args[1].name) for p in _copies(bsym)):
+        elif self._changes(bsym):
             made = {p.name for leaf in leaves(bsym) for p in leaf.flat_proxy_outs if self.memory.alone(p.name)}
             self._expand(bsym, made - {p.name for p in bsym.flat_proxy_args})
         else:
             self._append(bsym)
 
+    def end(self, result: BoundSymbol) -> None:
+        """The return statement. Thunder drops a write through a view, or runs it in the backward, where
+        nothing in the forward uses its result; so one output is made to use them all."""
+        self._append(result)
+        returned = self.done[-1].args[0] if self.done[-1].args else None
+        outputs = _tensors(returned["output"]) if isinstance(returned, dict) else []
+        anchor = next((p for p in outputs if p.name not in self.arguments), None)
+        if self.through_views and anchor is not None:
+            olds = (*self.through_views, anchor)
+            news = tuple(TensorProxy(like=p, requires_grad=p.requires_grad) for p in olds)
+            self.done.insert(-1, prims.update_aliases.bind(olds, output=news))
+            self.done[-1] = self.done[-1].from_bsym_swap_proxies({variableify(anchor): news[-1]})
+
     def _replaces(self, name: str) -> bool:
         return self.memory(name) in self.classes
+
+    def _is_through_view(self, copy: BoundSymbol) -> bool:
+        return self._view(copy.args[1].name) not in self.arguments
+
+    def _changes(self, bsym: BoundSymbol) -> bool:
+        """Something in it writes, to other than an argument as a whole."""
+        return any(self._replaces(copy.args[1].name) or self._is_through_view(copy) for copy in _copies(bsym))
 
     def _view(self, name: str) -> str:
         return self.same_view.get(name, name)
@@ -232,6 +219,8 @@ class _Rewriter:
             if isinstance(p, TensorProxy) and (now := self._now(p)).name != p.name:
                 swap[variableify(p)] = now
         self.done.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym)
+        if _is_copy(bsym) and self._is_through_view(bsym):
+            self.through_views.append(bsym.output)
         taken = {p.name for p in bsym.flat_proxy_args}
         for p in _tensors(bsym.output):
             if p.name not in taken and self._replaces(p.name):
@@ -240,7 +229,7 @@ class _Rewriter:
     def _update_aliases(self, bsym: BoundSymbol) -> None:
         """Replaceable members are followed here; the others stay together."""
         pairs = list(zip(bsym.flat_proxy_args, bsym.flat_proxy_outs, strict=True))
-        self.same_view.update((new.name, self._view(old.name)) for old, new in pairs if self._replaces(old.name))
+        self.same_view.update((new.name, self._view(old.name)) for old, new in pairs)
         rest = [(old, new) for old, new in pairs if not self._replaces(old.name)]
         if rest:
             olds, news = (tuple(side) for side in zip(*rest, strict=True))
@@ -251,7 +240,7 @@ class _Rewriter:
         """The parts of a composite without its writes. `made` are the fresh tensors made inside it."""
         if _is_copy(bsym) and self._replaces(bsym.args[1].name):
             self._write(bsym, made)
-        elif not any(self._replaces(leaf.args[1].name) for leaf in _copies(bsym)):
+        elif _is_copy(bsym) or not self._changes(bsym):
             self._append(bsym)
         else:
             for part in bsym.subsymbols:
@@ -281,7 +270,7 @@ def protect_old_values(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
         source: `trace` as it was read.
         trace: a joint trace before fusion.
     """
-    memory = _Memory(source.bsyms)
+    memory = Aliases(source.bsyms)
     writers: dict[str, list[int]] = {}
     for writer, effects in enumerate(source.effects):
         for name in effects.writes:
