@@ -23,11 +23,12 @@ from thunder.extend import Executor, FusionExecutor
 
 from thunder_mem.checkpoint import checkpointed_storages
 from thunder_mem.choices import Choices
+from thunder_mem.decisions import about_saving
 from thunder_mem.effects import leaves
 from thunder_mem.emit import emit
 from thunder_mem.measure import collector_off
 from thunder_mem.overwrites import protect_old_values
-from thunder_mem.plan import Plan, Refusal
+from thunder_mem.plan import Decision, Plan, Refusal
 from thunder_mem.planner import make_plan
 from thunder_mem.recompute import recompute_in_backward
 from thunder_mem.regions import Fusibility
@@ -53,6 +54,7 @@ class PlanningOptions:
     sort: str | SortFunction = "auto"
     strict: bool = False
     refused: tuple[Refusal, ...] = ()  # by what ran before
+    decisions: tuple[Decision, ...] = ()  # of what ran before
 
 
 class _Session:
@@ -147,7 +149,11 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
 
         trace = replace_uniform(trace)
     plan, source, trace = _best_plan(trace, session)
-    plan = replace(plan, refused=(*session.options.refused, *plan.refused))
+    plan = replace(
+        plan,
+        refused=(*session.options.refused, *plan.refused),
+        decisions=(*session.options.decisions, *plan.decisions),
+    )
     took_ms = (time.perf_counter_ns() - start) // 1_000_000
     executors = {str(e.name): e for e in session.executors}
     new = emit(source, trace, plan, executors, f"Memory planning (took {took_ms} milliseconds)")
@@ -162,8 +168,10 @@ def _best_plan(trace: TraceCtx, session: _Session) -> tuple[Plan, TraceGraph, Tr
     """Plan the program as it is and, if the backward could rebuild what it now receives, that way too."""
     names = [str(e.name) for e in session.executors]
 
-    def plan(trace: TraceCtx, source: TraceGraph, fuse: Fusibility) -> tuple[Plan, TraceGraph, TraceCtx]:
-        return make_plan(source.graph, fuse, names, sort=session.options.sort), source, trace
+    def plan(trace: TraceCtx, read: TraceGraph, fuse: Fusibility) -> tuple[Plan, TraceGraph, TraceCtx]:
+        plan = make_plan(read.graph, fuse, names, sort=session.options.sort)
+        saved = about_saving(source.graph, read.graph)
+        return replace(plan, decisions=(saved, *plan.decisions)), read, trace
 
     trace, source = _read(trace)
     fuse = fusibility(source, session.executors)

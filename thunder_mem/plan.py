@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Candidate", "Plan", "PlannedRegion", "Refusal"]
+__all__ = ["Candidate", "Decision", "Plan", "PlannedRegion", "Refusal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,26 @@ class Refusal:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision and what it was worth.
+
+    Attributes:
+        what: "loss head", "saved for the backward", "regions" or "order".
+        how: what was decided, in words.
+        figure: what is counted: "peak" (all that is alive at once), "saved" or "logits".
+        before_bytes, after_bytes: that figure without the decision, and with it.
+        source: "file:line" that it is about, or "".
+    """
+
+    what: str
+    how: str
+    figure: str
+    before_bytes: int
+    after_bytes: int
+    source: str = ""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The decisions of one compilation.
@@ -65,6 +85,7 @@ class Plan:
         candidates: all that were compared, the chosen one among them.
         sort: name of the algorithm that found the order.
         refused: what was left alone.
+        decisions: what each decision was worth, in the order they were made; peaks build on each other.
         fingerprint: identifies the source graph, so that plans of equal programs can be compared.
     """
 
@@ -74,6 +95,7 @@ class Plan:
     sort: str
     refused: tuple[Refusal, ...] = ()
     fingerprint: str = field(default="")
+    decisions: tuple[Decision, ...] = ()
 
     @property
     def candidate(self) -> Candidate:

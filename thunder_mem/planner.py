@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from thunder_mem.amplifiers import Absorbed, absorb_amplifiers
+from thunder_mem.decisions import about_order, about_regions
 from thunder_mem.graph import Graph
 from thunder_mem.plan import Candidate, Plan, PlannedRegion
 from thunder_mem.regions import Fusibility, Groups, consecutive_groups, contract_chains, merge_for_speed
@@ -54,13 +55,19 @@ def make_plan(graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: st
         arrangements.append(_arrange("planned, source order", absorbed, regions, range(len(regions))))
     neighbours = graph.contract(g for g in consecutive_groups(graph, fuse) if fuse.executors(g))
     arrangements.append(_arrange(THUNDERS_OWN, plain, neighbours, range(len(neighbours))))
-    best = _choose(arrangements)
+    best, own = _choose(arrangements), arrangements[-1]
+    planned = tuple(_planned_region(group, best.base, executors) for group in best.groups)
+    in_source_order = own.peaks if best is own else _peaks(regions, range(len(regions)))
     return Plan(
-        regions=tuple(_planned_region(group, best.base, executors) for group in best.groups),
+        regions=planned,
         chosen=best.name,
         candidates=tuple(Candidate(a.name, *a.peaks, len(a.groups)) for a in arrangements),
         sort=algorithm if best.name == "planned" else "source",
         fingerprint=fingerprint(graph),
+        decisions=(
+            about_regions(planned, own.peaks, in_source_order),
+            about_order(algorithm if best.name == "planned" else "source", in_source_order, best.peaks),
+        ),
     )
 
 

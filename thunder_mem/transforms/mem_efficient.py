@@ -14,6 +14,7 @@ from thunder.extend import FusionExecutor, get_always_executors, get_default_exe
 from thunder_mem.attention import mem_attention_ex
 from thunder_mem.checkpoint import take_over_checkpoints
 from thunder_mem.chunking import ChunkingError, chunk_trace
+from thunder_mem.decisions import about_chunks
 from thunder_mem.delegate import PlanningOptions, seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.overwrites import without_writes
@@ -70,14 +71,14 @@ class MemEfficient(Transform):
         compile_data: Any = get_compile_data()
         executors = _with_defaults(compile_data.executors_list)
         computation_trace = take_over_checkpoints(without_writes(computation_trace))
-        refused: tuple[Refusal, ...] = ()
+        options = self._options
         if self._chunk:
-            computation_trace, refused = self._chunked(computation_trace, unseat(executors))
-        compile_data.executors_list = seat(executors, replace(self._options, refused=refused))
+            computation_trace, options = self._chunked(computation_trace, unseat(executors))
+        compile_data.executors_list = seat(executors, options)
         return prologue_trace, computation_trace, epilogue_trace
 
-    def _chunked(self, trace: TraceCtx, executors: tuple) -> tuple[TraceCtx, tuple[Refusal, ...]]:
-        """The trace with its loss heads chunked; as it was, with the reason, where that does not work."""
+    def _chunked(self, trace: TraceCtx, executors: tuple) -> tuple[TraceCtx, PlanningOptions]:
+        """The trace with its loss heads chunked, as it was where that does not work, and options with what was done."""
         try:
             trace, record = chunk_trace(trace, executors_list=executors)
         except ChunkingError:  # the user marked this head by `with chunked():`
@@ -87,8 +88,9 @@ class MemEfficient(Transform):
                 raise
             cause = f"{type(error).__name__}: {error}"
             warnings.warn(f"MemEfficient left the loss head as it is: {cause}", stacklevel=2)
-            return trace, (Refusal("loss head", cause),)
-        return trace, tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals)
+            return trace, replace(self._options, refused=(Refusal("loss head", cause),))
+        refused = tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals)
+        return trace, replace(self._options, refused=refused, decisions=about_chunks(record.loops))
 
     def __repr__(self) -> str:
         return (

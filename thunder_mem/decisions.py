@@ -1,0 +1,61 @@
+"""What each decision of a plan was worth, in the planner's own figures: before it, and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from thunder_mem.chunk_plan import LoopPlan
+from thunder_mem.graph import Graph
+from thunder_mem.plan import Decision, PlannedRegion
+
+__all__ = ["about_chunks", "about_order", "about_regions", "about_saving"]
+
+
+def about_chunks(loops: Iterable[LoopPlan]) -> tuple[Decision, ...]:
+    """Loss heads that run chunk by chunk: bytes of the logits that exist at once."""
+    return tuple(
+        Decision(
+            "loss head",
+            f"{loop.op} in {loop.chunks} chunks of {loop.chunk_rows:,} rows, {loop.mode}: {loop.why}",
+            "logits",
+            loop.whole_logits_bytes,
+            loop.logits_bytes,
+            loop.source,
+        )
+        for loop in loops
+    )
+
+
+def about_saving(before: Graph, after: Graph) -> Decision:
+    """What the backward receives of what the forward made, where the program is `after` instead of `before`."""
+    names_before, bytes_before = _saved(before)
+    names_after, bytes_after = _saved(after)
+    rebuilt = len(names_before - names_after)
+    how = f"{len(names_after)} tensors received, {rebuilt} others rebuilt" if rebuilt else "all received, none rebuilt"
+    return Decision("saved for the backward", how, "saved", bytes_before, bytes_after)
+
+
+def _saved(graph: Graph) -> tuple[set[str], int]:
+    allocator = graph.allocator
+    saved = {
+        s
+        for op in graph.ops
+        if op.backward
+        for s in (*op.reads, *op.writes)
+        if (made := allocator[s]) is not None and not graph.ops[made].backward
+    }
+    return {graph.storages[s].name for s in saved}, sum(graph.storages[s].nbytes for s in saved)
+
+
+def about_regions(regions: Sequence[PlannedRegion], before: Sequence[int], after: Sequence[int]) -> Decision:
+    """Which operations run as one: peaks (forward, backward) of neighbours fused, and of these, in source order."""
+    fused = [r for r in regions if r.executor is not None]
+    copies = sum(len(r.copies) for r in regions)
+    inside = sum(len(r.ops) for r in fused)
+    how = f"{inside} operations in {len(fused)} regions, {copies} of them copies" if fused else "nothing is fused"
+    return Decision("regions", how, "peak", max(before), max(after))
+
+
+def about_order(algorithm: str, before: Sequence[int], after: Sequence[int]) -> Decision:
+    """In which order the regions run: peaks (forward, backward) of source order, and of this one."""
+    return Decision("order", f"by {algorithm}", "peak", max(before), max(after))
