@@ -187,6 +187,7 @@ BEYOND = (
     "write in checkpoint",
     "overwritten argument of a function",
     "overwritten factor",
+    "unbind in checkpoint",
 )
 
 # Calls that plain Thunder refuses, with an argument of shape (4, 3) that asks for a gradient.

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.fuzz import uncompiled_regions
+from tests.defects import BEYOND, DEFECTS
+from tests.fuzz import CONFIGS, uncompiled_regions
+from tests.oracle import check
 from thunder_mem import MemEfficient
 from thunder_mem.checkpoint import CHECKPOINTED
 from thunder_mem.predict import predict
@@ -319,3 +321,9 @@ def test_through_torch_compile():
     compiled = torch.compile(fn, backend=backend)
     for got, expected in zip(run(compiled)[:3], run(lambda x, w: dropout(Ops(True), x, w))[:3], strict=True):
         close(got, expected)
+
+
+@pytest.mark.parametrize("executors", ["mem", "mem-no-fusion"])
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_thunder_alone_gets_wrong_is_right(name: str, executors: str):
+    assert check(DEFECTS[name].program, CONFIGS[executors].compile) == []

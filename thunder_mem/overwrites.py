@@ -12,7 +12,7 @@ of the old content (eager does the same).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from thunder.core import prims
@@ -24,7 +24,6 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.aliases import Aliases
 from thunder_mem.effects import effects_of, leaves
-from thunder_mem.layout import is_view
 from thunder_mem.trace_graph import TraceGraph
 
 __all__ = ["protect_old_values", "without_writes"]
@@ -162,8 +161,7 @@ class _Rewriter:
         if bsym.sym.id is PrimIDs.UPDATE_ALIASES:
             self._update_aliases(bsym)
         elif self._changes(bsym):
-            made = {p.name for leaf in leaves(bsym) for p in leaf.flat_proxy_outs if self.memory.alone(p.name)}
-            self._expand(bsym, made - {p.name for p in bsym.flat_proxy_args})
+            self._expand(bsym, _made_in(bsym, self.memory))
         else:
             self._append(bsym)
 
@@ -258,6 +256,14 @@ class _Rewriter:
         self.writes[self.memory(view)] += 1
         self._set(view, source)
         self.same_view.update((out.name, view) for out in bsym.flat_proxy_outs)
+
+
+def _made_in(bsym: BoundSymbol, memory: Aliases) -> set[str]:
+    """The tensors made inside a composite that share memory with no other name in it."""
+    made = {p.name for leaf in leaves(bsym) for p in leaf.flat_proxy_outs}
+    names = made | {p.name for p in bsym.flat_proxy_args}
+    sharing = Counter(map(memory, names))
+    return {name for name in made if sharing[memory(name)] == 1}
 
 
 def protect_old_values(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
