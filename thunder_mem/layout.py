@@ -22,7 +22,7 @@ from torch._prims_common import compute_elementwise_output_strides
 
 from thunder_mem.effects import leaves
 
-__all__ = ["Layout", "is_view"]
+__all__ = ["Layout", "is_view", "torch_view"]
 
 
 def _slice(a: torch.Tensor, start: Sequence[int], end: Sequence[int], strides: Sequence[int] | None = None):
@@ -77,7 +77,7 @@ _VIEW_NAMES: dict[str, Callable] = {
 
 
 @cache
-def _torch_view(name: str) -> Callable | None:
+def torch_view(name: str) -> Callable | None:
     """PyTorch's function of that name if, by its schema, its result may share memory with an argument.
 
     Thunder registers many operators as they are (`swapaxes`, `diagonal`, `view_as_real`, ...). One of
@@ -96,7 +96,7 @@ def _view_function(bsym: BoundSymbol) -> Callable | None:
     if bsym.sym.executor is not None and bsym.sym.name == "diagonal":
         return torch.diagonal  # a view, where Thunder's decomposition gathers
     known = _VIEWS.get(bsym.sym.id) or _VIEW_NAMES.get(bsym.sym.name)
-    return known or (None if bsym.subsymbols or isinstance(bsym.sym.id, PrimIDs) else _torch_view(bsym.sym.name))
+    return known or (None if bsym.subsymbols or isinstance(bsym.sym.id, PrimIDs) else torch_view(bsym.sym.name))
 
 
 def is_view(bsym: BoundSymbol) -> bool:
@@ -148,6 +148,8 @@ class Layout:
                 self._tensors[p.name] = self._fresh(bsym, p)
 
     def _run_view(self, bsym: BoundSymbol) -> bool:
+        if not any(isinstance(p, TensorProxy | FutureTensorProxy) for p in bsym.flat_proxy_outs):
+            return True  # arithmetic on numbers, under `cache="symbolic values"`
         function = _view_function(bsym)
         if function is None:
             for sub in bsym.subsymbols:

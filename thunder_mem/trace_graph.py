@@ -18,10 +18,11 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, TraceTag
 from torch.utils._python_dispatch import _disable_current_modes
 
+from thunder_mem.aliases import Aliases
 from thunder_mem.effects import Effects, effects_of
 from thunder_mem.graph import Graph, Op, Storage, make_graph
 from thunder_mem.kernel_scratch import estimated_scratch_bytes
-from thunder_mem.layout import Layout, is_view
+from thunder_mem.layout import Layout
 
 __all__ = ["BACKWARD", "TraceGraph", "read_trace"]
 
@@ -250,31 +251,22 @@ def _possible_aliases(
 ) -> tuple[list[tuple[int, int]], frozenset[int]]:
     """Edges around every write, for all that may share its memory; and the storages that may be overwritten.
 
-    A proxy has no strides, and whether a reshape copies depends on those that the arguments turn out to
-    have. So for order alone, whatever may be a view counts as one.
+    For order alone, whatever may be a view counts as one (`aliases.py`).
     """
     if not any(effect.writes for effect in effects):
         return [], frozenset()
-    root: dict[int, int] = {}
-
-    def find(s: int) -> int:
-        while (above := root.get(s, s)) != s:
-            s = above
-        return s
-
-    for b in body:
-        tensors = [p for p in (*b.flat_proxy_args, *b.flat_proxy_outs) if isinstance(p, TensorProxy)]
-        for p in tensors[1:] if is_view(b) else ():
-            if p.dtype == tensors[0].dtype:  # a cast that changes the dtype copies
-                root[find(storage_of[p.name])] = find(storage_of[tensors[0].name])
-    written = {find(storage_of[name]) for effect in effects for name in effect.writes}
-    writer: dict[int, int] = {}
-    readers: dict[int, list[int]] = {}
+    aliases = Aliases(body)
+    first: dict[int, str] = {}  # a storage's first name
+    for name, storage in storage_of.items():
+        aliases.join(name, first.setdefault(storage, name))
+    written = {aliases(name) for effect in effects for name in effect.writes}
+    writer: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
     edges: list[tuple[int, int]] = []
     for i, (b, effect) in enumerate(zip(body, effects, strict=True)):
         names = [p.name for p in (*b.flat_proxy_args, *b.flat_proxy_outs) if isinstance(p, TensorProxy)]
-        writes = {find(storage_of[name]) for name in effect.writes}
-        for memory in dict.fromkeys(find(storage_of[name]) for name in names):
+        writes = {aliases(name) for name in effect.writes}
+        for memory in dict.fromkeys(map(aliases, names)):
             if memory not in written:
                 continue
             if memory in writer:
@@ -284,7 +276,7 @@ def _possible_aliases(
                 writer[memory] = i
             else:
                 readers.setdefault(memory, []).append(i)
-    return edges, frozenset(s for s in storage_of.values() if find(s) in written)
+    return edges, frozenset(s for name, s in storage_of.items() if aliases(name) in written)
 
 
 def _proxies(tree: object) -> list[Proxy]:
