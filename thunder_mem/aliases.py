@@ -20,7 +20,7 @@ from thunder_mem.layout import is_view, torch_view
 
 __all__ = ["Aliases", "may_share_memory"]
 
-_MAY_RETURN_THEIR_OPERAND = {PrimIDs.DEVICE_PUT, PrimIDs.STRIDE_ORDER}
+_MAY_RETURN_THEIR_OPERAND = {PrimIDs.BITCAST, PrimIDs.DEVICE_PUT, PrimIDs.STRIDE_ORDER}
 
 
 def may_share_memory(bsym: BoundSymbol) -> bool:
