@@ -1,0 +1,47 @@
+"""Bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["parse_bytes", "size"]
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes from a size such as "40GiB", "512 MiB", "80GB" (powers of 1000) or 1048576.
+
+    Raises:
+        ValueError: not such a size, or not above 0.
+
+    Example:
+        >>> parse_bytes("1.5KiB"), parse_bytes("2 KB"), parse_bytes(7)
+        (1536, 2000, 7)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    factor = units.get(match[2].lower()) if match else None
+    if match is None or factor is None or isinstance(size, bool):
+        raise ValueError(f"{size!r} is not a size: write a number and a unit, such as 40GiB, 512MiB or 80GB")
+    nbytes = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if nbytes <= 0:
+        raise ValueError(f"a size is above 0, not {size!r}")
+    return nbytes
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> size(512), size(1536), size(-3 * 2**30)
+        ('512 B', '1.50 KiB', '-3.00 GiB')
+    """
+    amount = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(amount) < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{amount:.2f} {unit}"
+        amount /= 1024
+    return f"{amount:.2f} TiB"
