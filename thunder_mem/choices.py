@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-__all__ = ["Choices"]
+from thunder_mem.trace_graph import TraceGraph
+
+__all__ = ["UNDECIDED", "Choices", "Chooser", "RecomputeError"]
+
+
+class RecomputeError(ValueError):
+    """What was asked to be kept or recomputed makes no sense for the program; the message says what would."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +26,14 @@ class Choices:
         recompute: never received; the backward computes them again (unless they are alive anyway, as
             outputs or arguments are).
         offered: may be computed again although that is not cheap, where it saves bytes: what the user
-            marked by `torch.utils.checkpoint`.
+            marked by `torch.utils.checkpoint`, and what lies on the way to `recompute`.
 
     Raises:
-        ValueError: a storage is in both `keep` and `recompute`.
+        RecomputeError: a storage is in both `keep` and `recompute`.
+
+    Example:
+        >>> Choices(recompute=frozenset({1})) | Choices(keep=frozenset({2}))
+        Choices(keep=frozenset({2}), recompute=frozenset({1}), offered=frozenset())
     """
 
     keep: frozenset[int] = frozenset()
@@ -31,4 +42,26 @@ class Choices:
 
     def __post_init__(self) -> None:
         if both := self.keep & self.recompute:
-            raise ValueError(f"storages {sorted(both)} are both to be kept and to be recomputed")
+            raise RecomputeError(f"storages {sorted(both)} are both to be kept and to be recomputed")
+
+    def __or__(self, other: Choices) -> Choices:
+        return Choices(self.keep | other.keep, self.recompute | other.recompute, self.offered | other.offered)
+
+
+class Chooser(Protocol):
+    """Whoever decides about single storages: a configuration of patterns, a policy."""
+
+    def choose(self, source: TraceGraph, rebuilt: frozenset[int]) -> Choices:
+        """The choices for a joint trace.
+
+        Args:
+            source: the joint trace, in which nothing is recomputed yet.
+            rebuilt: the storages that the backward would rebuild without these choices.
+
+        Raises:
+            RecomputeError: they make no sense for this program.
+        """
+
+
+UNDECIDED = Choices()
+"""Nothing is decided."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
+import torch
 from thunder.core.dtypes import to_strong_dtype, to_torch_dtype
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, pyval
 from thunder.core.symbol import BoundSymbol
@@ -26,6 +27,7 @@ __all__ = [
     "bound_symbol_flops",
     "cost_s",
     "device_model",
+    "device_model_of",
     "extra_region_cost_s",
     "is_free",
     "region_cost_s",
@@ -113,6 +115,18 @@ def device_model(name: str) -> DeviceModel:
         if isinstance(name, str) and known.lower() == name.lower():
             return model
     raise ValueError(f"no cost model for device {name!r}: there is one for {', '.join(DEVICE_MODELS)}")
+
+
+def device_model_of(device: torch.device) -> DeviceModel:
+    """The model of a device at hand (or simulated); an H100's where a GPU has no data sheet here.
+
+    Plans compare costs with each other, so a stranger's ratios do.
+    """
+    if device.type != "cuda":
+        return _CPU
+    name = torch.cuda.get_device_name(device)
+    known = (spec.name for spec in DEVICES.values() if spec.marketing_name == name and spec.name in DEVICE_MODELS)
+    return DEVICE_MODELS[next(known, "H100-80GB")]
 
 
 # Symbols are known by name: after claiming, a prim's id is gone, but its name stays inside.

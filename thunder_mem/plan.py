@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from thunder_mem.budget import BudgetOutcome
+
 __all__ = ["Candidate", "Decision", "Plan", "PlannedRegion", "Refusal"]
 
 
@@ -60,7 +62,7 @@ class Decision:
     """One decision and what it was worth.
 
     Attributes:
-        what: "loss head", "saved for the backward", "regions" or "order".
+        what: "loss head", "saved for the backward", "regions", "order" or "budget".
         how: what was decided, in words.
         figure: what is counted: "peak" (all that is alive at once), "saved" or "logits".
         before_bytes, after_bytes: that figure without the decision, and with it.
@@ -87,6 +89,7 @@ class Plan:
         refused: what was left alone.
         decisions: what each decision was worth, in the order they were made; peaks build on each other.
         fingerprint: identifies the source graph, so that plans of equal programs can be compared.
+        budget: what the budget bought; None without one.
     """
 
     regions: tuple[PlannedRegion, ...]
@@ -96,6 +99,7 @@ class Plan:
     refused: tuple[Refusal, ...] = ()
     fingerprint: str = field(default="")
     decisions: tuple[Decision, ...] = ()
+    budget: BudgetOutcome | None = None
 
     @property
     def candidate(self) -> Candidate:

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from thunder_mem.choices import Choices
+from thunder_mem.choices import UNDECIDED, Choices
 from thunder_mem.graph import Graph
 from thunder_mem.regions import Fusibility
 
@@ -24,7 +24,6 @@ __all__ = ["Exchange", "saved_storages", "storages_to_rebuild"]
 
 _INFINITE = 2**31 - 1
 _MOST_UNITS = 2**30
-_UNDECIDED = Choices()
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Exchange:
 
 
 def storages_to_rebuild(
-    graph: Graph, fuse: Fusibility, choices: Choices = _UNDECIDED, exchange: Exchange | None = None
+    graph: Graph, fuse: Fusibility, choices: Choices = UNDECIDED, exchange: Exchange | None = None
 ) -> frozenset[int]:
     """The storages that the backward should compute again instead of receiving them.
 

@@ -12,11 +12,13 @@ from thunder.core.transform_common import Transform
 from thunder.extend import FusionExecutor, get_always_executors, get_default_executors
 
 from thunder_mem.attention import mem_attention_ex
+from thunder_mem.budget import parse_budget
 from thunder_mem.checkpoint import take_over_checkpoints
 from thunder_mem.chunking import ChunkingError, chunk_trace
 from thunder_mem.decisions import about_chunks
-from thunder_mem.delegate import PlanningOptions, seat, unseat
+from thunder_mem.delegate import seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.joint_plan import PlanningOptions
 from thunder_mem.overwrites import without_writes
 from thunder_mem.plan import Refusal
 from thunder_mem.sorting import SORTS, SortFunction
@@ -38,11 +40,18 @@ class MemEfficient(Transform):
             dependency.
         chunk: run large loss heads chunk by chunk, so that logits never exist whole (see
             `thunder_mem.ChunkLossHead`, which does this alone and takes more options).
+        budget: the most bytes that may be alive at once in the forward or the backward, arguments and
+            results included (not what lives outside of the compiled function, such as an optimizer's
+            state): an int, a size such as "40GiB", or "80%" of the device's memory. Memory is bought
+            with time, cheapest first, only where the free decisions do not suffice.
+        on_infeasible: "error" raises `BudgetError` if nothing fits the budget, "warn" compiles the
+            smallest plan found.
         strict: raise when planning fails. By default a warning names the cause, and the program is
             compiled as Thunder alone would.
 
     Raises:
-        ValueError: `sort` is an unknown name.
+        ValueError: `sort` is an unknown name, or `budget` or `on_infeasible` is none of the above.
+        BudgetError: when compiling: no plan fits the budget.
         TypeError: an argument of another type than documented.
 
     Example:
@@ -53,7 +62,15 @@ class MemEfficient(Transform):
         0.0
     """
 
-    def __init__(self, *, sort: str | SortFunction = "auto", chunk: bool = True, strict: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        sort: str | SortFunction = "auto",
+        chunk: bool = True,
+        budget: int | str | None = None,
+        on_infeasible: str = "error",
+        strict: bool = False,
+    ) -> None:
         if isinstance(sort, str):
             if sort not in SORTS:
                 raise ValueError(f"sort={sort!r} is not known; known are {', '.join(SORTS)}, or give a function")
@@ -62,7 +79,11 @@ class MemEfficient(Transform):
         for name, value in (("chunk", chunk), ("strict", strict)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} is True or False, not {value!r}")
-        self._options = PlanningOptions(sort=sort, strict=strict)
+        if budget is not None:
+            parse_budget(budget)
+        if on_infeasible not in ("error", "warn"):
+            raise ValueError(f'on_infeasible is "error" or "warn", not {on_infeasible!r}')
+        self._options = PlanningOptions(sort=sort, strict=strict, budget=budget, on_infeasible=on_infeasible)
         self._chunk = chunk
 
     def transform_traces_pre_prologue(
@@ -94,7 +115,8 @@ class MemEfficient(Transform):
 
     def __repr__(self) -> str:
         return (
-            f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, strict={self._options.strict})"
+            f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, "
+            f"budget={self._options.budget!r}, strict={self._options.strict})"
         )
 
 

@@ -1,0 +1,96 @@
+"""A limit for the peak, as users write it, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+from thunder_mem.sizes import parse_bytes
+
+__all__ = ["BudgetError", "BudgetOutcome", "device_memory_bytes", "parse_budget"]
+
+_ACCEPTED = 'bytes as an int, a size such as "40GiB" or "12.5 GB", or a share of the device\'s memory such as "80%"'
+
+
+class BudgetError(RuntimeError):
+    """No plan keeps the peak within the budget.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        smallest_peak_bytes: the smallest peak that was found.
+    """
+
+    def __init__(self, budget_bytes: int, smallest_peak_bytes: int, held: str) -> None:
+        self.budget_bytes = budget_bytes
+        self.smallest_peak_bytes = smallest_peak_bytes
+        super().__init__(
+            f"no plan keeps the peak within {budget_bytes:,} bytes: the smallest found is "
+            f"{smallest_peak_bytes:,} bytes ({smallest_peak_bytes / 2**30:.2f} GiB), held by {held}. "
+            'on_infeasible="warn" compiles that one.'
+        )
+
+
+@dataclass(frozen=True)
+class BudgetOutcome:
+    """What a budget bought.
+
+    Attributes:
+        budget_bytes: the limit.
+        peak_bytes: the exact peak of the plan.
+        recompute_ms: what the repetitions cost by the cost model, beyond those that are free.
+        bound_ms: no choice within the budget is known to cost less than this.
+        method: "free" (it fits without repeating anything costly), "ladder", "milp", or "smallest"
+            where nothing fits.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    recompute_ms: float
+    bound_ms: float
+    method: str
+
+    @property
+    def gap(self) -> float:
+        """How far `recompute_ms` may be above the least, relative to it."""
+        return 0.0 if self.recompute_ms <= self.bound_ms else 1.0 - self.bound_ms / self.recompute_ms
+
+
+def parse_budget(budget: int | str, device: torch.device | None = None) -> int:
+    """Bytes of a budget as `MemEfficient(budget=...)` takes it.
+
+    Args:
+        budget: bytes, a size with a decimal or binary unit, or a percentage.
+        device: what a percentage is of; None only checks it.
+
+    Raises:
+        TypeError: neither an int nor a string.
+        ValueError: not positive, an unknown unit, or a percentage outside of (0, 100].
+
+    Example:
+        >>> parse_budget("1.5 GiB"), parse_budget("2MB"), parse_budget(4096)
+        (1610612736, 2000000, 4096)
+    """
+    if isinstance(budget, bool) or not isinstance(budget, int | str):
+        raise TypeError(f"budget is {_ACCEPTED}, not {budget!r}")
+    if isinstance(budget, int):
+        if budget <= 0:
+            raise ValueError(f"budget is {_ACCEPTED}, and positive, not {budget!r}")
+        return budget
+    try:
+        if match := re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,9})?)\s*%\s*", budget):
+            if not 0 < float(match[1]) <= 100:
+                raise ValueError("a percentage is above 0 and at most 100")
+            return int((device_memory_bytes(device) if device else 100) * float(match[1]) / 100)
+        return parse_bytes(budget)
+    except ValueError as error:
+        raise ValueError(f"budget is {_ACCEPTED}, not {budget!r}: {error}") from None
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """The whole memory of a device: of the GPU (the simulated one inside `simulate`), or of the machine for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,66 @@
+"""Which fusion executor takes which op of a trace, and which ops are cheap to repeat inside a region."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, has_tags
+from thunder.extend import FusionExecutor
+
+from thunder_mem.effects import leaves
+from thunder_mem.regions import Fusibility
+from thunder_mem.trace_graph import TraceGraph
+
+__all__ = ["fusibility"]
+
+_NOT_CHEAP = {
+    PrimIDs.SUM, PrimIDs.PROD, PrimIDs.AMAX, PrimIDs.AMIN, PrimIDs.VAR, PrimIDs.VAR_MEAN, PrimIDs.STD,
+    PrimIDs.ARGMAX, PrimIDs.ARGMIN, PrimIDs.SORT, PrimIDs.TOPK, PrimIDs.GATHER, PrimIDs.TAKE,
+    PrimIDs.TAKE_ALONG_AXIS, PrimIDs.INDEX_ADD, PrimIDs.SCATTER_ADD, PrimIDs.SCATTER, PrimIDs.INDEX_PUT,
+    PrimIDs.EMBEDDING, PrimIDs.EMBEDDING_BACKWARD, PrimIDs.DEVICE_PUT,
+}  # fmt: skip
+_NOT_CHEAP_TAGS: set = {OpTags.REDUCTION_OP, OpTags.MATMUL_OP, OpTags.RANDOM_OP, OpTags.DONT_RECOMPUTE_IN_BACKWARD}
+
+
+def fusibility(source: TraceGraph, executors: Sequence[FusionExecutor]) -> Fusibility:
+    """Ask each executor about each op.
+
+    An op that touches a storage which anything overwrites later is fused by nobody: inside a region
+    its view of that storage might become a copy.
+    """
+    graph = source.graph
+    selective = 0
+    for bit, executor in enumerate(executors):
+        if getattr(executor, "required_ops", None):
+            selective |= 1 << bit
+    takes, required, cheap, operands = [], [], [], []
+    for op, bsym, effects in zip(graph.ops, source.bsyms, source.effects, strict=True):
+        bits = wants = 0
+        if effects.pure and source.overwritten.isdisjoint(op.touches):
+            for bit, executor in enumerate(executors):
+                if _takes(executor, bsym):
+                    bits |= 1 << bit
+                    wants |= (bsym.sym.id in (getattr(executor, "required_ops", None) or ())) << bit
+        takes.append(bits)
+        required.append(wants)
+        cheap.append(bool(bits) and effects.pure and _is_cheap(bsym))
+        producers = (source.producer_of.get(p.name) for p in bsym.flat_proxy_args)
+        operands.append(tuple(sorted({p for p in producers if p is not None and p != op.index})))
+    return Fusibility(tuple(takes), tuple(required), selective, tuple(cheap), tuple(operands))
+
+
+def _takes(executor: FusionExecutor, bsym: BoundSymbol) -> bool:
+    if bsym.sym.is_fusion or not any(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):
+        return False
+    # nvFuser's can_fuse leaves the question of the device to its fusion pass.
+    on_device = getattr(executor, "has_cuda_input_or_output", None)
+    return executor.can_fuse(bsym) and (on_device is None or on_device(bsym))
+
+
+def _is_cheap(bsym: BoundSymbol) -> bool:
+    """Elementwise or a view throughout, with tensors for results."""
+    if not all(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):
+        return False
+    return not any(b.sym.id in _NOT_CHEAP or has_tags(b, _NOT_CHEAP_TAGS) for b in (bsym, *leaves(bsym)))

@@ -1,0 +1,200 @@
+"""Decide everything about a joint trace: what its backward rebuilds, and the plan of what results.
+
+Free choices come first: the program as the user's checkpoints have it, and the same with all rebuilt that
+fused code rebuilds at no price. Only if a budget is given and neither fits, costly work is bought.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
+from thunder.core.trace import TraceCtx
+from thunder.extend import FusionExecutor
+
+from thunder_mem.budget import BudgetError, BudgetOutcome, parse_budget
+from thunder_mem.checkpoint import checkpointed_storages
+from thunder_mem.choices import Choices
+from thunder_mem.cost import cost_s, device_model_of
+from thunder_mem.decisions import about_saving
+from thunder_mem.fit_budget import Fit, SavingProblem, fit_budget
+from thunder_mem.fusibility import fusibility
+from thunder_mem.overwrites import protect_old_values
+from thunder_mem.plan import Decision, Plan, Refusal
+from thunder_mem.planner import make_plan
+from thunder_mem.recompute import recompute_in_backward, why_not_again
+from thunder_mem.regions import Fusibility
+from thunder_mem.saving import storages_to_rebuild
+from thunder_mem.sorting import SortFunction
+from thunder_mem.timeline import Timeline
+from thunder_mem.trace_graph import TraceGraph, read_trace
+
+__all__ = ["Planned", "PlanningOptions", "plan_joint_trace", "with_checkpoints"]
+
+# How often the target is moved by what the plan makes of a choice, compared with its trial.
+_ATTEMPTS = 3
+# A plan that leaves more of the budget unused is tried again with a higher target.
+_UNUSED_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class PlanningOptions:
+    """What `MemEfficient` passes on; see there."""
+
+    sort: str | SortFunction = "auto"
+    strict: bool = False
+    budget: int | str | None = None
+    on_infeasible: str = "error"
+    observe: Callable[[SavingProblem], object] | None = None  # is shown what there is to decide
+    refused: tuple[Refusal, ...] = ()  # by what ran before
+    decisions: tuple[Decision, ...] = ()  # of what ran before
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, the joint trace that it is for, and that trace as it was read."""
+
+    plan: Plan
+    source: TraceGraph
+    trace: TraceCtx
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.plan.candidate.peak_bytes
+
+
+def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
+    """The best plan for a joint trace, within the budget if there is one.
+
+    Raises:
+        BudgetError: nothing fits and `options.on_infeasible` is "error".
+    """
+    trace, source = _read(trace)
+    fuse = fusibility(source, executors)
+    choices = Choices(offered=checkpointed_storages(source))
+    names = [str(e.name) for e in executors]
+
+    def plan(rebuilt: frozenset[int]) -> Planned:
+        new, read, takes = trace, source, fuse
+        if rebuilt:
+            new = recompute_in_backward(source, trace, rebuilt)
+            read = read_trace(new, earlier=source)
+            takes = fusibility(read, executors)
+        made = make_plan(read.graph, takes, names, sort=options.sort)
+        decisions = (about_saving(source.graph, read.graph), *made.decisions)
+        return Planned(replace(made, decisions=decisions), read, new)
+
+    rebuilt = (_only_offered(source, fuse, choices), storages_to_rebuild(source.graph, fuse, choices))
+    planned = [plan(storages) for storages in dict.fromkeys(rebuilt)]
+    best = min(planned, key=lambda p: (p.peak_bytes, -planned.index(p)))
+    if options.budget is None and options.observe is None:
+        return best
+    device = _device(source)
+    problem = SavingProblem(source.graph, fuse, _repeat_seconds(source, fuse, device), choices)
+    if options.observe is not None:
+        options.observe(problem)
+    if options.budget is None:
+        return best
+    return _within_budget(best, plan, problem, parse_budget(options.budget, device), options.on_infeasible)
+
+
+def _within_budget(
+    free: Planned, plan: Callable[[frozenset[int]], Planned], problem: SavingProblem, budget_bytes: int, infeasible: str
+) -> Planned:
+    """`free` if it fits, else the cheapest plan that does; the trial proposes, the final plan decides."""
+    if free.peak_bytes <= budget_bytes:
+        return _with_outcome(free, free, BudgetOutcome(budget_bytes, free.peak_bytes, 0.0, 0.0, "free"))
+    target_bytes = budget_bytes
+    fitting: list[tuple[float, int, Planned, Fit]] = []
+    smallest: tuple[Planned, Fit] | None = None
+    for attempt in range(_ATTEMPTS):
+        fit = fit_budget(problem, target_bytes)
+        planned = plan(fit.rebuilt)
+        unused_bytes = budget_bytes - planned.peak_bytes
+        if unused_bytes >= 0:
+            fitting.append((fit.seconds, attempt, planned, fit))
+            if unused_bytes <= _UNUSED_SHARE * budget_bytes:
+                break
+        elif smallest is None or planned.peak_bytes < smallest[0].peak_bytes:
+            smallest = planned, fit
+        if fit.method == "smallest":
+            break
+        target_bytes += unused_bytes
+    if fitting:
+        *_, planned, fit = min(fitting, key=lambda f: f[:2])
+    else:
+        assert smallest is not None  # an attempt fits or does not
+        planned, fit = smallest if smallest[0].peak_bytes < free.peak_bytes else (free, replace(smallest[1], seconds=0))
+        error = BudgetError(budget_bytes, planned.peak_bytes, _held(problem.trial(smallest[1].rebuilt).timeline))
+        if infeasible == "error":
+            raise error
+        warnings.warn(str(error), stacklevel=2)
+    method = fit.method if fitting else "smallest"
+    bound_ms = min(fit.bound_seconds, fit.seconds) * 1e3
+    outcome = BudgetOutcome(budget_bytes, planned.peak_bytes, fit.seconds * 1e3, bound_ms, method)
+    return _with_outcome(free, planned, outcome)
+
+
+def _with_outcome(free: Planned, planned: Planned, outcome: BudgetOutcome) -> Planned:
+    if planned is free:
+        how = "fits without recomputing anything costly" if outcome.method == "free" else "nothing smaller was found"
+    else:
+        how = f"recompute for {outcome.recompute_ms:.3g} ms (at least {outcome.bound_ms:.3g} ms), by {outcome.method}"
+    bought = Decision("budget", how, "peak", free.peak_bytes, planned.peak_bytes)
+    plan = replace(planned.plan, budget=outcome, decisions=(*planned.plan.decisions, bought))
+    return replace(planned, plan=plan)
+
+
+def _held(timeline: Timeline) -> str:
+    """What is alive at the peak, in words."""
+    storages = timeline.graph.storages
+    alive = timeline.alive_at(timeline.peak_step)
+    stays = sum(storages[s].nbytes for s in alive if storages[s].held or s in timeline.graph.outputs)
+    others = [storages[s] for s in alive if not storages[s].held and s not in timeline.graph.outputs]
+    largest = ", ".join(f"{s.name} {s.nbytes / 2**20:.1f} MiB" for s in others[:4])
+    computed = f"{sum(s.nbytes for s in others) / 2**20:.1f} MiB of computed values"
+    return f"{stays / 2**20:.1f} MiB of arguments and results and {computed}" + (f" ({largest})" if largest else "")
+
+
+def _repeat_seconds(source: TraceGraph, fuse: Fusibility, device: torch.device) -> list[float]:
+    model = device_model_of(device)
+    seconds = []
+    for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
+        if op.backward or why_not_again(source, op.index) is not None:
+            seconds.append(inf)
+        else:
+            seconds.append(0.0 if fuse.cheap[op.index] else cost_s(bsym, model))
+    return seconds
+
+
+def _device(source: TraceGraph) -> torch.device:
+    """The device that the program computes on: the one that holds most of what it allocates."""
+    nbytes: dict[str, int] = {}
+    for s in source.graph.storages:
+        nbytes[s.device] = nbytes.get(s.device, 0) + s.nbytes
+    return torch.device(max(nbytes, key=lambda d: (nbytes[d], d)) if nbytes else "cpu")
+
+
+def _read(trace: TraceCtx) -> tuple[TraceCtx, TraceGraph]:
+    """The trace with all that its backward needs kept from being overwritten, and its graph."""
+    source = read_trace(trace)
+    safe = protect_old_values(source, trace)
+    return safe, source if safe is trace else read_trace(safe, earlier=source)
+
+
+def _only_offered(source: TraceGraph, fuse: Fusibility, choices: Choices) -> frozenset[int]:
+    """What the user's own checkpoints make the backward compute again."""
+    if not choices.offered:
+        return frozenset()
+    return storages_to_rebuild(source.graph, replace(fuse, cheap=(False,) * len(source.graph)), choices)
+
+
+def with_checkpoints(trace: TraceCtx) -> TraceCtx:
+    """The joint trace, with the user's checkpoints carried out and nothing else planned."""
+    trace, source = _read(trace)
+    choices = Choices(offered=checkpointed_storages(source))
+    rebuilt = _only_offered(source, fusibility(source, ()), choices)
+    return recompute_in_backward(source, trace, rebuilt) if rebuilt else trace

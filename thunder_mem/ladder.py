@@ -1,0 +1,169 @@
+"""From keeping all that is worth its bytes to recomputing nearly everything, in small steps.
+
+For every price of a byte the minimum cut (`saving.py`) gives the best exchange of memory for time, and as
+the price rises the sets of what is rebuilt are nested. Between two such sets stands a whole stack of equal
+layers; the rungs between them take one stretch of the forward after the other. Long before the price is
+infinite this stops paying, because what is rebuilt from far back must itself be alive; so the values
+through which alone the forward passes (the residual stream between blocks) are anchors that stay kept:
+all of them, every second, every fourth, and so on (Chen et al., "Training deep nets with sublinear
+memory cost", 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from thunder_mem.choices import UNDECIDED, Choices
+from thunder_mem.graph import Graph
+from thunder_mem.regions import Fusibility
+from thunder_mem.saving import Exchange, saved_storages, storages_to_rebuild
+
+__all__ = ["Rung", "ladders", "repeat_seconds"]
+
+# Prices between which a further cut is looked for, halving; equal layers need few.
+_MOST_CUTS = 24
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One choice of what the backward rebuilds.
+
+    Attributes:
+        rebuilt: the storages.
+        seconds: what repeating the ops that make them costs.
+        saved_bytes: what the backward receives instead, apart from what is alive anyway.
+    """
+
+    rebuilt: frozenset[int]
+    seconds: float
+    saved_bytes: int
+
+
+def repeat_seconds(graph: Graph, rebuilt: frozenset[int], repeat_s: Sequence[float]) -> float:
+    """Seconds of running once more every op that makes one of `rebuilt`."""
+    makers = [graph.allocator[s] for s in rebuilt]
+    return sum(repeat_s[op] for op in sorted({op for op in makers if op is not None}))
+
+
+def ladders(
+    graph: Graph, fuse: Fusibility, repeat_s: Sequence[float], choices: Choices = UNDECIDED
+) -> Iterator[tuple[Rung, ...]]:
+    """For every spacing of the anchors, narrowest first, the rungs by rising time.
+
+    Args:
+        graph: forward and backward of one trace.
+        fuse: what is cheap.
+        repeat_s: per op, the seconds of repeating it; infinite where it may not be.
+        choices: what is decided already.
+    """
+    anchors = [s for s in _anchors(graph, fuse) if s not in choices.recompute]
+    spacing = 1
+    seen: set[frozenset[int]] = set()
+    while True:
+        kept = anchors[::-spacing][::-1] if spacing > 1 else anchors
+        held = replace(choices, keep=choices.keep | frozenset(kept))
+        rungs = tuple(_rungs(graph, fuse, repeat_s, held, [graph.allocator[s] or 0 for s in kept]))
+        if rungs[-1].rebuilt not in seen:
+            yield rungs
+        seen.add(rungs[-1].rebuilt)
+        if len(kept) <= 1:
+            return
+        spacing *= 2
+
+
+def _anchors(graph: Graph, fuse: Fusibility) -> list[int]:
+    """Storages that alone carry the forward past some point, in order.
+
+    What is cheap to make again from the caller's own tensors (masks, rotary tables), and what is
+    small beside the rest, does not count as carrying.
+    """
+    given = [False] * len(graph)  # computed by cheap ops from what the caller holds
+    for op in graph.ops:
+        makers = [graph.allocator[s] for s in op.reads]
+        given[op.index] = fuse.cheap[op.index] and all(m is None or given[m] for m in makers)
+    last = [-1] * len(graph.storages)
+    for op in graph.ops:
+        if not op.backward:
+            for s in op.touches:
+                last[s] = op.index
+    alive: set[int] = set()
+    found: list[int] = []
+    for op in graph.ops:
+        if op.backward:
+            break
+        alive |= {s for s in op.allocates if last[s] > op.index and not given[op.index]}
+        alive -= {s for s in op.touches if last[s] <= op.index}
+        large = max((graph.storages[s].nbytes for s in alive), default=0)
+        carriers = [s for s in alive if graph.storages[s].nbytes * 16 > large]
+        if len(carriers) == 1 and carriers[0] not in found[-1:]:
+            (carrier,) = carriers
+            maker = graph.allocator[carrier]
+            # A cast of the anchor before it: the smaller one of the two is enough.
+            if found and maker is not None and fuse.cheap[maker] and found[-1] in graph.ops[maker].reads:
+                if graph.storages[carrier].nbytes > graph.storages[found[-1]].nbytes:
+                    continue
+                found.pop()
+            found.append(carrier)
+    return list(dict.fromkeys(found))
+
+
+def _rungs(
+    graph: Graph, fuse: Fusibility, repeat_s: Sequence[float], choices: Choices, bounds: Sequence[int]
+) -> Iterator[Rung]:
+    """Nested sets: the hull's, and between two of them one stretch of the forward after the other."""
+    hull = _hull(graph, fuse, repeat_s, choices)
+    rebuilt = hull[0]
+    yield _rung(graph, repeat_s, rebuilt)
+    for following in hull[1:]:
+        stretches: dict[int, set[int]] = {}
+        for s in following - rebuilt:
+            position = sum(bound < (graph.allocator[s] or 0) for bound in bounds)
+            stretches.setdefault(position, set()).add(s)
+        for position in sorted(stretches):
+            rebuilt = rebuilt | stretches[position]
+            yield _rung(graph, repeat_s, rebuilt)
+        rebuilt = following
+
+
+def _rung(graph: Graph, repeat_s: Sequence[float], rebuilt: frozenset[int]) -> Rung:
+    return Rung(rebuilt, repeat_seconds(graph, rebuilt, repeat_s), _saved_bytes(graph, rebuilt))
+
+
+def _saved_bytes(graph: Graph, rebuilt: frozenset[int]) -> int:
+    kept = saved_storages(graph, rebuilt) - graph.outputs
+    return sum(graph.storages[s].nbytes for s in kept if not graph.storages[s].held)
+
+
+def _hull(graph: Graph, fuse: Fusibility, repeat_s: Sequence[float], choices: Choices) -> list[frozenset[int]]:
+    """The cuts that some price makes best, from free to dearest."""
+
+    def cut(byte_s: float) -> Rung:
+        rebuilt = storages_to_rebuild(graph, fuse, choices, Exchange(repeat_s, byte_s))
+        return _rung(graph, repeat_s, rebuilt)
+
+    free = _rung(graph, repeat_s, storages_to_rebuild(graph, fuse, choices))
+    total_s = sum(t for t in repeat_s if isfinite(t)) or 1.0
+    found = [free, cut(4 * total_s)]  # at which one byte outweighs all work
+    stack, cuts = [(0, 1)], 0
+    rungs = {0: found[0], 1: found[1]}
+    while stack and cuts < _MOST_CUTS:
+        low, high = stack.pop()
+        bytes_less = rungs[low].saved_bytes - rungs[high].saved_bytes
+        more_s = rungs[high].seconds - rungs[low].seconds
+        if bytes_less <= 0 or more_s <= 0:
+            continue
+        middle = cut(more_s / bytes_less)
+        cuts += 1
+        if middle.rebuilt in (rungs[low].rebuilt, rungs[high].rebuilt):
+            continue
+        if rungs[low].seconds < middle.seconds < rungs[high].seconds:
+            key = len(rungs)
+            rungs[key] = middle
+            stack += [(low, key), (key, high)]
+    ordered = sorted(rungs.values(), key=lambda r: (r.seconds, -r.saved_bytes))
+    nested = [ordered[0].rebuilt]
+    for rung in ordered[1:]:
+        nested.append(nested[-1] | rung.rebuilt)
+    return list(dict.fromkeys(nested))
