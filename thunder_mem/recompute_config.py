@@ -1,0 +1,249 @@
+"""What to recompute, written down: ``"Gelu+:recompute:-1,Cast+:compromised:4"``, a dict or a JSON file.
+
+The form is ONNX Runtime's (its memory optimizer's `Pattern:strategy:count`). Unlike there, whatever does
+not do what it says is an error: a pattern that matches nothing, a strategy that is not possible, a count
+beyond what there is. `recompute_table` prints the patterns of a program with the entry that enables each.
+Nothing here is ever evaluated, and sizes are bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from thunder_mem.choices import Choices, RecomputeError
+from thunder_mem.layerwise import layerwise_choices
+from thunder_mem.patterns import Candidate, Occurrence, candidates, occurrences
+from thunder_mem.trace_graph import TraceGraph
+
+__all__ = ["ENVIRONMENT", "LAYERWISE", "STRATEGIES", "Entry", "RecomputeConfig", "from_environment", "parse_config"]
+
+ENVIRONMENT = "THUNDER_MEM_RECOMPUTE"
+LAYERWISE = "layerwise"
+STRATEGIES = ("none", "recompute", "compromised")  # ONNX Runtime's 0, 1 and 2
+MAX_CHARACTERS = 2**20
+MAX_ENTRIES = 10_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What to do with the occurrences of one pattern.
+
+    Attributes:
+        pattern: its name, ending in "+".
+        strategy: "none" keeps them, "recompute" computes them again, "compromised" keeps what they are
+            cast from.
+        count: how many, in the order of the program; -1 for all.
+    """
+
+    pattern: str
+    strategy: str = "recompute"
+    count: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.pattern}:{self.strategy}:{self.count}"
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """A configuration; `str()` gives the text that parses to it, `to_json` the dict.
+
+    Attributes:
+        entries: one per pattern.
+        layerwise: each layer of the model keeps what it hands to the next, and everything inside is
+            computed again.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    layerwise: bool = False
+
+    def __str__(self) -> str:
+        return ",".join([*([LAYERWISE] if self.layerwise else []), *map(str, self.entries)])
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that `parse_config` takes."""
+        found: dict[str, Any] = {LAYERWISE: True} if self.layerwise else {}
+        return found | {e.pattern: {"strategy": e.strategy, "count": e.count} for e in self.entries}
+
+    def choose(self, source: TraceGraph, rebuilt: frozenset[int]) -> Choices:
+        """See `choices.Chooser`.
+
+        Raises:
+            RecomputeError: a pattern matches nothing, or its strategy or count does not fit what it matches.
+        """
+        choices = layerwise_choices(source) if self.layerwise else Choices()
+        if not self.entries:
+            return choices
+        found, refused = candidates(source, rebuilt)
+        known = occurrences(found)
+        for entry in self.entries:
+            matched = [o for o in known if o.pattern == entry.pattern]
+            if not matched:
+                reasons = [r.reason for r in refused if r.pattern == entry.pattern]
+                raise RecomputeError(_matches_nothing(entry.pattern, (o.pattern for o in known), reasons))
+            if entry.count > len(matched):
+                raise RecomputeError(f"{entry} asks for {entry.count}, but {entry.pattern} occurs {len(matched)} times")
+            chosen = matched if entry.count < 0 else matched[: entry.count]
+            choices = _merged(choices, _choices_of(entry, chosen), entry)
+        return choices
+
+
+def parse_config(given: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]) -> RecomputeConfig:
+    """The configuration that was written down.
+
+    Args:
+        given: "Pattern:strategy:count,..." with the strategies none, recompute and compromised (or 0, 1
+            and 2) and a count of occurrences (-1: all), or "layerwise", or both; the same as a list of
+            strings; a dict from patterns to a strategy or to {"strategy": ..., "count": ...}; the path
+            of a JSON file (ending in ".json") that holds such a list or dict.
+
+    Raises:
+        ValueError: anything else; the message says what was given and what is accepted.
+        OSError: the file cannot be read.
+
+    Example:
+        >>> str(parse_config({"Gelu+": "recompute", "Cast+": {"strategy": 2, "count": 4}}))
+        'Gelu+:recompute:-1,Cast+:compromised:4'
+    """
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
+        given = _read_json(Path(given))
+    if isinstance(given, str):
+        _check_size(len(given), MAX_CHARACTERS, "characters")
+        given = given.split(",")
+    if isinstance(given, Mapping):
+        _check_size(len(given), MAX_ENTRIES, "entries")
+        layerwise = given.get(LAYERWISE, False)
+        if not isinstance(layerwise, bool):
+            raise ValueError(f"{LAYERWISE!r} is true or false, not {layerwise!r}")
+        return _config((_entry_of(k, v) for k, v in given.items() if k != LAYERWISE), layerwise)
+    if isinstance(given, Sequence) and all(isinstance(text, str) for text in given):
+        _check_size(len(given), MAX_ENTRIES, "entries")
+        texts = [text.strip() for text in given]
+        return _config((_entry(text) for text in texts if text != LAYERWISE), LAYERWISE in texts)
+    raise ValueError(f"a recompute configuration is a string, a list of strings, a dict or a path, not {given!r}")
+
+
+def from_environment() -> RecomputeConfig | None:
+    """What the environment variable `THUNDER_MEM_RECOMPUTE` holds, in any written form; None if it is not set.
+
+    Raises:
+        ValueError: as `parse_config`, with the variable's name.
+    """
+    text = os.environ.get(ENVIRONMENT, "").strip()
+    try:
+        return parse_config(text) if text else None
+    except ValueError as error:
+        raise ValueError(f"{ENVIRONMENT}: {error}") from error
+
+
+def _config(entries: Iterable[Entry], layerwise: bool) -> RecomputeConfig:
+    by_pattern: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.pattern in by_pattern:
+            raise ValueError(f"two entries speak of {entry.pattern}: {by_pattern[entry.pattern]} and {entry}")
+        by_pattern[entry.pattern] = entry
+    if not by_pattern and not layerwise:
+        raise ValueError(f"the recompute configuration is empty; it is {_FORM}")
+    return RecomputeConfig(tuple(by_pattern.values()), layerwise)
+
+
+_FORM = f'"Pattern:strategy:count,..." or "{LAYERWISE}"'
+
+
+def _entry(text: str) -> Entry:
+    fields = [field.strip() for field in text.split(":")]
+    if len(fields) != 3:
+        raise ValueError(f"{text!r} has {len(fields)} fields, not 3: an entry is Pattern:strategy:count")
+    return _checked(text, *fields)
+
+
+def _entry_of(pattern: object, value: object) -> Entry:
+    if isinstance(value, Mapping):
+        if unknown := set(value) - {"strategy", "count"}:
+            raise ValueError(f"{pattern!r} has the unknown field {min(map(str, unknown))!r}, beside strategy and count")
+        return _checked(f"{pattern}: {dict(value)}", pattern, value.get("strategy", 1), value.get("count", -1))
+    return _checked(f"{pattern}: {value}", pattern, value, -1)
+
+
+def _checked(text: str, pattern: object, strategy: object, count: object) -> Entry:
+    words = pattern.removesuffix("+").split("+") if isinstance(pattern, str) else []
+    if not words or not all(w.isidentifier() for w in words):
+        raise ValueError(f"{text!r}: a pattern is names of operations joined by +, such as Gelu+, not {pattern!r}")
+    numbers = {str(i): name for i, name in enumerate(STRATEGIES)}
+    known = None if isinstance(strategy, bool) else numbers.get(str(strategy), str(strategy))
+    if known not in STRATEGIES:
+        raise ValueError(f"{text!r}: the strategy is {' or '.join(STRATEGIES)} (or 0, 1, 2), not {strategy!r}")
+    number = _integer(count)
+    if number is None or not (number == -1 or number > 0):
+        raise ValueError(f"{text!r}: the count is a number above 0, or -1 for all, not {count!r}")
+    return Entry("+".join(words) + "+", known, number)
+
+
+def _integer(count: object) -> int | None:
+    if isinstance(count, bool) or not isinstance(count, int | str) or len(str(count)) > 9:
+        return None
+    try:
+        return int(count)
+    except ValueError:
+        return None
+
+
+def _check_size(size: int, most: int, what: str) -> None:
+    if size > most:
+        raise ValueError(f"the recompute configuration has {size:,} {what}, more than {most:,}")
+
+
+def _read_json(path: Path) -> Any:
+    _check_size(path.stat().st_size, MAX_CHARACTERS, "bytes")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetitions)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} stands there twice")
+    return dict(pairs)
+
+
+def _matches_nothing(pattern: str, known: Iterable[str], reasons: Sequence[str]) -> str:
+    if reasons:
+        return f"{pattern} cannot be recomputed: {reasons[0]}"
+    names = sorted(set(known))
+    near = get_close_matches(pattern, names, n=5, cutoff=0.5) or names[:20]
+    listed = f"the nearest that do: {', '.join(near)}" if near else "the backward receives nothing that could be"
+    return f"the pattern {pattern} matches nothing in this program; {listed}"
+
+
+def _choices_of(entry: Entry, chosen: Sequence[Occurrence]) -> Choices:
+    parts = [c for o in chosen for c in o.candidates]
+    if entry.strategy == "none":
+        return Choices(keep=frozenset(c.storage for c in parts))
+    if entry.strategy == "recompute":
+        return Choices(
+            recompute=frozenset(c.storage for c in parts), offered=frozenset(s for c in parts for s in c.inner)
+        )
+    if not any(c.compromise for c in parts):
+        raise RecomputeError(f"{entry}: nothing there is cast from a smaller value, so there is no compromise")
+    return _compromised([c for c in parts if c.compromise])
+
+
+def _compromised(parts: Sequence[Candidate]) -> Choices:
+    return Choices(
+        keep=frozenset(c.compromise[0] for c in parts),
+        recompute=frozenset(c.storage for c in parts),
+        offered=frozenset(s for c in parts for s in c.compromise[1:-1]),
+    )
+
+
+def _merged(choices: Choices, more: Choices, entry: Entry) -> Choices:
+    if choices.keep & more.recompute or choices.recompute & more.keep:
+        raise RecomputeError(f"{entry} contradicts another entry: the same value is to be kept and to be recomputed")
+    return choices | more
