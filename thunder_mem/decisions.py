@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from thunder_mem.chunk_plan import LoopPlan
 from thunder_mem.graph import Graph
 from thunder_mem.plan import Decision, PlannedRegion
+from thunder_mem.saving import saved_storages
 
-__all__ = ["about_chunks", "about_order", "about_regions", "about_saving"]
+__all__ = ["about_chunks", "about_order", "about_recompute", "about_regions", "about_saving"]
 
 
 def about_chunks(loops: Iterable[LoopPlan]) -> tuple[Decision, ...]:
@@ -33,6 +34,15 @@ def about_saving(before: Graph, after: Graph) -> Decision:
     rebuilt = len(names_before - names_after)
     how = f"{len(names_after)} tensors received, {rebuilt} others rebuilt" if rebuilt else "all received, none rebuilt"
     return Decision("saved for the backward", how, "saved", bytes_before, bytes_after)
+
+
+def about_recompute(asked: str, graph: Graph, free: frozenset[int], chosen: frozenset[int]) -> Decision:
+    """What the user asked to keep or recompute: bytes that the backward receives without, and with that."""
+
+    def received(rebuilt: frozenset[int]) -> int:
+        return sum(graph.storages[s].nbytes for s in saved_storages(graph, rebuilt))
+
+    return Decision("recompute", asked, "saved", received(free), received(chosen))
 
 
 def _saved(graph: Graph) -> tuple[set[str], int]:

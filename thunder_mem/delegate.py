@@ -20,6 +20,7 @@ from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
 
 from thunder_mem.budget import BudgetError
+from thunder_mem.choices import RecomputeError
 from thunder_mem.emit import emit
 from thunder_mem.joint_plan import PlanningOptions, plan_joint_trace, with_checkpoints
 from thunder_mem.measure import collector_off
@@ -74,7 +75,7 @@ class PlanningExecutor(FusionExecutor):
                 # Planning makes many small objects that live until its end: collecting meanwhile finds nothing.
                 with collector_off():
                     return _plan_and_emit(trace, session)
-            except BudgetError:
+            except (BudgetError, RecomputeError):  # the user asked for what cannot be
                 raise
             except Exception as error:
                 if session.options.strict:

@@ -17,9 +17,9 @@ from thunder.extend import FusionExecutor
 
 from thunder_mem.budget import BudgetError, BudgetOutcome, parse_budget
 from thunder_mem.checkpoint import checkpointed_storages
-from thunder_mem.choices import Choices
+from thunder_mem.choices import Choices, Chooser
 from thunder_mem.cost import cost_s, device_model_of
-from thunder_mem.decisions import about_saving
+from thunder_mem.decisions import about_recompute, about_saving
 from thunder_mem.fit_budget import Fit, SavingProblem, fit_budget
 from thunder_mem.fusibility import fusibility
 from thunder_mem.overwrites import protect_old_values
@@ -48,6 +48,7 @@ class PlanningOptions:
     strict: bool = False
     budget: int | str | None = None
     on_infeasible: str = "error"
+    recompute: Chooser | None = None
     observe: Callable[[SavingProblem], object] | None = None  # is shown what there is to decide
     refused: tuple[Refusal, ...] = ()  # by what ran before
     decisions: tuple[Decision, ...] = ()  # of what ran before
@@ -71,10 +72,11 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
 
     Raises:
         BudgetError: nothing fits and `options.on_infeasible` is "error".
+        RecomputeError: `options.recompute` makes no sense for this program.
     """
     trace, source = _read(trace)
     fuse = fusibility(source, executors)
-    choices = Choices(offered=checkpointed_storages(source))
+    choices, asked = _choices(source, fuse, options.recompute)
     names = [str(e.name) for e in executors]
 
     def plan(rebuilt: frozenset[int]) -> Planned:
@@ -84,7 +86,7 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
             read = read_trace(new, earlier=source)
             takes = fusibility(read, executors)
         made = make_plan(read.graph, takes, names, sort=options.sort)
-        decisions = (about_saving(source.graph, read.graph), *made.decisions)
+        decisions = (*asked, about_saving(source.graph, read.graph), *made.decisions)
         return Planned(replace(made, decisions=decisions), read, new)
 
     rebuilt = (_only_offered(source, fuse, choices), storages_to_rebuild(source.graph, fuse, choices))
@@ -99,6 +101,17 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
     if options.budget is None:
         return best
     return _within_budget(best, plan, problem, parse_budget(options.budget, device), options.on_infeasible)
+
+
+def _choices(source: TraceGraph, fuse: Fusibility, recompute: Chooser | None) -> tuple[Choices, tuple[Decision, ...]]:
+    """What is not left to the minimum cut: the user's checkpoints, and what `MemEfficient(recompute=...)` asks for."""
+    choices = Choices(offered=checkpointed_storages(source))
+    if recompute is None or not any(op.backward for op in source.graph.ops):
+        return choices, ()
+    free = storages_to_rebuild(source.graph, fuse, choices)
+    choices |= recompute.choose(source, free)
+    chosen = storages_to_rebuild(source.graph, fuse, choices)
+    return choices, (about_recompute(str(recompute), source.graph, free, chosen),)
 
 
 def _within_budget(
@@ -186,8 +199,8 @@ def _read(trace: TraceCtx) -> tuple[TraceCtx, TraceGraph]:
 
 
 def _only_offered(source: TraceGraph, fuse: Fusibility, choices: Choices) -> frozenset[int]:
-    """What the user's own checkpoints make the backward compute again."""
-    if not choices.offered:
+    """What the user's own checkpoints and wishes make the backward compute again."""
+    if not (choices.offered or choices.recompute):
         return frozenset()
     return storages_to_rebuild(source.graph, replace(fuse, cheap=(False,) * len(source.graph)), choices)
 

@@ -143,6 +143,9 @@ class PolicyChooser:
 
     policy: Policy
 
+    def __str__(self) -> str:
+        return getattr(self.policy, "__qualname__", repr(self.policy))
+
     def choose(self, source: TraceGraph, rebuilt: frozenset[int]) -> Choices:
         """The policy's answers as storages.
 

@@ -21,7 +21,18 @@ from thunder_mem.layerwise import layerwise_choices
 from thunder_mem.patterns import Candidate, Occurrence, candidates, occurrences
 from thunder_mem.trace_graph import TraceGraph
 
-__all__ = ["ENVIRONMENT", "LAYERWISE", "STRATEGIES", "Entry", "RecomputeConfig", "from_environment", "parse_config"]
+__all__ = [
+    "ENVIRONMENT",
+    "LAYERWISE",
+    "STRATEGIES",
+    "Entry",
+    "RecomputeConfig",
+    "Written",
+    "from_environment",
+    "parse_config",
+]
+
+Written = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]
 
 ENVIRONMENT = "THUNDER_MEM_RECOMPUTE"
 LAYERWISE = "layerwise"
@@ -93,7 +104,7 @@ class RecomputeConfig:
         return choices
 
 
-def parse_config(given: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]) -> RecomputeConfig:
+def parse_config(given: Written) -> RecomputeConfig:
     """The configuration that was written down.
 
     Args:

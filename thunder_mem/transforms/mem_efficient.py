@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +16,17 @@ from thunder.extend import FusionExecutor, get_always_executors, get_default_exe
 from thunder_mem.attention import mem_attention_ex
 from thunder_mem.budget import parse_budget
 from thunder_mem.checkpoint import take_over_checkpoints
+from thunder_mem.choices import Chooser
 from thunder_mem.chunking import ChunkingError, chunk_trace
 from thunder_mem.decisions import about_chunks
 from thunder_mem.delegate import seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.joint_plan import PlanningOptions
+from thunder_mem.origins import name_origins
 from thunder_mem.overwrites import without_writes
 from thunder_mem.plan import Refusal
+from thunder_mem.policies import Policy, PolicyChooser
+from thunder_mem.recompute_config import Written, from_environment, parse_config
 from thunder_mem.sorting import SORTS, SortFunction
 
 __all__ = ["MemEfficient"]
@@ -44,13 +50,22 @@ class MemEfficient(Transform):
             results included (not what lives outside of the compiled function, such as an optimizer's
             state): an int, a size such as "40GiB", or "80%" of the device's memory. Memory is bought
             with time, cheapest first, only where the free decisions do not suffice.
+        recompute: what the backward computes again beside what is free, or receives in spite of that:
+            "Pattern:strategy:count,..." or "layerwise", the same as a list, a dict or the path of a JSON
+            file (see `thunder_mem.recompute_config.parse_config`; `thunder_mem.recompute_table` lists the
+            patterns of a program), or a policy `(op, graph) -> "keep" | "recompute" | "auto"` (ready ones
+            are in `thunder_mem.policies`). Without it, what the environment variable
+            THUNDER_MEM_RECOMPUTE says when this object is made.
         on_infeasible: "error" raises `BudgetError` if nothing fits the budget, "warn" compiles the
             smallest plan found.
         strict: raise when planning fails. By default a warning names the cause, and the program is
             compiled as Thunder alone would.
 
     Raises:
-        ValueError: `sort` is an unknown name, or `budget` or `on_infeasible` is none of the above.
+        ValueError: `sort` is an unknown name, or `budget`, `recompute` or `on_infeasible` is none of the
+            above.
+        RecomputeError: when compiling: `recompute` asks for what this program does not have, or for what
+            must not be computed again.
         BudgetError: when compiling: no plan fits the budget.
         TypeError: an argument of another type than documented.
 
@@ -68,6 +83,7 @@ class MemEfficient(Transform):
         sort: str | SortFunction = "auto",
         chunk: bool = True,
         budget: int | str | None = None,
+        recompute: Written | Policy | None = None,
         on_infeasible: str = "error",
         strict: bool = False,
     ) -> None:
@@ -83,14 +99,23 @@ class MemEfficient(Transform):
             parse_budget(budget)
         if on_infeasible not in ("error", "warn"):
             raise ValueError(f'on_infeasible is "error" or "warn", not {on_infeasible!r}')
-        self._options = PlanningOptions(sort=sort, strict=strict, budget=budget, on_infeasible=on_infeasible)
+        self._options = PlanningOptions(
+            sort=sort,
+            strict=strict,
+            budget=budget,
+            recompute=from_environment() if recompute is None else _chooser(recompute),
+            on_infeasible=on_infeasible,
+        )
         self._chunk = chunk
+        self._recompute = recompute
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
     ):
         compile_data: Any = get_compile_data()
         executors = _with_defaults(compile_data.executors_list)
+        if self._options.recompute is not None:
+            computation_trace = name_origins(computation_trace, prologue_trace)
         computation_trace = take_over_checkpoints(without_writes(computation_trace))
         options = self._options
         if self._chunk:
@@ -116,8 +141,16 @@ class MemEfficient(Transform):
     def __repr__(self) -> str:
         return (
             f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, "
-            f"budget={self._options.budget!r}, strict={self._options.strict})"
+            f"budget={self._options.budget!r}, recompute={self._recompute!r}, strict={self._options.strict})"
         )
+
+
+def _chooser(recompute: Written | Policy) -> Chooser:
+    if isinstance(recompute, str | os.PathLike | Mapping | list | tuple):
+        return parse_config(recompute)
+    if callable(recompute):
+        return PolicyChooser(recompute)
+    raise TypeError(f"recompute is a configuration or a policy (op, graph) -> Action, not {recompute!r}")
 
 
 def _with_defaults(executors: tuple) -> tuple:
