@@ -1,0 +1,65 @@
+"""`thunder.jit(fn, transforms=[MemEfficient()])` end to end: the cases, and the ways to call what it returns.
+
+Regions run one operation at a time unless a test says otherwise: then every kernel is the one that Thunder
+alone runs, and results compare bit for bit.
+"""
+
+import functools
+import warnings
+
+import pytest
+import thunder
+
+from tests.cases import Case, Seen, differences, observe
+from tests.cases_memory import MEMORY
+from tests.cases_programs import PROGRAMS
+from tests.fuzz import uncompiled_regions
+from thunder_mem import MemEfficient
+from thunder_mem.attention import mem_attention_ex
+from thunder_mem.executors import mem_pointwise_ex
+
+WAYS = {
+    "default": {},
+    "no fusion": {"executors": []},
+    "pointwise": {"executors": [mem_attention_ex, mem_pointwise_ex]},
+}
+CASES = MEMORY | PROGRAMS
+# A composite alone in its region runs as PyTorch's own function, beside others as its decomposition.
+DECOMPOSED = ("loss inside",)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _uncompiled():
+    with uncompiled_regions():
+        yield
+
+
+def with_mem(fn, **options):
+    return thunder.jit(fn, transforms=[MemEfficient(strict=True)], **options)
+
+
+@functools.cache
+def eager(name: str) -> Seen:
+    return observe(CASES[name].make(), double=CASES[name].double)
+
+
+def check_case(name: str, way: str) -> None:
+    case: Case = CASES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        got = observe(case.make(), functools.partial(with_mem, **WAYS[way]))
+        alone = observe(case.make(), functools.partial(thunder.jit, **WAYS[way]))
+    if case.held_to != "thunder":
+        assert differences(eager(name), got, alike=False, bits=False) == []
+    if case.held_to != "eager":
+        bits = way == "no fusion" or name not in DECOMPOSED
+        assert differences(alone, got, alike=True, bits=bits) == []
+    else:
+        wrong = differences(eager(name), alone, alike=False, bits=False)
+        assert wrong, "Thunder alone is right now: hold it to both"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, way: str):
+    check_case(name, way)
