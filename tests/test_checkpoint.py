@@ -277,12 +277,12 @@ def test_batch_norm_counts_a_step_once(executors: str):
 
 
 def test_a_plan_that_fails_leaves_the_checkpoint(monkeypatch):
-    import thunder_mem.delegate as delegate
+    from thunder_mem import joint_plan
 
     def fails(*args, **kwargs):
         raise RuntimeError("no plan")
 
-    monkeypatch.setattr(delegate, "make_plan", fails)
+    monkeypatch.setattr(joint_plan, "make_plan", fails)
     jitted = thunder.jit(lambda x, w: dropout(Ops(False), x, w), executors=[], transforms=[MemEfficient()])
     with pytest.warns(UserWarning, match="no plan"):
         got = run(jitted)

@@ -11,7 +11,7 @@ from typing import Any
 from thunder.core.compile_data import get_compile_data
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
-from thunder.extend import FusionExecutor, get_always_executors, get_default_executors
+from thunder.extend import FusionExecutor, TemporaryExecutor, get_always_executors, get_default_executors
 
 from thunder_mem.attention import mem_attention_ex
 from thunder_mem.budget import parse_budget
@@ -156,8 +156,10 @@ def _chooser(recompute: Written | Policy) -> Chooser:
 def _with_defaults(executors: tuple) -> tuple:
     """Add the package's executors to Thunder's own default list where it has no general fusion executor."""
     always = get_always_executors()
-    if tuple(executors) != (*get_default_executors(), *always):
+    own = sum(isinstance(e, TemporaryExecutor) for e in executors[:1])  # Thunder puts one of this function's in front
+    given = executors[own:]
+    if tuple(given) != (*get_default_executors(), *always):
         return executors
-    if any(isinstance(e, FusionExecutor) and not getattr(e, "required_ops", None) for e in executors):
+    if any(isinstance(e, FusionExecutor) and not getattr(e, "required_ops", None) for e in given):
         return executors
-    return (mem_attention_ex, *executors[: len(executors) - len(always)], mem_pointwise_ex, *always)
+    return (*executors[:own], mem_attention_ex, *given[: len(given) - len(always)], mem_pointwise_ex, *always)
