@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy, variableify
@@ -73,36 +73,35 @@ def recompute_in_backward(source: TraceGraph, trace: TraceCtx, storages: Collect
 
 def _body(source: TraceGraph, storages: frozenset[int]) -> list[BoundSymbol]:
     body: list[BoundSymbol] = []
-    renamed: dict = {}
+    again: dict = {}  # what the backward takes instead of the forward's value
+    repeated: set[int] = set()
 
-    def is_rebuilt(p: Proxy) -> bool:
-        maker = source.producer_of.get(p.name)
-        in_forward = maker is not None and not source.graph.ops[maker].backward
-        return in_forward and source.storage_of.get(p.name) in storages
+    def rebuilt(proxies: Iterable[Proxy]) -> list[Proxy]:
+        makers = ((p, source.producer_of.get(p.name)) for p in proxies)
+        made = [p for p, maker in makers if maker is not None and not source.graph.ops[maker].backward]
+        return [p for p in made if source.storage_of.get(p.name) in storages]
 
-    def repeat(root: int) -> None:
-        """Append `root`'s bound symbol and those it needs under new names, operands first."""
-        stack = [root]
+    def repeat(wanted: Iterable[Proxy]) -> None:
+        """Append once more, in source order, what makes `wanted` and is not there yet, with what that needs."""
+        missing: set[int] = set()
+        stack = [source.producer_of[p.name] for p in wanted]
         while stack:
-            op = stack[-1]
+            op = stack.pop()
+            if op not in missing and op not in repeated:
+                missing.add(op)
+                stack += [source.producer_of[p.name] for p in rebuilt(source.bsyms[op].flat_proxy_args)]
+        repeated.update(missing)
+        for op in sorted(missing):
             bsym = source.bsyms[op]
-            missing = [p for p in bsym.flat_proxy_args if is_rebuilt(p) and variableify(p) not in renamed]
-            if missing:
-                stack += [source.producer_of[p.name] for p in missing]
-                continue
-            stack.pop()
             taken = {p.name for p in bsym.flat_proxy_args}
             outs = [p for p in bsym.flat_proxy_outs if p.name not in taken]
-            if all(variableify(p) in renamed for p in outs):
-                continue
-            renamed.update({variableify(p): p.replace_name(f"bw_{p.name}", disambiguate=True) for p in outs})
-            copy = bsym.from_bsym_swap_proxies(renamed)
+            new = {variableify(p): p.replace_name(f"bw_{p.name}", disambiguate=True) for p in outs}
+            copy = bsym.from_bsym_swap_proxies(again | new)
             body.append(copy.from_bsym(tags=copy.tags | {BACKWARD}))
+            again.update({variableify(p): new[variableify(p)] for p in rebuilt(outs)})
 
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
-        wanted = [p for p in bsym.flat_proxy_args if is_rebuilt(p)] if op.backward else []
-        for p in wanted:
-            if variableify(p) not in renamed:
-                repeat(source.producer_of[p.name])
-        body.append(bsym.from_bsym_swap_proxies(renamed, skip_output=True) if wanted else bsym)
+        wanted = rebuilt(bsym.flat_proxy_args) if op.backward else []
+        repeat(wanted)
+        body.append(bsym.from_bsym_swap_proxies(again, skip_output=True) if wanted else bsym)
     return body

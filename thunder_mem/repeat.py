@@ -55,9 +55,7 @@ class _Repetition:
     def run(self) -> Repeated:
         for op in self.graph.ops:
             if op.backward:
-                for operand in self.fuse.operands[op.index]:
-                    if self._is_rebuilt(operand) and operand not in self.again:
-                        self._repeat(operand)
+                self._repeat([p for p in self.fuse.operands[op.index] if self._takes_again(op, p)])
             self._append(op, op.backward)
         fuse = replace(
             self.fuse,
@@ -69,53 +67,45 @@ class _Repetition:
         graph = make_graph(self.ops, self.storages, self.edges, self.graph.outputs)
         return Repeated(graph, fuse, tuple(self.source))
 
-    def _is_rebuilt(self, op: int) -> bool:
-        o = self.graph.ops[op]
-        return not o.backward and not self.rebuilt.isdisjoint(o.allocates or o.reads)
+    def _takes_again(self, op: Op, operand: int) -> bool:
+        """Whether `op`, in the backward, is to take what `operand` gives it from a repetition of `operand`."""
+        maker = self.graph.ops[operand]
+        if maker.backward:
+            return False
+        given = set(maker.allocates or maker.reads).intersection(op.reads)
+        return not self.rebuilt.isdisjoint(given)
 
-    def _repeat(self, root: int) -> None:
-        """Append `root` and what it needs once more, operands first."""
-        stack = [root]
+    def _repeat(self, wanted: list[int]) -> None:
+        """Append once more, in source order, what is wanted and not there yet, with what that needs."""
+        missing: set[int] = set()
+        stack = [op for op in wanted if op not in self.again]
         while stack:
-            op = stack[-1]
-            missing = [p for p in self.fuse.operands[op] if self._is_rebuilt(p) and p not in self.again]
-            if missing:
-                stack += missing
-                continue
-            stack.pop()
-            if op in self.again:
-                continue
+            op = stack.pop()
+            if op not in missing:
+                missing.add(op)
+                operands = self.fuse.operands[op]
+                stack += [p for p in operands if p not in self.again and self._takes_again(self.graph.ops[op], p)]
+        for op in sorted(missing):
             self.again[op] = len(self.ops)
-            for s in self.graph.ops[op].allocates:
-                self.fresh[s] = len(self.storages)
-                self.storages.append(self.graph.storages[s].at(len(self.storages)))
             self._append(self.graph.ops[op], True, again=True)
 
     def _append(self, old: Op, in_backward: bool, again: bool = False) -> None:
         index = len(self.ops)
-
-        def renamed(storages: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple([self.fresh.get(s, s) for s in storages]) if in_backward else storages
-
-        operands = [
-            self.again[p] if in_backward and p in self.again else self.place[p] for p in self.fuse.operands[old.index]
-        ]
-        self.ops.append(
-            Op(
-                index,
-                old.name,
-                renamed(old.reads),
-                old.writes,
-                renamed(old.allocates) if again else old.allocates,
-                old.scratch_bytes,
-                in_backward,
-                old.payload,
-            )
-        )
+        reads, allocates, operands = old.reads, old.allocates, set()
+        for p in self.fuse.operands[old.index]:
+            repeated = in_backward and p in self.again and self._takes_again(old, p)
+            operands.add(self.again[p] if repeated else self.place[p])
+        if in_backward:
+            reads = tuple([self.fresh.get(s, s) for s in old.reads])
+        if again:
+            allocates = tuple(range(len(self.storages), len(self.storages) + len(old.allocates)))
+            self.storages += [self.graph.storages[s].at(new) for s, new in zip(old.allocates, allocates, strict=True)]
+            self.fresh |= {s: new for s, new in zip(old.allocates, allocates, strict=True) if s in self.rebuilt}
+        self.ops.append(Op(index, old.name, reads, old.writes, allocates, old.scratch_bytes, in_backward, old.payload))
         self.source.append(old.index)
-        self.operands.append(tuple(operands))
+        self.operands.append(tuple(sorted(operands)))
         # What is repeated is pure, so its effects order nothing.
-        before = operands if again else [*operands, *(self.place[p] for p in self.graph.predecessors[old.index])]
+        before = operands if again else {*operands, *(self.place[p] for p in self.graph.predecessors[old.index])}
         self.edges += [(p, index) for p in before]
         if not again:
             self.place[old.index] = index
