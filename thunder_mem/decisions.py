@@ -67,5 +67,5 @@ def about_regions(regions: Sequence[PlannedRegion], before: Sequence[int], after
 
 
 def about_order(algorithm: str, before: Sequence[int], after: Sequence[int]) -> Decision:
-    """In which order the regions run: peaks (forward, backward) of source order, and of this one."""
-    return Decision("order", f"by {algorithm}", "peak", max(before), max(after))
+    """In which order the regions run: peaks (forward, backward) of source order, and of this one, regions merged."""
+    return Decision("order", f"by {algorithm}, then neighbours merged", "peak", max(before), max(after))

@@ -199,6 +199,7 @@ def run_prediction(
     del result, data
     given = _tangents(backward, tangents, mode)
     _add_all(ledger, [f"tangent{i}" for i in range(len(given))], given, "tangent")
+    _add_all(ledger, [p.name for p in backward.args[1]], given, "tangent")  # as the trace calls them
     saved = [list(saved_tensors), saved_other]
     del saved_tensors, saved_other
     ledger.sweep()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thunder_mem.bounds import certify, lower_bound
-from thunder_mem.graph import Graph
+from thunder_mem.graph import Graph, Op, Storage
 from thunder_mem.predict import Prediction
 from thunder_mem.timeline import simulate
 from thunder_mem.trace_graph import read_trace
@@ -52,13 +52,14 @@ def optimality(trace: Any, prediction: Prediction) -> Optimality:
         reason = f"{len(prediction.timeline):,} operations are more than the {_MOST_OPS:,} that are bounded here"
         return Optimality(phase, peak_bytes, reason=reason)
     try:
-        graph = _as_predicted(read_trace(trace).graph, prediction)
+        graph = read_trace(trace).graph
     except ValueError as error:
         return Optimality(phase, peak_bytes, reason=f"the trace cannot be read as a graph: {error}")
-    timeline = simulate(graph)
     if len(graph) != len(prediction.timeline):
-        reason = f"the trace has {len(graph)} operations, of which {len(prediction.timeline)} were predicted"
+        reason = f"{len(prediction.timeline):,} operations run in it, of which the trace has {len(graph):,}"
         return Optimality(phase, peak_bytes, reason=reason)
+    graph = _as_predicted(graph, prediction)
+    timeline = simulate(graph)
     beside_bytes = peak_bytes - timeline.peak_bytes
     for op, live_bytes, event in zip(graph.ops, timeline.live_bytes, prediction.timeline, strict=True):
         if live_bytes + beside_bytes != event.live_bytes:
@@ -74,11 +75,40 @@ def optimality(trace: Any, prediction: Prediction) -> Optimality:
 
 
 def _as_predicted(graph: Graph, prediction: Prediction) -> Graph:
-    """The graph with scratch left aside, as in `peak_bytes`, and held by the caller what the prediction says."""
+    """The graph over the storages of the prediction, scratch left aside as in `peak_bytes`.
+
+    One trace alone does not show which of its inputs share memory, nor what an operation of another
+    library returns as a view; the prediction does.
+    """
+    known: dict[str, int] = {}
+    for i, predicted in enumerate(prediction.storages):
+        for name in (predicted.name, *predicted.aliases):
+            known.setdefault(name, i)
     end = prediction.timeline[-1].index
-    held = {name for s in prediction.storages if s.born < 0 and s.last >= end for name in (s.name, *s.aliases)}
-    return replace(
-        graph,
-        ops=tuple(replace(op, scratch_bytes=0) for op in graph.ops),
-        storages=tuple(replace(s, held=s.held or s.name in held) for s in graph.storages),
-    )
+    storages: list[Storage] = []
+    at: dict[tuple[bool, int], int] = {}
+    moved: list[int] = []
+    for s in graph.storages:
+        i = known.get(s.name, -1)
+        key = (True, i) if i >= 0 else (False, s.index)
+        if key not in at:
+            at[key] = len(storages)
+            held = prediction.storages[i] if i >= 0 else None
+            stays = s.held or (held is not None and held.born < 0 and held.last >= end)
+            storages.append(Storage(at[key], held.nbytes if held else s.nbytes, s.name, s.device, stays))
+        moved.append(at[key])
+    ops: list[Op] = []
+    made: set[int] = set()
+    for op in graph.ops:
+        new = {moved[s] for s in op.allocates} - made
+        made |= new
+        ops.append(
+            replace(
+                op,
+                reads=tuple(dict.fromkeys(m for s in (*op.reads, *op.allocates) if (m := moved[s]) not in new)),
+                writes=tuple(dict.fromkeys(moved[s] for s in op.writes)),
+                allocates=tuple(sorted(new)),
+                scratch_bytes=0,
+            )
+        )
+    return Graph(tuple(ops), tuple(storages), graph.predecessors, frozenset(moved[s] for s in graph.outputs))

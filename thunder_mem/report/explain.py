@@ -2,41 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import thunder
 
 from thunder_mem.delegate import last_plan
-from thunder_mem.predict import predict
+from thunder_mem.predict import Prediction, compiled_entry, predict
 from thunder_mem.report.bound import Optimality, optimality
-from thunder_mem.report.report import Report
+from thunder_mem.report.report import NO_PLAN, Report
 
 __all__ = ["explain"]
 
-NO_PLAN = "MemEfficient made no plan for this function: this is the memory of what Thunder alone compiled"
+OLDER = "these arguments were compiled for earlier than others: what MemEfficient decided then is not kept"
 
 
-def explain(jitted: Callable[..., Any], *, budget_bytes: int | None = None, bounds: bool = True) -> Report:
-    """Explain the memory of the last compilation of a jitted function, without running it.
+def explain(
+    jitted: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    prediction: Prediction | None = None,
+    budget_bytes: int | None = None,
+    bounds: bool = True,
+) -> Report:
+    """Explain the memory of a jitted function, without running it.
 
     Args:
-        jitted: what `thunder.jit` returned, after at least one call; with `transforms=[MemEfficient()]`
-            the report also shows what was decided.
+        jitted: what `thunder.jit` returned; with `transforms=[MemEfficient()]` the report also shows what
+            was decided.
+        args: the arguments of a call, for which it is compiled if it has not been yet. Without any, the last
+            compilation is explained, with inputs that are dense and share no memory.
+        kwargs: the call's keyword arguments.
+        prediction: explain this one, such as `predict_step` made of a whole step, instead of a new one.
         budget_bytes: what the peak is to fit into; the report then states the headroom.
         bounds: look for a lower bound on each phase's peak, which proves an order optimal or says how
-            far from it it may be. Takes seconds at 3,000 operations; above that it is left out.
+            far from it it may be. Takes seconds at 3,000 operations; above that it is left out, as it is for
+            phases with operations outside of the trace (an eager loss).
 
     Raises:
         TypeError: `jitted` is not a function jitted by Thunder, or `budget_bytes` is not an int.
-        ValueError: it was never called, or the budget is not positive.
-        PredictionError: an operation has no prediction.
+        ValueError: it was never called and no arguments are given, or the budget is not positive.
+        PredictionError: it cannot be traced, or an operation has no prediction.
 
     Example:
         >>> import torch, thunder
         >>> f = thunder.jit(lambda x: (x * 2).sin().sum(), executors=[])
-        >>> _ = f(torch.zeros(1024))
-        >>> explain(f).peak_bytes
+        >>> explain(f, torch.zeros(1024)).peak_bytes
         12288
     """
     if budget_bytes is not None:
@@ -47,12 +58,25 @@ def explain(jitted: Callable[..., Any], *, budget_bytes: int | None = None, boun
     stats: Any = thunder.compile_stats(jitted)
     if thunder.compile_data(jitted) is None or stats is None:
         raise TypeError(f"explain takes what thunder.jit returned, not {type(jitted).__name__}")
-    if not stats.interpreter_cache:
-        raise ValueError("the jitted function has never been called, so there is nothing to explain: call it once")
-    prediction, plan = predict(jitted), last_plan(jitted)
+    called = bool(args or kwargs)
+    if not called and not stats.interpreter_cache:
+        raise ValueError(
+            "the jitted function has never been called, so there is nothing to explain: "
+            "call it once, or give explain the arguments of a call"
+        )
+    if prediction is None:
+        prediction = predict(jitted, *args, kwargs=kwargs)
+    entry, _, _ = compiled_entry(jitted, args, dict(kwargs or {}), call=called)
+    notes = []
+    plan = last_plan(jitted)
+    if plan is None:
+        notes.append(NO_PLAN)
+    elif entry.computation_traces is not stats.interpreter_cache[-1].computation_traces:
+        plan = None
+        notes.append(OLDER)
     found: list[Optimality] = []
     if bounds:
-        entry = stats.interpreter_cache[-1]
         traces = {"forward": entry.computation_traces, "backward": entry.backward_traces}
-        found = [optimality(traces[name][-1], prediction.phase(name)) for name in prediction.phases if name in traces]
-    return Report(prediction, plan, tuple(found), budget_bytes, () if plan else (NO_PLAN,))
+        phases = [prediction.phase(name) for name in prediction.phases if name in traces]
+        found = [optimality(traces[p.timeline[0].phase][-1], p) for p in phases]
+    return Report(prediction, plan, tuple(found), budget_bytes, tuple(notes))

@@ -18,6 +18,7 @@ from typing import Any
 from thunder_mem.accumulate import ACCUMULATE
 from thunder_mem.predict import Held, Prediction
 from thunder_mem.replay import Event
+from thunder_mem.report.layers import layers_of
 
 __all__ = ["CATEGORIES", "Facts", "Place"]
 
@@ -123,6 +124,16 @@ class Facts:
                 if storage is not None and storages[storage].born == event.index:
                     place_of.setdefault(storage, (rank, place))
         return tuple(found)
+
+    @cached_property
+    def layer_of(self) -> dict[int, int]:
+        """Storage -> number of the model's layer that it belongs to; those of no layer are missing."""
+        return layers_of(self.prediction, [operands(e) for e in self.prediction.timeline], self.storage_of)
+
+    def layers_of_storage(self, storage: Held) -> tuple[int, ...]:
+        """The number of its layer, or nothing."""
+        layer = self.layer_of.get(self.storage_of.get(storage.name, -1))
+        return () if layer is None else (layer,)
 
     @cached_property
     def _phases(self) -> dict[int, str]:

@@ -12,6 +12,7 @@ from thunder_mem.report.svg import lives_svg, timeline_svg
 
 __all__ = ["to_html", "to_page"]
 
+_FLOW_OPS = 200
 # All rules stand under one class, so that a notebook around the report keeps its own looks.
 _STYLE = """
 .thunder-mem { --ink: #1b1f24; --dim: #57606a; --line: #d0d7de; --paper: #ffffff; --mark: #c2410c;
@@ -35,6 +36,11 @@ _STYLE = """
 .thunder-mem .key i { display: inline-block; width: 11px; height: 11px; margin: 0 5px 0 14px }
 """ + "".join(f".thunder-mem .c{i} {{ fill: {colour}; background: {colour} }}\n" for i, colour in enumerate(COLOURS))
 
+# The picture of the dataflow keeps its light paper whatever the page looks like.
+_PAGE_STYLE = """body { margin: 0 } @media (prefers-color-scheme: dark) { body { background: #0d1117 } }
+details { padding: 12px; color: #1b1f24; background: #fff; font: 14px/1.45 system-ui, sans-serif }
+details div { overflow-x: auto } summary { font-size: 15px; font-weight: 600; cursor: pointer }"""
+
 
 def to_page(report: Report) -> str:
     """The report as a whole HTML document."""
@@ -42,9 +48,17 @@ def to_page(report: Report) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(headline(report)[0])}</title>\n"
-        "<style>body { margin: 0 } @media (prefers-color-scheme: dark) { body { background: #0d1117 } }</style>\n"
-        f"</head>\n<body>\n{to_html(report, most=200)}\n</body>\n</html>\n"
+        f"<style>{_PAGE_STYLE}</style>\n"
+        f"</head>\n<body>\n{to_html(report, most=200)}\n{_flow(report)}</body>\n</html>\n"
     )
+
+
+def _flow(report: Report) -> str:
+    """The picture of a small program, folded away; nothing for a large one, which it would not help."""
+    if not 0 < len(report.prediction.timeline) <= _FLOW_OPS:
+        return ""
+    drawn = report.dataflow_svg().replace(' xmlns="http://www.w3.org/2000/svg"', "")
+    return f"<details><summary>Every operation, and the tensors between them</summary>\n<div>{drawn}</div></details>\n"
 
 
 def to_html(report: Report, most: int = 25) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from thunder_mem.report.curve import columns, ticks
 from thunder_mem.report.facts import CATEGORIES
 from thunder_mem.report.report import Report, Tenant
-from thunder_mem.report.sections import size
+from thunder_mem.sizes import size
 
 __all__ = ["COLOURS", "draw"]
 

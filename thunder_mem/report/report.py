@@ -17,7 +17,9 @@ from thunder_mem.report.peaks import hills
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Moment", "PhasePeak", "Report", "Tenant"]
+__all__ = ["NO_PLAN", "Moment", "PhasePeak", "Report", "Tenant"]
+
+NO_PLAN = "MemEfficient made no plan for this function: this is the memory of what Thunder alone compiled"
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,13 @@ class Tenant:
         aliases: the other tensors that show the first one.
         shape, dtype, device: of the first tensor of each.
         category: one of `CATEGORIES`.
+        kind: of the storage, see `thunder_mem.predict.Held`.
         producer: the operation that made it (or the first of them); "" if the caller brought it.
         place: where that comes from.
         born, last: indices of the first and the last event it is alive in; -1: before the first. Of
             several, the earliest and the latest.
         why: why it is alive.
+        layers: numbers of the model's layers that they belong to, if they belong to any.
     """
 
     count: int
@@ -71,11 +75,13 @@ class Tenant:
     dtype: str
     device: str
     category: str
+    kind: str
     producer: str
     place: Place
     born: int
     last: int
     why: str
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,15 +166,26 @@ class Report:
                 dtype=str(storage.dtype).removeprefix("torch."),
                 device=str(storage.device),
                 category=facts.category(storage),
+                kind=storage.kind,
                 producer=label(timeline[born]) if born is not None else "",
                 place=facts.places[born] if born is not None else Place(),
                 born=storage.born,
                 last=storage.last,
                 why=facts.why(storage, at),
+                layers=facts.layers_of_storage(storage),
             )
             op = timeline[born].name if born is not None else storage.kind
             reason = "".join(c for c in tenant.why if not c.isdigit())
-            key = (storage.nbytes, storage.shape, storage.dtype, tenant.category, op, tenant.place, reason)
+            key = (
+                storage.nbytes,
+                storage.shape,
+                storage.dtype,
+                tenant.category,
+                storage.kind,
+                op,
+                tenant.place,
+                reason,
+            )
             folded.setdefault(key, []).append(tenant)
         return tuple(sorted(map(_fold, folded.values()), key=lambda t: (-t.nbytes, t.born, t.names)))
 
@@ -238,12 +255,26 @@ class Report:
             },
         }
 
+    def dataflow_svg(self, most: int = 200) -> str:
+        """A picture of a small program as SVG: one box for each operation or region, in the order they run,
+        coloured by live bytes, with a lane beside them for each tensor from its birth to its last use.
+
+        Args:
+            most: operations that are drawn; of a longer program those around the peak.
+
+        Raises:
+            ValueError: `most` below 1.
+        """
+        from thunder_mem.report.dataflow import dataflow_svg
+
+        return dataflow_svg(self, most)
+
     def save(self, path: str | pathlib.Path) -> None:
         """Write the report to a file, in the form that its ending names.
 
         `.html` is one self-contained page; `.txt` and `.json` are what `str()` and `to_json()` give;
         `.pickle` opens in PyTorch's memory viewer (https://pytorch.org/memory_viz); `.png` and `.svg`
-        are what `plot` draws.
+        are what `plot` draws, but `.flow.svg` what `dataflow_svg` does.
 
         Raises:
             ValueError: another ending.
@@ -257,6 +288,8 @@ class Report:
             ".pickle": self._save_snapshot,
         }
         writers |= {".png": self.plot, ".svg": self.plot}
+        if path.name.endswith(".flow.svg"):
+            writers[".svg"] = self._save_dataflow
         if path.suffix not in writers:
             raise ValueError(f"cannot save a report as {path.name!r}: the ending is one of {', '.join(writers)}")
         writers[path.suffix](path)
@@ -283,6 +316,9 @@ class Report:
     def _save_text(self, path: pathlib.Path) -> None:
         path.write_text(str(self) + "\n", encoding="utf-8")
 
+    def _save_dataflow(self, path: pathlib.Path) -> None:
+        path.write_text(self.dataflow_svg(), encoding="utf-8")
+
     def _save_json(self, path: pathlib.Path) -> None:
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
@@ -306,9 +342,11 @@ def _fold(alike: list[Tenant]) -> Tenant:
         dtype=first.dtype,
         device=first.device,
         category=first.category,
+        kind=first.kind,
         producer=first.producer,
         place=first.place,
         born=min(t.born for t in alike),
         last=max(t.last for t in alike),
         why=first.why if all(t.why == first.why for t in alike) else f"e.g. {first.why}",
+        layers=tuple(sorted({n for t in alike for n in t.layers})),
     )

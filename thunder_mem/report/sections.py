@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thunder_mem.planner import THUNDERS_OWN
+from thunder_mem.report.advice import advice
 from thunder_mem.report.bound import Optimality
-from thunder_mem.report.facts import CATEGORIES
+from thunder_mem.report.facts import CATEGORIES, shorten
+from thunder_mem.report.layers import ranges
 from thunder_mem.report.report import Moment, Report, Tenant
+from thunder_mem.sizes import size
 
-__all__ = ["Section", "headline", "sections", "size"]
+__all__ = ["Section", "headline", "sections"]
 
 
 @dataclass(frozen=True)
@@ -31,21 +34,6 @@ class Section:
     numeric: tuple[int, ...] = ()
     note: str = ""
     stack: int | None = None
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people.
-
-    Example:
-        >>> size(512), size(1536), size(-3 * 2**30)
-        ('512 B', '1.50 KiB', '-3.00 GiB')
-    """
-    amount = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(amount) < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{amount:.2f} {unit}"
-        amount /= 1024
-    return f"{amount:.2f} TiB"
 
 
 def headline(report: Report) -> tuple[str, ...]:
@@ -84,11 +72,30 @@ def sections(report: Report, most: int = 25) -> tuple[Section, ...]:
         report: the report.
         most: rows a table of storages shows at most; what is beyond is summed up in its note.
     """
-    found = [_plan(report), _phases(report), _tenants(report, most), _runner_ups(report), _refused(report)]
+    found = [_decisions(report), _candidates(report), _phases(report), _tenants(report, most), _runner_ups(report)]
+    found += [_refused(report), _advice(report)]
     return tuple(s for s in found if s is not None and s.rows)
 
 
-def _plan(report: Report) -> Section | None:
+def _decisions(report: Report) -> Section | None:
+    if report.plan is None:
+        return None
+    rows = []
+    for d in report.plan.decisions:
+        change = f"{d.after_bytes / d.before_bytes - 1:+.1%}" if d.before_bytes else ""
+        how = f"{d.how} ({shorten(d.source)})" if d.source else d.how
+        rows.append((d.what, how, d.figure, size(d.before_bytes), size(d.after_bytes), change))
+    note = (
+        "The planner's own figures, before the final traces exist: peaks with an estimate of the kernels' scratch, "
+        "and with the outputs still held by the caller in the backward. Each peak builds on the one above."
+    )
+    return Section("Before and after each decision", _DECISION_COLUMNS, tuple(rows), (3, 4, 5), note)
+
+
+_DECISION_COLUMNS = ("decision", "what was decided", "figure", "before", "after", "change")
+
+
+def _candidates(report: Report) -> Section | None:
     plan = report.plan
     if plan is None:
         return None
@@ -98,25 +105,10 @@ def _plan(report: Report) -> Section | None:
         change = f"{c.peak_bytes / before.peak_bytes - 1:+.1%}" if before and before.peak_bytes else ""
         chosen = "chosen" if c.name == plan.chosen else ""
         name = f"{c.name} (as Thunder would)" if c is before else c.name
-        rows.append(
-            (
-                name,
-                size(c.forward_peak_bytes),
-                size(c.backward_peak_bytes),
-                size(c.peak_bytes),
-                change,
-                str(c.regions),
-                chosen,
-            )
-        )
-    fused = [r for r in plan.regions if r.executor is not None]
-    copies = sum(len(r.copies) for r in plan.regions)
-    note = (
-        f"Order by {plan.sort}; {len(fused)} fused regions of {sum(len(r.ops) for r in fused)} operations, "
-        f"{copies} operations recomputed inside of a region. The planner's own figures, before the final traces exist."
-    )
-    columns = ("candidate", "forward", "backward", "peak", "change", "steps", "")
-    return Section("Before and after", columns, tuple(rows[::-1]), (1, 2, 3, 4, 5), note)
+        peaks = map(size, (c.forward_peak_bytes, c.backward_peak_bytes, c.peak_bytes))
+        rows.append((name, *peaks, change, str(c.regions), chosen))
+    columns = ("arrangement", "forward", "backward", "peak", "change", "steps", "")
+    return Section("Arrangements compared", columns, tuple(rows[::-1]), (1, 2, 3, 4, 5))
 
 
 def _phases(report: Report) -> Section:
@@ -151,13 +143,17 @@ def _tenants(report: Report, most: int) -> Section | None:
     if rest:
         note += f" And {sum(t.count for t in rest):,} smaller ones, {size(sum(t.nbytes for t in rest))} together."
     columns = ("size", "share", "storage", "tensor", "made by", "alive", "why")
-    return Section("Alive at the peak", columns, rows, (0, 1), note, stack=2)
+    return Section("Alive at the peak", columns, rows, (0, 1, 5), note, stack=2)
+
+
+_NAMES = 3  # of tensors alike
 
 
 def _tenant(t: Tenant) -> tuple[str, ...]:
-    names = ", ".join(t.names) + (", …" if t.count > len(t.names) else "")
+    names = ", ".join(t.names[:_NAMES]) + (", …" if t.count > _NAMES else "")
     if t.count > 1:
-        names = f"{t.count} × {size(t.nbytes // t.count)}: {names}"
+        layers = f" in layers {ranges(t.layers)}" if len(t.layers) > 1 else ""
+        names = f"{t.count} × {size(t.nbytes // t.count)}{layers}: {names}"
     elif t.aliases:
         names += f" (= {', '.join(t.aliases[:4])}{', …' if len(t.aliases) > 4 else ''})"
     made = ", ".join(filter(None, (t.producer, str(t.place)))) or "the caller"
@@ -180,3 +176,9 @@ def _refused(report: Report) -> Section | None:
     if report.plan is None:
         return None
     return Section("Left as it was", ("what", "why"), tuple((r.what, r.reason) for r in report.plan.refused))
+
+
+def _advice(report: Report) -> Section:
+    rows = tuple((size(nbytes), text) for nbytes, text in advice(report))
+    note = "The bytes are what a line is about: at most so much, as far as the next highest hill allows."
+    return Section("How to get lower", ("at stake", "what can be done"), rows, (0,), note)

@@ -7,7 +7,7 @@ from html import escape
 from thunder_mem.report.curve import columns, ticks
 from thunder_mem.report.facts import CATEGORIES
 from thunder_mem.report.report import Report, Tenant
-from thunder_mem.report.sections import size
+from thunder_mem.sizes import size
 
 __all__ = ["lives_svg", "timeline_svg"]
 
@@ -117,7 +117,10 @@ def _axis(scale: _Scale, y: int) -> str:
 
 
 def _name(t: Tenant) -> str:
-    return _cut(t.names[0] if t.count == 1 else f"{t.count} × {t.names[0]}", 17)
+    """The end of a long name, which says more than its beginning."""
+    count = "" if t.count == 1 else f"{t.count} × "
+    room = 17 - len(count)
+    return count + (t.names[0] if len(t.names[0]) <= room else f"…{t.names[0][1 - room :]}")
 
 
 def _cut(text: str, most: int) -> str:

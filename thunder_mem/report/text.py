@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rich import box
@@ -12,18 +13,23 @@ from rich.text import Text
 from thunder_mem.report.report import Report
 from thunder_mem.report.sections import Section, headline, sections
 
-__all__ = ["to_rich", "to_text"]
+__all__ = ["plain", "to_rich", "to_text", "wrapped"]
 
 
 def to_text(report: Report) -> str:
     """The report in plain text: the headline, then one table per section."""
-    first, *rest = headline(report)
-    lines = [first, *(f"  {line}" for line in rest)]
-    for section in sections(report):
-        lines += ["", section.title, *_plain_table(section)]
+    return plain(headline(report), sections(report))
+
+
+def plain(lines: Sequence[str], tables: Iterable[Section]) -> str:
+    """Lines, all but the first indented, and tables, as text of any width."""
+    first, *rest = lines
+    parts = [first, *(f"  {line}" for line in rest)]
+    for section in tables:
+        parts += ["", section.title, *_plain_table(section)]
         if section.note:
-            lines += [f"  {section.note}"]
-    return "\n".join(lines)
+            parts += [f"  {section.note}"]
+    return "\n".join(parts)
 
 
 def _plain_table(section: Section) -> list[str]:
@@ -41,9 +47,14 @@ def _plain_table(section: Section) -> list[str]:
 
 def to_rich(report: Report) -> RenderableType:
     """The report for rich: the same content, with names and reasons wrapped to the width at hand."""
-    first, *rest = headline(report)
+    return wrapped(headline(report), sections(report))
+
+
+def wrapped(lines: Sequence[str], tables: Iterable[Section]) -> RenderableType:
+    """What `plain` says, for a terminal."""
+    first, *rest = lines
     parts: list[RenderableType] = [Text(first, style="bold"), *(Text(f"  {line}") for line in rest)]
-    for section in sections(report):
+    for section in tables:
         # Text throughout: a name such as "t[0]" is not markup.
         section = _stacked(section) if section.stack is not None else section
         table = Table(

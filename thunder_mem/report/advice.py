@@ -1,0 +1,131 @@
+"""How to get lower still: what holds the peak, and what its user can do about that, with figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from thunder_mem.report.facts import CATEGORIES
+from thunder_mem.report.layers import ranges
+from thunder_mem.report.report import NO_PLAN, Report, Tenant
+from thunder_mem.sizes import size
+
+__all__ = ["advice"]
+
+# Less than this share of the peak is not worth a word.
+_WORTH = 0.05
+
+
+def advice(report: Report) -> tuple[tuple[int, str], ...]:
+    """Sentences, each with the bytes at stake in the peak, the largest first.
+
+    The bytes are those of the storages or of the gap that a sentence is about: an upper limit of what it
+    can bring, as another operation may hold the peak then (see the next highest hills).
+    """
+    if report.peak is None or not report.peak_bytes:
+        return ()
+    found = [*_order(report), *_saved(report), *_held(report), *_gradients(report), *_optimizer(report)]
+    found += [*_working(report), *_unplanned(report), *_scratch(report)]
+    worth = [entry for entry in found if entry[0] >= _WORTH * report.peak_bytes]
+    return tuple(sorted(worth, key=lambda entry: -entry[0]))
+
+
+def _order(report: Report) -> Iterator[tuple[int, str]]:
+    assert report.peak is not None
+    for o in report.optimality:
+        if o.phase == report.peak.phase and o.bound_bytes is not None and not o.proven:
+            yield (
+                o.peak_bytes - o.bound_bytes,
+                f"another order of the {o.phase} may bring up to {size(o.peak_bytes - o.bound_bytes)}: "
+                "MemEfficient(sort='exact') searches longer",
+            )
+
+
+def _saved(report: Report) -> Iterator[tuple[int, str]]:
+    saved_bytes = _of(report, CATEGORIES[1])
+    if not saved_bytes:
+        return
+    largest = max((t for t in report.tenants if t.category == CATEGORIES[1]), key=lambda t: t.nbytes)
+    yield (
+        saved_bytes,
+        f"{size(saved_bytes)} are saved for the backward, most of it ({size(largest.nbytes)}) {_what(largest)}: "
+        "torch.utils.checkpoint around a block keeps its inputs only, and smaller microbatches need less in proportion",
+    )
+
+
+def _held(report: Report) -> Iterator[tuple[int, str]]:
+    state_bytes = sum(t.nbytes for t in report.tenants if t.category == CATEGORIES[0] and t.kind == "optimizer state")
+    kept_bytes = sum(t.nbytes for t in report.tenants if t.category == CATEGORIES[0] and t.kind == "gradient")
+    rest_bytes = _of(report, CATEGORIES[0]) - state_bytes - kept_bytes
+    yield (
+        rest_bytes,
+        f"{size(rest_bytes)} are parameters and inputs that the caller holds: no plan changes them; a smaller dtype, "
+        "parameters sharded over GPUs (FSDP) or inputs that the caller lets go of would",
+    )
+    yield (
+        state_bytes,
+        f"{size(state_bytes)} are the optimizer's state: others keep less, or in fewer bits, or sharded",
+    )
+    yield kept_bytes, f"{size(kept_bytes)} are gradients from before: zero_grad(set_to_none=True) lets go of them"
+
+
+def _gradients(report: Report) -> Iterator[tuple[int, str]]:
+    gradient_bytes = _of(report, CATEGORIES[2])
+    yield (
+        gradient_bytes,
+        f"{size(gradient_bytes)} are gradients that wait for the optimizer: an optimizer that steps in the backward "
+        "(register_post_accumulate_grad_hook) lets go of each at once",
+    )
+
+
+def _optimizer(report: Report) -> Iterator[tuple[int, str]]:
+    assert report.peak is not None
+    if report.peak.phase == "optimizer":
+        nbytes = _of(report, CATEGORIES[3])
+        yield (
+            nbytes,
+            f"{size(nbytes)} are what the optimizer works with: fused=True needs none, foreach=False less",
+        )
+
+
+def _working(report: Report) -> Iterator[tuple[int, str]]:
+    assert report.peak is not None
+    if report.peak.phase == "optimizer":
+        return
+    working = [t for t in report.tenants if t.category == CATEGORIES[3]]
+    if working:
+        largest = max(working, key=lambda t: t.nbytes)
+        yield (
+            largest.nbytes,
+            f"the largest piece of working memory is {_what(largest)}, {size(largest.nbytes)}: "
+            "can that line work in pieces, or in a smaller dtype?",
+        )
+
+
+def _unplanned(report: Report) -> Iterator[tuple[int, str]]:
+    movable_bytes = _of(report, CATEGORIES[1]) + _of(report, CATEGORIES[3])
+    if report.plan is None and NO_PLAN in report.notes:
+        yield movable_bytes, "compile with transforms=[MemEfficient()]: nothing was planned here"
+    elif report.plan and len(report.plan.regions) > 1 and not any(r.executor for r in report.plan.regions):
+        yield (
+            movable_bytes,
+            "nothing is fused, so every intermediate result is a tensor: leave `executors` out, or add 'mem_pointwise'",
+        )
+
+
+def _scratch(report: Report) -> Iterator[tuple[int, str]]:
+    scratch_bytes = report.prediction.scratch_bytes
+    if scratch_bytes:
+        most = max(report.prediction.timeline, key=lambda e: e.live_bytes + e.scratch_bytes)
+        yield scratch_bytes, f"{size(scratch_bytes)} on top are scratch inside {most.name} #{most.index}"
+
+
+def _of(report: Report, category: str) -> int:
+    assert report.peak is not None
+    return report.peak.by_category[CATEGORIES.index(category)]
+
+
+def _what(t: Tenant) -> str:
+    """The tenant in a few words: how many, whose layers, from which line."""
+    count = f"{t.count} × {t.names[0]}" if t.count > 1 else t.names[0]
+    layers = f" of layers {ranges(t.layers)}" if len(t.layers) > 1 else ""
+    return f"{count}{layers}" + (f", from {t.place}" if t.place.source else "")

@@ -1,0 +1,78 @@
+"""Which layer of a model a storage belongs to, told by the names of its parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from thunder_mem.predict import Prediction
+from thunder_mem.replay import Event
+
+__all__ = ["layer_numbers", "layers_of", "ranges"]
+
+
+def layer_numbers(names: Iterable[str]) -> dict[str, int]:
+    """Name -> number of its layer, for names that differ from others in nothing but numbers.
+
+    Where names have several such numbers the layer's is the one that takes most values. Lists of modules count
+    from 0, so numbers that never are 0 (`norm_1`, `norm_2`) are parts of names.
+
+    Example:
+        >>> layer_numbers(["h_0_norm_1", "h_1_norm_1", "h_2_norm_1", "h_0_norm_2", "wte"])
+        {'h_0_norm_1': 0, 'h_1_norm_1': 1, 'h_2_norm_1': 2, 'h_0_norm_2': 0}
+    """
+    numbers: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for name in dict.fromkeys(names):
+        numbers.setdefault(re.sub(r"\d+", "#", name), []).append((name, tuple(map(int, re.findall(r"\d+", name)))))
+    found = {}
+    for alike in numbers.values():
+        values = [set(column) for column in zip(*(of for _, of in alike), strict=True)]
+        counted = [i for i, column in enumerate(values) if 0 in column and len(column) > 1]
+        if not counted:
+            continue
+        at = max(counted, key=lambda i: (len(values[i]), -i))
+        found.update({name: of[at] for name, of in alike})
+    return found
+
+
+def layers_of(
+    prediction: Prediction, operands: Sequence[Sequence[str]], storage_of: Mapping[str, int]
+) -> dict[int, int]:
+    """Storage -> the layer it belongs to; those that belong to none are missing.
+
+    A parameter's name tells its layer. What an operation makes belongs to the layer of its parameters or,
+    without any, to the highest of its operands' layers in the forward and to the lowest in the backward.
+    """
+    held = [i for i, s in enumerate(prediction.storages) if s.born < 0]
+    by_name = layer_numbers(prediction.storages[i].name for i in held)
+    layers = {i: by_name[prediction.storages[i].name] for i in held if prediction.storages[i].name in by_name}
+    parameters = frozenset(layers)
+    for event, names in zip(prediction.timeline, operands, strict=True):
+        read = [s for n in names if (s := storage_of.get(n)) in layers]
+        found = [layers[s] for s in read if s in parameters] or [layers[s] for s in read]
+        if found:
+            layer = min(found) if event.phase == "backward" else max(found)
+            for s in _made_by(event, storage_of, prediction):
+                layers.setdefault(s, layer)
+    return layers
+
+
+def _made_by(event: Event, storage_of: Mapping[str, int], prediction: Prediction) -> list[int]:
+    found = (storage_of.get(name) for name in event.outputs)
+    return [s for s in found if s is not None and prediction.storages[s].born == event.index]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as people write them.
+
+    Example:
+        >>> ranges([3, 0, 1, 2, 7]), ranges([4])
+        ('0-3, 7', '4')
+    """
+    parts: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
