@@ -20,6 +20,9 @@ __all__ = ["Fusibility", "Groups", "consecutive_groups", "contract_chains", "mer
 
 Groups = tuple[tuple[int, ...], ...]
 
+# How many regions to look at when the question is who must run after one.
+MAX_SEARCH = 200
+
 
 @dataclass(frozen=True)
 class Fusibility:
@@ -109,8 +112,8 @@ def contract_chains(graph: Graph, groups: Groups, fuse: Fusibility) -> Groups:
 class _Chains:
     """Regions that are merged one pair at a time, each where its later half stood.
 
-    A merged region keeps the index of the later half. Since a producer is merged only past regions
-    that nothing orders after it, the indices stay a topological order, and there can be no cycle.
+    A merged region keeps the index of the later half. Since all that runs after a producer runs after
+    its consumer too, the indices stay a topological order, and there can be no cycle.
     """
 
     def __init__(self, regions: Graph, fuse: Fusibility) -> None:
@@ -134,18 +137,37 @@ class _Chains:
         (c,) = users
         if not self.takes[p] & self.takes[c] or self.regions.ops[p].backward != self.regions.ops[c].backward:
             return None
-        if any(q < c for q in self.after[p]) or not self._dominates(p):
+        if not self.after[p] - {c} <= self.after[c] or not self._dominates(p, c):
             return None
         return c if self.fuse.joinable(self.members[p] + self.members[c]) else None
 
-    def _dominates(self, p: int) -> bool:
+    def _dominates(self, p: int, c: int) -> bool:
+        """Whether `p` makes at least the bytes that it frees where it runs last of all that could.
+
+        Whatever runs after `p` in every order runs after `c`, so a storage that such a region uses is not freed.
+        """
         storages = self.regions.storages
-        freed = sum(
-            storages[s].nbytes
-            for s in self.touches[p] - self.makes[p]
-            if not storages[s].held and s not in self.regions.outputs and max(self.users[s]) <= p
-        )
-        return freed <= sum(storages[s].nbytes for s in self.makes[p])
+        may_free = sum(storages[s].nbytes for s in self._mortal(p))
+        made = sum(storages[s].nbytes for s in self.makes[p])
+        if may_free > made:
+            later = self._some_after(c)
+            may_free = sum(storages[s].nbytes for s in self._mortal(p) if self.users[s].isdisjoint(later))
+        return may_free <= made
+
+    def _mortal(self, p: int) -> list[int]:
+        storages, outputs = self.regions.storages, self.regions.outputs
+        return [s for s in self.touches[p] - self.makes[p] if not storages[s].held and s not in outputs]
+
+    def _some_after(self, c: int) -> set[int]:
+        """`c` and regions that run after it in every order: the nearest, if there are many."""
+        found, frontier = {c}, [c]
+        for region in frontier:
+            if len(found) > MAX_SEARCH:
+                break
+            new = self.after[region] - found
+            frontier += sorted(new)
+            found |= new
+        return found
 
     def join(self, p: int, c: int) -> None:
         for s in self.touches[p]:
@@ -191,7 +213,10 @@ def merge_for_speed(
 
 
 class _Merger:
-    """Slots in running order; a merge empties one slot and refills another."""
+    """Slots in running order; a merge empties one slot and refills another.
+
+    What is fused holds no scratch (matrix products and attention do), so that moves with no merge.
+    """
 
     def __init__(self, regions: Graph, order: Sequence[int], fuse: Fusibility) -> None:
         self.graph, self.fuse = regions, fuse
@@ -215,11 +240,17 @@ class _Merger:
             return
         backward = self.graph.ops[self.slots[here][0]].backward
         limit = allowance_bytes(backward)
-        for there in self._candidates(here):
-            if not self.takes[here] & self.takes[there]:
+        waiting, seen = self._candidates(self.slots[here], here), {here}
+        while waiting:
+            there = heapq.heappop(waiting)
+            if there in seen or not self.slots[there]:
                 continue
+            seen.add(there)
             if self.graph.ops[self.slots[there][0]].backward != backward:
                 break
+            joining = self.slots[there]
+            if not self.takes[here] & self.takes[there]:
+                continue
             if not self.fuse.joinable(self._members(here) + self._members(there)):
                 continue
             for target in (here, there):
@@ -227,11 +258,14 @@ class _Merger:
                     break
             if not self.slots[here]:
                 return
+            if not self.slots[there]:
+                for slot in self._candidates(joining, here):
+                    heapq.heappush(waiting, slot)
 
-    def _candidates(self, here: int) -> list[int]:
-        """Later slots within the window that touch a storage this region touches, nearest first."""
+    def _candidates(self, ops: Sequence[int], here: int) -> list[int]:
+        """Slots after `here`, within the window, that touch a storage that `ops` touch, as a heap."""
         found: set[int] = set()
-        for op in self.slots[here]:
+        for op in ops:
             for s in self.graph.ops[op].touches:
                 if self.large[s]:
                     found.update(self.slot_of[u] for u in self.graph.users[s])
@@ -277,6 +311,10 @@ class _Merger:
         stays = graph.storages[s].held or s in graph.outputs
         if stays and allocator is None:
             return
+        if not stays and allocator is not None:
+            slot = self.slot_of[allocator]
+            if len(self.slots[slot]) > 1 and all(self.slot_of[u] == slot for u in users):
+                return  # an earlier merge made it disappear
 
         def span(slot: Callable[[int], int]) -> tuple[int, int]:
             born = here - 1 if allocator is None else slot(allocator)
