@@ -7,7 +7,8 @@ asked for it: "this multiplication belongs to the GELU of layer 3".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -16,9 +17,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
-from thunder_mem.report.layers import layer_numbers
-
-__all__ = ["Origin", "name_origins", "origin_of", "source_of", "word"]
+__all__ = ["Origin", "layer_numbers", "name_origins", "origin_of", "source_of", "word"]
 
 _SCENERY = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT, PrimIDs.RETURN, PrimIDs.UPDATE_ALIASES}
 
@@ -134,6 +133,28 @@ def _common(a: str, b: str) -> str:
     """The innermost module that holds both."""
     pairs = zip(a.split("."), b.split("."), strict=False)
     return ".".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def layer_numbers(names: Iterable[str]) -> dict[str, int]:
+    """Name -> number of its layer, for names that differ from others in nothing but numbers.
+
+    Where names have several numbers the layer's is the one that takes most values.
+
+    Example:
+        >>> layer_numbers(["h.0.norm_1", "h.1.norm_1", "h.2.norm_1", "h.0.norm_2", "wte"])
+        {'h.0.norm_1': 0, 'h.1.norm_1': 1, 'h.2.norm_1': 2, 'h.0.norm_2': 0}
+    """
+    alike: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for name in dict.fromkeys(names):
+        alike.setdefault(re.sub(r"\d+", "#", name), []).append((name, tuple(map(int, re.findall(r"\d+", name)))))
+    found = {}
+    for group in alike.values():
+        values = [set(column) for column in zip(*(numbers for _, numbers in group), strict=True)]
+        if not values or max(map(len, values)) < 2:
+            continue
+        at = max(range(len(values)), key=lambda i: (len(values[i]), -i))
+        found.update({name: numbers[at] for name, numbers in group})
+    return found
 
 
 def _layers(trace: TraceCtx, paths: Mapping[str, str]) -> list[int | None]:
