@@ -114,14 +114,24 @@ class MemEfficient(Transform):
     ):
         compile_data: Any = get_compile_data()
         executors = _with_defaults(compile_data.executors_list)
-        if self._options.recompute is not None:
-            computation_trace = name_origins(computation_trace, prologue_trace)
-        computation_trace = take_over_checkpoints(without_writes(computation_trace))
+        computation_trace = self._prepared(computation_trace, prologue_trace)
         options = self._options
         if self._chunk:
             computation_trace, options = self._chunked(computation_trace, unseat(executors))
         compile_data.executors_list = seat(executors, options)
         return prologue_trace, computation_trace, epilogue_trace
+
+    def _prepared(self, trace: TraceCtx, prologue_trace: TraceCtx) -> TraceCtx:
+        """The trace as planning wants it, with values in place of writes; as it was where that does not work."""
+        try:
+            named = trace if self._options.recompute is None else name_origins(trace, prologue_trace)
+            return take_over_checkpoints(without_writes(named))
+        except Exception as error:
+            if self._options.strict:
+                raise
+            cause = f"{type(error).__name__}: {error}"
+            warnings.warn(f"MemEfficient left writes and checkpoints as Thunder has them: {cause}", stacklevel=2)
+            return trace
 
     def _chunked(self, trace: TraceCtx, executors: tuple) -> tuple[TraceCtx, PlanningOptions]:
         """The trace with its loss heads chunked, as it was where that does not work, and options with what was done."""
