@@ -45,7 +45,9 @@ def fusibility(source: TraceGraph, executors: Sequence[FusionExecutor]) -> Fusib
                     wants |= (bsym.sym.id in (getattr(executor, "required_ops", None) or ())) << bit
         takes.append(bits)
         required.append(wants)
-        cheap.append(bool(bits) and effects.pure and _is_cheap(bsym))
+        # What is returned is alive anyway, and must stand under its own name.
+        returned = any(p.name in source.pinned for p in bsym.flat_proxy_outs)
+        cheap.append(bool(bits) and effects.pure and not returned and _is_cheap(bsym))
         producers = (source.producer_of.get(p.name) for p in bsym.flat_proxy_args)
         operands.append(tuple(sorted({p for p in producers if p is not None and p != op.index})))
     return Fusibility(tuple(takes), tuple(required), selective, tuple(cheap), tuple(operands))
