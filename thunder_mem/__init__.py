@@ -1,9 +1,12 @@
 """thunder_mem: make programs compiled by lightning-thunder use less memory."""
 
+from thunder_mem import policies
+from thunder_mem.choices import RecomputeError
 from thunder_mem.chunk_mark import chunked
 from thunder_mem.delegate import last_plan
 from thunder_mem.graph import Graph, GraphError, Op, Storage
 from thunder_mem.measure import measure_peak
+from thunder_mem.recompute_table import recompute_table
 from thunder_mem.report import explain
 from thunder_mem.sort_trace import sort_bound_symbols
 from thunder_mem.sorting import SORTS, register_sort
@@ -17,11 +20,14 @@ __all__ = [
     "GraphError",
     "MemEfficient",
     "Op",
+    "RecomputeError",
     "Storage",
     "chunked",
     "explain",
     "last_plan",
     "measure_peak",
+    "policies",
+    "recompute_table",
     "register_sort",
     "sort_bound_symbols",
 ]

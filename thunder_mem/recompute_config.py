@@ -28,6 +28,7 @@ __all__ = [
     "Entry",
     "RecomputeConfig",
     "Written",
+    "choices_of",
     "from_environment",
     "parse_config",
 ]
@@ -100,7 +101,7 @@ class RecomputeConfig:
             if entry.count > len(matched):
                 raise RecomputeError(f"{entry} asks for {entry.count}, but {entry.pattern} occurs {len(matched)} times")
             chosen = matched if entry.count < 0 else matched[: entry.count]
-            choices = _merged(choices, _choices_of(entry, chosen), entry)
+            choices = _merged(choices, choices_of(entry, chosen), entry)
         return choices
 
 
@@ -233,7 +234,12 @@ def _matches_nothing(pattern: str, known: Iterable[str], reasons: Sequence[str])
     return f"the pattern {pattern} matches nothing in this program; {listed}"
 
 
-def _choices_of(entry: Entry, chosen: Sequence[Occurrence]) -> Choices:
+def choices_of(entry: Entry, chosen: Sequence[Occurrence]) -> Choices:
+    """What an entry decides about occurrences of its pattern.
+
+    Raises:
+        RecomputeError: there is no compromise for any of them.
+    """
     parts = [c for o in chosen for c in o.candidates]
     if entry.strategy == "none":
         return Choices(keep=frozenset(c.storage for c in parts))

@@ -1,0 +1,224 @@
+"""`recompute_table`: what a program could compute again in its backward, and what each would bring.
+
+ONNX Runtime prints such a table by the bytes of the values (its memory optimizer's probe level). Here
+each row is planned: the backward is given what the row's configuration leaves it, and the exact
+timeline of that plan says what becomes of the peak.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import thunder
+import torch
+from thunder.core.dtypes import to_strong_dtype
+from thunder.core.proxies import ProxyTag, TensorProxy
+
+from thunder_mem.choices import Choices, Chooser, RecomputeError
+from thunder_mem.cost import DeviceModel, cost_s, device_model_of, extra_region_cost_s
+from thunder_mem.delegate import unseat
+from thunder_mem.fit_budget import SavingProblem
+from thunder_mem.origins import origin_of, source_of
+from thunder_mem.patterns import Candidate, Occurrence, Single, candidates, occurrences
+from thunder_mem.planner import make_plan
+from thunder_mem.predict import compiled_entry
+from thunder_mem.recompute_config import Entry, choices_of
+from thunder_mem.recompute_rows import Kept, RecomputeTable, Row
+from thunder_mem.repeat import repeat_in_backward
+from thunder_mem.saving import saved_storages, storages_to_rebuild
+from thunder_mem.symbolic import Dims
+from thunder_mem.trace_graph import TraceGraph
+from thunder_mem.transforms.mem_efficient import MemEfficient
+
+__all__ = ["recompute_table"]
+
+
+def recompute_table(
+    fn: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    dims: Mapping[str, int] | None = None,
+    executors: Sequence[Any] | None = None,
+    peaks: bool = True,
+) -> RecomputeTable:
+    """List what the backward of a program could compute again instead of receiving it.
+
+    Args:
+        fn: a function, a module, or what `thunder.jit` made of one: then its executors and its own
+            `MemEfficient` count, and what that recomputes already is marked so. Nothing is run.
+        args: arguments of a call (real, or under `simulate` fake) that asks for a gradient.
+        kwargs: keyword arguments of the call.
+        dims: names for sizes of this example, such as {"B": 3, "T": 17}, which then stand in shapes and
+            sizes. They should be sizes that nothing else in the program has.
+        executors: as for `thunder.jit`, where `fn` is not jitted yet.
+        peaks: plan each row for what it does to the peak; without, only bytes and times.
+
+    Raises:
+        ValueError: the call asks for no gradient, or `dims` are ambiguous.
+        PredictionError: the program cannot be traced.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> table = recompute_table(mlp, torch.zeros(5, 8), dims={"B": 5}, executors=[])
+        >>> table["Linear"].shapes, table["Linear"].config
+        (('(B, 32)',), 'Linear+:recompute:-1')
+    """
+    names = Dims(dims)
+    study = _Study()
+    compiled_entry(_watched(fn, study, executors), args, dict(kwargs or {}), call=True)
+    if study.problem is None or study.source is None:
+        raise ValueError("the call has no backward: give arguments or parameters that ask for a gradient")
+    return _Tabulation(study.source, study.problem, names, peaks).table()
+
+
+class _Study:
+    """Stands where a configuration of recomputation would, and sees the joint trace and the problem it poses."""
+
+    def __init__(self) -> None:
+        self.inner: Chooser | None = None
+        self.source: TraceGraph | None = None
+        self.problem: SavingProblem | None = None
+
+    def choose(self, source: TraceGraph, rebuilt: frozenset[int]) -> Choices:
+        self.source = source
+        return self.inner.choose(source, rebuilt) if self.inner is not None else Choices()
+
+    def observe(self, problem: SavingProblem) -> None:
+        self.problem = problem
+
+
+def _watched(fn: Callable[..., Any], study: _Study, executors: Sequence[Any] | None) -> Callable[..., Any]:
+    """`fn` jitted anew, planned as before, under the eyes of `study`."""
+    compiled: Any = thunder.compile_data(fn)
+    transforms = list(thunder.list_transforms(fn)) if compiled is not None else []
+    own = next((t for t in transforms if isinstance(t, MemEfficient)), None)
+    watching = copy.copy(own) if own is not None else MemEfficient()
+    study.inner = watching._options.recompute
+    watching._options = replace(watching._options, recompute=study, observe=study.observe, strict=True, budget=None)
+    others = [t for t in transforms if t is not own]
+    if compiled is None:
+        options = {} if executors is None else {"executors": list(executors)}
+        return thunder.jit(fn, transforms=[watching], **options)
+    inner = fn._model if isinstance(fn, thunder.ThunderModule) else compiled.fn
+    listed = [e for e in unseat(compiled.executors_list) if not isinstance(e, thunder.extend.TemporaryExecutor)]
+    return thunder.jit(inner, executors=listed, transforms=[*others, watching], **compiled.compile_options)
+
+
+@dataclass(frozen=True)
+class _Tabulation:
+    source: TraceGraph
+    problem: SavingProblem
+    dims: Dims
+    peaks: bool
+
+    def table(self) -> RecomputeTable:
+        graph, fuse = self.problem.graph, self.problem.fuse
+        self._check_dims()
+        base = storages_to_rebuild(graph, fuse, self.problem.choices)
+        found, refused = candidates(self.source, base)
+        base_peak = self._peak(base)
+        groups: dict[str, list[Occurrence]] = {}
+        for occurrence in occurrences(found):
+            groups.setdefault(occurrence.pattern, []).append(occurrence)
+        rows = [
+            row
+            for pattern, group in groups.items()
+            for strategy in ("recompute", "compromised")
+            if (row := self._row(Entry(pattern, strategy), group, base, base_peak)) is not None
+        ]
+        rows.sort(key=lambda r: (r.now != "received", -r.saved_bytes, -r.values_bytes, r.pattern, r.strategy))
+        return RecomputeTable(tuple(rows), _kept(refused), self._received(base), base_peak, self._model.name)
+
+    def _check_dims(self) -> None:
+        for p in (p for b in self.source.prefix for p in b.flat_proxy_outs):
+            if isinstance(p, TensorProxy) and ProxyTag.STATIC_MEMORY_LOCATION in p.tags:
+                shape = tuple(map(int, p.shape))
+                if clash := self.dims.clashes(shape):
+                    raise ValueError(f"{clash[0]} has a size that {p.name} {shape} has too: take an example without")
+
+    def _row(self, entry: Entry, group: list[Occurrence], base: frozenset[int], base_peak: int) -> Row | None:
+        try:
+            choices = self.problem.choices | choices_of(entry, group)
+        except RecomputeError:  # no compromise; or what the user asked for already says otherwise
+            return None
+        graph, fuse = self.problem.graph, self.problem.fuse
+        rebuilt = storages_to_rebuild(graph, fuse, choices)
+        parts = [c for o in group for c in o.candidates if entry.strategy == "recompute" or c.compromise]
+        origins = [o for c in parts if (o := origin_of(self.source.bsyms[c.maker])) is not None]
+        shown = {self._shape(c): self._symbolic_bytes(c) for c in parts}
+        peak = self._peak(rebuilt) if self.peaks else None
+        return Row(
+            pattern=entry.pattern,
+            strategy=entry.strategy,
+            now="rebuilt" if all(c.free for c in parts) else "received",
+            shapes=tuple(shown),
+            symbolic_bytes=tuple(shown.values()),
+            count=len(group),
+            each_bytes=max(o.nbytes for o in group),
+            values_bytes=sum(c.nbytes for c in parts),
+            saved_bytes=self._received(base) - self._received(rebuilt),
+            peak_bytes=peak,
+            peak_change_bytes=None if peak is None else peak - base_peak,
+            ms=self._ms(rebuilt - base),
+            modules=tuple(dict.fromkeys(re.sub(r"\d+", "#", o.module) for o in origins if o.module)),
+            layers=tuple(sorted({o.layer for o in origins if o.layer is not None})),
+            sources=tuple(dict.fromkeys(s for c in parts if (s := source_of(self.source.bsyms[c.maker])))),
+            config=str(entry),
+        )
+
+    def _received(self, rebuilt: frozenset[int]) -> int:
+        graph = self.problem.graph
+        return sum(graph.storages[s].nbytes for s in saved_storages(graph, rebuilt))
+
+    def _peak(self, rebuilt: frozenset[int]) -> int:
+        repeated = repeat_in_backward(self.problem.graph, self.problem.fuse, rebuilt)
+        return make_plan(repeated.graph, repeated.fuse, self._executors).candidate.peak_bytes
+
+    @property
+    def _executors(self) -> list[str]:
+        return [str(i) for i in range(max((bits.bit_length() for bits in self.problem.fuse.takes), default=0))]
+
+    @property
+    def _model(self) -> DeviceModel:
+        nbytes: dict[str, int] = {}
+        for s in self.problem.graph.storages:
+            nbytes[s.device] = nbytes.get(s.device, 0) + s.nbytes
+        return device_model_of(torch.device(max(nbytes, key=lambda d: (nbytes[d], d)) if nbytes else "cpu"))
+
+    def _ms(self, storages: frozenset[int]) -> float:
+        """Elementwise work inside a region costs what it reads from outside of what is repeated with it."""
+        graph, fuse, model = self.problem.graph, self.problem.fuse, self._model
+        ops = sorted({op for s in storages if (op := graph.allocator[s]) is not None})
+        made = {p.name for op in ops for p in self.source.bsyms[op].flat_proxy_outs}
+        seconds = 0.0
+        for op in ops:
+            bsym = self.source.bsyms[op]
+            if fuse.cheap[op]:
+                seconds += extra_region_cost_s([bsym], [p for p in bsym.flat_proxy_args if p.name not in made], model)
+            else:
+                seconds += cost_s(bsym, model)
+        return seconds * 1e3
+
+    def _value(self, c: Candidate) -> TensorProxy:
+        outs = [p for p in self.source.bsyms[c.maker].flat_proxy_outs if isinstance(p, TensorProxy)]
+        return next(p for p in outs if self.source.storage_of[p.name] == c.storage)
+
+    def _shape(self, c: Candidate) -> str:
+        return self.dims.shape(tuple(map(int, self._value(c).shape)))
+
+    def _symbolic_bytes(self, c: Candidate) -> str:
+        value = self._value(c)
+        return self.dims.nbytes(tuple(map(int, value.shape)), to_strong_dtype(value.dtype).bytes)
+
+
+def _kept(refused: Sequence[Single]) -> tuple[Kept, ...]:
+    groups: dict[tuple[str, str], list[Single]] = {}
+    for single in refused:
+        # Equal layers differ in nothing but the names of their values.
+        groups.setdefault((single.pattern, re.sub(r"\bt\d+\b", "t#", single.reason)), []).append(single)
+    found = [Kept(pattern, len(g), sum(s.nbytes for s in g), reason) for (pattern, reason), g in groups.items()]
+    return tuple(sorted(found, key=lambda k: -k.nbytes))

@@ -1,0 +1,58 @@
+"""Shapes and sizes written with the names of dims: ``(B, T, 4096)`` instead of ``(3, 17, 4096)``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from math import prod
+
+__all__ = ["Dims"]
+
+
+class Dims:
+    """Sizes that stand for dims of the example: batch, sequence and the like.
+
+    A size in a shape is written as the dim of that size, or as the product of two dims.
+
+    Args:
+        sizes: name -> size in the example.
+
+    Raises:
+        ValueError: sizes that could be mistaken: below 2, or two dims (or a dim and a product) alike.
+
+    Example:
+        >>> dims = Dims({"B": 3, "T": 17})
+        >>> dims.shape((3, 17, 64)), dims.shape((51, 64)), dims.nbytes((51, 64), 2)
+        ('(B, T, 64)', '(B*T, 64)', '128*B*T')
+    """
+
+    def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
+        self._names: dict[int, str] = {}
+        given = dict(sizes or {})
+        for name, size in given.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ValueError(f"a dim has a name such as 'B', not {name!r}")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 2:
+                raise ValueError(f"dim {name} has the size {size!r}: take an example of at least 2")
+        ways = [(name,) for name in given] + list(combinations(given, 2))
+        for way in ways:
+            size = prod(given[name] for name in way)
+            if size in self._names:
+                raise ValueError(f"{'*'.join(way)} and {self._names[size]} are both {size}: take sizes that differ")
+            self._names[size] = "*".join(way)
+        self.sizes = given
+
+    def clashes(self, shape: Sequence[int]) -> list[str]:
+        """The dims whose size also stands in a shape that has none of them, such as a parameter's."""
+        return [self._names[n] for n in shape if n in self._names]
+
+    def shape(self, shape: Sequence[int]) -> str:
+        """A shape as text."""
+        inside = ", ".join(self._names.get(n, str(n)) for n in shape)
+        return f"({inside},)" if len(shape) == 1 else f"({inside})"
+
+    def nbytes(self, shape: Sequence[int], item_bytes: int) -> str:
+        """The bytes of a dense tensor as a product: a number, then dims."""
+        names = [self._names[n] for n in shape if n in self._names]
+        number = item_bytes * prod(n for n in shape if n not in self._names)
+        return "*".join([str(number), *names])
