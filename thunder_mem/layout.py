@@ -8,7 +8,7 @@ operators return the layouts assumed here (dense, elementwise results laid out l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -20,32 +20,15 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from torch._prims_common import compute_elementwise_output_strides
 
+from thunder_mem.chunk_loop import shared_memory
 from thunder_mem.effects import leaves
+from thunder_mem.views import VIEWS, slice_view
 
 __all__ = ["Layout", "is_view", "torch_view"]
 
 
-def _slice(a: torch.Tensor, start: Sequence[int], end: Sequence[int], strides: Sequence[int] | None = None):
-    strides = strides or [1] * a.ndim
-    return a[tuple(slice(int(i), int(j), int(k)) for i, j, k in zip(start, end, strides, strict=True))]
-
-
-def _broadcast(a: torch.Tensor, shape: Sequence[int], dims: Sequence[int]) -> torch.Tensor:
-    for dim in range(len(shape)):
-        if dim not in dims:
-            a = a.unsqueeze(dim)
-    return a.expand(tuple(shape))
-
-
 _VIEWS: dict[PrimIDs, Callable] = {
-    PrimIDs.BROADCAST_IN_DIM: _broadcast,
-    PrimIDs.RESHAPE: lambda a, shape: a.reshape(shape),
-    PrimIDs.VIEW: lambda a, shape: a.view(shape),
-    PrimIDs.SLICE: _slice,
-    PrimIDs.SQUEEZE: lambda a, dims: a.squeeze(tuple(dims)),
-    PrimIDs.TRANSPOSE: lambda a, permutation: a.permute(permutation),
-    PrimIDs.UNFOLD: lambda a, dim, size, step: a.unfold(dim, size, step),
-    PrimIDs.SHALLOW_COPY: lambda a: a,
+    **VIEWS,
     PrimIDs.UPDATE_ALIASES: lambda aliases: aliases,
     PrimIDs.REAL: lambda a: a.real,
     PrimIDs.IMAG: lambda a: a.imag,
@@ -71,8 +54,8 @@ _VIEW_NAMES: dict[str, Callable] = {
     "detach": lambda a: a.detach(),
     "wait": lambda a: a,
     "torch_wait_prim_impl": lambda a: a,
-    "torch_prims_reshape_impl": lambda a, shape: a.reshape(shape),
-    "torch_slice_prim_impl": _slice,
+    "torch_prims_reshape_impl": VIEWS[PrimIDs.RESHAPE],
+    "torch_slice_prim_impl": slice_view,
 }
 
 
@@ -141,9 +124,12 @@ class Layout:
             p for p in bsym.flat_proxy_outs if p.name not in known and isinstance(p, TensorProxy | FutureTensorProxy)
         ]
         written = _in_place_target(bsym)
+        shared = shared_memory(bsym)
         for position, p in enumerate(outs):
             if written is not None and position == 0:
                 self._tensors[p.name] = self._tensors[written.name]
+            elif p.name in shared:
+                self._tensors[p.name] = self._tensors[shared[p.name].name]
             elif p.name not in self._tensors:
                 self._tensors[p.name] = self._fresh(bsym, p)
 

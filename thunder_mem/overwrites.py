@@ -25,6 +25,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder_mem.aliases import Aliases
 from thunder_mem.effects import effects_of, leaves
 from thunder_mem.trace_graph import TraceGraph
+from thunder_mem.views import CERTAIN_VIEWS
 
 __all__ = ["protect_old_values", "without_writes"]
 
@@ -69,15 +70,10 @@ def _arguments(trace: TraceCtx) -> list[Proxy]:
     return [*_tensors((trace.args, trace.kwargs)), *unpacked]
 
 
-_CERTAIN_VIEWS = {
-    PrimIDs.BROADCAST_IN_DIM, PrimIDs.SLICE, PrimIDs.SQUEEZE, PrimIDs.TRANSPOSE, PrimIDs.UNFOLD, PrimIDs.SHALLOW_COPY,
-}  # fmt: skip
-
-
 def _is_certain_view(bsym: BoundSymbol) -> bool:
     """Whatever the strides, it makes views of its one argument, and autograd sees them as such."""
     parts = [leaf for leaf in leaves(bsym) if leaf.flat_proxy_outs]
-    allowed = _CERTAIN_VIEWS | ({PrimIDs.RESHAPE} if bsym.sym.name in ("view", "view_as") else set())
+    allowed = CERTAIN_VIEWS | ({PrimIDs.RESHAPE} if bsym.sym.name in ("view", "view_as") else set())
     return (
         bool(parts)
         and len(bsym.flat_proxy_args) == 1

@@ -13,35 +13,13 @@ from typing import Any
 import torch
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.prims import PrimIDs
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 
+from thunder_mem.views import VIEWS
+
 __all__ = ["empty_like_proxy", "modelled_region", "run_region"]
-
-
-def _broadcast(a: torch.Tensor, shape: Any, dims: Any) -> torch.Tensor:
-    for dim in range(len(shape)):
-        if dim not in dims:
-            a = a.unsqueeze(dim)
-    return a.expand(tuple(shape))
-
-
-def _slice(a: torch.Tensor, start: Any, end: Any, strides: Any = None) -> torch.Tensor:
-    steps = strides or [1] * a.ndim
-    return a[tuple(slice(int(i), int(j), int(k)) for i, j, k in zip(start, end, steps, strict=True))]
-
-
-_VIEWS: dict[Any, Callable[..., torch.Tensor]] = {
-    PrimIDs.BROADCAST_IN_DIM: _broadcast,
-    PrimIDs.RESHAPE: lambda a, shape: a.reshape(tuple(shape)),
-    PrimIDs.VIEW: lambda a, shape: a.reshape(tuple(shape)),
-    PrimIDs.SLICE: _slice,
-    PrimIDs.SQUEEZE: lambda a, dims: a.squeeze(tuple(dims)),
-    PrimIDs.TRANSPOSE: lambda a, permutation: a.permute(tuple(permutation)),
-    PrimIDs.SHALLOW_COPY: lambda a: a,
-}
 
 
 def empty_like_proxy(proxy: TensorProxy) -> torch.Tensor:
@@ -64,11 +42,11 @@ def run_region(bsym: BoundSymbol, env: dict[str, Any]) -> None:
 
 def _follow_views(bsyms: Iterable[BoundSymbol], local: dict[str, Any], wanted: dict[str, TensorProxy]) -> None:
     for bsym in bsyms:
-        if bsym.sym.id in _VIEWS:
+        if bsym.sym.id in VIEWS:
             flat, spec = tree_flatten((bsym.args, bsym.kwargs))
             args, kwargs = tree_unflatten([_value(x, local) for x in flat], spec)
             if isinstance(args[0], torch.Tensor):
-                local.setdefault(bsym.output.name, _VIEWS[bsym.sym.id](*args, **kwargs))
+                local.setdefault(bsym.output.name, VIEWS[bsym.sym.id](*args, **kwargs))
         elif bsym.subsymbols:
             _follow_views(bsym.subsymbols, local, wanted)
         for p in bsym.flat_proxy_outs:
