@@ -8,7 +8,9 @@ measurement to the byte. On a device simulated by `simulate.py` nothing runs at 
 
 from __future__ import annotations
 
+import os
 import textwrap
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -253,11 +255,32 @@ def compiled_entry(
     try:
         entry, inputs, _ = data.get_computation_and_inputs(*args, **kwargs)
     except Exception as error:
+        if type(error).__module__.startswith("thunder_mem."):
+            raise  # what this package refuses, it says itself
         cause = textwrap.shorten(str(error), 300, placeholder=" …")  # Thunder's messages can go on for pages
-        raise PredictionError(f"the function cannot be traced: {type(error).__name__}: {cause}") from error
+        where = _users_line(error)
+        raise PredictionError(f"the function cannot be traced{where}: {type(error).__name__}: {cause}") from error
     finally:
         torch.set_grad_enabled(grad_enabled)
     return entry, list(inputs), []
+
+
+def _users_line(error: BaseException | None) -> str:
+    """ " at file:line" of the user's innermost line that Thunder was tracing, or ""."""
+    while error is not None:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if os.path.isfile(frame.filename)]
+        own = [frame.filename.startswith(_THIS) for frame in frames]
+        traced = own.index(False) if False in own else len(own)  # what comes before called Thunder
+        ends = own.index(True, traced) if True in own[traced:] else len(own)  # what comes then is a transform's
+        users = [frame for frame in frames[traced:ends] if not frame.filename.startswith(_LIBRARIES)]
+        if users:
+            return f" at {users[-1].filename}:{users[-1].lineno}"
+        error = error.__cause__
+    return ""
+
+
+_THIS = os.path.dirname(__file__) + os.sep
+_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, thunder))
 
 
 def to_fake(values: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensorMode, Any]:

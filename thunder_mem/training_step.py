@@ -124,7 +124,8 @@ def predict_step(
 
     with mode, _inside(twins):
         if not first:
-            make_state(twin, twins, set_to_none)
+            with torch.device("cpu"):
+                make_state(twin, twins, set_to_none)
             watch.scalars = next_scalars(optimizer, twin, twins)
         for group in twin.param_groups:
             for p in group["params"]:
@@ -243,7 +244,8 @@ class _Phases:
 
     def step(self) -> None:
         self.watch.phase = "optimizer"
-        self.optimizer.step()
+        with torch.device("cpu"):  # where the twins are, whatever device the caller makes tensors on by default
+            self.optimizer.step()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         self.watch.phase = "zero_grad"

@@ -79,7 +79,7 @@ def _rehearse(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]
     """Per group, the scalars of the state after one step of a parameter of one element."""
     scalars: list[dict[str, torch.Tensor]] = []
     for group in optimizer.param_groups:
-        with unset_fake_temporarily(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with unset_fake_temporarily(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             p = torch.nn.Parameter(torch.ones(1, 1))
             p.grad = torch.ones(1, 1)
             options = {k: 1e-3 if isinstance(v, FakeTensor) else v for k, v in group.items()}

@@ -35,8 +35,8 @@ def _order(report: Report) -> Iterator[tuple[int, str]]:
         if o.phase == report.peak.phase and o.bound_bytes is not None and not o.proven:
             yield (
                 o.peak_bytes - o.bound_bytes,
-                f"another order of the {o.phase} may bring up to {size(o.peak_bytes - o.bound_bytes)}: "
-                "MemEfficient(sort='exact') searches longer",
+                f"the gap to the bound: another order of the {o.phase} may exist, "
+                "and MemEfficient(sort='exact') searches longer for it",
             )
 
 
@@ -47,7 +47,7 @@ def _saved(report: Report) -> Iterator[tuple[int, str]]:
     largest = max((t for t in report.tenants if t.category == CATEGORIES[1]), key=lambda t: t.nbytes)
     yield (
         saved_bytes,
-        f"{size(saved_bytes)} are saved for the backward, most of it ({size(largest.nbytes)}) {_what(largest)}: "
+        f"saved for the backward, most of it ({size(largest.nbytes)}) {_what(largest)}: "
         "torch.utils.checkpoint around a block keeps its inputs only, and smaller microbatches need less in proportion",
     )
 
@@ -58,21 +58,21 @@ def _held(report: Report) -> Iterator[tuple[int, str]]:
     rest_bytes = _of(report, CATEGORIES[0]) - state_bytes - kept_bytes
     yield (
         rest_bytes,
-        f"{size(rest_bytes)} are parameters and inputs that the caller holds: no plan changes them; a smaller dtype, "
-        "parameters sharded over GPUs (FSDP) or inputs that the caller lets go of would",
+        "parameters and inputs that the caller holds: no plan changes them; a smaller dtype, parameters sharded "
+        "over GPUs (FSDP) or inputs that the caller lets go of would",
     )
     yield (
         state_bytes,
-        f"{size(state_bytes)} are the optimizer's state: others keep less, or in fewer bits, or sharded",
+        "the optimizer's state: others keep less, or in fewer bits, or sharded",
     )
-    yield kept_bytes, f"{size(kept_bytes)} are gradients from before: zero_grad(set_to_none=True) lets go of them"
+    yield kept_bytes, "gradients from before: zero_grad(set_to_none=True) lets go of them"
 
 
 def _gradients(report: Report) -> Iterator[tuple[int, str]]:
     gradient_bytes = _of(report, CATEGORIES[2])
     yield (
         gradient_bytes,
-        f"{size(gradient_bytes)} are gradients that wait for the optimizer: an optimizer that steps in the backward "
+        "gradients that wait for the optimizer: one that steps in the backward "
         "(register_post_accumulate_grad_hook) lets go of each at once",
     )
 
@@ -83,7 +83,7 @@ def _optimizer(report: Report) -> Iterator[tuple[int, str]]:
         nbytes = _of(report, CATEGORIES[3])
         yield (
             nbytes,
-            f"{size(nbytes)} are what the optimizer works with: fused=True needs none, foreach=False less",
+            "what the optimizer works with: fused=True needs none, foreach=False less",
         )
 
 
@@ -96,8 +96,7 @@ def _working(report: Report) -> Iterator[tuple[int, str]]:
         largest = max(working, key=lambda t: t.nbytes)
         yield (
             largest.nbytes,
-            f"the largest piece of working memory is {_what(largest)}, {size(largest.nbytes)}: "
-            "can that line work in pieces, or in a smaller dtype?",
+            f"the largest working tensor, {_what(largest)}: can its line work in pieces, or in a smaller dtype?",
         )
 
 
@@ -116,7 +115,7 @@ def _scratch(report: Report) -> Iterator[tuple[int, str]]:
     scratch_bytes = report.prediction.scratch_bytes
     if scratch_bytes:
         most = max(report.prediction.timeline, key=lambda e: e.live_bytes + e.scratch_bytes)
-        yield scratch_bytes, f"{size(scratch_bytes)} on top are scratch inside {most.name} #{most.index}"
+        yield scratch_bytes, f"on top of it all, scratch inside {most.name} #{most.index}"
 
 
 def _of(report: Report, category: str) -> int:

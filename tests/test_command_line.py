@@ -1,0 +1,288 @@
+"""`thunder-mem` as a user types it: answers, exit codes, and one clear line for whatever is wrong."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import thunder
+import torch
+
+from thunder_mem.command_line import main
+from thunder_mem.command_line.program import UsageError, parse_input
+from thunder_mem.predict import predict
+from thunder_mem.sizes import parse_bytes, size
+from thunder_mem.transforms import MemEfficient
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = """
+import torch, thunder
+
+print("this must not get between the JSON")
+
+def mlp():
+    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+
+def build():
+    return mlp(), torch.ones(32, 64)
+
+def step():
+    model = mlp()
+    return {
+        "model": model, "args": torch.ones(32, 64), "loss": lambda out: out.square().mean(),
+        "optimizer": torch.optim.SGD(model.parameters()),
+    }
+
+def chain():
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.Softmax(-1))]
+    return torch.nn.Sequential(*layers), torch.ones(1024, 64)
+
+def product(a, b):
+    return (a @ b).relu().sum()
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(8, 8)
+
+    def forward(self, x, *, mask):
+        return self.last(x) * mask
+
+jitted = thunder.jit(mlp(), executors=[])
+number = 3
+
+def raises():
+    return {}["nothing here"]
+
+def untraceable(x):
+    return x.nosuchmethod()
+
+def quits():
+    raise SystemExit(4)
+
+def odd():
+    return {"model": mlp(), "arguments": ()}
+"""
+PLAIN = ["--fusion", "none"]  # compiles nothing, so it is quick
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "torn.py").write_text("def f(:\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(script, capsys):
+    def run(*words):
+        code = main([*map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_predict_says_what_predict_says(run):
+    code, out, _ = run("predict", "train.py:build", "--json", *PLAIN)
+    data = json.loads(out)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+    expected = predict(thunder.jit(model, executors=[], transforms=[MemEfficient()]), torch.ones(32, 64))
+    assert code == 0 and data["fits"] and data["limits"] == []
+    assert (data["peak_bytes"], data["held_bytes"]) == (expected.peak_bytes, expected.held_bytes)
+    assert data["scratch_bytes"] == expected.scratch_bytes
+    assert list(data["phases"]) == ["forward", "backward"]
+
+
+@pytest.mark.parametrize(
+    "words, code, says",
+    [
+        ([], 0, ()),
+        (["--budget", "1GiB"], 0, ("fits into 1.00 GiB of the budget",)),
+        (["--budget", "100KiB"], 1, ("does NOT fit into 100.00 KiB of the budget", "too much")),
+        (["--device", "T4"], 0, ("of T4: headroom", "allocator's rounding", "fragmentation")),
+        (["--device", "t4", "--budget", "100KiB"], 1, ("fits into 13.98 GiB of T4", "does NOT fit")),
+    ],
+)
+def test_exit_codes_tell_whether_it_fits(run, words, code, says):
+    answer = run("predict", "train.py:build", *words, *PLAIN)
+    assert answer[0] == code
+    assert answer[1].startswith("Peak ") and all(part in answer[1] for part in says)
+
+
+def test_a_budget_buys_memory_with_time(run):
+    free = json.loads(run("predict", "train.py:chain", "--device", "T4", "--json")[1])
+    limit_bytes = free["peak_bytes"] * 3 // 4
+    code, out, _ = run("predict", "train.py:chain", "--device", "T4", "--json", "--budget", limit_bytes)
+    data = json.loads(out)
+    assert code == 0 and data["needed_bytes"] <= limit_bytes < free["needed_bytes"]
+    assert data["budget"]["recompute_ms"] > 0 and free["budget"] is None
+    plain = run("predict", "train.py:chain", "--device", "T4", "--plain", "--budget", limit_bytes)
+    assert plain[0] == 1
+
+
+def test_a_training_step(run):
+    phases = ["forward", "loss", "backward", "optimizer"]
+    own = json.loads(run("predict", "train.py:step", "--json", *PLAIN)[1])
+    assert list(own["phases"]) == phases
+    adamw = ["--optimizer", "AdamW"]
+    given = json.loads(run("predict", "train.py:step", *adamw, "--json", *PLAIN)[1])
+    weights_bytes = 4 * (64 * 256 + 256 + 256 * 64 + 64)
+    assert given["held_bytes"] == own["held_bytes"] + 2 * weights_bytes + 4 * 4
+    twice = json.loads(
+        run("predict", "train.py:build", *adamw, "--loss", "mean", "--accumulate", 2, "--json", *PLAIN)[1]
+    )
+    assert list(twice["phases"]) == phases and twice["held_bytes"] == given["held_bytes"]
+
+
+def test_inputs_from_the_command_line(run):
+    inputs = ["--input", "16x8", "--input", "8x4"]
+    assert "backward" not in run("predict", "train.py:product", *inputs, *PLAIN)[1]
+    assert "backward" in run("predict", "train.py:product", *inputs, "--grad", *PLAIN)[1]
+    named = ["--input", "4x8:float32", "--input", "mask=4x8:bool"]
+    assert "backward" in run("predict", "train.py:Net", *named, *PLAIN)[1]
+    assert "backward" not in run("predict", "train.py:Net", *named, "--inference", *PLAIN)[1]
+    assert run("predict", "train.py:jitted", "--input", "2x64")[0] == 0
+
+
+def test_explain_writes_what_it_is_asked_for(run, script):
+    files = ["--html", "report.html", "--save", "snapshot.pickle", "--save", "report.json"]
+    code, out, err = run("explain", "train.py:build", *files, *PLAIN)
+    assert code == 0 and "Alive at the peak" in out and "How to get lower" in out
+    assert err == "this must not get between the JSON\n"
+    report = json.loads((script / "report.json").read_text())
+    assert (script / "report.html").read_text().startswith("<!doctype html>")
+    assert (script / "snapshot.pickle").stat().st_size > 1000
+    code, out, _ = run("explain", "train.py:build", "--json", "--budget", "1GiB", *PLAIN)
+    data = json.loads(out)
+    assert (data["peak_bytes"], data["budget_bytes"], data["fits"]) == (report["peak_bytes"], 2**30, True)
+    assert data["optimality"] and data["tenants"]
+    assert json.loads(run("explain", "train.py:build", "--json", "--no-bounds", *PLAIN)[1])["optimality"] == []
+
+
+def test_explain_of_a_step_without_memefficient(run):
+    code, out, _ = run("explain", "train.py:step", "--plain", *PLAIN)
+    assert code == 0
+    assert "MemEfficient made no plan" in out and "optimizer" in out
+
+
+def test_plan_is_before_and_after(run):
+    code, out, _ = run("plan", "train.py:chain", "--device", "T4")
+    assert code == 0
+    assert "by Thunder alone" in out and "saved for the backward" in out and "Arrangements compared" in out
+    data = json.loads(run("plan", "train.py:chain", "--device", "T4", "--json")[1])
+    assert data["planned"]["peak_bytes"] <= data["thunder_alone"]["peak_bytes"]
+    assert [d["what"] for d in data["plan"]["decisions"]][-1] == "order"
+
+
+WRONG = {
+    "no such file": (["nofile.py:f"], "there is no file 'nofile.py'"),
+    "no name": (["train.py"], "'train.py' is no target"),
+    "no such name": (["train.py:nosuch"], "has no 'nosuch'; it defines Net, build"),
+    "a syntax error": (["torn.py:f"], "the script raises SyntaxError at torn.py:1"),
+    "a factory that raises": (["train.py:raises"], r"raises\(\) raises KeyError at train.py:\d+: 'nothing here'"),
+    "a factory that exits": (["train.py:quits"], r"quits\(\) exits by itself \(code 4\)"),
+    "no program": (["train.py:number"], "is an int, not a model"),
+    "an odd key": (["train.py:odd"], "takes the keys model, args, kwargs, loss, optimizer, but it has 'arguments'"),
+    "no inputs": (["train.py:product"], r"comes without arguments for the call \(a, b\)"),
+    "inputs twice": (["train.py:build", "--input", "3"], "brings its arguments itself"),
+    "no shape": (["train.py:product", "--input", "3xy"], "'3xy' is not a shape"),
+    "no dtype": (["train.py:product", "--input", "3:int77"], "unknown dtype 'int77'"),
+    "no name of an argument": (["train.py:product", "--input", "a b=3"], "'a b' is not the name of an argument"),
+    "untraceable": (["train.py:untraceable", "--input", "3"], r"cannot be traced at \S*train.py:\d+: AttributeError"),
+    "shapes that do not match": (["train.py:product", "--input", "3x4", "--input", "5x6"], "cannot be traced at"),
+    "no such device": (["train.py:build", "--device", "H1000"], "unknown device 'H1000': .*H100-80GB"),
+    "no budget": (["train.py:build", "--budget", "40Gi"], "'40Gi' is not a size"),
+    "nothing of a budget": (["train.py:build", "--budget", "0GiB"], "a size is above 0"),
+    "no microbatch": (["train.py:build", "--accumulate", "0"], "a number from 1 up, not '0'"),
+    "no such optimizer": (["train.py:build", "--optimizer", "Adam7"], "no optimizer 'Adam7'; it has ASGD"),
+    "nothing to train": (
+        ["train.py:product", "--input", "3x4", "--input", "4x3", "--optimizer", "SGD"],
+        "there is nothing that SGD could train",
+    ),
+    "no scalar": (["train.py:build", "--optimizer", "SGD"], "the loss has to be a scalar tensor"),
+    "a step without gradients": (["train.py:step", "--inference"], "--inference has no training step"),
+    "jitted and plain": (["train.py:jitted", "--input", "2x64", "--plain"], "jitted already"),
+    "an option nobody knows": (["train.py:build", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+}
+
+
+@pytest.mark.parametrize("words, message", WRONG.values(), ids=WRONG.keys())
+def test_whatever_is_wrong_is_one_line(run, words, message):
+    code, out, err = run("predict", *words, *PLAIN)
+    said = err.replace("this must not get between the JSON\n", "")
+    assert (code, out) == (2, "")
+    assert re.search(message, said), said
+    assert said.count("\n") == 1 and said.startswith("thunder-mem") and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["plan", "train.py:jitted", "--input", "2x64"], "jitted already, so there is no before and after"),
+        (["explain", "train.py:build", "--html", "/no/such/folder/x.html"], "there is no folder '/no/such/folder'"),
+        (["explain", "train.py:build", "--save", "report.doc", *PLAIN], "cannot save a report as 'report.doc'"),
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        ([], "arguments are required: COMMAND"),
+    ],
+)
+def test_whatever_is_wrong_with_a_command(run, words, message):
+    code, _, err = run(*words)
+    assert code == 2 and message in err and "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(run):
+    code, _, err = run("predict", "train.py:raises", "--debug")
+    assert code == 2 and "Traceback" in err and 'return {}["nothing here"]' in err
+
+
+def test_help_teaches(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(part in out for part in ("SCRIPT:NAME", "exit codes", "a factory", "predict", "explain", "plan"))
+    code, out, _ = run("explain", "--help")
+    assert code == 0 and "H100-80GB" in out and "--budget SIZE" in out
+
+
+def test_a_bar_on_a_terminal_and_silence_elsewhere(run, monkeypatch):
+    _, out, err = run("predict", "train.py:build", *PLAIN)
+    assert err == "this must not get between the JSON\n" and "\x1b" not in out
+    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes the stream for a terminal
+    _, out, err = run("predict", "train.py:build", *PLAIN)
+    assert "compiling and predicting" in err and "2/2" in err
+    assert "\x1b" in out
+
+
+def test_as_a_process_of_its_own(script):
+    command = [sys.executable, "-m", "thunder_mem", "predict", "train.py:build", "--device", "T4", "--budget", "1KiB"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("Peak ") and "Traceback" not in done.stderr
+
+
+def test_the_entry_point_is_there():
+    (entry,) = re.findall(r'^thunder-mem = "([\w.]+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert getattr(importlib.import_module(entry[0]), entry[1]) is main
+
+
+def test_inputs_are_zeros_of_their_shape():
+    name, t = parse_input("tokens=2,3:int64")
+    assert (name, tuple(t.shape), t.dtype, t.sum().item()) == ("tokens", (2, 3), torch.int64, 0)
+    assert parse_input("scalar:bf16")[1].shape == () and parse_input("4", grad=True)[1].requires_grad
+    assert not parse_input("4:int32", grad=True)[1].requires_grad
+    with pytest.raises(UsageError):
+        parse_input("x=")
+
+
+def test_sizes():
+    assert [parse_bytes(s) for s in ("1GiB", "1gb", "1.5 KiB", "12", 7)] == [2**30, 10**9, 1536, 12, 7]
+    for wrong in ("", "GiB", "-1GiB", "0", "1XB", "1e3", True, "1 2"):
+        with pytest.raises(ValueError, match=r"size"):
+            parse_bytes(wrong)
+    assert [size(n) for n in (0, 1023, 1024, 2**50)] == ["0 B", "1023 B", "1.00 KiB", "1024.00 TiB"]

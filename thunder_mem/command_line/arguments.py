@@ -1,0 +1,166 @@
+"""The options of `thunder-mem`, and help that teaches what they are for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from thunder_mem.devices import DEVICES, device_spec
+from thunder_mem.sizes import parse_bytes
+
+__all__ = ["make_parser"]
+
+_DESCRIPTION = """\
+Know the peak of a PyTorch program before it runs, on any machine: thunder-mem compiles it by
+lightning-thunder with MemEfficient, runs nothing of it, and follows every allocation.
+
+  thunder-mem predict train.py:build --device H100-80GB     does it fit, and by how much
+  thunder-mem explain train.py:build --html report.html     who holds the peak, and why
+  thunder-mem plan    train.py:build                        what MemEfficient changes, before and after
+"""
+
+_EPILOG = """\
+what a target is:
+  SCRIPT:NAME names something at the top level of a Python file, one of
+    a factory, a function without required arguments that returns
+        model                       with --input for each of its arguments,
+        (model, args)               args a tensor or a tuple of tensors, or
+        {"model": ..., "args": ..., "kwargs": ..., "loss": ..., "optimizer": ...}
+    a function of tensors, or a torch.nn.Module, with --input for each argument.
+  A model that thunder.jit returned keeps its own transforms. What is guarded by
+  if __name__ == "__main__" does not run.
+
+exit codes:
+  0  it fits the device and the budget (or neither was given)
+  1  it does not fit, whatever MemEfficient computes again
+  2  the command, the script or the program cannot be used; the message says why
+
+examples:
+  $ cat train.py
+  import torch
+  def build():
+      model = torch.nn.Sequential(torch.nn.Linear(4096, 16384), torch.nn.GELU(), torch.nn.Linear(16384, 4096))
+      return model, torch.randn(8192, 4096)
+
+  $ thunder-mem predict train.py:build --device A100-40GB --budget 10GiB
+  $ thunder-mem predict train.py:build --device A100-40GB --optimizer AdamW --loss mean
+  $ thunder-mem predict train.py:build --json | jq .peak_bytes
+"""
+
+_DEVICE = f"""simulate this GPU, which need not be there: tensors that the script makes without
+naming a device become fake ones on it. Known: {", ".join(DEVICES)}. Default: this machine's CPU"""
+
+
+def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A converter whose `ValueError` argparse shows in full."""
+
+    def check(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return check
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for what is wrong, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help says more)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="thunder-mem", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary, details in (
+        (
+            "predict",
+            "the peak of each phase, and whether it fits",
+            "Predict the peak of the forward, the backward and, with --optimizer, the whole training step.",
+        ),
+        (
+            "explain",
+            "who holds the peak, since where, and why",
+            "Explain the peak: who is alive at it and why, which line made it, what was decided about it, how far\n"
+            "it is from the least that any order has, and how to get lower.",
+        ),
+        (
+            "plan",
+            "what MemEfficient decides, before and after",
+            "Compile the program twice, by Thunder alone and with MemEfficient, and compare the predictions.",
+        ),
+    ):
+        command = commands.add_parser(
+            name, help=summary, description=details, epilog=_EPILOG, formatter_class=formatter
+        )
+        _add_options(command, name)
+    return parser
+
+
+def _add_options(command: argparse.ArgumentParser, name: str) -> None:
+    command.add_argument("target", metavar="SCRIPT:NAME", help="path/to/script.py:function_or_model_factory; see below")
+    program = command.add_argument_group("the program")
+    program.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="an argument of zeros, such as 8x3x224x224, 1x16384:int64 or mask=16x16:bool; once for each",
+    )
+    program.add_argument("--grad", action="store_true", help="the floating-point inputs require gradients too")
+    program.add_argument("--inference", action="store_true", help="no gradients at all, as under torch.no_grad()")
+    program.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="predict a whole training step with this optimizer of torch.optim, such as AdamW or SGD",
+    )
+    program.add_argument(
+        "--loss",
+        choices=("sum", "mean"),
+        help="what makes a scalar of the model's output, where the factory says nothing",
+    )
+    program.add_argument(
+        "--accumulate", type=_checked(_count), default=1, metavar="N", help="microbatches of a step (default: 1)"
+    )
+    machine = command.add_argument_group("the machine")
+    machine.add_argument("--device", type=_checked(lambda text: device_spec(text).name), metavar="NAME", help=_DEVICE)
+    machine.add_argument(
+        "--budget",
+        type=_checked(parse_bytes),
+        metavar="SIZE",
+        help="what the peak has to fit into, such as 40GiB or 512MiB. Where the free decisions do not suffice, "
+        "MemEfficient buys memory with time until it fits; exit code 1 if nothing does",
+    )
+    machine.add_argument(
+        "--fusion",
+        choices=("nvfuser-like", "torchcompile", "none"),
+        default="nvfuser-like",
+        help="which fusion there is: of pointwise operations (default), of whatever torch.compile takes, or none",
+    )
+    if name != "plan":
+        machine.add_argument(
+            "--plain", action="store_true", help="compile as Thunder alone would, without MemEfficient"
+        )
+    output = command.add_argument_group("the output")
+    output.add_argument("--json", action="store_true", help="one JSON object on the standard output, for programs")
+    if name == "explain":
+        output.add_argument("--html", metavar="FILE", help="also write the report as one self-contained page")
+        output.add_argument(
+            "--save",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="also write it as .html, .txt, .json, .png, .svg, or as a .pickle for PyTorch's memory viewer",
+        )
+        output.add_argument("--no-bounds", action="store_true", help="look for no lower bound, which can take minutes")
+    output.add_argument("--debug", action="store_true", help="show the traceback of an error, and all warnings")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise ValueError(f"a number from 1 up, not {text!r}")
+    return int(text)

@@ -1,0 +1,209 @@
+"""From the command line's words to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import rich.console
+import rich.progress
+import torch
+
+from thunder_mem.command_line.arguments import make_parser
+from thunder_mem.command_line.output import (
+    plan_json,
+    plan_tables,
+    predict_json,
+    predict_tables,
+    verdict,
+    verdict_json,
+)
+from thunder_mem.command_line.predictions import Outcome, Question, ask, machine
+from thunder_mem.command_line.program import Program, UsageError, load_target, make_program
+from thunder_mem.predict import PredictionError
+from thunder_mem.report import Report, explain
+from thunder_mem.report.sections import Section, headline, sections
+from thunder_mem.report.text import plain as as_text
+from thunder_mem.report.text import wrapped
+
+__all__ = ["main"]
+
+FITS, DOES_NOT_FIT, USAGE = 0, 1, 2
+
+
+class _Answering(Protocol):
+    """Compiles and predicts the command's program, as a step of the bar."""
+
+    def __call__(self, name: str, *, plain: bool) -> Outcome: ...
+
+
+class _Steps:
+    """A bar of the steps so far on the standard error, where that is a terminal; else nothing."""
+
+    def __init__(self, count: int) -> None:
+        console = rich.console.Console(stderr=True)
+        columns = (
+            rich.progress.SpinnerColumn(),
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(bar_width=24),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeElapsedColumn(),
+        )
+        self._bar = rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=count)
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        self._bar.update(self._task, description=name)
+        yield
+        self._bar.advance(self._task)
+
+    def __enter__(self) -> _Steps:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `thunder-mem` with the given words, by default the process' own; return the exit code."""
+    try:
+        options = make_parser().parse_args(arguments)
+    except SystemExit as exit_:  # argparse has said why
+        return FITS if exit_.code in (0, None) else USAGE
+    path = list(sys.path)
+    try:
+        with warnings.catch_warnings():
+            if not options.debug:
+                warnings.simplefilter("ignore")
+                warnings.filterwarnings("always", message="MemEfficient")
+                warnings.showwarning = _note
+                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # which says on every CPU that there is no GPU
+                logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # and so does this
+            return _run(options)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        known = isinstance(error, UsageError | PredictionError | ValueError | TypeError | ImportError | OSError)
+        what = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
+        hint = "" if options.debug or isinstance(error, UsageError) else " (--debug shows where)"
+        print(f"thunder-mem: {what}{hint}", file=sys.stderr)
+        return USAGE
+    finally:
+        sys.path[:] = path  # the script's folder was put there
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a command found: what the exit code rests on, and what to print, for programs and for people."""
+
+    found: Outcome
+    data: dict[str, Any]
+    lines: tuple[str, ...] = ()
+    tables: tuple[Section, ...] = ()
+    report: Report | None = None
+
+
+def _note(message: Warning | str, *_: Any, **__: Any) -> None:
+    """What MemEfficient has to say, in one line."""
+    print(f"thunder-mem: {message}", file=sys.stderr)
+
+
+def _run(options: argparse.Namespace) -> int:
+    for path in _files(options):
+        if not path.parent.is_dir():
+            raise UsageError(f"there is no folder {str(path.parent)!r} to write {path.name} to")
+    # Whatever the user's code prints, also while it is traced, must not get into what this command prints.
+    with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not options.inference):
+        answer = _work(options)
+    for path in _files(options):
+        assert answer.report is not None
+        answer.report.save(path)
+    _show(options, answer)
+    return FITS if answer.found.fits else DOES_NOT_FIT
+
+
+def _work(options: argparse.Namespace) -> _Answer:
+    command = {"predict": _predict, "explain": _explain, "plan": _plan}[options.command]
+    steps = {"predict": 2, "explain": 3, "plan": 3}[options.command]
+    with _Steps(steps) as bar, machine(options.device, options.fusion) as spec:
+        with bar.step(f"running {options.target}"):
+            found = load_target(options.target)
+            program = make_program(options.target, found, options.input, grad=options.grad)
+
+        def answer(name: str, *, plain: bool) -> Outcome:
+            with bar.step(name):
+                return ask(
+                    program,
+                    Question(
+                        fusion=options.fusion,
+                        plain=plain,
+                        optimizer=options.optimizer,
+                        loss=options.loss,
+                        accumulate=options.accumulate,
+                        inference=options.inference,
+                        spec=spec,
+                        budget_bytes=options.budget,
+                    ),
+                )
+
+        return command(options, program, answer, bar)
+
+
+def _predict(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
+    found = answer("compiling and predicting", plain=options.plain)
+    return _Answer(found, predict_json(found), *predict_tables(found))
+
+
+def _explain(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
+    found = answer("compiling and predicting", plain=options.plain)
+    with bar.step("explaining" if options.no_bounds else "looking for lower bounds"):
+        report = explain(
+            found.jitted,
+            *program.args,
+            kwargs=program.kwargs,
+            prediction=found.prediction,
+            budget_bytes=options.budget,
+            bounds=not options.no_bounds,
+        )
+    return _Answer(found, {**report.to_json(), **verdict_json(found)}, verdict(found), report=report)
+
+
+def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
+    if program.is_jitted:
+        raise UsageError(f"{options.target} is jitted already, so there is no before and after: name the model itself")
+    alone = answer("compiling by Thunder alone", plain=True)
+    planned = answer("compiling with MemEfficient", plain=False)
+    return _Answer(planned, plan_json(alone, planned), *plan_tables(alone, planned))
+
+
+def _files(options: argparse.Namespace) -> list[pathlib.Path]:
+    names = [*getattr(options, "save", ()), *filter(None, [getattr(options, "html", None)])]
+    return [pathlib.Path(name) for name in names]
+
+
+def _show(options: argparse.Namespace, answer: _Answer) -> None:
+    if options.json:
+        print(json.dumps({"command": options.command, "target": options.target, **answer.data}, indent=1))
+        return
+    console = rich.console.Console()
+    lines, tables = answer.lines, answer.tables
+    if answer.report is not None:
+        lines, tables = (*headline(answer.report), *lines), sections(answer.report)
+    if console.is_terminal:
+        console.print(wrapped(lines, tables))
+    else:
+        print(as_text(lines, tables))

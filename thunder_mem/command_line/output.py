@@ -1,0 +1,123 @@
+"""What the commands print: lines and tables for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from thunder_mem.command_line.predictions import Outcome
+from thunder_mem.report import Report
+from thunder_mem.report.sections import Section, sections
+from thunder_mem.sizes import size
+
+__all__ = ["plan_json", "plan_tables", "predict_json", "predict_tables", "verdict", "verdict_json"]
+
+
+def verdict(found: Outcome) -> tuple[str, ...]:
+    """One line for each limit: whether it fits, and what is left."""
+    lines = []
+    for name, limit_bytes in found.limits:
+        left_bytes = limit_bytes - found.needed_bytes
+        answer = "fits" if left_bytes >= 0 else "does NOT fit"
+        rest = f"headroom {size(left_bytes)}" if left_bytes >= 0 else f"{size(-left_bytes)} too much"
+        lines.append(f"{answer} into {size(limit_bytes)} of {name}: {rest}")
+    bought = found.plan.budget if found.plan is not None else None
+    if bought is not None and bought.recompute_ms:
+        lines.append(f"bought by computing again what takes about {bought.recompute_ms:.3g} ms by the cost model")
+    allocation = found.allocation
+    if allocation is not None:
+        lines.append(
+            f"with the allocator's rounding {size(allocation.allocated_peak_bytes)}; "
+            f"fragmentation, an estimate: {size(allocation.fragmentation_bytes)} more"
+        )
+    return tuple(lines)
+
+
+def verdict_json(found: Outcome) -> dict[str, Any]:
+    """The verdict as plain data."""
+    allocation = found.allocation
+    return {
+        "fits": found.fits,
+        "needed_bytes": found.needed_bytes,
+        "limits": [
+            {"name": name, "limit_bytes": nbytes, "headroom_bytes": nbytes - found.needed_bytes}
+            for name, nbytes in found.limits
+        ],
+        "budget": None if found.plan is None or found.plan.budget is None else asdict(found.plan.budget),
+        "allocated_peak_bytes": None if allocation is None else allocation.allocated_peak_bytes,
+        "reserved_peak_bytes": None if allocation is None else allocation.reserved_peak_bytes,
+    }
+
+
+def predict_tables(found: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]]:
+    """The lines and the table of `thunder-mem predict`."""
+    p = found.prediction
+    event = p.peak_event
+    where = f" in the {event.phase}, at {event.name} #{event.index}" if event else ""
+    lines = [
+        f"Peak {size(p.peak_bytes)} ({p.peak_bytes:,} bytes){where}",
+        *verdict(found),
+        f"held by the caller throughout: {size(p.held_bytes)} (parameters, inputs and what else it keeps)",
+    ]
+    if p.scratch_bytes:
+        lines.append(f"scratch inside kernels adds {size(p.scratch_bytes)}: {size(p.total_peak_bytes)} in all")
+    lines += [f"assumed: {a}" for a in p.assumptions]
+    rows = []
+    for name in p.phases:
+        part = p.phase(name)
+        rows.append((name, f"{len(part.timeline):,}", size(part.peak_bytes), size(part.total_peak_bytes)))
+    return tuple(lines), (Section("Phases", ("phase", "ops", "peak", "with scratch"), tuple(rows), (1, 2, 3)),)
+
+
+def predict_json(found: Outcome) -> dict[str, Any]:
+    """The object of `thunder-mem predict --json`."""
+    p = found.prediction
+    return {
+        "peak_bytes": p.peak_bytes,
+        "scratch_bytes": p.scratch_bytes,
+        "total_peak_bytes": p.total_peak_bytes,
+        "held_bytes": p.held_bytes,
+        "device": p.device_type,
+        "assumptions": list(p.assumptions),
+        "phases": {
+            name: {
+                "peak_bytes": p.phase(name).peak_bytes,
+                "total_peak_bytes": p.phase(name).total_peak_bytes,
+                "operations": len(p.phase(name).timeline),
+            }
+            for name in p.phases
+        },
+        **verdict_json(found),
+    }
+
+
+def plan_tables(alone: Outcome, planned: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]]:
+    """The lines and tables of `thunder-mem plan`."""
+    before, after = alone.prediction, planned.prediction
+    change = f" ({after.peak_bytes / before.peak_bytes - 1:+.1%})" if before.peak_bytes else ""
+    lines = [
+        f"Peak {size(before.peak_bytes)} by Thunder alone, {size(after.peak_bytes)} with MemEfficient{change}",
+        *verdict(planned),
+        *(f"assumed: {a}" for a in after.assumptions),
+    ]
+    rows = []
+    for name in dict.fromkeys((*before.phases, *after.phases)):
+        peaks = [p.phase(name).peak_bytes if name in p.phases else None for p in (before, after)]
+        change = f"{peaks[1] / peaks[0] - 1:+.1%}" if peaks[0] and peaks[1] is not None else ""
+        rows.append((name, *("" if nbytes is None else size(nbytes) for nbytes in peaks), change))
+    phases = Section(
+        "Phases, as predicted", ("phase", "Thunder alone", "MemEfficient", "change"), tuple(rows), (1, 2, 3)
+    )
+    titles = ("Before and after each decision", "Arrangements compared", "Left as it was")
+    report = Report(after, planned.plan)
+    return tuple(lines), (phases, *(s for s in sections(report) if s.title in titles))
+
+
+def plan_json(alone: Outcome, planned: Outcome) -> dict[str, Any]:
+    """The object of `thunder-mem plan --json`."""
+    return {
+        "thunder_alone": predict_json(alone),
+        "planned": predict_json(planned),
+        "plan": None if planned.plan is None else planned.plan.to_json(),
+        **verdict_json(planned),
+    }

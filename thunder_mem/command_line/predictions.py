@@ -1,0 +1,179 @@
+"""Compile a program and predict it: the work behind every command."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import thunder
+import torch
+
+from thunder_mem.allocator import Allocation, allocate
+from thunder_mem.command_line.program import Program, UsageError
+from thunder_mem.delegate import last_plan
+from thunder_mem.devices import DeviceSpec
+from thunder_mem.plan import Plan
+from thunder_mem.predict import Prediction, predict
+from thunder_mem.simulate import simulate
+from thunder_mem.training_step import predict_step
+from thunder_mem.transforms import MemEfficient
+
+__all__ = ["Outcome", "Question", "ask", "machine"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A prediction against what there is.
+
+    Attributes:
+        jitted: the compiled program.
+        prediction: of a call, or of a training step.
+        plan: what MemEfficient decided, if it was asked.
+        allocation: what PyTorch's allocator makes of it on a GPU; None on a CPU.
+        needed_bytes: what has to fit: the peak with scratch, on a GPU rounded as its allocator does.
+        limits: name and bytes of each limit that was given.
+    """
+
+    jitted: Any
+    prediction: Prediction
+    plan: Plan | None
+    allocation: Allocation | None
+    needed_bytes: int
+    limits: tuple[tuple[str, int], ...]
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The tightest limit; None without any."""
+        return min((nbytes for _, nbytes in self.limits), default=None)
+
+    @property
+    def fits(self) -> bool:
+        """Within every limit; without any, it does."""
+        return all(self.needed_bytes <= nbytes for _, nbytes in self.limits)
+
+
+@contextlib.contextmanager
+def machine(device: str | None, fusion: str) -> Iterator[DeviceSpec | None]:
+    """The machine that a command asks about: a simulated GPU, on which tensors are made by default, or this CPU."""
+    if device is None:
+        yield None
+        return
+    with simulate(device, fusion=None if fusion == "none" else fusion) as simulated, torch.device("cuda"):
+        yield simulated.spec
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a program.
+
+    Attributes:
+        fusion: which fusion there is, see `thunder-mem --help`.
+        plain: compile as Thunder alone would.
+        optimizer: name of one of torch.optim; None: the program's own, if it has one.
+        loss: "sum" or "mean", where the program has no loss of its own.
+        accumulate: microbatches of a step.
+        inference: no gradients.
+        spec: the simulated GPU, if one is.
+        budget_bytes: a limit besides the GPU's memory.
+    """
+
+    fusion: str
+    plain: bool
+    optimizer: str | None
+    loss: str | None
+    accumulate: int
+    inference: bool
+    spec: DeviceSpec | None
+    budget_bytes: int | None
+
+    @property
+    def limits(self) -> tuple[tuple[str, int], ...]:
+        """Name and bytes of each limit that was given."""
+        limits = [] if self.spec is None else [(self.spec.name, self.spec.usable_bytes)]
+        return (*limits, *([] if self.budget_bytes is None else [("the budget", self.budget_bytes)]))
+
+
+def ask(program: Program, question: Question) -> Outcome:
+    """Compile and predict; if that does not fit, once more with the limit as the budget of MemEfficient.
+
+    Raises:
+        UsageError: the options do not go together.
+        PredictionError, ValueError: as `predict` and `predict_step`.
+    """
+    if question.plain and program.is_jitted:
+        raise UsageError("the program is jitted already: what thunder.jit got there decides how it is compiled")
+    found = _compiled(program, question, None)
+    if found.fits or question.plain or program.is_jitted or found.limit_bytes is None:
+        return found
+    # What lives outside of the compiled function (an optimizer's state), and the allocator's rounding, is not
+    # for the plan to save.
+    call = predict(found.jitted, *program.args, kwargs=program.kwargs)
+    outside_bytes = found.needed_bytes - call.total_peak_bytes
+    if found.limit_bytes <= outside_bytes:
+        return found
+    bought = _compiled(program, question, found.limit_bytes - outside_bytes)
+    return min(bought, found, key=lambda o: o.needed_bytes)
+
+
+def _compiled(program: Program, question: Question, budget_bytes: int | None) -> Outcome:
+    jitted = program.model
+    if not program.is_jitted:
+        plan = MemEfficient(budget=budget_bytes, on_infeasible="warn")
+        options: dict[str, Any] = {"transforms": [] if question.plain else [plan]}
+        if question.spec is None and question.fusion != "nvfuser-like":
+            options["executors"] = [] if question.fusion == "none" else ["torchcompile"]
+        jitted = thunder.jit(program.model, **options)
+    stepper = _optimizer(program, jitted, question.optimizer)
+    if stepper is not None and question.inference:
+        raise UsageError("--inference has no training step: leave the optimizer out")
+    if stepper is None:
+        prediction = predict(jitted, *program.args, kwargs=program.kwargs)
+    else:
+        prediction = predict_step(
+            jitted,
+            stepper,
+            _loss(program, question.loss),
+            *program.args,
+            kwargs=program.kwargs,
+            accumulate=question.accumulate,
+        )
+    allocation = allocate(prediction, question.spec.usable_bytes) if question.spec is not None else None
+    needed_bytes = prediction.total_peak_bytes if allocation is None else allocation.allocated_peak_bytes
+    return Outcome(jitted, prediction, last_plan(jitted), allocation, needed_bytes, question.limits)
+
+
+def _optimizer(program: Program, jitted: Any, name: str | None) -> torch.optim.Optimizer | None:
+    if name is None:
+        return program.optimizer
+    kind: Any = getattr(torch.optim, name, None)
+    if not _is_optimizer(kind):
+        known = sorted(name for name, k in vars(torch.optim).items() if _is_optimizer(k))
+        raise UsageError(f"torch.optim has no optimizer {name!r}; it has {', '.join(known)}")
+    owner = jitted if hasattr(jitted, "parameters") else program.model
+    if isinstance(owner, torch.nn.Module):
+        parameters: list[torch.Tensor] = [p for p in owner.parameters() if p.requires_grad]
+    else:
+        given = torch.utils._pytree.tree_leaves((program.args, program.kwargs))
+        parameters = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
+    if not parameters:
+        raise UsageError(f"there is nothing that {name} could train: no parameter, and no input, requires a gradient")
+    make: Any = kind
+    return make(parameters)
+
+
+def _is_optimizer(kind: Any) -> bool:
+    base = torch.optim.Optimizer
+    return isinstance(kind, type) and issubclass(kind, base) and kind is not base
+
+
+def _loss(program: Program, name: str | None) -> Callable[[Any], torch.Tensor] | None:
+    if program.loss is not None or name is None:
+        return program.loss
+
+    def loss(output: Any) -> torch.Tensor:
+        tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+        return getattr(tensors[0].float(), name)()
+
+    return loss

@@ -1,0 +1,203 @@
+"""From `path/to/script.py:name` to a program: what is compiled, and the arguments of its call."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import thunder
+import torch
+
+__all__ = ["Program", "UsageError", "load_target", "make_program", "parse_input"]
+
+_KEYS = ("model", "args", "kwargs", "loss", "optimizer")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "float": torch.float32}
+
+
+class UsageError(Exception):
+    """Something about the command, the script or the program that the user can mend; the message says what."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a command works on.
+
+    Attributes:
+        model: a module, a function, or what `thunder.jit` returned.
+        args, kwargs: of the call.
+        loss: from the model's output to a scalar; None if the model returns it.
+        optimizer: the one that the factory made, if any.
+    """
+
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any], torch.Tensor] | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def is_jitted(self) -> bool:
+        return thunder.compile_data(self.model) is not None
+
+
+def load_target(target: str) -> Any:
+    """Run the script and return what the target names in it.
+
+    Raises:
+        UsageError: there is no such file or name, or the script raises.
+    """
+    path_text, colon, name = target.rpartition(":")
+    if not colon or not path_text or not name:
+        raise UsageError(f"{target!r} is no target: write path/to/script.py:function_or_model_factory")
+    path = pathlib.Path(path_text)
+    if not path.is_file():
+        raise UsageError(f"there is no file {path_text!r}")
+    spec = importlib.util.spec_from_file_location(f"thunder_mem_target_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path_text!r} is not a Python file: its name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses and pickles look themselves up there
+    sys.path.insert(0, str(path.resolve().parent))
+    with _as_users_code(path, "the script"):
+        spec.loader.exec_module(module)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = sorted(
+                n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
+            )
+            hint = f"; it defines {', '.join(known)}" if known else ""
+            raise UsageError(f"{path_text} has no {name!r}{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def make_program(target: str, found: Any, inputs: Sequence[str], *, grad: bool) -> Program:
+    """The program that a script's object stands for, with the inputs given on the command line.
+
+    Raises:
+        UsageError: it is nothing that can be compiled, it raises, or inputs are missing or too many.
+    """
+    path = pathlib.Path(target.rpartition(":")[0])
+    result = found
+    if isinstance(found, type) and issubclass(found, torch.nn.Module):
+        with _as_users_code(path, f"{found.__name__}()"):
+            result = found()
+    elif _is_factory(found):
+        with _as_users_code(path, f"{getattr(found, '__name__', 'the factory')}()"):
+            result = found()
+    program = _from_result(target, result)
+    if inputs:
+        if program.args or program.kwargs:
+            raise UsageError(f"{target} brings its arguments itself, so there is no use for --input")
+        named = [parse_input(text, grad=grad) for text in inputs]
+        program = Program(
+            program.model,
+            tuple(t for name, t in named if not name),
+            {name: t for name, t in named if name},
+            program.loss,
+            program.optimizer,
+        )
+    if not program.args and not program.kwargs:
+        signature = f" {_signature(program.model)}" if _signature(program.model) else ""
+        raise UsageError(
+            f"{target} comes without arguments for the call{signature}: give --input SHAPE:DTYPE for each, "
+            "or let the factory return (model, args)"
+        )
+    return program
+
+
+def parse_input(text: str, *, grad: bool = False) -> tuple[str, torch.Tensor]:
+    """The name ("" if positional) and the zeros that an `--input` stands for, on the default device.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    name, equals, rest = text.rpartition("=")
+    if equals and not name.isidentifier():
+        raise UsageError(f"--input {text}: {name!r} is not the name of an argument")
+    shape_text, _, dtype_text = rest.partition(":")
+    sizes = [] if shape_text == "scalar" else shape_text.replace(",", "x").split("x")
+    if not all(part.isdigit() for part in sizes):
+        raise UsageError(f"--input {text}: {shape_text!r} is not a shape; write sizes such as 8x1024, or scalar")
+    dtype = _DTYPES.get(dtype_text) or (getattr(torch, dtype_text, None) if dtype_text else torch.get_default_dtype())
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"--input {text}: unknown dtype {dtype_text!r}; known are float32, bf16, int64, bool, ...")
+    zeros = torch.zeros([int(part) for part in sizes], dtype=dtype)
+    return name, zeros.requires_grad_() if grad and dtype.is_floating_point else zeros
+
+
+def _is_factory(found: Any) -> bool:
+    """A plain callable that can be called without arguments."""
+    if not callable(found) or isinstance(found, torch.nn.Module) or thunder.compile_data(found) is not None:
+        return False
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.default is not inspect.Parameter.empty or p.kind in kinds for p in parameters) and not any(
+        p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters
+    )
+
+
+def _from_result(target: str, result: Any) -> Program:
+    if isinstance(result, Mapping):
+        unknown = sorted(set(result) - set(_KEYS))
+        if unknown or "model" not in result:
+            wrong = f"it has {unknown[0]!r}" if unknown else "it has no 'model'"
+            raise UsageError(f"the dict of {target} takes the keys {', '.join(_KEYS)}, but {wrong}")
+        parts = dict(result)
+    elif isinstance(result, tuple):
+        if not 1 <= len(result) <= 3:
+            raise UsageError(f"{target} returns a tuple of {len(result)}; write (model, args) or (model, args, kwargs)")
+        parts = dict(zip(("model", "args", "kwargs"), result, strict=False))
+    else:
+        parts = {"model": result}
+    model, args = parts["model"], parts.get("args", ())
+    if not callable(model):
+        raise UsageError(
+            f"{target} is {_article(type(model).__name__)}, not a model: name a function of tensors, "
+            "a torch.nn.Module, or a factory that returns one"
+        )
+    optimizer = parts.get("optimizer")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"the optimizer of {target} is {_article(type(optimizer).__name__)}, not one of torch.optim")
+    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    return Program(model, args, dict(parts.get("kwargs") or {}), parts.get("loss"), optimizer)
+
+
+def _signature(model: Any) -> str:
+    try:
+        return str(inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model))
+    except (TypeError, ValueError):
+        return ""
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+@contextlib.contextmanager
+def _as_users_code(path: pathlib.Path, what: str):
+    """Run the user's code: what it prints goes to the standard error, and what it raises becomes one message."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except UsageError:
+        raise
+    except SystemExit as error:
+        raise UsageError(f"{path.name}: {what} exits by itself (code {error.code})") from error
+    except Exception as error:
+        own = [f for f in traceback.extract_tb(error.__traceback__) if pathlib.Path(f.filename).name == path.name]
+        line = error.lineno if isinstance(error, SyntaxError) else own[-1].lineno if own else None
+        where = f"{path}:{line}" if line else str(path)
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(f"{what} raises {type(error).__name__} at {where}: {message}") from error
