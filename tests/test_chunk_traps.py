@@ -50,7 +50,10 @@ def dw_error(chunks, accumulate):
 
 
 def test_error_of_dw_is_flat_in_the_chunk_count():
-    errors = {chunks: dw_error(chunks, "float32") for chunks in (1, 8, 128)}
+    one = dw_error(1, "float32")
+    errors = {chunks: dw_error(chunks, "float32") for chunks in (2, 8, 32, 128)}
+    # A CPU that multiplies bfloat16 rounds each chunk's product once before it is added in float32.
+    assert max(errors.values()) < 1.25 * one, (one, errors)
     assert max(errors.values()) < 1.05 * min(errors.values()), errors
     assert max(errors.values()) < 4e-3, errors
     assert dw_error(128, "input") > 2 * errors[128]  # what float32 is for

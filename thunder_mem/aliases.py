@@ -16,6 +16,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
+from thunder_mem.chunk_loop import is_chunk_loop, shared_memory
 from thunder_mem.layout import is_view, torch_view
 
 __all__ = ["Aliases", "may_share_memory"]
@@ -87,6 +88,9 @@ class Aliases:
         elif bsym.sym.id is PrimIDs.COPY_ or (bsym.sym.name == "copy_" and not bsym.subsymbols):
             for out in outs:
                 self.join(out.name, bsym.args[1].name)
+        elif is_chunk_loop(bsym):
+            for name, arg in shared_memory(bsym).items():
+                self.join(name, arg.name)
         elif args and may_share_memory(bsym):
             casts = bool(bsym.subsymbols) or bsym.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE
             for out in outs:

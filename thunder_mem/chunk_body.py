@@ -25,7 +25,7 @@ from thunder.core.transform_common import dce
 from thunder.executors.passes import del_last_used, transform_for_execution
 from thunder.transforms.autodiff import grad_transform_on_trace
 
-from thunder_mem.chunk_program import walk
+from thunder_mem.chunk_program import is_cut, walk
 from thunder_mem.chunk_region import Region, Value, relation
 from thunder_mem.chunk_rules import RuleError, Sharding, local_shape
 
@@ -79,13 +79,15 @@ def build_body(
     joint = grad_transform_on_trace(forward)
     returned = joint.bound_symbols[-1].args[0]
     position = {o.name: i for i, o in enumerate(returned["fw_flat_out"]) if isinstance(o, TensorProxy)}
+    differentiable = {v.proxy.name for v in region.differentiable}
     tangents: dict[int, TensorProxy] = {}
     body: list[BoundSymbol] = []
     for bsym in joint.bound_symbols[:-1]:
-        if bsym.sym.id == PrimIDs.GET_GRAD:
-            tangents[position[bsym.args[0].name]] = bsym.output
-        else:
+        if bsym.sym.id != PrimIDs.GET_GRAD:
             body.append(bsym)
+        # Thunder asks for the tangent of every output; what it would flow into is dead where it cannot arrive.
+        elif region.outputs[j := position[bsym.args[0].name]].proxy.name in differentiable:
+            tangents[j] = bsym.output
     order = tuple(sorted(tangents))
     fits: list[BoundSymbol] = []
     joint.push_scope(fits)
@@ -173,10 +175,15 @@ class _Replay:
         if inner == [bsym] or (len(inner) == 1 and inner[0] is bsym):
             self._leaf(bsym)
             return
-        if all(id(b) in self.members for b in inner) and self._composite(bsym, inner):
+        if self._whole(inner) and self._composite(bsym, inner):
             return
         for sub in bsym.subsymbols:
             self.emit(sub)
+
+    def _whole(self, inner: Sequence[BoundSymbol]) -> bool:
+        """The region has all of a composite, and no gradient is cut off inside it, of which its results say nothing."""
+        leaves = [self.members.get(id(b)) for b in inner]
+        return all(leaf is not None and not is_cut(leaf) for leaf in leaves)
 
     def _operands(self, bsym: BoundSymbol) -> tuple[tuple, dict]:
         """The arguments of a leaf with the block's tensors."""
@@ -211,7 +218,8 @@ class _Replay:
                 expected = local_shape(old.shape, value.sharding, self.rows)
                 if tuple(new.shape) != expected:
                     raise RuleError(f"{bsym.sym.name} gives {tuple(new.shape)} for a block, but {expected} was derived")
-                new.tags.update(t for t in old.tags if t is ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+                if (leaf := self.members.get(id(bsym))) is not None and is_cut(leaf):
+                    new.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
                 self.env[value.key] = new
 
     def _composite(self, bsym: BoundSymbol, inner: Sequence[BoundSymbol]) -> bool:
@@ -294,10 +302,21 @@ def _compile(
     trace.bound_symbols += [b for b in bsyms if b.sym.id != PrimIDs.UNPACK_TRIVIAL]
     with tracectx(trace):
         prims.python_return(tuple(results))
-    trace = transform_for_execution(dce(trace), executors)
+    trace = dce(trace)
+    _check_defined(trace)
+    trace = transform_for_execution(trace, executors)
     trace = del_last_used(trace)
     fn = trace.python_callable(include_decorators=False)
     return Body(fn, trace, rows, outputs, tangents, _peak_bytes(trace))
+
+
+def _check_defined(trace: TraceCtx) -> None:
+    known: set[str] = set()
+    for b in trace.bound_symbols:
+        missing = [a.name for a in b.flat_proxy_args if a.name not in known and b.sym.id != PrimIDs.UNPACK_TRIVIAL]
+        if missing:
+            raise RuleError(f"{b.sym.name} needs the gradient of a result that has none ({missing[0]})")
+        known.update(o.name for o in b.flat_proxy_outs)
 
 
 def _all(bsym: BoundSymbol):

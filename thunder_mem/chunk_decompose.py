@@ -171,3 +171,14 @@ for _name in ("kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logit
     if _symbol is not None and _symbol.id not in RULES:
         RULES[_symbol.id] = _elementwise_rule
         DECOMPOSITIONS[_symbol.id] = _elementwise_loss(_symbol)
+
+
+def _addmm(bias, a, b, *, beta=1, alpha=1):
+    product = ltorch.matmul(a, b)
+    product = product if alpha == 1 else ltorch.mul(product, alpha)
+    return ltorch.add(product, bias if beta == 1 else ltorch.mul(bias, beta))
+
+
+_symbol = ltorch._torch_to_thunder_function_map.get(torch.addmm)
+if _symbol is not None:
+    DECOMPOSITIONS[_symbol.id] = _addmm

@@ -17,10 +17,22 @@ from thunder.core.symbol import BoundSymbol, default_python_printer
 from thunder.core.transforms import register_grad
 from thunder.extend import OperatorExecutor
 
-from thunder_mem.chunk_exec import ChunkLoop, accumulator_dtype, finish, part_bounds, run
+from thunder_mem.chunk_exec import ChunkLoop, run
 from thunder_mem.chunk_plan import LoopPlan, Spec
+from thunder_mem.chunk_sums import finish, part_bounds
 
-__all__ = ["bind_loop", "chunk_loop", "executor", "is_chunk_loop", "loop_of", "scratch_bytes"]
+__all__ = [
+    "bind_loop",
+    "chunk_loop",
+    "executor",
+    "is_chunk_loop",
+    "loop_of",
+    "overwritten",
+    "rebind",
+    "scratch_bytes",
+    "scratch_bytes_under",
+    "shared_memory",
+]
 
 executor = OperatorExecutor("thunder_mem_chunk", version="0.1")
 """Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
@@ -41,14 +53,12 @@ def _output_proxies(plan: LoopPlan) -> list[TensorProxy]:
 
 def _saved_proxies(plan: LoopPlan) -> list[TensorProxy]:
     saved = []
-    for i in plan.grads:
+    for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True):
         spec = plan.inputs[i]
         if spec.sharding.split or not spec.shape:
-            dtype = spec.dtype if spec.sharding.split else accumulator_dtype(spec, plan.accumulate)
             saved.append(_proxy(spec, dtype=dtype))
-            continue
-        dtype = accumulator_dtype(spec, plan.accumulate)
-        saved += [_proxy(spec, (hi - lo, *spec.shape[1:]), dtype) for lo, hi in part_bounds(spec, plan.accumulate)]
+        else:
+            saved += [_proxy(spec, (hi - lo, *spec.shape[1:]), dtype) for lo, hi in part_bounds(spec, dtype)]
     return saved
 
 
@@ -65,11 +75,11 @@ def _print_loop(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[s
         f"  # {plan.name}: {plan.n} rows of {plan.op} in {plan.chunks} chunks of {plan.chunk_rows}, "
         f"blocks of {plan.block_rows}; {plan.mode}: {plan.why}"
     )
-    for i in plan.grads:
+    for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True):
         spec = plan.inputs[i]
-        how = "written chunk by chunk" if spec.sharding.split else "summed over chunks"
-        if not spec.sharding.split:
-            how += f" in {str(accumulator_dtype(spec, plan.accumulate)).removeprefix('torch.')}"
+        how = f"summed over chunks in {str(dtype).removeprefix('torch.')}"
+        if spec.sharding.split:
+            how = "written over it" if i in plan.over else "written chunk by chunk"
         yield f"  # gradient of {spec.name}: {how}"
     bodies = loop.forward if bsym.sym.name == "chunk_loop" and loop.forward else loop.backward
     body = bodies[max(bodies)]
@@ -185,6 +195,17 @@ def is_chunk_loop(bsym: BoundSymbol) -> bool:
     return bsym.sym.executor is executor and bsym.sym.name in _NAMES
 
 
+def rebind(bsym: BoundSymbol, loop: ChunkLoop) -> BoundSymbol:
+    """The same bound symbol of another loop over the same region, whose gradients add up in the same dtypes.
+
+    Raises:
+        ValueError: it is another kind of bound symbol.
+    """
+    if loop.plan.grad_dtypes != loop_of(bsym).plan.grad_dtypes:
+        raise ValueError(f"{loop.plan.name} adds up its gradients in other dtypes, so others hold them")
+    return bsym.from_bsym(args=(loop, *bsym.args[1:]), _object_ctx={})
+
+
 def loop_of(bsym: BoundSymbol) -> ChunkLoop:
     """The loop behind one of its bound symbols.
 
@@ -196,13 +217,47 @@ def loop_of(bsym: BoundSymbol) -> ChunkLoop:
     return bsym.args[0]
 
 
+def overwritten(bsym: BoundSymbol) -> tuple[TensorProxy, ...]:
+    """The arguments that a loop's bound symbol overwrites though others could read them: rows that are dead."""
+    if not is_chunk_loop(bsym) or bsym.sym.name != "chunk_loop_with_grads":
+        return ()
+    return tuple(bsym.args[1 + i] for i in loop_of(bsym).plan.over)
+
+
+def shared_memory(bsym: BoundSymbol) -> dict[str, TensorProxy]:
+    """The argument whose memory each result of a loop's bound symbol takes, by the result's name.
+
+    A gradient takes the place of its dead rows, and a finished one that of the (first part of the) sum
+    that it was made from. All other results are memory of their own. Empty for any other bound symbol.
+    """
+    if not is_chunk_loop(bsym) or bsym.sym.name not in ("chunk_loop_with_grads", "chunk_loop_finish"):
+        return {}
+    plan = loop_of(bsym).plan
+    finishes = bsym.sym.name == "chunk_loop_finish"
+    saved = list(bsym.args[2:] if finishes else bsym.output[len(plan.outputs) :])
+    shared = {}
+    for k, (i, dtype) in enumerate(zip(plan.grads, plan.grad_dtypes, strict=True)):
+        spec = plan.inputs[i]
+        count = 1 if spec.sharding.split or not spec.shape else len(part_bounds(spec, dtype))
+        if finishes and (count > 1 or dtype == spec.dtype):
+            shared[bsym.output[k].name] = saved[0]
+        elif not finishes and i in plan.over:
+            shared[saved[0].name] = bsym.args[1 + i]
+        saved = saved[count:]
+    return shared
+
+
 def scratch_bytes(bsym: BoundSymbol) -> int:
     """Bytes that a loop's bound symbol holds while it runs, beyond its arguments and its results.
 
     Raises:
         ValueError: it is another kind of bound symbol.
     """
-    plan = loop_of(bsym).plan
+    return scratch_bytes_under(loop_of(bsym).plan, bsym)
+
+
+def scratch_bytes_under(plan: LoopPlan, bsym: BoundSymbol) -> int:
+    """The same, if the loop had another plan."""
     if bsym.sym.name == "chunk_loop" and plan.mode != "grads-in-forward":
         return plan.forward_scratch_bytes
     if bsym.sym.name == "chunk_loop_finish":

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from thunder_mem.chunk_gemm import gemm_scratch_bytes
 from thunder_mem.chunk_rules import Sharding
 
 __all__ = ["ChunkRecord", "Gemm", "Head", "LoopPlan", "Refusal", "Spec"]
@@ -63,16 +64,18 @@ class LoopPlan:
         n: rows in all.
         chunk_rows: rows a matrix product sees at once; the last chunk has the rest.
         block_rows: rows that the operations between the products see at once.
+        sized: who fixed `chunk_rows`: "asked" (the user), "head" (the head alone) or "timeline" (the
+            whole program's plan). Only what nobody asked for may change.
         mode: "forward" (no gradient asked for), "grads-in-forward" or "recompute-in-backward".
         why: why this mode.
-        accumulate: "float32" or "input": dtype in which gradients of whole 16-bit inputs add up.
         inputs, outputs: the loop's border.
         gemms: the amplifiers.
         sides: indices of the inputs that the block reads.
         grads: indices of the inputs whose gradients are asked for.
+        grad_dtypes: for each of `grads`, the dtype in which it adds up.
+        over: those of `grads` that are written over their own inputs, which nobody needs any more.
         differentiable: indices of the outputs that carry a gradient.
-        forward_scratch_bytes, backward_scratch_bytes: held at most while it runs, beyond inputs and
-            results.
+        forward_block_bytes, backward_block_bytes: what a block holds at most beyond its inputs.
     """
 
     name: str
@@ -81,17 +84,19 @@ class LoopPlan:
     n: int
     chunk_rows: int
     block_rows: int
+    sized: str
     mode: str
     why: str
-    accumulate: str
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
     gemms: tuple[Gemm, ...]
     sides: tuple[int, ...]
     grads: tuple[int, ...]
+    grad_dtypes: tuple[torch.dtype, ...]
+    over: tuple[int, ...]
     differentiable: tuple[int, ...]
-    forward_scratch_bytes: int
-    backward_scratch_bytes: int
+    forward_block_bytes: int
+    backward_block_bytes: int
 
     @property
     def chunks(self) -> int:
@@ -99,18 +104,49 @@ class LoopPlan:
         return -(-self.n // self.chunk_rows)
 
     @property
+    def row_bytes(self) -> int:
+        """One row of all amplifiers' results."""
+        return sum(g.width * g.out.dtype.itemsize for g in self.gemms)
+
+    @property
     def logits_bytes(self) -> int:
         """One chunk's results of all amplifiers."""
-        return self.chunk_rows * sum(g.width * g.out.dtype.itemsize for g in self.gemms)
+        return self.chunk_rows * self.row_bytes
 
     @property
     def whole_logits_bytes(self) -> int:
         """What the amplifiers' results would take unchunked."""
-        return self.n * sum(g.width * g.out.dtype.itemsize for g in self.gemms)
+        return self.n * self.row_bytes
+
+    @property
+    def forward_scratch_bytes(self) -> int:
+        """Held at most while the forward runs, beyond inputs and results."""
+        return self.logits_bytes + max(self._gemm_bytes, self.forward_block_bytes)
+
+    @property
+    def backward_scratch_bytes(self) -> int:
+        """Held at most while gradients are computed, beyond inputs and results; 0 if they never are."""
+        return self.logits_bytes + max(self._gemm_bytes, self.backward_block_bytes) if self.grads else 0
+
+    @property
+    def _gemm_bytes(self) -> int:
+        sums = dict(zip(self.grads, self.grad_dtypes, strict=True))
+        return max(
+            gemm_scratch_bytes(
+                g.out.device, g.out.dtype, {g.out.dtype, sums.get(g.w, g.out.dtype)}, self.chunk_rows, self.logits_bytes
+            )
+            for g in self.gemms
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a report."""
-        return _plain(asdict(self)) | {"chunks": self.chunks, "logits_bytes": self.logits_bytes}
+        sizes = {
+            "chunks": self.chunks,
+            "logits_bytes": self.logits_bytes,
+            "forward_scratch_bytes": self.forward_scratch_bytes,
+            "backward_scratch_bytes": self.backward_scratch_bytes,
+        }
+        return _plain(asdict(self)) | sizes
 
 
 @dataclass(frozen=True)
@@ -121,7 +157,8 @@ class Head:
         op, source: the amplifier and its line in the user's code.
         n: rows.
         row_bytes: bytes of one row of all amplifiers' results.
-        fixed_bytes: gradients that the loop allocates whatever the chunk size is.
+        fixed_bytes: gradients that the loop allocates whatever the size of several chunks is.
+        single_bytes: the same for a single chunk, where nothing adds up in a wider dtype.
         device: as torch prints it.
     """
 
@@ -130,6 +167,7 @@ class Head:
     n: int
     row_bytes: int
     fixed_bytes: int
+    single_bytes: int
     device: str
 
 

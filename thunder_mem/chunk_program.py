@@ -23,7 +23,7 @@ from thunder.core.transforms import nondifferentiable_vjp_symbols
 from thunder_mem.chunk_decompose import DECOMPOSITIONS, decomposed
 from thunder_mem.chunk_rules import RULES
 
-__all__ = ["Leaf", "Program", "effects", "read_program", "source_line", "walk"]
+__all__ = ["Leaf", "Program", "effects", "is_cut", "read_program", "source_line", "walk"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +105,20 @@ class Program:
         """Values through which a gradient flows back to an argument that requires one."""
         needs = {a.name for a in self.args if a.requires_grad}
         for leaf in self.leaves:
-            if not any(t.name in needs for t in leaf.inputs) or _constant(leaf):
+            if not any(t.name in needs for t in leaf.inputs) or is_constant(leaf):
                 continue
             needs.update(o.name for o in leaf.outputs if dtypes.is_inexact_dtype(o.dtype))
         return frozenset(needs)
 
 
-def _constant(leaf: Leaf) -> bool:
-    if leaf.bsym.sym.id in nondifferentiable_vjp_symbols or leaf.bsym.sym.id == "torch.detach":
+def is_constant(leaf: Leaf) -> bool:
+    """No gradient flows through the op."""
+    return leaf.bsym.sym.id in nondifferentiable_vjp_symbols or is_cut(leaf)
+
+
+def is_cut(leaf: Leaf) -> bool:
+    """The user cut the gradient off there: by `detach`, or under `no_grad`."""
+    if leaf.bsym.sym.id == "torch.detach":
         return True
     chain = (*leaf.parents, leaf.bsym)
     return any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in o.tags for b in chain for o in b.flat_proxy_outs if _tensor(o))

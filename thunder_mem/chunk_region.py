@@ -361,10 +361,11 @@ def without(region: Region, dropped: Sequence[Leaf]) -> Region:
 
 
 def trim(region: Region) -> Region:
-    """End the region where one scalar carries the gradient, if such a place exists.
+    """End the region where one scalar carries the gradient, if such a place exists, and before totals are rounded.
 
     Then gradients can be computed in the forward: `loss` and `3 * loss`, both returned, are one
-    scalar and its multiple when the region ends at `loss`.
+    scalar and its multiple when the region ends at `loss`. A 16-bit loss is a float32 sum rounded
+    once, not a sum of rounded ones.
     """
 
     def one_scalar(r: Region) -> bool:
@@ -378,6 +379,16 @@ def trim(region: Region) -> Region:
     while not one_scalar(smaller):
         last = smaller.members[-1] if smaller.members else None
         if last is None or any(smaller.values[o.name].sharding.partial is None for o in last.outputs):
-            return region
+            smaller = region
+            break
         smaller = without(smaller, [last])
+    while smaller.members and _rounds_a_total(smaller, smaller.members[-1]):
+        smaller = without(smaller, smaller.members[-1:])
     return smaller
+
+
+def _rounds_a_total(region: Region, leaf: Leaf) -> bool:
+    if leaf.bsym.sym.id != PrimIDs.CONVERT_ELEMENT_TYPE or leaf.inputs[0].name not in region.derived:
+        return False
+    (out,) = leaf.outputs
+    return region.values[out.name].sharding.partial == "sum" and out.dtype.bytes < leaf.inputs[0].dtype.bytes

@@ -21,6 +21,7 @@ from thunder.extend import Executor, FusionExecutor
 
 from thunder_mem.budget import BudgetError
 from thunder_mem.choices import RecomputeError
+from thunder_mem.chunk_fit import fit_loops, with_fitted_loops
 from thunder_mem.emit import emit
 from thunder_mem.joint_plan import PlanningOptions, plan_joint_trace, with_checkpoints
 from thunder_mem.measure import collector_off
@@ -131,6 +132,8 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     took_ms = (time.perf_counter_ns() - start) // 1_000_000
     executors = {str(e.name): e for e in session.executors}
     new = emit(planned.source, planned.trace, plan, executors, f"Memory planning (took {took_ms} milliseconds)")
+    if fitted := fit_loops(new, plan.budget.budget_bytes if plan.budget else None):
+        new, plan = fitted.trace, with_fitted_loops(plan, fitted)
     session.plan = plan
     if (stats := _compile_data.get()[1]) is not None:
         stats.thunder_mem_plan = plan

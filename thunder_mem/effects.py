@@ -18,6 +18,8 @@ from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.distributed.prims import PrimIDs as DistributedPrimIDs
 
+from thunder_mem.chunk_loop import overwritten
+
 __all__ = ["Effects", "effects_of", "is_random", "leaves"]
 
 _PURE_WITHOUT_TENSORS = {PrimIDs.SHAPE, PrimIDs.CONSTRUCT_TUPLE, PrimIDs.PACK_LIST, PrimIDs.COMMENT}
@@ -71,6 +73,7 @@ def effects_of(bsym: BoundSymbol) -> Effects:
             barrier = True
         if (target := _written(b)) is not None:
             writes.append(target.name)
+        writes += [p.name for p in overwritten(b)]
         if is_random(b):
             channels.append(f"rng:{_device(bsym)}")
         if _communicates(b):

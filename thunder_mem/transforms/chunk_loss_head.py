@@ -8,8 +8,10 @@ from typing import Any
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 
+from thunder_mem.chunk_fit import write_over_dead_rows
 from thunder_mem.chunk_plan import ChunkRecord
 from thunder_mem.chunking import check_options, chunk_trace
+from thunder_mem.overwrites import without_writes
 
 __all__ = ["ChunkLossHead"]
 
@@ -57,7 +59,7 @@ class ChunkLossHead(Transform):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         """Thunder's hook before autograd."""
         computation_trace, record = chunk_trace(
-            computation_trace,
+            without_writes(computation_trace),
             chunks=self.chunks,
             rows=self.rows,
             accumulate=self.accumulate,
@@ -65,6 +67,10 @@ class ChunkLossHead(Transform):
         )
         self.records.append(record)
         return prologue_trace, computation_trace, epilogue_trace
+
+    def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+        """Thunder's hook for the final traces: the gradient of rows that are dead takes their place."""
+        return write_over_dead_rows(trace)
 
     def __repr__(self) -> str:
         return f"ChunkLossHead(chunks={self.chunks!r}, rows={self.rows!r}, accumulate={self.accumulate!r})"

@@ -17,6 +17,7 @@ from thunder_mem.attention import mem_attention_ex
 from thunder_mem.budget import parse_budget
 from thunder_mem.checkpoint import take_over_checkpoints
 from thunder_mem.choices import Chooser
+from thunder_mem.chunk_size import lean_rows, leanest_rows
 from thunder_mem.chunking import ChunkingError, chunk_trace
 from thunder_mem.decisions import about_chunks
 from thunder_mem.delegate import seat, unseat
@@ -28,6 +29,7 @@ from thunder_mem.plan import Refusal
 from thunder_mem.policies import Policy, PolicyChooser
 from thunder_mem.recompute_config import Written, from_environment, parse_config
 from thunder_mem.sorting import SORTS, SortFunction
+from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 
 __all__ = ["MemEfficient"]
 
@@ -44,8 +46,9 @@ class MemEfficient(Transform):
         sort: the algorithm that orders the program: a name of `thunder_mem.SORTS`, or your own
             function `(Graph) -> Sequence[int]`, whose order is checked and refused if it breaks a
             dependency.
-        chunk: run large loss heads chunk by chunk, so that logits never exist whole (see
-            `thunder_mem.ChunkLossHead`, which does this alone and takes more options).
+        chunk: run large loss heads chunk by chunk, so that logits never exist whole, with chunks as large
+            as the rest of the program's peak allows. A `thunder_mem.ChunkLossHead` (which does this alone)
+            says instead how: ``chunk=ChunkLossHead(rows=1024, accumulate="input")``.
         budget: the most bytes that may be alive at once in the forward or the backward, arguments and
             results included (not what lives outside of the compiled function, such as an optimizer's
             state): an int, a size such as "40GiB", or "80%" of the device's memory. Memory is bought
@@ -81,7 +84,7 @@ class MemEfficient(Transform):
         self,
         *,
         sort: str | SortFunction = "auto",
-        chunk: bool = True,
+        chunk: bool | ChunkLossHead = True,
         budget: int | str | None = None,
         recompute: Written | Policy | None = None,
         on_infeasible: str = "error",
@@ -92,9 +95,10 @@ class MemEfficient(Transform):
                 raise ValueError(f"sort={sort!r} is not known; known are {', '.join(SORTS)}, or give a function")
         elif not callable(sort):
             raise TypeError(f"sort is a name or a function (Graph) -> Sequence[int], not {sort!r}")
-        for name, value in (("chunk", chunk), ("strict", strict)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} is True or False, not {value!r}")
+        if not isinstance(chunk, bool | ChunkLossHead):
+            raise TypeError(f"chunk is True or False, or a ChunkLossHead, not {chunk!r}")
+        if not isinstance(strict, bool):
+            raise TypeError(f"strict is True or False, not {strict!r}")
         if budget is not None:
             parse_budget(budget)
         if on_infeasible not in ("error", "warn"):
@@ -136,7 +140,15 @@ class MemEfficient(Transform):
     def _chunked(self, trace: TraceCtx, executors: tuple) -> tuple[TraceCtx, PlanningOptions]:
         """The trace with its loss heads chunked, as it was where that does not work, and options with what was done."""
         try:
-            trace, record = chunk_trace(trace, executors_list=executors)
+            asked = self._chunk if isinstance(self._chunk, ChunkLossHead) else ChunkLossHead()
+            trace, record = chunk_trace(
+                trace,
+                chunks=asked.chunks,
+                rows=asked.rows,
+                accumulate=asked.accumulate,
+                executors_list=executors,
+                choose_rows=lean_rows if self._options.budget is None else leanest_rows,
+            )
         except ChunkingError:  # the user marked this head by `with chunked():`
             raise
         except Exception as error:

@@ -1,0 +1,204 @@
+"""How many rows a chunk has: from the head alone, from the program's timeline, under a budget; and dead rows."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+from thunder_mem import ChunkLossHead, MemEfficient, last_plan, measure_peak
+from thunder_mem.chunk_loop import is_chunk_loop, loop_of, scratch_bytes
+from thunder_mem.chunk_plan import Head
+from thunder_mem.chunk_size import default_rows, floor_rows, lean_rows, leanest_rows
+from thunder_mem.predict import predict
+
+N, D, V = 1024, 16, 2048
+MIB = 2**20
+LOSS_BYTES = 16  # the loss and its tangent, which `step` holds
+
+
+def inputs(n=N, d=D, v=V, dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, d, generator=g).to(dtype).requires_grad_()
+    w = (torch.randn(v, d, generator=g) * 0.3).to(dtype).requires_grad_()
+    return x, w, torch.randint(0, v, (n,), generator=g)
+
+
+def head(x, w, t):
+    return F.cross_entropy(F.linear(x, w), t)
+
+
+def wide_before_head(x, w, t):
+    """A layer whose intermediate values are `WIDE` bytes, alive at the program's peak and not beside the head."""
+    h = torch.tanh(x.repeat(1, 256))  # (N, 256 D)
+    h = torch.sin(torch.cos(h)).reshape(N, 256, D).sum(1)
+    return head(h, w, t)
+
+
+def compiled_with(fn, transform, *args):
+    compiled = thunder.jit(fn, executors=[], transforms=[transform])
+    step = lambda: torch.autograd.grad(compiled(*args), args[:2])  # noqa: E731
+    step()
+    return compiled, step
+
+
+def loops_of(compiled):
+    return [loop_of(b).plan for b in thunder.last_traces(compiled)[-1].bound_symbols if is_chunk_loop(b)]
+
+
+# --- from the head alone ------------------------------------------------------------------------------
+
+
+def some_head(n, d, v, device="cuda:0", size=2):
+    return Head("linear", "", n, v * size, size * n * d + 4 * v * d, size * (n + v) * d, device)
+
+
+def test_rows_are_what_keeps_the_products_efficient():
+    gemma = some_head(8192, 2304, 256000)
+    assert floor_rows("cuda:0") == 2048
+    assert lean_rows(gemma) == default_rows(gemma) == 2048
+    assert leanest_rows(gemma) == 512
+    assert floor_rows("xpu") == 1024
+
+
+def test_few_rows_run_at_once_where_a_float32_sum_takes_more_than_they_save():
+    llama = some_head(4096, 4096, 128256)  # 1002 MiB of logits, 1002 MiB of float32 beyond bfloat16
+    assert lean_rows(llama) == default_rows(llama) == 4096
+    assert lean_rows(some_head(8192, 4096, 128256)) == 2048
+    in_float32 = Head("linear", "", 4096, 4 * 128256, 4 * 132352 * 4096, 4 * 132352 * 4096, "cuda:0")
+    assert lean_rows(in_float32) == 2048  # no sum is wider than another
+
+
+def test_a_single_chunk_adds_up_in_the_weights_own_dtype():
+    x, w, t = inputs(300, 512, 3000, torch.bfloat16)
+    compiled, step = compiled_with(head, ChunkLossHead(), x, w, t)
+    (plan,) = loops_of(compiled)
+    assert plan.chunks == 1 and plan.grad_dtypes == (torch.bfloat16, torch.bfloat16)
+    assert measure_peak(step) <= 2 * (300 + 3000) * 512 + plan.forward_scratch_bytes + 4096
+    xd, wd = (a.detach().double().requires_grad_() for a in (x, w))
+    exact, eager = torch.autograd.grad(head(xd, wd, t), (xd, wd)), torch.autograd.grad(head(x, w, t), (x, w))
+    for got, want, peer in zip(step(), exact, eager, strict=True):
+        assert (got.double() - want).norm() < 1.05 * (peer.double() - want).norm()
+
+
+# --- from the timeline --------------------------------------------------------------------------------
+
+
+def test_chunks_grow_below_the_rest_of_the_programs_peak():
+    args = inputs()
+    compiled, step = compiled_with(wide_before_head, MemEfficient(), *args)
+    lean, lean_step = compiled_with(wide_before_head, MemEfficient(chunk=ChunkLossHead(rows=256)), *args)
+    (grown,), (fixed,) = loops_of(compiled), loops_of(lean)
+    assert (fixed.chunk_rows, fixed.sized) == (256, "asked")
+    assert grown.sized == "timeline" and grown.chunk_rows > 256
+    assert measure_peak(step) == measure_peak(lean_step)
+    assert last_plan(compiled).candidate.peak_bytes == last_plan(lean).candidate.peak_bytes
+    for got, want in zip(step(), lean_step(), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_no_smaller_than_that():
+    """One block of rows more would raise the peak."""
+    args = inputs()
+    compiled, step = compiled_with(wide_before_head, MemEfficient(), *args)
+    (plan,) = loops_of(compiled)
+    peak = measure_peak(step)
+    assert plan.chunk_rows == N or plan.chunks > 1
+    fewer = -(-N // max(1, plan.chunks - 1))
+    if plan.chunks > 1:
+        _, larger = compiled_with(wide_before_head, MemEfficient(chunk=ChunkLossHead(rows=fewer)), *args)
+        assert measure_peak(larger) > peak
+
+
+def test_a_head_that_is_the_peak_keeps_the_floor():
+    compiled, _ = compiled_with(head, MemEfficient(), *inputs())
+    (plan,) = loops_of(compiled)
+    assert (plan.chunk_rows, plan.sized) == (256, "head")
+
+
+@pytest.mark.parametrize("fn", [head, wide_before_head])
+def test_the_plan_the_prediction_and_the_measurement_agree(fn):
+    args = inputs()
+    compiled, step = compiled_with(fn, MemEfficient(), *args)
+    predicted = predict(compiled)
+    assert 0 <= measure_peak(step) - predicted.measured_bytes <= LOSS_BYTES
+    (bsym,) = (b for b in thunder.last_traces(compiled)[-1].bound_symbols if is_chunk_loop(b))
+    planned = last_plan(compiled).candidate
+    assert planned.forward_peak_bytes >= predicted.phase("forward").total_peak_bytes - 4096
+    event = next(e for e in predicted.timeline if e.name == "chunk_loop_with_grads")
+    assert event.scratch_bytes <= scratch_bytes(bsym) + 4096
+
+
+def test_under_a_budget_chunks_are_as_lean_as_it_takes():
+    args = inputs(dtype=torch.float32)
+    free, _ = compiled_with(head, MemEfficient(), *args)
+    peak = last_plan(free).candidate.peak_bytes
+    compiled, step = compiled_with(head, MemEfficient(budget=peak - MIB), *args)
+    (plan,) = loops_of(compiled)
+    assert plan.chunk_rows < 256
+    assert last_plan(compiled).candidate.peak_bytes <= peak - MIB
+    ample, _ = compiled_with(head, MemEfficient(budget=peak), *args)
+    assert loops_of(ample)[0].chunk_rows >= plan.chunk_rows
+    del step
+
+
+def test_chunk_takes_the_options_of_the_transform_or_a_bool():
+    with pytest.raises(TypeError, match="chunk is True or False, or a ChunkLossHead"):
+        MemEfficient(chunk=16)
+    compiled, _ = compiled_with(head, MemEfficient(chunk=ChunkLossHead(chunks=3)), *inputs())
+    assert loops_of(compiled)[0].chunks == 3
+    compiled, _ = compiled_with(head, MemEfficient(chunk=False), *inputs())
+    assert not loops_of(compiled)
+
+
+# --- dead rows ------------------------------------------------------------------------------------------
+
+
+def hidden(x, w, t):
+    return head(torch.tanh(x) * 2, w, t)
+
+
+def hidden_used_again(x, w, t):
+    h = torch.tanh(x) * 2
+    return head(h, w, t) + h.square().mean()
+
+
+def rows_of_the_caller(x, w, t):
+    """Its copy is one only for some strides: given the transpose of a contiguous tensor it is the caller's memory."""
+    return head(x.t().contiguous(), w, t)
+
+
+@pytest.mark.parametrize("transform", [ChunkLossHead(rows=64), MemEfficient(chunk=ChunkLossHead(rows=64))], ids=str)
+def test_the_gradient_of_dead_rows_takes_their_place(transform):
+    x, w, t = inputs(N, 256, V)
+    compiled, step = compiled_with(hidden, transform, x, w, t)
+    (plan,) = loops_of(compiled)
+    assert plan.over == (0,) and "written over it" in str(thunder.last_traces(compiled)[-1])
+    # Beside the loop: tanh(x) or x * 2, saved; dx, dw; a chunk. Without reuse there would be the rows as well.
+    saved = N * 256 * 4
+    assert 0 <= measure_peak(step) - predict(compiled).measured_bytes <= LOSS_BYTES
+    (event,) = (e for e in predict(compiled).timeline if e.name == "chunk_loop_with_grads")
+    grads = (N * 256 + V * 256) * 4
+    assert event.live_bytes - predict(compiled).held_bytes <= saved + grads + 64
+
+
+@pytest.mark.parametrize("fn", [hidden, hidden_used_again, rows_of_the_caller])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_somebody_needs_stay(fn, dtype):
+    x, w, t = inputs(dtype=dtype)
+    if fn is rows_of_the_caller:
+        x = x.detach().t().requires_grad_()
+        assert x.t().is_contiguous()
+    before = x.detach().clone()
+    compiled = thunder.jit(fn, executors=[], transforms=[ChunkLossHead(chunks=4)])
+    loss = compiled(x, w, t)
+    grads = torch.autograd.grad(loss, (x, w), retain_graph=True)
+    again = torch.autograd.grad(loss, (x, w))
+    assert torch.equal(x, before)
+    xd, wd = (a.detach().double().requires_grad_() for a in (x, w))
+    exact = torch.autograd.grad(fn(xd, wd, t), (xd, wd))
+    for got, repeated, want in zip(grads, again, exact, strict=True):
+        assert torch.equal(got, repeated)
+        assert (got.double() - want).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * want.norm()
+    (plan,) = loops_of(compiled)
+    # In bfloat16 the second reader reads a float32 copy, made before.
+    assert bool(plan.over) == (fn is hidden or (fn is hidden_used_again and dtype == torch.bfloat16))

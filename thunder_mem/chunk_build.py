@@ -1,0 +1,215 @@
+"""From a region to a chunk loop: how many rows, in which mode, with which compiled blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from thunder.core import dtypes
+from thunder.core.compile_data import get_compile_data
+from thunder.core.prims import PrimIDs
+
+from thunder_mem.chunk_body import Body, build_body
+from thunder_mem.chunk_exec import ChunkLoop
+from thunder_mem.chunk_plan import Gemm, Head, LoopPlan, Spec
+from thunder_mem.chunk_program import Leaf
+from thunder_mem.chunk_region import Amplifier, Refused, Region, Value
+from thunder_mem.chunk_rows import block_sizes
+from thunder_mem.chunk_rules import RuleError
+
+__all__ = ["build_loop", "head_label"]
+
+
+def _spec(value: Value) -> Spec:
+    p = value.proxy
+    return Spec(p.name, tuple(p.shape), dtypes.to_torch_dtype(p.dtype), str(p.device.device_str()), value.sharding)
+
+
+def build_loop(
+    region: Region,
+    decide: Callable[[Head], tuple[int, str] | None],
+    accumulate: str,
+    executors: Sequence[Any],
+    name: str,
+) -> ChunkLoop | None:
+    """Plan the region's loop and compile its blocks.
+
+    Args:
+        region: what runs chunk by chunk.
+        decide: rows per chunk and who says so (see `LoopPlan.sized`), or None to leave the head alone.
+        accumulate: dtype in which gradients of whole 16-bit inputs add up: "float32" or "input".
+        executors: who executes the blocks.
+        name: unique in the trace.
+
+    Raises:
+        Refused: a block cannot be built.
+    """
+    program = region.program
+    first = region.amplifiers[0].leaf
+    inputs = region.inputs
+    index = {v.key: i for i, v in enumerate(inputs)}
+    specs = tuple(map(_spec, inputs))
+    outputs = tuple(map(_spec, region.outputs))
+    gemms = tuple(_gemm(region, a, index) for a in region.amplifiers)
+    sides = _sides(region, index)
+    differentiable = _differentiable(region)
+    grads = tuple(i for i, v in enumerate(inputs) if v.proxy.name in program.needs_grad) if differentiable else ()
+    mode, why = _mode(outputs, differentiable, gemms)
+
+    def sums(chunks: int) -> tuple[torch.dtype, ...]:
+        return tuple(_sum_dtype(specs[i], accumulate, chunks > 1 or i in sides) for i in grads)
+
+    head = Head(
+        op=head_label(first),
+        source=first.source,
+        n=region.n,
+        row_bytes=sum(g.width * g.out.dtype.itemsize for g in gemms),
+        fixed_bytes=_bytes_of(specs, grads, sums(2)),
+        single_bytes=_bytes_of(specs, grads, sums(1)),
+        device=gemms[0].out.device,
+    )
+    decided = decide(head)
+    if decided is None:
+        return None
+    rows, sized = min(decided[0], region.n), decided[1]
+    blocks = _Blocks(region, [inputs[i] for i in sides], executors)
+    wanted = [g.x in grads or g.w in grads for g in gemms] + [i in grads for i in sides]
+    nothing = [False] * len(wanted)
+    with_outputs = mode == "grads-in-forward"
+
+    probe_rows = min(rows, 8)
+    probe = blocks([probe_rows], wanted if grads else nothing, with_outputs or not grads)[probe_rows]
+    block_rows = _block_rows(rows, head.row_bytes, -(-probe.peak_bytes // probe_rows))
+    if sized != "asked" and block_rows < rows < region.n:
+        rows -= rows % block_rows  # so that a chunk of any other number of blocks needs no others
+    sizes = block_sizes(region.n, rows, block_rows)
+    forward = {} if with_outputs else blocks(sizes, nothing, True)
+    backward = blocks(sizes, wanted, with_outputs) if grads else {}
+    plan = LoopPlan(
+        name=name,
+        source=first.source,
+        op=head_label(first),
+        n=region.n,
+        chunk_rows=rows,
+        block_rows=block_rows,
+        sized=sized,
+        mode=mode,
+        why=why,
+        inputs=specs,
+        outputs=outputs,
+        gemms=gemms,
+        sides=sides,
+        grads=grads,
+        grad_dtypes=sums(-(-region.n // rows)),
+        over=(),
+        differentiable=differentiable,
+        forward_block_bytes=max(b.peak_bytes for b in (forward or backward).values()),
+        backward_block_bytes=max((b.peak_bytes for b in backward.values()), default=0),
+    )
+    return ChunkLoop(plan, forward, backward)
+
+
+def head_label(leaf: Leaf) -> str:
+    """The product with its weight: inside a module the line is `torch.nn.Linear`'s own, the weight says whose."""
+    weights = [t.name for t in leaf.inputs if t.name.startswith("t_")]
+    return f"{leaf.label} with {', '.join(weights)}" if weights else leaf.label
+
+
+class _Blocks:
+    """The region's compiled blocks, each built once."""
+
+    def __init__(self, region: Region, sides: Sequence[Value], executors: Sequence[Any]):
+        self.region, self.sides, self.executors = region, sides, executors
+        self.built: dict[tuple[int, bool, bool], Body] = {}
+
+    def __call__(self, sizes: Sequence[int], wanted: Sequence[bool], outputs: bool) -> dict[int, Body]:
+        first = self.region.amplifiers[0].leaf
+        try:
+            for size in sizes:
+                if (size, any(wanted), outputs) not in self.built:
+                    body = build_body(self.region, self.sides, wanted, size, self.executors, outputs)
+                    self.built[size, any(wanted), outputs] = body
+        except RuleError as e:
+            raise Refused(first, str(e)) from None
+        except Exception as e:  # Thunder cannot differentiate or execute an op; it will say so itself
+            raise Refused(first, f"Thunder cannot build one chunk of it: {str(e) or type(e).__name__}") from e
+        return {size: self.built[size, any(wanted), outputs] for size in sizes}
+
+
+def _differentiable(region: Region) -> tuple[int, ...]:
+    cd = get_compile_data()
+    if cd is not None and not cd.is_grad_enabled:
+        return ()
+    return tuple(i for i, v in enumerate(region.outputs) if v.proxy.name in region.program.needs_grad)
+
+
+def _sum_dtype(spec: Spec, accumulate: str, adds_up: bool) -> torch.dtype:
+    """In which dtype a gradient is collected: a 16-bit one in float32, where several parts add up to it."""
+    wide = adds_up and not spec.sharding.split and accumulate == "float32" and spec.dtype.itemsize < 4
+    return torch.float32 if wide else spec.dtype
+
+
+def _bytes_of(specs: Sequence[Spec], grads: Sequence[int], sums: Sequence[torch.dtype]) -> int:
+    return sum(math.prod(specs[i].shape) * dtype.itemsize for i, dtype in zip(grads, sums, strict=True))
+
+
+def _mode(outputs: Sequence[Spec], differentiable: Sequence[int], gemms: Sequence[Gemm]) -> tuple[str, str]:
+    if not differentiable:
+        return "forward", "no gradient is asked for"
+    if len(differentiable) > 1:
+        names = ", ".join(outputs[i].name for i in differentiable)
+        return "recompute-in-backward", f"several results carry gradients ({names})"
+    (spec,) = (outputs[i] for i in differentiable)
+    if spec.sharding.partial != "sum" or math.prod(spec.shape) != 1:
+        return "recompute-in-backward", f"the tangent of {spec.name} is a vector, known only in the backward"
+    if any(g.out.dtype == torch.float16 for g in gemms):
+        return "recompute-in-backward", "float16 gradients need the loss scale, known only in the backward"
+    return "grads-in-forward", f"{spec.name} is one scalar, so its tangent is a factor applied at the end"
+
+
+def _block_rows(chunk_rows: int, row_bytes: int, row_scratch: int) -> int:
+    """Rows between the products: their temporaries take at most a tenth of the chunk's logits, or 128 KiB.
+
+    As few blocks of distinct sizes as possible: a divisor of the chunk is preferred.
+    """
+    allowed_bytes = max(1 << 17, chunk_rows * row_bytes // 10)
+    most = max(1, min(chunk_rows, allowed_bytes // max(1, row_scratch)))
+    for size in range(most, max(1, most // 2), -1):
+        if chunk_rows % size == 0:
+            return size
+    return most
+
+
+def _gemm(region: Region, a: Amplifier, index: dict) -> Gemm:
+    leaf = a.leaf
+    shardings = region.shardings[leaf.index]
+    operand = lambda slot: index[leaf.inputs[slot].name, shardings[slot]]  # noqa: E731
+    w = leaf.inputs[1 - a.rows]
+    linear = leaf.bsym.sym.id == PrimIDs.LINEAR
+    # linear: w is (V, D). matmul: (N, D) @ (D, V), or (V, D) @ (D, N).
+    w_rows_first = linear or a.rows == 1
+    depth, width = (w.shape[1], w.shape[0]) if w_rows_first else (w.shape[0], w.shape[1])
+    return Gemm(
+        x=operand(a.rows),
+        w=operand(1 - a.rows),
+        depth=depth,
+        width=width,
+        w_rows_first=w_rows_first,
+        x_rows_last=a.rows == 1,
+        out=_spec(a.out),
+    )
+
+
+def _sides(region: Region, index: dict) -> tuple[int, ...]:
+    """Inputs that the block itself reads: everything but the products' operands."""
+    found: dict[int, None] = {}
+    for a in region.amplifiers:
+        for slot in range(2, len(a.leaf.inputs)):
+            found[index[a.leaf.inputs[slot].name, region.shardings[a.leaf.index][slot]]] = None
+    for m in region.members:
+        for slot, t in enumerate(m.inputs):
+            if t.name not in region.values:
+                found[index[t.name, region.shardings[m.index][slot]]] = None
+    return tuple(sorted(found))

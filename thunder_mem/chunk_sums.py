@@ -1,0 +1,127 @@
+"""Gradients of what every chunk shares: added up over chunks, scaled and rounded once at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thunder_mem.chunk_gemm import gemm
+from thunder_mem.chunk_plan import Gemm, LoopPlan, Spec
+
+__all__ = ["Accumulator", "finish", "part_bounds", "sole_owner"]
+
+SPLIT_BYTES = 1 << 16
+
+
+class Accumulator:
+    """The gradient of an input that every chunk reads whole.
+
+    A float32 accumulator of a large 16-bit input is kept in two parts, so that `finish` can write
+    the 16-bit result over the first part and free the second: at no time do the float32 sum and the
+    16-bit result both exist.
+    """
+
+    def __init__(self, spec: Spec, dtype: torch.dtype):
+        self.spec, self.bounds = spec, part_bounds(spec, dtype)
+        shapes = [(hi - lo, *spec.shape[1:]) for lo, hi in self.bounds] if spec.shape else [()]
+        self.parts = [torch.zeros(shape, dtype=dtype, device=spec.device) for shape in shapes]
+
+    def add(self, grad: Tensor) -> None:
+        """Add a gradient of the input's shape."""
+        if not self.spec.shape:
+            self.parts[0].add_(grad)
+            return
+        for part, (lo, hi) in zip(self.parts, self.bounds, strict=True):
+            part.add_(grad[lo:hi])
+
+    def add_product(self, plan: Gemm, dlogits: Tensor, x: Tensor, scratch_bytes: int) -> None:
+        """Add dlogits^T x, (V, rows) x (rows, D), in the layout of the weight, without a temporary of its size."""
+        for part, (lo, hi) in zip(self.parts, self.bounds, strict=True):
+            if plan.w_rows_first:
+                gemm(part, dlogits[:, lo:hi].t(), x, add=True, scratch_bytes=scratch_bytes)
+            else:
+                gemm(part, x[:, lo:hi].t(), dlogits, add=True, scratch_bytes=scratch_bytes)
+
+
+def part_bounds(spec: Spec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+    """Ranges of dim 0 that the parts of an accumulator of that dtype hold."""
+    size = spec.shape[0] if spec.shape else 1
+    if dtype == spec.dtype or size < 2 or spec.nbytes < SPLIT_BYTES:
+        return ((0, size),)
+    half = -(-size // 2)
+    return ((0, half), (half, size))
+
+
+def finish(plan: LoopPlan, scale: Tensor | None, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Scale the gradients by the tangent, in place where nobody else holds them, and round them once.
+
+    Under `retain_graph` autograd keeps the saved gradients, and they stay as they are.
+    """
+    queue = list(parts)
+    results = []
+    for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True):
+        spec = plan.inputs[i]
+        count = 1 if spec.sharding.split else len(part_bounds(spec, dtype))
+        mine, queue = queue[:count], queue[count:]
+        results.append(_finish_one(spec, scale, mine, all(sole_owner(t) for t in mine)))
+    return results
+
+
+def sole_owner(t: Tensor) -> bool:
+    """Nobody but Python's own object of the tensor holds its memory: not autograd, not another view."""
+    storage = t.untyped_storage()
+    holders = torch._C._storage_Use_Count(storage._cdata) - 1  # less `storage` itself
+    return holders == 1 and t._use_count() == 1  # type: ignore[attr-defined]
+
+
+def _finish_one(spec: Spec, scale: Tensor | None, parts: list[Tensor], free: bool) -> Tensor:
+    first = parts[0]
+    if first.dtype == spec.dtype:
+        if scale is None:
+            return first
+        return first.mul_(scale) if free else first * scale.to(first.dtype)
+    if len(parts) == 1 or not free:
+        out = torch.empty(spec.shape, dtype=spec.dtype, device=first.device)
+        at = 0
+        for part in parts:
+            _round_into(out[at : at + part.shape[0]] if spec.shape else out, part, scale)
+            at += part.shape[0] if spec.shape else 1
+        return out
+    return _round_in_place(spec, parts, scale)
+
+
+def _round_into(out: Tensor, part: Tensor, scale: Tensor | None) -> None:
+    """out = part * scale, rounded, without a float32 temporary of its size."""
+    if scale is None:
+        out.copy_(part)
+        return
+    if out.device.type == "cuda":
+        torch.mul(part, scale, out=out)
+        return
+    out, part = out.view(-1), part.view(-1)
+    step = 1 << 14
+    for lo in range(0, part.numel(), step):
+        out[lo : lo + step].copy_(part[lo : lo + step] * scale)
+
+
+def _round_in_place(spec: Spec, parts: list[Tensor], scale: Tensor | None) -> Tensor:
+    """The 16-bit result over the first part's memory.
+
+    Element i of the result lies where element i / 2 of the part was, so a stretch [k, 2k) of the
+    part lands on [k / 2, k), which has been read already; stretches double from a small first one.
+    """
+    first, second = parts
+    result = first.view(-1).view(spec.dtype)[: math.prod(spec.shape)]
+    flat = first.view(-1)
+    done = min(1 << 10, flat.numel())
+    head = flat[:done].clone()
+    _round_into(result[:done], head, scale)
+    while done < flat.numel():
+        end = min(2 * done, flat.numel())
+        _round_into(result[done:end], flat[done:end], scale)
+        done = end
+    _round_into(result[done:], second.view(-1), scale)
+    return result.view(spec.shape)
