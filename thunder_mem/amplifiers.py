@@ -38,15 +38,18 @@ class Absorbed:
     groups: Groups
 
 
-def absorb_amplifiers(graph: Graph, fuse: Fusibility) -> Absorbed:
+def absorb_amplifiers(graph: Graph, fuse: Fusibility, *, fused_late: bool = False) -> Absorbed:
     """Give every fusible op its own copies of the cheap chains that feed it, wherever materialising
     them would hold more bytes than recomputing them keeps alive.
 
     A chain's value is priced against the storages it would be rebuilt from: those that are alive
     until its last consumer anyway (held by the caller, or used later) cost nothing, the others
     their bytes. A value that an unfusible op or the caller wants is also computed once for them.
+
+    How long a storage is alive anyway is read off the source order. With `fused_late` a cheap op with one
+    consumer counts as run where that one runs, as if all of them were fused: what it reads lives longer.
     """
-    absorbed = _choose(graph, fuse)
+    absorbed = _choose(graph, fuse, _where_fused(graph, fuse) if fused_late else range(len(graph)))
     chains: dict[int, tuple[int, ...]] = {}
     wanted = [op for op in range(len(graph)) if not absorbed[op] or not fuse.consumers[op]]
     while wanted:
@@ -59,26 +62,38 @@ def absorb_amplifiers(graph: Graph, fuse: Fusibility) -> Absorbed:
     return _with_copies(graph, fuse, chains)
 
 
-def _choose(graph: Graph, fuse: Fusibility) -> list[bool]:
+def _where_fused(graph: Graph, fuse: Fusibility) -> Sequence[int]:
+    """For each op the last one of the chain of only consumers that it is likely to be fused into."""
+    where = list(range(len(graph)))
+    for i in range(len(graph) - 1, -1, -1):
+        consumers = fuse.consumers[i]
+        if len(consumers) == 1 and fuse.cheap[i] and graph.outputs.isdisjoint(graph.ops[i].allocates):
+            (c,) = consumers
+            if fuse.takes[i] & fuse.takes[c] and graph.ops[i].backward == graph.ops[c].backward:
+                where[i] = where[c]
+    return where
+
+
+def _choose(graph: Graph, fuse: Fusibility, where: Sequence[int]) -> list[bool]:
     """Which ops are recomputed in their consumers: repriced from the most optimistic choice until stable."""
     absorbed = list(fuse.cheap)
     for _ in range(4):
-        chosen = _reprice(graph, fuse, absorbed)
+        chosen = _reprice(graph, fuse, where, absorbed)
         if chosen == absorbed:
             break
         absorbed = chosen
     return absorbed
 
 
-def _reprice(graph: Graph, fuse: Fusibility, absorbed: Sequence[bool]) -> list[bool]:
+def _reprice(graph: Graph, fuse: Fusibility, where: Sequence[int], absorbed: Sequence[bool]) -> list[bool]:
     end = list(range(len(graph)))  # the last op that needs the value, or its copy
     for i in range(len(graph) - 1, -1, -1):
-        end[i] = max((end[c] if absorbed[c] else c for c in fuse.consumers[i]), default=i)
+        end[i] = max((end[c] if absorbed[c] else where[c] for c in fuse.consumers[i]), default=i)
     last_use = [-1] * len(graph.storages)
     for op in graph.ops:
         if not absorbed[op.index]:
             for s in op.touches:
-                last_use[s] = op.index
+                last_use[s] = max(last_use[s], where[op.index])
 
     chosen = [False] * len(graph)
     sources: list[tuple[int, ...]] = [()] * len(graph)

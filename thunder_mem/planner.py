@@ -47,17 +47,17 @@ def make_plan(graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: st
         ValueError, TypeError, GraphError: from `sort`.
     """
     plain = Absorbed(graph, fuse, tuple(range(len(graph))), ())
-    absorbed = absorb_amplifiers(graph, fuse) if any(fuse.takes) else plain
-    regions = absorbed.graph.contract(contract_chains(absorbed.graph, absorbed.groups, absorbed.fuse))
-    order, algorithm = _order(regions, sort)
-    arrangements = [_arrange("planned", absorbed, regions, order)]
-    if sort != "auto":  # which alone never has a higher peak than the source order
-        arrangements.append(_arrange("planned, source order", absorbed, regions, range(len(regions))))
     neighbours = graph.contract(g for g in consecutive_groups(graph, fuse) if fuse.executors(g))
-    arrangements.append(_arrange(THUNDERS_OWN, plain, neighbours, range(len(neighbours))))
-    best, own = _choose(arrangements), arrangements[-1]
+    own = _arrange(THUNDERS_OWN, plain, neighbours, range(len(neighbours)))
+    proposed = _propose(absorb_amplifiers(graph, fuse) if any(fuse.takes) else plain, sort)
+    best = _choose([*proposed.arrangements, own])
+    if best is own and any(fuse.takes):  # another pricing takes time, and is seldom needed
+        second = _propose(absorb_amplifiers(graph, fuse, fused_late=True), sort)
+        if (other := _choose([*second.arrangements, own])) is not own:
+            proposed, best = second, other
+    algorithm, arrangements = proposed.algorithm, (*proposed.arrangements, own)
     planned = tuple(_planned_region(group, best.base, executors) for group in best.groups)
-    in_source_order = own.peaks if best is own else _peaks(regions, range(len(regions)))
+    in_source_order = own.peaks if best is own else proposed.source_peaks
     return Plan(
         regions=planned,
         chosen=best.name,
@@ -69,6 +69,24 @@ def make_plan(graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: st
             about_order(algorithm if best.name == "planned" else "source", in_source_order, best.peaks),
         ),
     )
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """What one way to absorb leads to: arrangements, the algorithm that ordered them, and the source order's peaks."""
+
+    arrangements: tuple[_Arrangement, ...]
+    algorithm: str
+    source_peaks: tuple[int, int]
+
+
+def _propose(base: Absorbed, sort: str | SortFunction) -> _Proposal:
+    regions = base.graph.contract(contract_chains(base.graph, base.groups, base.fuse))
+    order, algorithm = _order(regions, sort)
+    arrangements = [_arrange("planned", base, regions, order)]
+    if sort != "auto":  # which alone never has a higher peak than the source order
+        arrangements.append(_arrange("planned, source order", base, regions, range(len(regions))))
+    return _Proposal(tuple(arrangements), algorithm, _peaks(regions, range(len(regions))))
 
 
 def fingerprint(graph: Graph) -> str:
