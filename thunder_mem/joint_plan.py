@@ -49,7 +49,8 @@ class PlanningOptions:
     budget: int | str | None = None
     on_infeasible: str = "error"
     recompute: Chooser | None = None
-    observe: Callable[[SavingProblem], object] | None = None  # is shown what there is to decide
+    # Is shown what there is to decide, and the function that plans a choice of storages to rebuild.
+    observe: Callable[[SavingProblem, Callable[[frozenset[int]], Planned]], object] | None = None
     refused: tuple[Refusal, ...] = ()  # by what ran before
     decisions: tuple[Decision, ...] = ()  # of what ran before
 
@@ -97,7 +98,7 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
     device = _device(source)
     problem = SavingProblem(source.graph, fuse, _repeat_seconds(source, fuse, device), choices)
     if options.observe is not None:
-        options.observe(problem)
+        options.observe(problem, plan)
     if options.budget is None:
         return best
     return _within_budget(best, plan, problem, parse_budget(options.budget, device), options.on_infeasible)

@@ -7,11 +7,13 @@ asked for it: "this multiplication belongs to the GELU of layer 3".
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+import thunder
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -19,6 +21,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
 __all__ = ["Origin", "layer_numbers", "name_origins", "origin_of", "source_of", "word"]
 
+_THUNDER = os.path.dirname(thunder.__file__) + os.sep
 _SCENERY = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT, PrimIDs.RETURN, PrimIDs.UPDATE_ALIASES}
 
 _WORDS = {
@@ -74,9 +77,9 @@ def origin_of(bsym: BoundSymbol) -> Origin | None:
 
 
 def source_of(bsym: BoundSymbol) -> str:
-    """ "file:line" of the user's call, or "" where the trace does not know."""
-    line = getattr(bsym.source_positions, "lineno", None)
-    return f"{bsym.source_filename}:{line}" if bsym.source_filename and line else ""
+    """ "file:line" of the user's call, or "" where the trace does not know (or names Thunder's own code)."""
+    line, file = getattr(bsym.source_positions, "lineno", None), bsym.source_filename
+    return f"{file}:{line}" if file and line and not file.startswith(_THUNDER) else ""
 
 
 def name_origins(trace: TraceCtx, prologue: TraceCtx | None = None) -> TraceCtx:
@@ -87,8 +90,8 @@ def name_origins(trace: TraceCtx, prologue: TraceCtx | None = None) -> TraceCtx:
         prologue: its prologue, which knows the parameters' names; without it there are no modules.
     """
     paths = _parameters(prologue)
-    modules = _modules(trace, paths)
     layers = _layers(trace, paths)
+    modules = _modules(trace, paths, layers)
     new = from_trace(trace)
     for index, bsym in enumerate(trace.bound_symbols):
         if bsym.sym.id in _SCENERY:
@@ -115,7 +118,7 @@ def _own(bsym: BoundSymbol, paths: Mapping[str, str]) -> Iterator[str]:
     return (paths[p.name] for p in bsym.flat_proxy_args if p.name in paths)
 
 
-def _modules(trace: TraceCtx, paths: Mapping[str, str]) -> list[str]:
+def _modules(trace: TraceCtx, paths: Mapping[str, str], layers: Sequence[int | None]) -> list[str]:
     own = [next(_own(b, paths), "").rpartition(".")[0] for b in trace.bound_symbols]
     before, after, last = [], [], ""
     for module in own:
@@ -125,14 +128,22 @@ def _modules(trace: TraceCtx, paths: Mapping[str, str]) -> list[str]:
     for module in reversed(own):
         last = module or last
         after.append(last)
-    pairs = zip(own, before, reversed(after), strict=True)
-    return [module or _common(a, b) for module, a, b in pairs]
+    sides = zip(own, before, reversed(after), layers, strict=True)
+    return [module or max(_common(a, b), _layer_of(a, layer), key=len) for module, a, b, layer in sides]
 
 
 def _common(a: str, b: str) -> str:
     """The innermost module that holds both."""
     pairs = zip(a.split("."), b.split("."), strict=False)
     return ".".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _layer_of(module: str, layer: int | None) -> str:
+    """The layer of that number around a module, or ""."""
+    head, found, _ = f"{module}.".partition(f".{layer}.")
+    if module.startswith(f"{layer}."):
+        return str(layer)
+    return f"{head}.{layer}" if found else ""
 
 
 def layer_numbers(names: Iterable[str]) -> dict[str, int]:

@@ -22,13 +22,12 @@ from thunder_mem.choices import Choices, Chooser, RecomputeError
 from thunder_mem.cost import DeviceModel, cost_s, device_model_of, extra_region_cost_s
 from thunder_mem.delegate import unseat
 from thunder_mem.fit_budget import SavingProblem
+from thunder_mem.joint_plan import Planned
 from thunder_mem.origins import origin_of, source_of
 from thunder_mem.patterns import Candidate, Occurrence, Single, candidates, occurrences
-from thunder_mem.planner import make_plan
 from thunder_mem.predict import compiled_entry
 from thunder_mem.recompute_config import Entry, choices_of
 from thunder_mem.recompute_rows import Kept, RecomputeTable, Row
-from thunder_mem.repeat import repeat_in_backward
 from thunder_mem.saving import saved_storages, storages_to_rebuild
 from thunder_mem.symbolic import Dims
 from thunder_mem.trace_graph import TraceGraph
@@ -70,9 +69,9 @@ def recompute_table(
     names = Dims(dims)
     study = _Study()
     compiled_entry(_watched(fn, study, executors), args, dict(kwargs or {}), call=True)
-    if study.problem is None or study.source is None:
+    if study.problem is None or study.source is None or study.plan is None:
         raise ValueError("the call has no backward: give arguments or parameters that ask for a gradient")
-    return _Tabulation(study.source, study.problem, names, peaks).table()
+    return _Tabulation(study.source, study.problem, study.plan, names, peaks).table()
 
 
 class _Study:
@@ -82,13 +81,14 @@ class _Study:
         self.inner: Chooser | None = None
         self.source: TraceGraph | None = None
         self.problem: SavingProblem | None = None
+        self.plan: Callable[[frozenset[int]], Planned] | None = None
 
     def choose(self, source: TraceGraph, rebuilt: frozenset[int]) -> Choices:
         self.source = source
         return self.inner.choose(source, rebuilt) if self.inner is not None else Choices()
 
-    def observe(self, problem: SavingProblem) -> None:
-        self.problem = problem
+    def observe(self, problem: SavingProblem, plan: Callable[[frozenset[int]], Planned]) -> None:
+        self.problem, self.plan = problem, plan
 
 
 def _watched(fn: Callable[..., Any], study: _Study, executors: Sequence[Any] | None) -> Callable[..., Any]:
@@ -112,6 +112,7 @@ def _watched(fn: Callable[..., Any], study: _Study, executors: Sequence[Any] | N
 class _Tabulation:
     source: TraceGraph
     problem: SavingProblem
+    plan: Callable[[frozenset[int]], Planned]
     dims: Dims
     peaks: bool
 
@@ -175,12 +176,7 @@ class _Tabulation:
         return sum(graph.storages[s].nbytes for s in saved_storages(graph, rebuilt))
 
     def _peak(self, rebuilt: frozenset[int]) -> int:
-        repeated = repeat_in_backward(self.problem.graph, self.problem.fuse, rebuilt)
-        return make_plan(repeated.graph, repeated.fuse, self._executors).candidate.peak_bytes
-
-    @property
-    def _executors(self) -> list[str]:
-        return [str(i) for i in range(max((bits.bit_length() for bits in self.problem.fuse.takes), default=0))]
+        return self.plan(rebuilt).peak_bytes
 
     @property
     def _model(self) -> DeviceModel:
