@@ -250,6 +250,30 @@ def test_hazards_are_ordered_and_writes_are_known(anyhow):
     assert writes > 10
 
 
+MAY_BE_VIEWS = {
+    "reshape": lambda x: x.t().reshape(-1),
+    "contiguous": lambda x: x.t().contiguous(),
+    "flatten": lambda x: x.t().flatten(),
+    "dropout of nothing": lambda x: F.dropout(x.t(), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", MAY_BE_VIEWS)
+def test_what_is_a_view_for_some_strides_is_ordered_like_one(name):
+    """`x.t().reshape(-1)` is a copy of a dense x, and a view of one that is itself transposed."""
+
+    def fn(x):
+        before = MAY_BE_VIEWS[name](x).sin()
+        x.add_(1)
+        return before.cos()
+
+    source = read_trace(unfused(fn, torch.ones(3, 4)))
+    (sin,) = (i for i, b in enumerate(source.bsyms) if b.sym.name == "sin")
+    (write,) = (i for i, e in enumerate(source.effects) if e.writes)
+    assert sin in ordered(source.graph)[write]
+    assert set(source.graph.ops[sin].reads) <= source.overwritten
+
+
 def test_a_pure_read_is_not_taken_for_a_write(dense):
     for traced in dense:
         trace = claimed(traced.trace)
@@ -494,12 +518,14 @@ def test_gradients_of_the_outputs_are_there_before_the_backward_starts():
             outputs.append(x * 2)
         return tuple(outputs)
 
-    source = read_trace(unfused(fn, *(torch.ones(8, 8, requires_grad=True) for _ in range(2))))
-    half = source.graph.half(True)
-    given = [i for i, b in enumerate(source.bsyms) if b.sym == prims.get_grad]
-    assert len(given) == 4
-    for seed in range(5):
-        assert [half.ops[i].payload for i in random_order(half, Random(seed))[:4]] == given
+    trace = unfused(fn, *(torch.ones(8, 8, requires_grad=True) for _ in range(2)))
+    late = sorted(body(trace), key=lambda b: b.sym == prims.get_grad)  # wherever they stand
+    for source in (read_trace(trace), read_trace(replaced(trace, [*late, trace.bound_symbols[-1]]))):
+        half = source.graph.half(True)
+        given = [i for i, b in enumerate(source.bsyms) if b.sym == prims.get_grad]
+        assert len(given) == 4
+        for seed in range(5):
+            assert [half.ops[i].payload for i in random_order(half, Random(seed))[:4]] == given
 
 
 # ---- forward, backward, and what stays outside ----
