@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from benchmarks.models import efficient, inefficient
-from tests.predict_cases import CASES, WAYS, issue_1337, randn, tensors_of
+from tests.predict_cases import CASES, WAYS, gpt, issue_1337, randn, tensors_of
+from thunder_mem.delegate import last_plan
+from thunder_mem.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.measure import measure_peak
 from thunder_mem.predict import PredictionError, predict
 from thunder_mem.simulate import simulate
@@ -70,6 +72,36 @@ def test_issue_1337_has_the_peaks_of_the_issue(fn, peak_bytes):
     assert measure_peak(fn, *copy.deepcopy(args)) == peak_bytes
     planned = predict(thunder.jit(fn, executors=[], transforms=[MemEfficient()]), *args)
     assert planned.measured_bytes == 3 * MIB // 4
+
+
+def check_plan(fn, args, way="planned", *, twice_bytes=0):
+    """The plan's peaks are the prediction's, with outputs kept by the caller and scratch as the plan estimates it."""
+    jitted = thunder.jit(fn, **WAYS[way]())
+    prediction = predict(jitted, *args, keep_outputs=True)
+    candidate = last_plan(jitted).candidate
+    peaks = {"forward": 0, "backward": 0}
+    for e in prediction.timeline:
+        if e.phase in peaks:
+            peaks[e.phase] = max(peaks[e.phase], e.live_bytes + estimated_scratch_bytes(e.bsym) + twice_bytes)
+    assert (candidate.forward_peak_bytes, candidate.backward_peak_bytes) == tuple(peaks.values())
+
+
+@pytest.mark.parametrize("case", ["inefficient", "in_place", "views", "many_kernels", "net"])
+def test_a_plans_peaks_are_the_predictions(case):
+    check_plan(*CASES[case]())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["planned", "planned pointwise"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_plans_peaks_are_the_predictions_of_a_language_model(layers, way):
+    check_plan(gpt(layers), (torch.randint(0, 128, (2, 32)),), way)
+
+
+def test_a_plan_counts_tied_arguments_twice():
+    """It does not see that two arguments are one; that changes no decision."""
+    fn, args = CASES["tied"]()
+    check_plan(fn, args, twice_bytes=fn.embed.weight.nbytes)
 
 
 def test_what_a_region_holds_inside_is_known():
