@@ -102,13 +102,19 @@ class Program:
 
     @cached_property
     def needs_grad(self) -> frozenset[str]:
-        """Values through which a gradient flows back to an argument that requires one."""
-        needs = {a.name for a in self.args if a.requires_grad}
+        """Values through which a gradient flows from a returned value back to an argument that requires one."""
+        reached = {a.name for a in self.args if a.requires_grad}
+        flows = []
         for leaf in self.leaves:
-            if not any(t.name in needs for t in leaf.inputs) or is_constant(leaf):
-                continue
-            needs.update(o.name for o in leaf.outputs if dtypes.is_inexact_dtype(o.dtype))
-        return frozenset(needs)
+            outs = [o.name for o in leaf.outputs if dtypes.is_inexact_dtype(o.dtype)]
+            if outs and any(t.name in reached for t in leaf.inputs) and not is_constant(leaf):
+                reached.update(outs)
+                flows.append((leaf, outs))
+        wanted = set(self.returned)
+        for leaf, outs in reversed(flows):
+            if not wanted.isdisjoint(outs):
+                wanted.update(t.name for t in leaf.inputs)
+        return frozenset(reached & wanted)
 
 
 def is_constant(leaf: Leaf) -> bool:

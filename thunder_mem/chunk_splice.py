@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
+from thunder_mem.aliases import Aliases
 from thunder_mem.chunk_exec import ChunkLoop
 from thunder_mem.chunk_loop import bind_loop
-from thunder_mem.chunk_program import effects, walk
+from thunder_mem.chunk_program import walk
 from thunder_mem.chunk_region import Refused, Region
+from thunder_mem.effects import effects_of
 
 __all__ = ["splice"]
 
@@ -16,11 +20,12 @@ __all__ = ["splice"]
 def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> TraceCtx:
     """The trace with the region's leaves replaced by the loop.
 
-    The loop stands where the region's last leaf stood, or before the first reader of its results;
-    what it needs and is computed later moves up with it.
+    The loop stands where the region's last leaf stood, or before the first reader of its results, or
+    before the first op after the region's start that writes into memory which the loop may read; what
+    it needs and is computed later moves up with it.
 
     Raises:
-        Refused: what would move up passes an op that writes in place.
+        Refused: what would move up passes an op with effects.
     """
     # What was pulled in stays outside too; nobody reads it there, or somebody does.
     derived = [m for m in region.members if any(o.name in region.derived for o in m.outputs)]
@@ -30,9 +35,10 @@ def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> TraceCtx:
     items: list[BoundSymbol | None] = []  # None: a removed leaf
     for root in region.program.roots:
         _expand(root, gone, items)
-    last = max(i for i, b in enumerate(items) if b is None)
-    readers = (i for i, b in enumerate(items) if b is not None and any(a.name in names for a in b.flat_proxy_args))
-    place = min(last, next(readers, last))
+    removed = [i for i, b in enumerate(items) if b is None]
+    readers = [i for i, b in enumerate(items) if b is not None and any(a.name in names for a in b.flat_proxy_args)]
+    writers = _writers(items[removed[0] : removed[-1]], region)
+    place = min([removed[-1], *readers[:1], *(removed[0] + w for w in writers[:1])])
 
     new = from_trace(trace)
     with tracectx(new):
@@ -44,18 +50,44 @@ def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> TraceCtx:
     )  # fmt: skip
     before = [b for b in items[:place] if b is not None]
     after = [b for b in items[place:] if b is not None]
-    needed = {v.proxy.name for v in region.inputs}
-    moved: list[BoundSymbol] = []
-    for b in reversed(after):
-        made = {o.name for o in b.flat_proxy_outs}
-        if made & needed:
-            moved.insert(0, b)
-            needed |= {a.name for a in b.flat_proxy_args}
-    if moved and any(effects(leaf) for leaf in region.program.leaves if any(leaf.bsym is b for b in after)):
-        raise Refused(first, "what the loop needs is computed after an op that writes in place")
-    ids = {id(b) for b in moved}
-    new.bound_symbols = [*before, *moved, bsym, *(b for b in after if id(b) not in ids)]
+    moved = _makers(after, {v.proxy.name for v in region.inputs})
+    if moved and not all(effects_of(b).pure for b in after[: moved[-1] + 1]):
+        raise Refused(first, "what the loop needs is computed after an op that writes in place or has other effects")
+    rest = (b for i, b in enumerate(after) if i not in moved)
+    new.bound_symbols = [*before, *(after[i] for i in moved), bsym, *rest]
     return new
+
+
+def _writers(items: Sequence[BoundSymbol | None], region: Region) -> list[int]:
+    """Positions of the items that may overwrite what the region reads."""
+    effects = {i: effects_of(b) for i, b in enumerate(items) if b is not None}
+    suspects = [i for i, e in effects.items() if e.writes or e.barrier]
+    if not suspects:
+        return []
+    memory = Aliases(region.program.roots)
+    # By the region's own leaves: what was pulled in may go by a name that the trace does not know.
+    leaves = (*region.members, *(a.leaf for a in region.amplifiers))
+    made = {o.name for leaf in leaves for o in leaf.outputs}
+    read = {memory(t.name) for leaf in leaves for t in leaf.inputs if t.name not in made}
+    read |= {memory(v.proxy.name) for v in region.inputs}
+    found = []
+    for i in suspects:
+        b, e = items[i], effects[i]
+        assert b is not None
+        names = [a.name for a in b.flat_proxy_args] if e.barrier else e.writes
+        if any(memory(name) in read for name in names):
+            found.append(i)
+    return found
+
+
+def _makers(items: Sequence[BoundSymbol], wanted: set[str]) -> list[int]:
+    """Positions of the items that the wanted names depend on."""
+    needed, found = set(wanted), []
+    for i in reversed(range(len(items))):
+        if any(o.name in needed for o in items[i].flat_proxy_outs):
+            found.append(i)
+            needed |= {a.name for a in items[i].flat_proxy_args}
+    return found[::-1]
 
 
 def _expand(bsym: BoundSymbol, gone: set[int], items: list[BoundSymbol | None]) -> None:

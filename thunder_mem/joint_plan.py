@@ -177,10 +177,12 @@ def _repeat_seconds(source: TraceGraph, fuse: Fusibility, device: torch.device) 
     model = device_model_of(device)
     seconds = []
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
-        if op.backward or why_not_again(source, op.index) is not None:
+        if fuse.cheap[op.index]:
+            seconds.append(0.0)
+        elif op.backward or why_not_again(source, op.index) is not None:
             seconds.append(inf)
         else:
-            seconds.append(0.0 if fuse.cheap[op.index] else cost_s(bsym, model))
+            seconds.append(cost_s(bsym, model))
     return seconds
 
 

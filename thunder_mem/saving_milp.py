@@ -97,6 +97,8 @@ def solve(candidates: Candidates, rows: Sequence[MemoryRow], budget_bytes: int) 
     """The least time within the rows; None if there is no solution, or none was found in the search limit."""
     graph = candidates.graph
     storages = sorted(candidates.storages)
+    if not storages:
+        return None
     maker = {s: op for s in storages if (op := graph.allocator[s]) is not None}
     makers = sorted(set(maker.values()))
     k = {s: i for i, s in enumerate(storages)}
