@@ -1,6 +1,7 @@
 """thunder_mem: make programs compiled by lightning-thunder use less memory."""
 
 from thunder_mem import policies
+from thunder_mem.budget import BudgetError
 from thunder_mem.choices import RecomputeError
 from thunder_mem.chunk_mark import chunked
 from thunder_mem.delegate import last_plan
@@ -19,6 +20,7 @@ from thunder_mem.transforms import ChunkLossHead, MemEfficient
 __version__ = "0.1.0"
 __all__ = [
     "SORTS",
+    "BudgetError",
     "ChunkLossHead",
     "Graph",
     "GraphError",

@@ -1,0 +1,125 @@
+"""A budget: read strictly, met by the final plan, monotonic, and never at the price of another gradient."""
+
+from itertools import pairwise
+
+import pytest
+import thunder
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.graphs import training
+from thunder_mem import BudgetError, MemEfficient, last_plan, measure_peak
+from thunder_mem.budget import parse_budget
+from thunder_mem.fit_budget import SavingProblem, fit_budget
+from thunder_mem.ladder import ladders
+from thunder_mem.regions import Fusibility
+
+
+@pytest.mark.parametrize(
+    "given, nbytes", [(7, 7), ("1KiB", 1024), ("2 kb", 2000), ("1.5 GiB", 3 * 2**29), ("50%", 50), (" 100 % ", 100)]
+)
+def test_sizes_and_shares_are_read(given, nbytes):
+    assert parse_budget(given) == nbytes
+
+
+@pytest.mark.parametrize("given", [0, -1, "", "GiB", "-1GiB", "1 GiBB", "0%", "101%", "1e3", "__import__('os')"])
+def test_other_budgets_are_value_errors(given):
+    with pytest.raises(ValueError, match="budget is bytes as an int"):
+        MemEfficient(budget=given)
+
+
+@pytest.mark.parametrize("given", [1.5, True, [1], b"1GiB"])
+def test_budgets_of_other_types_are_type_errors(given):
+    with pytest.raises(TypeError, match="budget is bytes as an int"):
+        MemEfficient(budget=given)
+
+
+def test_what_happens_if_nothing_fits_is_one_of_two():
+    with pytest.raises(ValueError, match='"error" or "warn"'):
+        MemEfficient(budget=1, on_infeasible="ignore")
+
+
+def problem_of(seed: int) -> SavingProblem:
+    graph = training(seed, 4)
+    nobody = (0,) * len(graph)
+    producers = [{graph.allocator[s] for s in op.reads} - {None, op.index} for op in graph.ops]
+    operands = tuple(tuple(sorted(p)) for p in producers)
+    fuse = Fusibility(nobody, nobody, 0, (False,) * len(graph), operands)
+    return SavingProblem(graph, fuse, [1.0 + op.index % 3 for op in graph.ops])
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10_000))
+def test_rungs_are_nested_and_buy_bytes_with_time(seed):
+    problem = problem_of(seed)
+    for rungs in ladders(problem.graph, problem.fuse, problem.repeat_s):
+        for low, high in pairwise(rungs):
+            assert low.rebuilt < high.rebuilt and low.seconds <= high.seconds
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0, 1))
+def test_a_choice_fits_unless_it_says_otherwise(seed, share):
+    problem = problem_of(seed)
+    free = problem.trial(frozenset()).peak_bytes
+    budget = max(1, int(free * (0.5 + share / 2)))
+    fit = fit_budget(problem, budget)
+    assert (fit.peak_bytes <= budget) == (fit.method != "smallest")
+    assert fit.peak_bytes == problem.trial(fit.rebuilt).peak_bytes
+    assert fit.bound_seconds <= fit.seconds == problem.seconds(fit.rebuilt)
+    assert fit == fit_budget(problem_of(seed), budget)
+
+
+def stack() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1)) for _ in range(6)))
+
+
+def step(model, compiled, x):
+    model.zero_grad()
+    compiled(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_smaller_budgets_measure_smaller_and_keep_every_gradient():
+    x = torch.randn(4096, 64)
+    model = stack()
+    free = thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True)])
+    expected = step(model, free, x)
+    planned, measured = last_plan(free).candidate.peak_bytes, measure_peak(step, model, free, x)
+    for share in (0.9, 0.8):
+        budget = int(planned * share)
+        tight = thunder.jit(model, executors=[], transforms=[MemEfficient(budget=budget, strict=True)])
+        for ours, theirs in zip(step(model, tight, x), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        plan = last_plan(tight)
+        assert plan.candidate.peak_bytes <= budget and plan.budget.peak_bytes == plan.candidate.peak_bytes
+        assert plan.budget.recompute_ms >= plan.budget.bound_ms > 0
+        assert measure_peak(step, model, tight, x) < measured
+
+
+def test_dropout_is_not_drawn_again():
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5)) for _ in range(4))
+    )
+    x = torch.randn(512, 64)
+
+    def seeded(compiled):
+        torch.manual_seed(1)
+        return step(model, compiled, x)
+
+    free = thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True)])
+    expected = seeded(free)
+    tight = thunder.jit(model, executors=[], transforms=[MemEfficient(budget=1, on_infeasible="warn", strict=True)])
+    with pytest.warns(UserWarning, match="no plan keeps the peak within 1 bytes"):
+        got = seeded(tight)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_a_budget_out_of_reach_names_the_smallest_peak():
+    compiled = thunder.jit(stack(), executors=[], transforms=[MemEfficient(budget="64 KiB")])
+    with pytest.raises(BudgetError, match="held by") as caught:
+        compiled(torch.randn(4096, 64))
+    assert caught.value.budget_bytes == 65536 < caught.value.smallest_peak_bytes
