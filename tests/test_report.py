@@ -1,80 +1,48 @@
-"""Reports: every figure equals the prediction's, every form opens, and nothing shown can break out of it."""
+"""Reports: every figure equals the prediction's, and every decision, refusal and way to get lower is in them."""
 
 import io
 import json
-import pickle
-import random
-import re
-from html.parser import HTMLParser
-from xml.etree import ElementTree
 
 import pytest
 import rich.console
 import thunder
 import torch
-import torch.cuda._memory_viz as memory_viz
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from thunder_mem.plan import Candidate, Plan, Refusal
-from thunder_mem.predict import Held, Prediction
-from thunder_mem.replay import Event
+from tests import report_cases
+from tests.report_cases import synthetic
+from thunder_mem.predict import Prediction
 from thunder_mem.report import Report, explain
-from thunder_mem.report.curve import columns, ticks
+from thunder_mem.report.advice import advice
 from thunder_mem.report.facts import CATEGORIES
-from thunder_mem.report.html import to_page
+from thunder_mem.report.layers import layer_numbers, ranges
 from thunder_mem.report.peaks import hills
-from thunder_mem.report.snapshot import snapshot
-from thunder_mem.report.svg import lives_svg, timeline_svg
+from thunder_mem.report.sections import sections
+from thunder_mem.simulate import simulate
+from thunder_mem.sizes import size
+from thunder_mem.training_step import predict_step
 from thunder_mem.transforms import MemEfficient
 
 
-class Blocks(nn.Module):
-    """Three equal blocks with shared weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x):
-        for _ in range(3):
-            x = self.narrow(torch.nn.functional.gelu(self.wide(x)))
-        return x.sum()
-
-
-def compiled(transforms=()):
-    jitted = thunder.jit(Blocks(), executors=[], transforms=list(transforms))
-    jitted(torch.randn(8, 16))
-    return jitted
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def planned():
-    return explain(compiled([MemEfficient()]), budget_bytes=2**20)
+    return report_cases.planned()
 
 
-def synthetic(ops, seed=0, name="op"):
-    """A timeline of `ops` operations, half of them backward, with storages that live for random spans."""
-    rng = random.Random(seed)
-    storages = [Held(4096, "w", (), (32, 32), torch.float32, torch.device("cpu"), "argument", -1, ops - 1)]
-    dying = [0] * (ops + 1)
-    born = []
-    for i in range(ops):
-        nbytes = 64 * rng.randrange(1, 1000)
-        last = min(ops - 1, i + rng.randrange(0, max(2, ops // 4)))
-        device = torch.device("cpu")
-        storages.append(Held(nbytes, f"{name}_t{i}", (), (nbytes // 4,), torch.float32, device, "computed", i, last))
-        dying[last + 1] += nbytes
-        born.append(nbytes)
-    live, events = 4096, []
-    for i in range(ops):
-        live += born[i] - dying[i]
-        phase = "forward" if i < ops // 2 else "backward"
-        events.append(
-            Event(i, phase, f"{name}{i % 7}", (f"{name}_t{i}",), f"/code/{name}.py:{i % 50 + 1}", live, born[i])
-        )
-    return Prediction(tuple(events), tuple(storages), 4096, "cpu", ("made up",))
+@pytest.fixture
+def unplanned():
+    return report_cases.unplanned()
+
+
+@pytest.fixture
+def stacked():
+    return report_cases.stacked()
+
+
+DECISIONS = "Before and after each decision"
 
 
 def test_the_report_shows_the_predictions_peak_and_exactly_who_holds_it(planned):
@@ -99,11 +67,98 @@ def test_equal_layers_are_folded_into_one_row(planned):
 def test_lines_of_the_users_code_are_found_even_for_the_backward(planned):
     peak = planned.peak
     assert peak.phase == "backward" and peak.place.undoes
-    assert "test_report.py" in str(peak.place)
+    assert "report_cases.py" in str(peak.place)
     assert "gelu" in peak.place.code
     linear = next(planned.moment(i) for i, e in enumerate(planned.prediction.timeline) if e.name.endswith("linear"))
     assert "torch/nn/modules/linear.py" in str(linear.place)
     assert "gelu" in linear.place.code  # where the user's code takes what the library made
+
+
+def test_equal_layers_are_named(stacked):
+    folded = {t.names[0]: t for t in stacked.tenants if t.count > 1}
+    weights = next(t for name, t in folded.items() if name.endswith("_0_weight"))
+    assert (weights.count, weights.layers) == (3, (0, 1, 2))
+    activations = next(t for t in folded.values() if t.category == "saved for the backward")
+    assert len(activations.layers) == activations.count > 1
+    assert f"3 × {size(weights.nbytes // 3)} in layers 0-2: " in str(stacked)
+
+
+def test_layer_numbers_are_those_of_lists():
+    names = ["h_0_norm_1", "h_1_norm_1", "h_0_norm_2", "h_1_norm_2", "wte", "fc_1", "fc_2"]
+    assert layer_numbers(names) == {"h_0_norm_1": 0, "h_1_norm_1": 1, "h_0_norm_2": 0, "h_1_norm_2": 1}
+    assert layer_numbers(f"t_{i}_weight" for i in (0, 2, 4)) == {"t_0_weight": 0, "t_2_weight": 2, "t_4_weight": 4}
+    assert ranges([0, 1, 2, 31, 30, 5]) == "0-2, 5, 30-31" and ranges([]) == ""
+
+
+def test_each_decision_is_shown_before_and_after(stacked):
+    shown = {s.title: s for s in sections(stacked)}[DECISIONS].rows
+    assert [row[0] for row in shown] == ["saved for the backward", "regions", "order"]
+    for row, decision in zip(shown, stacked.plan.decisions, strict=True):
+        assert row[3:5] == (size(decision.before_bytes), size(decision.after_bytes))
+        assert decision.how in row[1]
+    order = stacked.plan.decisions[-1]
+    assert order.after_bytes == stacked.plan.candidate.peak_bytes
+
+
+def test_a_chunked_head_is_a_decision():
+    def loss(x, w, t):
+        return F.cross_entropy(x @ w.T, t)
+
+    args = torch.randn(4096, 8), torch.randn(8192, 8, requires_grad=True), torch.zeros(4096, dtype=torch.long)
+    with simulate("T4"):
+        jitted = thunder.jit(loss, executors=[], transforms=[MemEfficient(strict=True)])
+        report = explain(jitted, *(t.to("cuda") for t in args), bounds=False)
+    head = report.plan.decisions[0]
+    assert (head.what, head.figure, head.before_bytes) == ("loss head", "logits", 4096 * 8192 * 4)
+    assert head.after_bytes < head.before_bytes
+    (row,) = [row for row in {s.title: s for s in sections(report)}[DECISIONS].rows if row[0] == "loss head"]
+    assert "test_report.py" in row[1] and "chunks of" in row[1]
+    assert row[3:5] == (size(head.before_bytes), size(head.after_bytes))
+
+
+def test_what_can_be_done_has_bytes_at_stake(stacked, unplanned):
+    found = advice(stacked)
+    assert [nbytes for nbytes, _ in found] == sorted((nbytes for nbytes, _ in found), reverse=True)
+    by_text = {text.split(",")[0].split(":")[0]: nbytes for nbytes, text in found}
+    saved_bytes = stacked.peak.by_category[CATEGORIES.index("saved for the backward")]
+    assert by_text["saved for the backward"] == saved_bytes
+    assert by_text["parameters and inputs that the caller holds"] == stacked.prediction.held_bytes
+    assert "nothing is fused" in by_text
+    assert any("MemEfficient()" in text for _, text in advice(unplanned))
+    assert advice(Report(Prediction((), (), 64, "cpu"))) == ()
+
+
+def test_what_can_be_done_about_an_optimizer():
+    model = nn.Linear(256, 256)
+    jitted = thunder.jit(model, executors=[], transforms=[MemEfficient()])
+    x = torch.randn(2, 256)
+    prediction = predict_step(jitted, torch.optim.AdamW(model.parameters(), foreach=True), lambda out: out.sum(), x)
+    report = explain(jitted, x, prediction=prediction)
+    assert report.peak.phase == "optimizer" and report.optimality[0].proven
+    texts = " ".join(text for _, text in advice(report))
+    assert "fused=True" in texts and "optimizer's state" in texts and "gradients that wait" in texts
+
+
+def test_arguments_choose_the_compilation():
+    jitted = thunder.jit(lambda x: (x * 2).sin().sum(), executors=[], transforms=[MemEfficient()])
+    small, large = torch.randn(8, 16), torch.randn(512, 16)
+    assert explain(jitted, small, bounds=False).plan is not None
+    assert explain(jitted, large, bounds=False).plan is not None
+    earlier = explain(jitted, small, bounds=False)
+    assert earlier.plan is None and "compiled for earlier" in str(earlier)
+    assert earlier.peak_bytes < explain(jitted, bounds=False).peak_bytes
+
+
+def test_saved_views_count_once_in_a_bound():
+    """The backward's trace alone does not show that what it receives shares memory."""
+
+    def f(x, w):
+        scale = x.sum(1, keepdim=True)
+        return ((x * scale).sin() * w).sum() + scale.exp().sum()
+
+    args = torch.randn(64, 128, requires_grad=True), torch.randn(128, requires_grad=True)
+    for o in explain(thunder.jit(f, executors=[]), *args).optimality:
+        assert not o.reason and o.bound_bytes <= o.peak_bytes
 
 
 def test_the_categories_sum_to_the_live_bytes(planned):
@@ -115,25 +170,23 @@ def test_the_categories_sum_to_the_live_bytes(planned):
     assert at_peak["held by the caller"] == planned.prediction.held_bytes
 
 
-def test_bounds_speak_of_the_predicted_bytes(planned):
+def test_bounds_speak_of_the_predicted_bytes(planned, unplanned):
     assert [o.phase for o in planned.optimality] == ["forward", "backward"]
     for o in planned.optimality:
         assert not o.reason
         assert o.peak_bytes == planned.prediction.phase(o.phase).peak_bytes
         assert o.bound_bytes <= o.peak_bytes
         assert o.proven == (o.gap == 0)
-    plain = explain(compiled())
-    forward, backward = plain.optimality
+    forward, backward = unplanned.optimality
     assert forward.proven
     assert backward.gap > 0  # Thunder's own order is not the best one
     assert backward.bound_bytes <= planned.optimality[1].peak_bytes < backward.peak_bytes
 
 
-def test_without_memefficient_the_memory_is_reported_and_that_there_is_no_plan():
-    report = explain(compiled(), bounds=False)
-    assert report.plan is None and report.optimality == ()
-    assert "MemEfficient made no plan" in str(report)
-    assert report.peak_bytes > 0
+def test_without_memefficient_the_memory_is_reported_and_that_there_is_no_plan(unplanned):
+    assert unplanned.plan is None and unplanned.headroom_bytes is None
+    assert "MemEfficient made no plan" in str(unplanned)
+    assert unplanned.peak_bytes > 0
 
 
 def test_what_cannot_be_explained_says_why():
@@ -161,9 +214,22 @@ def test_a_budget_that_is_exceeded_is_called_so():
 
 
 def test_every_refusal_is_listed_with_its_reason():
-    plan = Plan((), "a", (Candidate("a", 1, 2, 0),), "source", (Refusal("cross_entropy", "its [weights] are odd"),))
-    text = str(Report(synthetic(20), plan))
-    assert "cross_entropy" in text and "its [weights] are odd" in text
+    """Two heads that cannot be chunked, for two reasons."""
+
+    def losses(x, w, t):
+        logits = x @ w.T
+        couples_rows = (x @ w.T).softmax(0)
+        return F.cross_entropy(logits, t) + F.cross_entropy(couples_rows, t), logits
+
+    args = torch.randn(4096, 8), torch.randn(8192, 8, requires_grad=True), torch.zeros(4096, dtype=torch.long)
+    with simulate("T4"):
+        jitted = thunder.jit(losses, executors=[], transforms=[MemEfficient(strict=True)])
+        report = explain(jitted, *(t.to("cuda") for t in args), bounds=False)
+    refused = report.plan.refused
+    assert len({r.reason for r in refused}) == len(refused) == 2
+    shown = {s.title: s for s in sections(report)}["Left as it was"].rows
+    assert shown == tuple((r.what, r.reason) for r in refused)
+    assert all(r.reason in str(report) and "test_report.py:" in r.reason for r in refused)
 
 
 def test_rich_prints_names_with_brackets_as_they_are():
@@ -214,164 +280,3 @@ def test_hills_refuse_nonsense():
         hills([1], count=0)
     with pytest.raises(ValueError, match=r"share in 0\.\.1"):
         hills([1], share=2)
-
-
-def viewer_peak(events):
-    """The highest point of the viewer's timeline, and that no two blocks overlap."""
-    live, total, peak = {}, 0, 0
-    for e in events:
-        if e["action"] == "alloc":
-            assert e["addr"] not in live
-            live[e["addr"]] = e["size"]
-            total += e["size"]
-            peak = max(peak, total)
-        elif e["action"] == "free_completed":
-            assert live.pop(e["addr"]) == e["size"]
-            total -= e["size"]
-    return peak, live
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_snapshot_read_back_has_the_predicted_peak(planned, tmp_path, seed):
-    report = planned if seed == 0 else Report(synthetic(300, seed))
-    report.save(tmp_path / "snapshot.pickle")
-    data = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
-    (events,) = data["device_traces"]
-    peak, left = viewer_peak(events)
-    assert peak == report.prediction.total_peak_bytes
-    last = report.prediction.timeline[-1].index
-    assert sum(left.values()) == sum(s.nbytes for s in report.prediction.storages if s.last >= last)
-    (segment,) = data["segments"]
-    assert {b["address"]: b["requested_size"] for b in segment["blocks"] if b["state"] == "active_allocated"} == left
-    assert sum(b["size"] for b in segment["blocks"]) == segment["total_size"]
-
-
-def test_blocks_of_a_snapshot_never_overlap():
-    live = []
-    for e in snapshot(synthetic(300))["device_traces"][0]:
-        start, end = e["addr"], e["addr"] + e["size"]
-        if e["action"] == "alloc":
-            assert all(end <= a or b <= start for a, b in live)
-            live.append((start, end))
-        elif e["action"] == "free_completed":
-            live.remove((start, end))
-
-
-def test_pytorchs_own_viewer_takes_the_snapshot(planned):
-    data = snapshot(planned.prediction)
-    assert "snapshot.pickle" in memory_viz.trace_plot(data)
-    assert f"segments: {len(data['segments'])}" in memory_viz.segsum(data)
-    assert f"{len(data['device_traces'][0])} entries" in memory_viz.trace(data)
-    categories = {e["category"] for e in data["device_traces"][0]}
-    assert "unknown" in categories  # without it the viewer throws
-    lines = {f["filename"] for e in data["device_traces"][0] for f in e["frames"]}
-    assert __file__ in lines
-
-
-def test_columns_never_lose_the_peak():
-    live = [e.live_bytes for e in synthetic(1000).timeline]
-    for most in (1, 7, 100, 1000, 5000):
-        shown = columns(live, most)
-        assert len(shown) == min(most, len(live))
-        assert list(shown) == sorted(set(shown))
-        assert max(live[p] for p in shown) == max(live)
-    assert columns([], 5) == ()
-    with pytest.raises(ValueError, match="at least 1 column"):
-        columns(live, 0)
-
-
-def test_ticks_are_few_and_reach_near_the_peak():
-    for peak_bytes in (0, 1, 3, 700, 615_684, 2**40, 2**40 + 1):
-        shown = ticks(peak_bytes)
-        assert shown[0] == 0 and len(shown) <= 9
-        assert peak_bytes * 3 // 4 <= shown[-1] <= peak_bytes
-
-
-def test_pictures_are_drawn_and_do_not_change(planned, tmp_path):
-    planned.plot(tmp_path / "report.png")
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    for name in ("first.svg", "second.svg"):
-        planned.save(tmp_path / name)
-    first, second = ((tmp_path / name).read_text() for name in ("first.svg", "second.svg"))
-    assert first == second and ElementTree.fromstring(first).tag.endswith("svg")
-    Report(synthetic(50, name="a$b_{")).plot(tmp_path / "odd.png")  # no formula, whatever the names
-    with pytest.raises(ValueError, match=r"'report\.gif'"):
-        planned.plot(tmp_path / "report.gif")
-    with pytest.raises(ValueError, match="nothing to draw"):
-        Report(Prediction((), (), 64, "cpu")).plot(tmp_path / "empty.png")
-
-
-class Page(HTMLParser):
-    """Collects a page's text and tags, and fails where they do not close."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.words, self.tags, self._open = [], [], []
-        self.feed(page)
-        self.close()
-        assert not self._open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta",):
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self._open.pop() == tag
-
-    def handle_data(self, data):
-        self.words.append(data)
-
-
-def test_the_page_says_what_the_text_says_and_needs_nothing_else(planned, tmp_path):
-    planned.save(tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text()
-    page = Page(text)
-    words = " ".join(page.words)
-    assert f"({planned.peak_bytes:,} bytes)" in words
-    for tenant in planned.tenants:
-        assert tenant.names[0] in words
-    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
-    assert not {"src", "href"} & {name for _, attrs in page.tags for name in attrs}
-    assert not [word for word in ("http", "url(", "@import") if word in text]
-
-
-def test_the_pictures_highest_column_is_the_peak(planned):
-    drawn = ElementTree.fromstring(timeline_svg(planned))
-    titles = [t.text for t in drawn.iter("title")]
-    assert any(t.startswith(f"{planned.peak.op} #{planned.peak.index}:") for t in titles)
-    assert len(titles) == len(planned.prediction.timeline)
-    bars = ElementTree.fromstring(lives_svg(planned))
-    assert len(list(bars.iter("rect"))) == len(planned.tenants)
-
-
-def test_everything_shown_is_escaped():
-    evil = "</title><script>alert('x')</script>&amp;\""
-    plan = Plan((), evil, (Candidate(evil, 1, 2, 0),), evil, (Refusal(evil, evil),))
-    page = Page(to_page(Report(synthetic(30, name=evil), plan, notes=(evil,))))
-    assert "script" not in {tag for tag, _ in page.tags}
-    assert evil in " ".join(page.words)
-
-
-def test_a_notebook_gets_a_fragment(planned):
-    fragment = planned._repr_html_()
-    tags = [tag for tag, _ in Page(fragment).tags]
-    assert tags[0] == "style" and not {"html", "body", "head"} & set(tags)
-    rules = re.sub(r"@media[^{]*\{(.*?\}) \}", r"\1", Page(fragment).words[0], flags=re.S)
-    selectors = [s for s in re.findall(r"([^{}]+)\{", rules) if s.strip()]
-    assert selectors and all(part.strip().startswith(".thunder-mem") for s in selectors for part in s.split(","))
-
-
-def test_twenty_thousand_operations_stay_a_small_page():
-    report = Report(synthetic(20_000))
-    page = to_page(report)
-    assert len(page.encode()) < 5_000_000
-    assert page.count("<rect") + page.count("<path") < 2_000
-    assert f"({report.peak_bytes:,} bytes)" in page
-
-
-def test_a_page_without_operations():
-    assert "Nothing runs" in " ".join(Page(to_page(Report(Prediction((), (), 64, "cpu")))).words)
