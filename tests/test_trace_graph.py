@@ -1,149 +1,36 @@
 """What `read_trace` says of real Thunder traces, against PyTorch running them bound symbol by bound symbol."""
 
-from itertools import pairwise
 from random import Random
 from types import SimpleNamespace
 
 import pytest
 import thunder
 import torch
-from thunder.core import devices, dtypes, prims
+from thunder.core import prims
 from thunder.core.compile_data import compile_data_and_stats
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbolTag
-from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.utils import AutocastStack
-from thunder.executors.custom_op_ex import custom_op_ex
 from thunder.executors.passes import del_last_used
 from thunder.transforms.autodiff import split_into_forward_and_backward
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from tests.generate import Profile
-from tests.traces import Traced, body, claimed, ordered, random_order, replaced, run, traced_programs, unfused
+from tests.traces import Traced, body, claimed, random_order, replaced, run, traced_programs, unfused
+from tests.written_programs import WRITTEN, arguments, checkpointed, many_outputs, written
 from thunder_mem.effects import effects_of
 from thunder_mem.layout import is_view
 from thunder_mem.predict import predict
 from thunder_mem.timeline import simulate
 from thunder_mem.trace_graph import BACKWARD, read_trace
 
-# Every layout of arguments, some of them aliases; values that the backward needs are overwritten; more
-# writes and random numbers than usual.
-EFFECTS = Profile(families=("elementwise", "view", "in-place", "random", "reduce"), overwrites_needed=True)
-
-# ---- programs: some written for their views and effects, the others drawn ----
-
-
-def views(x, w):
-    a, b, c = (x @ w).chunk(3, -1)
-    d = a.t().reshape(-1) * 2  # a copy, for want of a stride
-    e = b[::2].contiguous()
-    f = b.unsqueeze(0).expand(4, -1, -1)
-    g = (f * 1.5).permute(2, 0, 1).flatten(1)
-    h = torch.diagonal(x) + x.view(-1)[: x.shape[0]] + x.to(torch.float32).movedim(0, 1)[0]
-    return d.sum() + g.sum(), e, f.contiguous(), c.narrow(1, 0, 2).clone(), h
-
-
-def registered_views(x, w):
-    """Views that Thunder takes from PyTorch as they are."""
-    y = x * 2
-    parts = y.unbind(0)
-    return (
-        parts[0] + parts[1].squeeze(),
-        y.unflatten(1, (4, 3)).swapaxes(0, 1).reshape(4, -1),
-        y.expand_as(y).unsqueeze(-1).contiguous(),
-        torch.stack([w, w]).select(0, 1),
-        F.pad(y, (1, 1)),
-        x.float().detach(),
-    )
-
-
-def in_place(x, w):
-    y = x @ w
-    y.add_(1)
-    y = y.sin()
-    v = y.view(-1)
-    v.mul_(2)
-    y[0] = 3.0
-    return y.exp(), v.sum()
-
-
-def reader_before_write(x, w):
-    y = x.detach() * 1
-    before = y.sin()
-    z = y.cos()
-    y.add_(w.t())
-    return before + y, z
-
-
-def dropout(x, w):
-    a = F.dropout(x @ w, 0.5)
-    b = F.dropout(x.sin(), 0.25)
-    return a.sum() + (b * torch.rand_like(b)).sum()
-
-
-def noise(x, w):
-    y = x + torch.randn(12, 12)
-    y.mul_(torch.rand(12, 12))
-    y[1:] = torch.rand_like(w[1:])
-    return y.sin() + F.dropout(w, 0.5)
-
-
-def checkpointed(x, w):
-    def block(x):
-        return F.gelu(x @ w) @ w.t()
-
-    return checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False).sum()
-
-
-def attention(x, w):
-    q, k, v = (x @ w).reshape(1, 2, 6, 12).transpose(1, 2).chunk(3, -1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(2, -1)
-
-
-def many_outputs(x, w):
-    y = (x @ w) @ w.t()
-    return x.sin(), y.cos(), (y * x).sum(), y
-
-
-WRITTEN = (
-    views,
-    registered_views,
-    in_place,
-    reader_before_write,
-    dropout,
-    noise,
-    checkpointed,
-    attention,
-    many_outputs,
-)
-WITHOUT_GRADIENT = (registered_views,)
-
-
-def arguments(fn):
-    generator = torch.Generator().manual_seed(1)
-    asks = fn not in WITHOUT_GRADIENT
-    return {name: torch.randn(12, 12, generator=generator).requires_grad_(asks) for name in ("x", "w")}
-
-
-def written(fn) -> Traced:
-    inputs = arguments(fn)
-    trace = unfused(fn, *inputs.values())
-    return Traced(fn.__name__, trace, inputs, run(trace, inputs))
-
 
 @pytest.fixture(scope="module")
 def dense() -> list[Traced]:
     """Programs whose arguments are contiguous and apart, as `Layout` takes them to be."""
     return [*map(written, WRITTEN), *traced_programs(25, Profile(layouts=(), aliases=False))]
-
-
-@pytest.fixture(scope="module")
-def anyhow() -> list[Traced]:
-    """Programs that overwrite, alias and draw wherever they can."""
-    return [*map(written, WRITTEN), *traced_programs(30, EFFECTS, seed=10_000)]
 
 
 # ---- storages ----
@@ -206,74 +93,6 @@ def test_is_view_of_each_symbol():
     assert [kinds[p.name] for p in output] == [True, True, True, False, False, True]
 
 
-# ---- order: what runs before what ----
-
-
-def values(trace, source, order, inputs):
-    ran = run(replaced(trace, [*source.prefix, *(source.bsyms[i] for i in order), source.result]), inputs)
-    return [*ran.returned, *(ran.tensors[p.name] for p in trace.args if isinstance(p, TensorProxy))]
-
-
-def test_any_legal_order_computes_the_same(anyhow):
-    moved = 0
-    for k, traced in enumerate(anyhow):
-        source = read_trace(traced.trace)
-        expected = values(traced.trace, source, range(len(source.graph)), traced.inputs)
-        for seed in range(3):
-            order = random_order(source.graph, Random(3 * k + seed))
-            moved += order != sorted(order)
-            actual = values(traced.trace, source, order, traced.inputs)
-            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, t=traced: t.text)
-    assert moved > len(anyhow)
-
-
-def test_hazards_are_ordered_and_writes_are_known(anyhow):
-    """Who shares memory, and who overwrote it, is asked of the tensors as PyTorch ran the trace."""
-    writes = 0
-    for traced in anyhow:
-        trace = claimed(traced.trace)
-        source = read_trace(trace)
-        ran = run(trace, traced.inputs)
-        wrote = {id(b): storages for b, storages in zip(body(trace), ran.wrote, strict=True)}
-        before = ordered(source.graph)
-        touched = []
-        for op, b in zip(source.graph.ops, source.bsyms, strict=True):
-            names = [p.name for p in (*b.flat_proxy_args, *b.flat_proxy_outs) if p.name in ran.tensors]
-            touched.append({ran.storage(n) for n in names})
-            known = {ran.storage(n) for n in names if source.storage_of[n] in op.writes}
-            assert wrote[id(b)] <= known, f"{op.name} of {traced.text}"
-            writes += bool(wrote[id(b)])
-            for earlier in range(op.index):
-                first = source.bsyms[earlier]
-                hazard = wrote[id(b)] & touched[earlier] or wrote[id(first)] & touched[op.index]
-                assert not hazard or earlier in before[op.index], f"{first.sym.name}, {op.name} of {traced.text}"
-    assert writes > 10
-
-
-MAY_BE_VIEWS = {
-    "reshape": lambda x: x.t().reshape(-1),
-    "contiguous": lambda x: x.t().contiguous(),
-    "flatten": lambda x: x.t().flatten(),
-    "dropout of nothing": lambda x: F.dropout(x.t(), 0.0),
-}
-
-
-@pytest.mark.parametrize("name", MAY_BE_VIEWS)
-def test_what_is_a_view_for_some_strides_is_ordered_like_one(name):
-    """`x.t().reshape(-1)` is a copy of a dense x, and a view of one that is itself transposed."""
-
-    def fn(x):
-        before = MAY_BE_VIEWS[name](x).sin()
-        x.add_(1)
-        return before.cos()
-
-    source = read_trace(unfused(fn, torch.ones(3, 4)))
-    (sin,) = (i for i, b in enumerate(source.bsyms) if b.sym.name == "sin")
-    (write,) = (i for i, e in enumerate(source.effects) if e.writes)
-    assert sin in ordered(source.graph)[write]
-    assert set(source.graph.ops[sin].reads) <= source.overwritten
-
-
 def test_a_pure_read_is_not_taken_for_a_write(dense):
     for traced in dense:
         trace = claimed(traced.trace)
@@ -282,168 +101,6 @@ def test_a_pure_read_is_not_taken_for_a_write(dense):
         for op, b in zip(source.graph.ops, source.bsyms, strict=True):
             # `copy_` onto itself overwrites nothing that a version counter shows, every other write does.
             assert not op.writes or wrote[id(b)], f"{op.name} of {traced.text}"
-
-
-def test_random_numbers_are_drawn_in_source_order(anyhow):
-    drawn = 0
-    for traced in anyhow:
-        trace = claimed(traced.trace)
-        source = read_trace(trace)
-        drew = {id(b): d for b, d in zip(body(trace), run(trace, traced.inputs).drew, strict=True)}
-        before = ordered(source.graph)
-        random = [i for i, b in enumerate(source.bsyms) if drew[id(b)]]
-        for i, effects in enumerate(source.effects):
-            assert (i in random) == ("rng:cpu" in effects.channels), f"{source.bsyms[i].sym.name} of {traced.text}"
-        assert all(a in before[b] for a, b in pairwise(random)), traced.text
-        drawn += len(random) > 1
-    assert drawn > 1
-
-
-def test_random_numbers_of_two_devices_are_two_chains():
-    trace = TraceCtx(None)
-    with tracectx(trace):
-        cpu, cuda = devices.cpu, devices.Device("cuda:1")
-        drawn = [
-            prims.uniform((4,), 0.0, 1.0, device=d, dtype=dtypes.float32) for d in (cpu, cuda, cpu, cuda, cuda, cpu)
-        ]
-        prims.python_return(drawn)
-    source = read_trace(trace)
-    assert source.graph.predecessors == ((), (), (0,), (1,), (3,), (2,))
-    assert [s.device for s in source.graph.storages] == ["cpu", "cuda:1", "cpu", "cuda:1", "cuda:1", "cpu"]
-
-
-def barrier_by_hand(prim):
-    """`prim` in the middle of a trace, with work before and after it that nothing else orders."""
-    trace = TraceCtx(None)
-    with tracectx(trace):
-        x = tensor("x", 4)
-        trace.args = (x,)
-        a = prims.sin(x)
-        b = prim(x)
-        prims.python_return((a, b, prims.cos(x)))
-    return trace
-
-
-@torch.library.custom_op("thunder_mem_tests::noted", mutates_args=())
-def noted(x: torch.Tensor) -> torch.Tensor:
-    return x + 1
-
-
-@noted.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
-BARRIERS = {
-    "print": lambda x: prims.python_print("half way"),
-    "item": lambda x: prims.item(prims.sum(x, (0,))),
-    "custom op": lambda x: thunder.torch._register_custom_op(noted)(x),
-}
-
-
-@pytest.mark.parametrize("claim", [False, True], ids=["open", "claimed"])
-@pytest.mark.parametrize("name", BARRIERS)
-def test_nothing_moves_across_a_barrier(name, claim):
-    trace = barrier_by_hand(BARRIERS[name])
-    source = read_trace(claimed(trace, [custom_op_ex]) if claim else trace)
-    (at,) = (i for i, effects in enumerate(source.effects) if effects.barrier)
-    before = ordered(source.graph)
-    assert not source.effects[at].pure
-    assert before[at] == set(range(at)) and at
-    assert at == len(source.graph) - 2 and at in before[at + 1]
-
-
-def test_an_item_of_a_users_function_is_a_barrier():
-    source = read_trace(unfused(lambda x: x.sin() * x.sum().item() + x.cos(), torch.ones(4)))
-    (at,) = (i for i, b in enumerate(source.bsyms) if b.sym.name == "item")
-    before = ordered(source.graph)
-    assert source.effects[at].barrier and before[at] == set(range(at))
-    assert all(at in before[i] for i in range(at + 1, len(source.graph)))
-
-
-def test_barriers_keep_their_order():
-    def two(x):
-        prims.python_print("a")
-        prims.python_print("b")
-
-    graph = read_trace(barrier_by_hand(two)).graph
-    assert graph.predecessors == ((), (0,), (1,), (2,))
-
-
-def test_a_write_is_no_barrier():
-    def fn(x):
-        y, z = x * 2, x * 3
-        y.add_(1)
-        return y, z.sin()
-
-    source = read_trace(unfused(fn, torch.ones(3)))
-    (at,) = (i for i, e in enumerate(source.effects) if e.writes)
-    assert not source.effects[at].barrier
-    (sin,) = (i for i, b in enumerate(source.bsyms) if b.sym.name == "sin")
-    assert sin > at and at not in ordered(source.graph)[sin]
-
-
-# ---- communication, on trace level ----
-
-
-@pytest.fixture
-def groups():
-    """Two process groups of a world of two that is not there."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        yield torch.distributed.new_group([0, 1]), torch.distributed.new_group([0, 1])
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def tensor(name, *shape):
-    return TensorProxy(name, shape=shape, dtype=dtypes.float32, device=devices.cpu, requires_grad=False)
-
-
-def two_groups(groups):
-    """Gathers and reductions of two groups, in flight at the same time, with work in between."""
-    from thunder.distributed import prims as dist
-
-    one, other = groups
-    trace = TraceCtx(None)
-    with tracectx(trace):
-        x, y = tensor("x", 4, 4), tensor("y", 4, 4)
-        trace.args = (x, y)
-        busy = prims.sin(x)
-        first = dist.all_gather(busy, one, True)  # 1
-        second = dist.all_reduce(y, dist.DistributedReduceOps.SUM, other, True)  # 2
-        work = prims.cos(x)
-        third = dist.reduce_scatter(work, dist.DistributedReduceOps.SUM, one, True)  # 4
-        b = dist.wait(second)  # 5
-        a = dist.wait(first)  # 6
-        more = prims.exp(y)
-        c = dist.wait(third)  # 8
-        prims.python_return((a, b, c, more))
-    return trace
-
-
-@pytest.mark.parametrize("claim", [False, True], ids=["open", "claimed"])
-def test_collectives_of_a_group_and_waits_keep_their_order(groups, claim):
-    trace = two_groups(groups)
-    source = read_trace(claimed(trace) if claim else trace)
-    before = ordered(source.graph)
-    assert 1 in before[4] and {2, 5, 6} <= before[8] and 5 in before[6]
-    assert 1 not in before[2] and 2 not in before[4]  # another group
-    assert not {1, 2, 4, 5, 6, 8} & (before[3] | before[7])  # what else there is moves freely
-    one, other = (f"communication:{g.group_name}" for g in groups)
-    assert [source.effects[i].channels for i in (1, 2, 4)] == [(one,), (other,), (one,)]
-
-
-def test_what_a_collective_reads_stays_until_its_wait(groups):
-    source = read_trace(two_groups(groups))
-    of = source.storage_of
-    busy, first, a = (source.bsyms[i].output.name for i in (0, 1, 6))
-    assert isinstance(source.bsyms[1].output, FutureTensorProxy)
-    assert of[first] == of[a] != of[busy]
-    assert source.graph.storages[of[a]].nbytes == 2 * 4 * 4 * 4
-    assert simulate(source.graph).live_range(of[busy]) == (0, 6)
 
 
 # ---- what is held, and what can be freed ----
