@@ -99,6 +99,24 @@ class WithLoss(nn.Module):
         return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), y.reshape(-1))
 
 
+class Trained(nn.Module):
+    """A function's arguments as parameters, and the sum of all that it returns as the loss."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]):
+        super().__init__()
+        self.fn = fn
+        self.counts = [len(a) if isinstance(a, list | tuple) else 0 for a in args]
+        self.leaves = nn.ParameterList(nn.Parameter(t.detach().clone()) for t in tensors_of(args))
+
+    def forward(self):
+        leaves, args = list(self.leaves), []
+        for count in self.counts:
+            args.append(leaves[:count] if count else leaves[0])
+            leaves = leaves[count or 1 :]
+        results = self.fn(*args)
+        return sum(t.sum() for t in results) if isinstance(results, tuple) else results.sum()
+
+
 def issue_1337(fn: Callable[..., torch.Tensor]):
     """One of the issue's functions at its size: ten paths of 256 x 256 float32."""
     program = fan(fn)
@@ -131,3 +149,11 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def tensors_of(values: Any) -> list[torch.Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+def trained(case: str) -> tuple[nn.Module, tuple[Any, ...], Callable[[Any], torch.Tensor] | None]:
+    """A case as a model with parameters, the arguments of its call, and what makes a loss of its result."""
+    program, args = CASES[case]()
+    if not isinstance(program, nn.Module):
+        return Trained(program, args), (), None
+    return program, args, None if case == "gpt_loss" else lambda out: out.float().square().mean()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.predict_cases import WAYS, Net, Tied, WithLoss, gpt
+from tests.predict_cases import CASES, WAYS, Net, Tied, trained
 from thunder_mem.measure import measure_peak
 from thunder_mem.simulate import simulate
 from thunder_mem.training_step import predict_step, training_step
@@ -45,7 +45,7 @@ def mean_square(out):
 
 def check_step(model, optimizer, loss_fn, *args, options=None, jit=None, before=2):
     options = options or {}
-    jitted = thunder.jit(model, **(jit or {"executors": []}))
+    jitted = model if thunder.compile_data(model) else thunder.jit(model, **(jit or {"executors": []}))
     prediction = predict_step(jitted, optimizer, loss_fn, *args, first=not before, **options)
     if not before:
         jitted(*args)  # compiles, steps nothing
@@ -56,10 +56,16 @@ def check_step(model, optimizer, loss_fn, *args, options=None, jit=None, before=
     return prediction
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_a_step_with_any_optimizer(make):
+@pytest.fixture(scope="module")
+def compiled_once():
     model = small_model()
-    prediction = check_step(model, make(model.parameters()), mean_square, torch.randn(4, 32))
+    return model, thunder.jit(model, executors=[])
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_step_with_any_optimizer(make, compiled_once):
+    model, jitted = compiled_once
+    prediction = check_step(jitted, make(model.parameters()), mean_square, torch.randn(4, 32))
     assert prediction.phases == ("forward", "loss", "backward", "optimizer")
 
 
@@ -166,21 +172,39 @@ def test_groups_and_parameters_that_no_output_depends_on():
     check_step(model, optimizer, mean_square, torch.randn(4, 32))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_step_of_a_convolutional_network(optimizer, way):
-    model = WithLoss(Net())
-    target = torch.randint(0, 10, (4,))
-    check_step(model, optimizer(model.parameters()), None, torch.randn(4, 3, 16, 16), target, jit=WAYS[way]())
+# Of every program, in every way it is compiled; those that compile quickly by default.
+QUICK = [(case, "torch") for case in ("efficient", "in_place", "views")] + [("inefficient", "planned")]
+LONG = [(case, way) for case in CASES for way in WAYS if (case, way) not in QUICK and way != "chunked"]
+LONG += [("gpt_loss", "chunked")]
+
+
+def check_adamw(case, way):
+    model, args, loss_fn = trained(case)
+    check_step(model, torch.optim.AdamW(model.parameters()), loss_fn, *args, jit=WAYS[way]())
+
+
+@pytest.mark.parametrize("case, way", QUICK, ids=lambda x: x)
+def test_an_adamw_step(case, way):
+    check_adamw(case, way)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_a_step_of_a_language_model(way):
-    model = WithLoss(gpt())
-    tokens = torch.randint(0, 128, (2, 32))
-    check_step(model, torch.optim.AdamW(model.parameters()), None, tokens, tokens, jit=WAYS[way]())
+@pytest.mark.parametrize("case, way", LONG, ids=lambda x: x)
+def test_an_adamw_step_in_every_other_way(case, way):
+    check_adamw(case, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["torch", "planned pointwise"])
+@pytest.mark.parametrize("case", ["inefficient", "in_place", "views", "net", "gpt_loss"])
+def test_a_step_with_every_optimizer_however_gradients_are_kept(case, way):
+    model, args, loss_fn = trained(case)
+    jitted = thunder.jit(model, **WAYS[way]())
+    for make in OPTIMIZERS.values():
+        for options in ({}, {"set_to_none": False}, {"accumulate": 3}):
+            for p in model.parameters():
+                p.grad = None  # which the options before may have left
+            check_step(jitted, make(model.parameters()), loss_fn, *args, options=options)
 
 
 def test_nothing_of_the_callers_changes():
