@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from thunder.core.compile_data import _compile_data
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
+from thunder.core.trace import TraceCtx, TraceTag
 from thunder.extend import Executor, FusionExecutor
 
 from thunder_mem.budget import BudgetError
@@ -26,8 +26,9 @@ from thunder_mem.emit import emit
 from thunder_mem.joint_plan import PlanningOptions, plan_joint_trace, with_checkpoints
 from thunder_mem.measure import collector_off
 from thunder_mem.plan import Plan
+from thunder_mem.verify import is_verified, verify_final, verify_rewrite
 
-__all__ = ["PlanningExecutor", "last_plan", "seat", "unseat"]
+__all__ = ["PlanningExecutor", "check_final_trace", "last_failure", "last_plan", "seat", "unseat"]
 
 
 class _Session:
@@ -82,10 +83,9 @@ class PlanningExecutor(FusionExecutor):
                 if session.options.strict:
                     raise
                 session.failed = True
-                warnings.warn(
-                    f"MemEfficient left this program as Thunder compiles it: {type(error).__name__}: {error}",
-                    stacklevel=2,
-                )
+                cause = f"{type(error).__name__}: {error}"
+                _remember(None, failure=cause)
+                warnings.warn(f"MemEfficient left this program as Thunder compiles it: {cause}", stacklevel=2)
                 with suppress(Exception):
                     trace = with_checkpoints(trace)
         return self.inner.fusion_pass(trace) if session.failed and self.inner else trace
@@ -111,10 +111,32 @@ def unseat(executors: Sequence[Executor]) -> tuple[Executor, ...]:
 
 
 def last_plan(jitted) -> Plan | None:
-    """The plan of the last compilation of a jitted function or module; None if there was none."""
+    """The plan of the last compilation of a jitted function or module; None if there was none, or it failed."""
     import thunder
 
     return getattr(thunder.compile_stats(jitted), "thunder_mem_plan", None)
+
+
+def last_failure(jitted) -> str:
+    """Why planning failed in the last compilation of a jitted function or module; "" if it did not."""
+    import thunder
+
+    return getattr(thunder.compile_stats(jitted), "thunder_mem_failure", "")
+
+
+def check_final_trace(trace: TraceCtx) -> None:
+    """Check a trace that is about to run, a backward against the forward before it.
+
+    Raises:
+        VerificationError: see `verify_final`.
+    """
+    stats = _compile_data.get()[1]
+    if TraceTag.BACKWARD in trace.tags:
+        verify_final(trace, getattr(stats, "thunder_mem_saved", ()))
+    else:
+        saved = verify_final(trace)
+        if stats is not None:
+            stats.thunder_mem_saved = saved
 
 
 def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
@@ -132,10 +154,18 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     took_ms = (time.perf_counter_ns() - start) // 1_000_000
     executors = {str(e.name): e for e in session.executors}
     new = emit(planned.source, planned.trace, plan, executors, f"Memory planning (took {took_ms} milliseconds)")
+    if is_verified(planned.original, plan.fingerprint, session.options.verify):
+        verify_rewrite(planned.original, new)
     if fitted := fit_loops(new, plan.budget.budget_bytes if plan.budget else None):
         new, plan = fitted.trace, with_fitted_loops(plan, fitted)
     session.plan = plan
+    _remember(plan, took_ms=took_ms)
+    return new
+
+
+def _remember(plan: Plan | None, *, took_ms: int = 0, failure: str = "") -> None:
+    """With the compilation, where `last_plan` and `last_failure` find it; nothing stays of an earlier one."""
     if (stats := _compile_data.get()[1]) is not None:
         stats.thunder_mem_plan = plan
         stats.thunder_mem_planning_ms = took_ms
-    return new
+        stats.thunder_mem_failure = failure

@@ -7,13 +7,14 @@ from typing import Any
 
 import thunder
 
-from thunder_mem.delegate import last_plan
+from thunder_mem.delegate import last_failure, last_plan
 from thunder_mem.predict import Prediction, compiled_entry, predict
 from thunder_mem.report.bound import Optimality, optimality
 from thunder_mem.report.report import NO_PLAN, Report
 
 __all__ = ["explain"]
 
+FAILED = "MemEfficient could not plan this function, and this is the memory of what Thunder compiled instead: "
 OLDER = "these arguments were compiled for earlier than others: what MemEfficient decided then is not kept"
 
 
@@ -68,12 +69,14 @@ def explain(
         prediction = predict(jitted, *args, kwargs=kwargs)
     entry, _, _ = compiled_entry(jitted, args, dict(kwargs or {}), call=called)
     notes = []
-    plan = last_plan(jitted)
-    if plan is None:
+    plan, failure = last_plan(jitted), last_failure(jitted)
+    if plan is None and not failure:
         notes.append(NO_PLAN)
     elif entry.computation_traces is not stats.interpreter_cache[-1].computation_traces:
         plan = None
         notes.append(OLDER)
+    elif failure:
+        notes.append(f"{FAILED}{failure}")
     found: list[Optimality] = []
     if bounds:
         traces = {"forward": entry.computation_traces, "backward": entry.backward_traces}
