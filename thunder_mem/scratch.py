@@ -22,8 +22,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import FutureTensorProxy, NumberProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, has_tags
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -124,14 +125,44 @@ class ProbingRunner:
             return _Probe(curve.peak_bytes, curve.end_bytes, _outputs(bsym, probe_env, real))
 
 
+REGIONS = (
+    "a fused region holds what goes in and what comes out: what Inductor or nvFuser would keep between two kernels "
+    "of one region is not counted"
+)
+PRODUCTS = "some fused regions have matrix products or attention inside, whose operands and results are such"
+
+
 class SimulatedRunner:
-    """Runs operations on fake tensors of a device that is not there; fused regions by their outputs."""
+    """Runs operations on fake tensors of a device that is not there; fused regions by their outputs.
+
+    Attributes:
+        assumptions: what it takes for granted, in the order it was met.
+    """
 
     def __init__(self) -> None:
         self.assumptions: list[str] = ["scratch inside the device's own kernels is counted for flash attention only"]
 
     def __call__(self, bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> int:
+        if bsym.sym.is_fusion:
+            self._assume(REGIONS)
+            if _has_products(bsym):
+                self._assume(PRODUCTS)
         return _run_tracked(bsym, run, env)
+
+    def _assume(self, sentence: str) -> None:
+        if sentence not in self.assumptions:
+            self.assumptions.append(sentence)
+
+
+def _has_products(bsym: BoundSymbol) -> bool:
+    """Whether a region holds what no pointwise kernel computes, so that it is several kernels for certain."""
+    return any(
+        b.sym.id in _PRODUCTS or has_tags(b, {OpTags.MATMUL_OP}) or "attention" in b.sym.name or _has_products(b)
+        for b in bsym.subsymbols
+    )
+
+
+_PRODUCTS = (PrimIDs.MATMUL, PrimIDs.LINEAR, PrimIDs.CONVOLUTION)
 
 
 def _run_tracked(bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> int:

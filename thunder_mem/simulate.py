@@ -5,6 +5,11 @@ storages and a device, but no data. Modules can be built, `thunder.jit` traces a
 it would on that GPU, and `predict` follows the final traces. Questions about the GPU (its memory, its
 compute capability, which attention kernel takes a call) are answered for the device that was named.
 
+A fused region is its inputs and outputs there: neither Inductor nor nvFuser writes its kernels without the
+GPU, so what they would keep between two kernels of one region is not counted, and a prediction says so among
+its `assumptions`. Most pointwise regions are one kernel and keep nothing; regions of several reductions, and
+those of `fusion="torchcompile"` with matrix products inside, can hold more than predicted.
+
 Nothing can be computed, and PyTorch's autograd engine does not run on fake CUDA tensors: use
 `predict` or `predict_step` instead of `loss.backward()`.
 """
