@@ -14,6 +14,8 @@ from torch import nn
 
 from tests import report_cases
 from tests.report_cases import synthetic
+from thunder_mem.budget import BudgetError
+from thunder_mem.delegate import last_plan
 from thunder_mem.predict import Prediction
 from thunder_mem.report import Report, explain
 from thunder_mem.report.advice import advice
@@ -147,6 +149,35 @@ def test_arguments_choose_the_compilation():
     earlier = explain(jitted, small, bounds=False)
     assert earlier.plan is None and "compiled for earlier" in str(earlier)
     assert earlier.peak_bytes < explain(jitted, bounds=False).peak_bytes
+
+
+def test_after_a_failed_plan_the_cause_is_reported_and_no_earlier_plan():
+    def order(graph):
+        if fails:
+            raise RuntimeError("no order today")
+        return range(len(graph))
+
+    jitted = thunder.jit(lambda x: (x * 2).sin().sum(), executors=[], transforms=[MemEfficient(sort=order)])
+    fails = False
+    assert explain(jitted, torch.randn(8), bounds=False).plan is not None
+    fails = True
+    with pytest.warns(UserWarning, match="no order today"):
+        report = explain(jitted, torch.randn(16), bounds=False)
+    assert report.plan is None and last_plan(jitted) is None
+    assert "could not plan this function" in str(report) and "RuntimeError: no order today" in str(report)
+    assert "compile with transforms=[MemEfficient()]" not in str(report)
+    fails = False
+    report = explain(jitted, torch.randn(32), bounds=False)
+    assert report.plan is not None and report.notes == ()
+
+
+def test_after_a_budget_that_nothing_fits_the_last_compilation_is_reported():
+    jitted = thunder.jit(lambda x: (x * 2).sin().sum(), executors=[], transforms=[MemEfficient(budget="1 KiB")])
+    small = explain(jitted, torch.randn(8), bounds=False)
+    with pytest.raises(BudgetError, match="within 1,024 bytes"):
+        explain(jitted, torch.randn(1024), bounds=False)
+    again = explain(jitted, bounds=False)
+    assert (again.peak_bytes, again.plan) == (small.peak_bytes, small.plan) and again.plan is not None
 
 
 def test_saved_views_count_once_in_a_bound():
