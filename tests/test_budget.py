@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.graphs import training
 from thunder_mem import BudgetError, MemEfficient, last_plan, measure_peak
 from thunder_mem.budget import parse_budget
-from thunder_mem.fit_budget import SavingProblem, fit_budget
+from thunder_mem.fit_budget import SavingProblem, fit_budget, greedy_fit
 from thunder_mem.ladder import ladders
 from thunder_mem.regions import Fusibility
 
@@ -60,15 +60,37 @@ def test_rungs_are_nested_and_buy_bytes_with_time(seed):
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0, 1))
-def test_a_choice_fits_unless_it_says_otherwise(seed, share):
+def test_a_choice_fits_or_nothing_known_does(seed, share):
     problem = problem_of(seed)
     free = problem.trial(frozenset()).peak_bytes
     budget = max(1, int(free * (0.5 + share / 2)))
     fit = fit_budget(problem, budget)
-    assert (fit.peak_bytes <= budget) == (fit.method != "smallest")
+    assert fit.peak_bytes <= max(budget, fit_budget(problem, 1).peak_bytes)
     assert fit.peak_bytes == problem.trial(fit.rebuilt).peak_bytes
     assert fit.bound_seconds <= fit.seconds == problem.seconds(fit.rebuilt)
     assert fit == fit_budget(problem_of(seed), budget)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10_000))
+def test_a_larger_budget_is_never_slower_and_never_has_a_lower_peak(seed):
+    problem = problem_of(seed)
+    low, high = fit_budget(problem, 1).peak_bytes, problem.trial(frozenset()).peak_bytes
+    fits = [fit_budget(problem, low + (high - low) * i // 20) for i in range(21)]
+    for smaller, larger in pairwise(fits):
+        assert larger.seconds <= smaller.seconds and larger.peak_bytes >= smaller.peak_bytes
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0, 1))
+def test_no_choice_is_dearer_than_the_ladders_first_rung_that_fits(seed, share):
+    problem = problem_of(seed)
+    low, high = fit_budget(problem, 1).peak_bytes, problem.trial(frozenset()).peak_bytes
+    budget = int(low + (high - low) * share)
+    for level in problem.levels():
+        greedy = greedy_fit(problem, level.rungs, budget)
+        if greedy.peak_bytes <= budget:
+            assert fit_budget(problem, budget).seconds <= greedy.seconds
 
 
 def stack() -> torch.nn.Module:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thunder_mem.sizes import parse_bytes
+from thunder_mem.sizes import parse_bytes, size
 
 __all__ = ["BudgetError", "BudgetOutcome", "device_memory_bytes", "parse_budget"]
 
@@ -27,10 +27,14 @@ class BudgetError(RuntimeError):
         self.budget_bytes = budget_bytes
         self.smallest_peak_bytes = smallest_peak_bytes
         super().__init__(
-            f"no plan keeps the peak within {budget_bytes:,} bytes: the smallest found is "
-            f"{smallest_peak_bytes:,} bytes ({smallest_peak_bytes / 2**30:.2f} GiB), held by {held}. "
+            f"no plan keeps the peak within {_readable(budget_bytes)}: the smallest found is "
+            f"{_readable(smallest_peak_bytes)}, held by {held}. "
             'on_infeasible="warn" compiles that one.'
         )
+
+
+def _readable(nbytes: int) -> str:
+    return f"{nbytes:,} bytes" if nbytes < 1024 else f"{size(nbytes)} ({nbytes:,} bytes)"
 
 
 @dataclass(frozen=True)

@@ -1,53 +1,42 @@
 """Find the cheapest choice of what to recompute whose peak fits a budget.
 
-The ladder (`ladder.py`) is searched by exact trials for its first rung that fits; the integer program
-(`saving_milp.py`) then looks for a cheaper choice within the same limit. Whatever either proposes, a
-trial by the exact timeline decides.
+The integer program (`saving_milp.py`) proposes, with rows from a few trials of a ladder of minimum cuts
+(`ladder.py`), and a trial by the exact timeline disposes. Proposals belong to fixed targets, the cells of
+the range between the ladder's ends, not to the budget that is asked for: so that the same few choices
+answer neighbouring budgets, and a larger budget chooses among no fewer. Where nothing proposed fits, the
+ladder's first rung that does is the answer (the greedy fallback).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from math import inf
 
 from thunder_mem.choices import UNDECIDED, Choices
 from thunder_mem.graph import Graph
 from thunder_mem.ladder import Rung, ladders, repeat_seconds
+from thunder_mem.memory_rows import Candidates, MemoryRow, calibrated, memory_rows
 from thunder_mem.regions import Fusibility
-from thunder_mem.saving_milp import Candidates, MemoryRow, memory_rows, solve
+from thunder_mem.saving_milp import Solution, solve
+from thunder_mem.sorting import SortFunction
 from thunder_mem.trial import Trial, try_rebuilding
 
-__all__ = ["Fit", "SavingProblem", "fit_budget", "frontier"]
+__all__ = ["Fit", "SavingProblem", "fit_budget", "greedy_fit", "sweep"]
 
-# Rounds of cutting planes; each costs a solution and a trial.
+# The range of peaks is cut into so many targets.
+_CELLS = 256
+# Rounds of cutting planes for one target; each costs a solution and a trial.
 _ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class SavingProblem:
-    """What a program may save or recompute.
-
-    Attributes:
-        graph: its joint graph, unfused, nothing recomputed.
-        fuse: which executor can take which op.
-        repeat_s: per op, the seconds of repeating it in the backward; infinite where it may not be.
-        choices: what is decided already.
-    """
-
-    graph: Graph
-    fuse: Fusibility
-    repeat_s: Sequence[float] = field(repr=False)
-    choices: Choices = UNDECIDED
-    _trials: dict[frozenset[int], Trial] = field(default_factory=dict, repr=False, compare=False)
-
-    def trial(self, rebuilt: frozenset[int]) -> Trial:
-        """The exact price of a choice; made once."""
-        if rebuilt not in self._trials:
-            self._trials[rebuilt] = try_rebuilding(self.graph, self.fuse, rebuilt)
-        return self._trials[rebuilt]
-
-    def seconds(self, rebuilt: frozenset[int]) -> float:
-        return repeat_seconds(self.graph, rebuilt, self.repeat_s)
+# How many cells below the budget's own are tried before the ladder.
+_CELLS_BELOW = 8
+# Relative difference below which times are the same.
+_EQUAL = 1e-9
+# Programs of fewer ops take the rows of more trials and are solved exactly: there that costs little.
+_SMALL = 2000
+# The relative optimality gap that ends the search in larger ones.
+_LARGE_GAP = 0.002
 
 
 @dataclass(frozen=True)
@@ -59,7 +48,7 @@ class Fit:
         peak_bytes: of its trial.
         seconds: of all repetitions.
         bound_seconds: a lower bound on it, under the model of the integer program.
-        method: "ladder" or "milp"; "smallest" if nothing fits, and this has the smallest peak found.
+        method: "ladder" or "milp", whichever found it.
     """
 
     rebuilt: frozenset[int]
@@ -69,73 +58,216 @@ class Fit:
     method: str
 
 
+@dataclass(frozen=True)
+class SavingProblem:
+    """What a program may save or recompute.
+
+    Attributes:
+        graph: its joint graph, unfused, nothing recomputed.
+        fuse: which executor can take which op.
+        repeat_s: per op, the seconds of repeating it in the backward; infinite where it may not be.
+        choices: what is decided already.
+        sort: how plans are ordered.
+    """
+
+    graph: Graph
+    fuse: Fusibility
+    repeat_s: Sequence[float] = field(repr=False)
+    choices: Choices = UNDECIDED
+    sort: str | SortFunction = "auto"
+    _trials: dict[frozenset[int], Trial] = field(default_factory=dict, repr=False, compare=False)
+    _levels: list[_Level] = field(default_factory=list, repr=False, compare=False)
+    _coming: list[Iterator[tuple[Rung, ...]]] = field(default_factory=list, repr=False, compare=False)
+
+    def trial(self, rebuilt: frozenset[int]) -> Trial:
+        """The exact price of a choice; made once."""
+        if rebuilt not in self._trials:
+            self._trials[rebuilt] = try_rebuilding(self.graph, self.fuse, rebuilt, self.sort)
+        return self._trials[rebuilt]
+
+    def seconds(self, rebuilt: frozenset[int]) -> float:
+        """Of running once more every op that makes one of `rebuilt`."""
+        return repeat_seconds(self.graph, rebuilt, self.repeat_s)
+
+    def fit(self, rebuilt: frozenset[int], bound_seconds: float, method: str) -> Fit:
+        """A choice with its prices."""
+        seconds = self.seconds(rebuilt)
+        return Fit(rebuilt, self.trial(rebuilt).peak_bytes, seconds, min(bound_seconds, seconds), method)
+
+    def levels(self) -> Iterator[_Level]:
+        """The ladders, narrowest spacing of the anchors first, as long as a wider one has a lower end."""
+        known = self._levels
+        for i in count():
+            if i == len(known):
+                if not self._coming:
+                    self._coming.append(ladders(self.graph, self.fuse, self.repeat_s, self.choices))
+                rungs = next(self._coming[0], None)
+                if rungs is None:
+                    return
+                level = _Level(self, rungs)
+                if known and level.low_bytes >= known[-1].low_bytes:
+                    self._coming[0] = iter(())
+                    return
+                known.append(level)
+            yield known[i]
+
+
+class _Level:
+    """One ladder, the integer program over what it may rebuild, and that program's answers to fixed targets."""
+
+    def __init__(self, problem: SavingProblem, rungs: Sequence[Rung]) -> None:
+        self.problem, self.rungs = problem, rungs
+        self.low_bytes = problem.trial(rungs[-1].rebuilt).peak_bytes
+        self.high_bytes = problem.trial(rungs[0].rebuilt).peak_bytes
+        self._small = len(problem.graph) < _SMALL
+        self._rows: dict[int, MemoryRow] | None = None
+        self._solutions: dict[int, Solution | None] = {}
+        self._answers: dict[int, frozenset[int]] = {}
+        self.candidates = Candidates(
+            problem.graph,
+            problem.fuse,
+            rungs[-1].rebuilt,
+            problem.repeat_s,
+            forced=rungs[0].rebuilt & (problem.choices.offered | problem.choices.recompute),
+        )
+
+    @property
+    def rows(self) -> dict[int, MemoryRow]:
+        """Of the two ends and, in a small program, of a few rungs between; none says more than any of these shows."""
+        if self._rows is None:
+            between = 3 if self._small else 0
+            last = len(self.rungs) - 1
+            chosen = dict.fromkeys(round(i * last / (between + 1)) for i in range(between + 2))
+            trials = [self.problem.trial(self.rungs[i].rebuilt) for i in chosen]
+            found = {row.key: row for trial in trials for row in memory_rows(self.candidates, trial)}
+            self._rows = {row.key: row for row in calibrated(self.candidates, found.values(), trials)}
+        return self._rows
+
+    def cell(self, nbytes: int) -> int:
+        """The highest target that is at most so many bytes, counted from the low end; negative if there is none."""
+        return (nbytes - self.low_bytes) * _CELLS // max(1, self.high_bytes - self.low_bytes)
+
+    def target_bytes(self, cell: int) -> int:
+        """Rounded up, so that the low end itself is the target of cell 0."""
+        return self.low_bytes - (self.low_bytes - self.high_bytes) * cell // _CELLS
+
+    def solution(self, cell: int) -> Solution | None:
+        """The integer program's solution for a target, by the level's own rows."""
+        if cell not in self._solutions:
+            self._solutions[cell] = self._solve(self.rows, self.target_bytes(cell))
+        return self._solutions[cell]
+
+    def answer(self, cell: int) -> Fit | None:
+        """The choice for a target: the solution, mended where its trial exceeds the target."""
+        first = self.solution(cell)
+        if first is None:
+            return None
+        if cell not in self._answers:
+            self._answers[cell] = self._mended(first, self.target_bytes(cell))
+        return self.problem.fit(self._answers[cell], first.bound_seconds, "milp")
+
+    def _solve(self, rows: Mapping[int, MemoryRow], target_bytes: int) -> Solution | None:
+        gap = 0.0 if self._small else _LARGE_GAP
+        return solve(self.candidates, list(rows.values()), target_bytes, gap)
+
+    def _mended(self, solution: Solution, target_bytes: int) -> frozenset[int]:
+        rows = dict(self.rows)
+        chosen = solution
+        for _ in range(_ROUNDS):
+            trial = self.problem.trial(chosen.rebuilt)
+            if trial.peak_bytes <= target_bytes:
+                return chosen.rebuilt
+            rows |= {row.key: row for row in memory_rows(self.candidates, trial)}
+            following = self._solve(rows, target_bytes)
+            if following is None:
+                break
+            chosen = following
+        return chosen.rebuilt
+
+
 def fit_budget(problem: SavingProblem, budget_bytes: int) -> Fit:
-    """The cheapest choice found whose trial stays within the budget, or the one of the smallest peak."""
-    smallest: Fit | None = None
-    for rungs in ladders(problem.graph, problem.fuse, problem.repeat_s, problem.choices):
-        highest = problem.trial(rungs[-1].rebuilt)
-        found, trial = _first_that_fits(problem, rungs, highest, budget_bytes)
-        fit = Fit(found.rebuilt, trial.peak_bytes, found.seconds, 0.0, "ladder")
-        if fit.peak_bytes <= budget_bytes:
-            return _cheaper(problem, rungs, fit, trial, budget_bytes)
-        if smallest is None or fit.peak_bytes < smallest.peak_bytes:
-            smallest = Fit(fit.rebuilt, fit.peak_bytes, fit.seconds, fit.seconds, "smallest")
-    assert smallest is not None  # there is always one ladder
-    return smallest
+    """The cheapest choice found whose peak stays within the budget, or else the one of the smallest peak.
+
+    Of equally cheap ones the one with the lower peak is taken.
+    """
+    level = next((level for level in problem.levels() if level.low_bytes <= budget_bytes), None)
+    if level is None:
+        return _smallest(problem)
+    found = _proposals(problem, level, budget_bytes)
+    bound = found[0].bound_seconds if found else 0.0
+    found = [fit for fit in found if fit.peak_bytes <= budget_bytes]
+    if not found:
+        found = [fit for fit in [greedy_fit(problem, level.rungs, budget_bytes)] if fit.peak_bytes <= budget_bytes]
+    if not found:
+        return _smallest(problem)
+    best = min(found, key=lambda f: (f.seconds, f.peak_bytes))
+    return replace(best, bound_seconds=min(bound, best.seconds))
 
 
-def _first_that_fits(
-    problem: SavingProblem, rungs: Sequence[Rung], highest: Trial, budget_bytes: int
-) -> tuple[Rung, Trial]:
-    """Search between the lowest rung and the highest, guessing by the bytes that a rung saves."""
-    low, high, trial = 0, len(rungs) - 1, highest
-    if highest.peak_bytes > budget_bytes:
-        return rungs[-1], highest
-    guess = True
+def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list[Fit]:
+    """Answers to the targets about a budget, from the first above it.
+
+    Further ones below are asked for only until none of them can be cheaper than what fits. If there
+    are some that cost no more, the lowest of those targets is answered too: equal time buys memory.
+    """
+    here = min(level.cell(budget_bytes), _CELLS)
+    proposals: list[Fit] = []
+    best, lowest = inf, 0
+    for cell in range(min(here + 1, _CELLS), max(here - _CELLS_BELOW, -1), -1):
+        solution = level.solution(cell)
+        if solution is not None and solution.bound_seconds >= best * (1 - _EQUAL):
+            break
+        if (fit := level.answer(cell)) is not None:
+            proposals.append(fit)
+            if fit.peak_bytes <= budget_bytes and fit.seconds < best:
+                best, lowest = fit.seconds, cell
+    if best < inf and (bottom := _lowest_as_cheap(level, lowest, best)) < lowest:
+        proposals += [fit for fit in [level.answer(bottom)] if fit is not None]
+    return proposals
+
+
+def _lowest_as_cheap(level: _Level, cell: int, seconds: float) -> int:
+    """The lowest target whose solution takes no longer, by doubling steps and bisection."""
+
+    def as_cheap(lower: int) -> bool:
+        solution = level.solution(lower)
+        return solution is not None and solution.seconds <= seconds * (1 + _EQUAL)
+
+    step = 1
+    while cell - step >= 0 and as_cheap(cell - step):
+        cell, step = cell - step, 2 * step
+    while (step := step // 2) > 0:
+        if cell - step >= 0 and as_cheap(cell - step):
+            cell -= step
+    return cell
+
+
+def greedy_fit(problem: SavingProblem, rungs: Sequence[Rung], budget_bytes: int) -> Fit:
+    """The first rung of a ladder that fits, by bisection; its last if none does."""
+    low, high = 0, len(rungs) - 1
     while high > low:
         middle = (low + high) // 2
-        if guess:  # what is over the budget would have to be saved less
-            enough = rungs[high].saved_bytes + budget_bytes - trial.peak_bytes
-            middle = next((i for i in range(low, high) if rungs[i].saved_bytes <= enough), high - 1)
-        guess = not guess
-        tried = problem.trial(rungs[middle].rebuilt)
-        if tried.peak_bytes <= budget_bytes:
-            high, trial = middle, tried
+        if problem.trial(rungs[middle].rebuilt).peak_bytes <= budget_bytes:
+            high = middle
         else:
             low = middle + 1
-    return rungs[high], trial
+    return problem.fit(rungs[high].rebuilt, 0.0, "ladder")
 
 
-def _cheaper(problem: SavingProblem, rungs: Sequence[Rung], fit: Fit, trial: Trial, budget_bytes: int) -> Fit:
-    """The integer program's choice, where a trial says that it fits and it costs less; else `fit`."""
-    candidates = Candidates(problem.graph, rungs[-1].rebuilt | fit.rebuilt, problem.repeat_s)
-    rows: dict[int, MemoryRow] = {}
-    bound = 0.0
-    for _ in range(_ROUNDS):
-        rows |= {row.key: row for row in memory_rows(candidates, trial)}
-        solution = solve(candidates, list(rows.values()), budget_bytes)
-        if solution is None or solution.seconds >= fit.seconds:
-            break
-        bound = bound or solution.bound_seconds
-        trial = problem.trial(solution.rebuilt)
-        if trial.peak_bytes <= budget_bytes:
-            return Fit(solution.rebuilt, trial.peak_bytes, solution.seconds, min(bound, solution.seconds), "milp")
-    return Fit(fit.rebuilt, fit.peak_bytes, fit.seconds, min(bound or fit.seconds, fit.seconds), fit.method)
+def _smallest(problem: SavingProblem) -> Fit:
+    """The smallest peak that is known, and of the choices that reach it the cheapest."""
+    levels = list(problem.levels())
+    found = [problem.fit(level.rungs[-1].rebuilt, 0.0, "ladder") for level in levels]
+    found += [fit for fit in [levels[-1].answer(0)] if fit is not None]
+    return replace(min(found, key=lambda f: (f.peak_bytes, f.seconds)), bound_seconds=0.0)
 
 
-def frontier(problem: SavingProblem, points: int = 16) -> Iterator[Fit]:
-    """Choices from no costly repetition to the smallest peak, each with a lower peak than the one before.
-
-    The narrowest spacing of the anchors is sampled at `points` rungs, the wider ones only for as long
-    as they still lower the peak.
-    """
+def sweep(problem: SavingProblem, points: int = 16) -> Iterator[Fit]:
+    """Choices from no costly repetition to the smallest peak, each with a lower peak than the one before."""
     peak_bytes: int | None = None
-    for rungs in ladders(problem.graph, problem.fuse, problem.repeat_s, problem.choices):
-        last = len(rungs) - 1
-        if peak_bytes is not None and problem.trial(rungs[last].rebuilt).peak_bytes >= peak_bytes:
-            return
-        for i in sorted({*range(0, last, max(1, -(-last // points))), last}):
-            tried = problem.trial(rungs[i].rebuilt)
-            if peak_bytes is None or tried.peak_bytes < peak_bytes:
-                peak_bytes = tried.peak_bytes
-                yield Fit(rungs[i].rebuilt, peak_bytes, rungs[i].seconds, rungs[i].seconds, "ladder")
+    for level in problem.levels():
+        for i in range(points, -1, -1):
+            fit = fit_budget(problem, level.target_bytes(i * _CELLS // points))
+            if peak_bytes is None or fit.peak_bytes < peak_bytes:
+                peak_bytes = fit.peak_bytes
+                yield fit

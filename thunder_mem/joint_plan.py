@@ -28,6 +28,7 @@ from thunder_mem.planner import make_plan
 from thunder_mem.recompute import recompute_in_backward, why_not_again
 from thunder_mem.regions import Fusibility
 from thunder_mem.saving import storages_to_rebuild
+from thunder_mem.sizes import size
 from thunder_mem.sorting import SortFunction
 from thunder_mem.timeline import Timeline
 from thunder_mem.trace_graph import TraceGraph, read_trace
@@ -35,9 +36,9 @@ from thunder_mem.trace_graph import TraceGraph, read_trace
 __all__ = ["Planned", "PlanningOptions", "plan_joint_trace", "with_checkpoints"]
 
 # How often the target is moved by what the plan makes of a choice, compared with its trial.
-_ATTEMPTS = 3
-# A plan that leaves more of the budget unused is tried again with a higher target.
-_UNUSED_SHARE = 0.01
+_ATTEMPTS = 4
+# Where a plan stays this share of the budget below its trial, a higher target is tried.
+_UNUSED_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
     if options.budget is None and options.observe is None:
         return best
     device = _device(source)
-    problem = SavingProblem(source.graph, fuse, _repeat_seconds(source, fuse, device), choices)
+    problem = SavingProblem(source.graph, fuse, _repeat_seconds(source, fuse, device), choices, options.sort)
     if options.observe is not None:
         options.observe(problem, plan)
     if options.budget is None:
@@ -122,34 +123,35 @@ def _within_budget(
     if free.peak_bytes <= budget_bytes:
         return _with_outcome(free, free, BudgetOutcome(budget_bytes, free.peak_bytes, 0.0, 0.0, "free"))
     target_bytes = budget_bytes
-    fitting: list[tuple[float, int, Planned, Fit]] = []
-    smallest: tuple[Planned, Fit] | None = None
-    for attempt in range(_ATTEMPTS):
+    tried: dict[frozenset[int], tuple[Planned, Fit]] = {}
+    for _ in range(_ATTEMPTS):
         fit = fit_budget(problem, target_bytes)
-        planned = plan(fit.rebuilt)
-        unused_bytes = budget_bytes - planned.peak_bytes
-        if unused_bytes >= 0:
-            fitting.append((fit.seconds, attempt, planned, fit))
-            if unused_bytes <= _UNUSED_SHARE * budget_bytes:
-                break
-        elif smallest is None or planned.peak_bytes < smallest[0].peak_bytes:
-            smallest = planned, fit
-        if fit.method == "smallest":
+        if fit.rebuilt in tried:
             break
-        target_bytes += unused_bytes
+        planned = plan(fit.rebuilt)
+        tried[fit.rebuilt] = planned, fit
+        saved_bytes = fit.peak_bytes - planned.peak_bytes  # by merges, or by another arrangement
+        if planned.peak_bytes <= budget_bytes and saved_bytes <= _UNUSED_SHARE * budget_bytes:
+            break
+        target_bytes = budget_bytes + saved_bytes
+    fitting = [(planned, fit) for planned, fit in tried.values() if planned.peak_bytes <= budget_bytes]
     if fitting:
-        *_, planned, fit = min(fitting, key=lambda f: f[:2])
-    else:
-        assert smallest is not None  # an attempt fits or does not
-        planned, fit = smallest if smallest[0].peak_bytes < free.peak_bytes else (free, replace(smallest[1], seconds=0))
-        error = BudgetError(budget_bytes, planned.peak_bytes, _held(problem.trial(smallest[1].rebuilt).timeline))
-        if infeasible == "error":
-            raise error
-        warnings.warn(str(error), stacklevel=2)
-    method = fit.method if fitting else "smallest"
-    bound_ms = min(fit.bound_seconds, fit.seconds) * 1e3
-    outcome = BudgetOutcome(budget_bytes, planned.peak_bytes, fit.seconds * 1e3, bound_ms, method)
-    return _with_outcome(free, planned, outcome)
+        planned, fit = min(fitting, key=lambda f: (f[1].seconds, f[0].peak_bytes))
+        return _with_outcome(free, planned, _outcome(budget_bytes, planned, fit, fit.method))
+    planned, fit = min(tried.values(), key=lambda t: (t[0].peak_bytes, t[1].seconds))
+    error = BudgetError(
+        budget_bytes, min(planned.peak_bytes, free.peak_bytes), _held(problem.trial(fit.rebuilt).timeline)
+    )
+    if infeasible == "error":
+        raise error
+    warnings.warn(str(error), stacklevel=2)
+    if free.peak_bytes <= planned.peak_bytes:  # which costs nothing
+        planned, fit = free, replace(fit, seconds=0.0, bound_seconds=0.0)
+    return _with_outcome(free, planned, _outcome(budget_bytes, planned, fit, "smallest"))
+
+
+def _outcome(budget_bytes: int, planned: Planned, fit: Fit, method: str) -> BudgetOutcome:
+    return BudgetOutcome(budget_bytes, planned.peak_bytes, fit.seconds * 1e3, fit.bound_seconds * 1e3, method)
 
 
 def _with_outcome(free: Planned, planned: Planned, outcome: BudgetOutcome) -> Planned:
@@ -168,9 +170,9 @@ def _held(timeline: Timeline) -> str:
     alive = timeline.alive_at(timeline.peak_step)
     stays = sum(storages[s].nbytes for s in alive if storages[s].held or s in timeline.graph.outputs)
     others = [storages[s] for s in alive if not storages[s].held and s not in timeline.graph.outputs]
-    largest = ", ".join(f"{s.name} {s.nbytes / 2**20:.1f} MiB" for s in others[:4])
-    computed = f"{sum(s.nbytes for s in others) / 2**20:.1f} MiB of computed values"
-    return f"{stays / 2**20:.1f} MiB of arguments and results and {computed}" + (f" ({largest})" if largest else "")
+    largest = ", ".join(f"{s.name} {size(s.nbytes)}" for s in others[:4])
+    computed = f"{size(sum(s.nbytes for s in others))} of computed values"
+    return f"{size(stays)} of arguments and results and {computed}" + (f" ({largest})" if largest else "")
 
 
 def _repeat_seconds(source: TraceGraph, fuse: Fusibility, device: torch.device) -> list[float]:

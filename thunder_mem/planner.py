@@ -18,7 +18,7 @@ from thunder_mem.regions import Fusibility, Groups, consecutive_groups, contract
 from thunder_mem.sorting import SortFunction, SortResult, sort_graph
 from thunder_mem.timeline import simulate
 
-__all__ = ["make_plan"]
+__all__ = ["make_plan", "order_halves"]
 
 
 THUNDERS_OWN = "neighbours, source order"
@@ -82,7 +82,7 @@ class _Proposal:
 
 def _propose(base: Absorbed, sort: str | SortFunction) -> _Proposal:
     regions = base.graph.contract(contract_chains(base.graph, base.groups, base.fuse))
-    order, algorithm = _order(regions, sort)
+    order, algorithm = order_halves(regions, sort)
     arrangements = [_arrange("planned", base, regions, order)]
     if sort != "auto":  # which alone never has a higher peak than the source order
         arrangements.append(_arrange("planned, source order", base, regions, range(len(regions))))
@@ -100,7 +100,7 @@ def fingerprint(graph: Graph) -> str:
     return hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
 
 
-def _order(regions: Graph, sort: str | SortFunction) -> tuple[list[int], str]:
+def order_halves(regions: Graph, sort: str | SortFunction) -> tuple[list[int], str]:
     order: list[int] = []
     algorithms: list[str] = []
     for backward in (False, True):

@@ -1,4 +1,4 @@
-"""The exact price of rebuilding given storages, in the arrangement that planning starts from."""
+"""The exact price of rebuilding given storages: absorbed, contracted and ordered as a plan of it would be."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from thunder_mem.amplifiers import absorb_amplifiers
 from thunder_mem.graph import Graph
+from thunder_mem.planner import order_halves
 from thunder_mem.regions import Fusibility, contract_chains
 from thunder_mem.repeat import repeat_in_backward
+from thunder_mem.sorting import SortFunction
 from thunder_mem.timeline import Timeline, simulate
 
 __all__ = ["Trial", "try_rebuilding"]
@@ -19,30 +21,46 @@ class Trial:
 
     Attributes:
         rebuilt: the choice.
-        timeline: of the regions in source order, neither sorted nor merged.
-        step_of: per op of the original graph, the first step of its own half that runs it; None if it
-            is part of its consumers alone.
+        timeline: of its regions as they are ordered, not yet merged for speed (which never raises the peak).
+        names: per step, the first op of the original graph in it, which names the step across trials.
+        forward_end: per storage of the original graph, the last step of the forward that uses it; -1 if none does.
+        backward_start, backward_end: the first and the last step of the backward that uses it, repetitions
+            apart; the number of steps and -1 if none does.
     """
 
     rebuilt: frozenset[int]
     timeline: Timeline
-    step_of: tuple[int | None, ...]
+    names: tuple[int, ...]
+    forward_end: tuple[int, ...]
+    backward_start: tuple[int, ...]
+    backward_end: tuple[int, ...]
 
     @property
     def peak_bytes(self) -> int:
         return self.timeline.peak_bytes
 
 
-def try_rebuilding(graph: Graph, fuse: Fusibility, rebuilt: frozenset[int]) -> Trial:
+def try_rebuilding(graph: Graph, fuse: Fusibility, rebuilt: frozenset[int], sort: str | SortFunction = "auto") -> Trial:
     """Price the program in which the backward rebuilds these storages."""
     repeated = repeat_in_backward(graph, fuse, rebuilt)
     absorbed = absorb_amplifiers(repeated.graph, repeated.fuse)
     regions = absorbed.graph.contract(contract_chains(absorbed.graph, absorbed.groups, absorbed.fuse))
-    timeline = simulate(regions)
-    step_of: list[int | None] = [None] * len(graph)
-    for step, region in enumerate(regions.ops):
-        for member in region.payload:  # type: ignore[attr-defined]
-            op = repeated.source[absorbed.origin[member]]
-            if step_of[op] is None and graph.ops[op].backward == region.backward:
-                step_of[op] = step
-    return Trial(rebuilt, timeline, tuple(step_of))
+    timeline = simulate(regions, order_halves(regions, sort)[0])
+    names = []
+    forward_end = [-1] * len(graph.storages)
+    backward_start = [len(timeline.order)] * len(graph.storages)
+    backward_end = [-1] * len(graph.storages)
+    for step, index in enumerate(timeline.order):
+        region = regions.ops[index]
+        members = [absorbed.origin[m] for m in region.payload]  # type: ignore[attr-defined]
+        names.append(min(repeated.source[m] for m in members))
+        for m in members:
+            op = graph.ops[repeated.source[m]]
+            if not region.backward:
+                for s in op.touches:
+                    forward_end[s] = step
+            elif op.backward or not repeated.graph.ops[m].backward:  # no repetition
+                for s in op.touches:
+                    backward_start[s] = min(step, backward_start[s])
+                    backward_end[s] = step
+    return Trial(rebuilt, timeline, tuple(names), tuple(forward_end), tuple(backward_start), tuple(backward_end))
