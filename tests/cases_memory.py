@@ -117,6 +117,26 @@ def _write_to_an_argument():
     return program, (randn(4, 3, grad=False), randn(4, 3, grad=False, seed=1))
 
 
+@case(MEMORY, held_to="eager")
+def _argument_overwritten_by_what_has_a_gradient():
+    def program(buffer, w):
+        buffer.mul_(w)
+        return buffer.sum()
+
+    return program, (randn(4, 3, grad=False), randn(4, 3, seed=1))
+
+
+@case(MEMORY, held_to="eager")
+def _argument_overwritten_twice_by_what_has_a_gradient():
+    def program(buffer, w):
+        before = buffer.sin() * 2
+        buffer.mul_(w)
+        buffer.mul_(w)
+        return (buffer.sin() + before).sum()
+
+    return program, (randn(4, 3, grad=False), randn(4, 3, seed=1))
+
+
 @case(MEMORY)
 def _write_to_an_argument_beside_a_gradient():
     def program(x, buffer):

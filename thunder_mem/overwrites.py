@@ -296,16 +296,33 @@ def protect_old_values(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
 
     new = from_trace(trace)
     with tracectx(new):
-        due: dict[int, list[BoundSymbol]] = {}
-        swap = {}
+        due: dict[int, list[TensorProxy]] = {}
         for before, p in copies.values():
-            copy = prims.clone.bind(p, output=prims.clone.meta(p))
-            swap[variableify(p)] = copy.output
-            due.setdefault(before, []).append(copy)
+            due.setdefault(before, []).append(p)
+        swap: dict = {}
         body: list[BoundSymbol] = []
         for index, bsym in enumerate(source.bsyms):
-            body += due.get(index, [])
+            if index in due:
+                copied, bsym = _write_after_copies(bsym, due[index], swap)
+                body += copied
             body.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if index in readers else bsym)
         new.bound_symbols = [*source.prefix, *body, source.result]
     new.set_provenance(TraceProvenance("Copy what the backward needs before it is overwritten"))
     return new
+
+
+def _write_after_copies(
+    write: BoundSymbol, olds: list[TensorProxy], swap: dict
+) -> tuple[list[BoundSymbol], BoundSymbol]:
+    """Copies of `olds`, and the write that needs them; `swap` learns which copy stands for which old value.
+
+    Only the backward reads the copies, and Thunder puts into the forward only what the forward needs: so
+    the write takes its input together with the copies from one `update_aliases`, which it must wait for.
+    """
+    copies = [prims.clone.bind(p, output=prims.clone.meta(p)) for p in olds]
+    given = write.args[0] if _is_copy(write) else next(p for p in write.flat_proxy_args if isinstance(p, TensorProxy))
+    together = (given, *(copy.output for copy in copies))
+    news = prims.update_aliases.meta(together)
+    swap.update({variableify(p): new for p, new in zip(olds, news[1:], strict=True)})
+    waits = prims.update_aliases.bind(together, output=news)
+    return [*copies, waits], write.from_bsym_swap_proxies({variableify(given): news[0]}, skip_output=True)
