@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# One thread a worker; a file stays with one worker, whose fixtures and compiled programs it shares.
+PARALLEL := -n 2 --dist loadfile
 
 .PHONY: demo test test-long lint
 .DELETE_ON_ERROR:
@@ -11,10 +13,10 @@ demo: $(STAMP)  ## the main job: issue 1337's functions and a small training ste
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(PARALLEL)
 
 lint: $(STAMP)
 	$(BIN)/ruff check thunder_mem tests benchmarks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 settings.register_profile(
     "thunder_mem", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -18,3 +18,15 @@ settings.load_profile("thunder_mem")
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def groups():
+    """Two process groups of a world of two that is not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield torch.distributed.new_group([0, 1]), torch.distributed.new_group([0, 1])
+    finally:
+        torch.distributed.destroy_process_group()

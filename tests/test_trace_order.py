@@ -12,6 +12,7 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.custom_op_ex import custom_op_ex
 from torch.nn import functional as F
 
+from tests.collectives import tensor, two_groups
 from tests.generate import Profile
 from tests.traces import Traced, body, claimed, ordered, random_order, replaced, run, traced_programs, unfused
 from tests.written_programs import WRITTEN, written
@@ -194,44 +195,6 @@ def test_a_write_is_no_barrier():
 
 
 # ---- communication, on trace level ----
-
-
-@pytest.fixture
-def groups():
-    """Two process groups of a world of two that is not there."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        yield torch.distributed.new_group([0, 1]), torch.distributed.new_group([0, 1])
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def tensor(name, *shape):
-    return TensorProxy(name, shape=shape, dtype=dtypes.float32, device=devices.cpu, requires_grad=False)
-
-
-def two_groups(groups):
-    """Gathers and reductions of two groups, in flight at the same time, with work in between."""
-    from thunder.distributed import prims as dist
-
-    one, other = groups
-    trace = TraceCtx(None)
-    with tracectx(trace):
-        x, y = tensor("x", 4, 4), tensor("y", 4, 4)
-        trace.args = (x, y)
-        busy = prims.sin(x)
-        first = dist.all_gather(busy, one, True)  # 1
-        second = dist.all_reduce(y, dist.DistributedReduceOps.SUM, other, True)  # 2
-        work = prims.cos(x)
-        third = dist.reduce_scatter(work, dist.DistributedReduceOps.SUM, one, True)  # 4
-        b = dist.wait(second)  # 5
-        a = dist.wait(first)  # 6
-        more = prims.exp(y)
-        c = dist.wait(third)  # 8
-        prims.python_return((a, b, c, more))
-    return trace
 
 
 @pytest.mark.parametrize("claim", [False, True], ids=["open", "claimed"])

@@ -52,17 +52,22 @@ class PlanningOptions:
     recompute: Chooser | None = None
     # Is shown what there is to decide, and the function that plans a choice of storages to rebuild.
     observe: Callable[[SavingProblem, Callable[[frozenset[int]], Planned]], object] | None = None
+    verify: bool | None = None
     refused: tuple[Refusal, ...] = ()  # by what ran before
     decisions: tuple[Decision, ...] = ()  # of what ran before
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the joint trace that it is for, and that trace as it was read."""
+    """A plan, the joint trace that it is for, and that trace as it was read.
+
+    `original` is the trace before anything was chosen to be computed again: what `verify` compares with.
+    """
 
     plan: Plan
     source: TraceGraph
     trace: TraceCtx
+    original: TraceCtx
 
     @property
     def peak_bytes(self) -> int:
@@ -89,7 +94,7 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
             takes = fusibility(read, executors)
         made = make_plan(read.graph, takes, names, sort=options.sort)
         decisions = (*asked, about_saving(source.graph, read.graph), *made.decisions)
-        return Planned(replace(made, decisions=decisions), read, new)
+        return Planned(replace(made, decisions=decisions), read, new, trace)
 
     rebuilt = (_only_offered(source, fuse, choices), storages_to_rebuild(source.graph, fuse, choices))
     planned = [plan(storages) for storages in dict.fromkeys(rebuilt)]

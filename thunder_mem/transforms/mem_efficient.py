@@ -20,7 +20,7 @@ from thunder_mem.choices import Chooser
 from thunder_mem.chunk_size import lean_rows, leanest_rows
 from thunder_mem.chunking import ChunkingError, chunk_trace
 from thunder_mem.decisions import about_chunks
-from thunder_mem.delegate import seat, unseat
+from thunder_mem.delegate import check_final_trace, seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.joint_plan import PlanningOptions
 from thunder_mem.origins import name_origins
@@ -30,6 +30,7 @@ from thunder_mem.policies import Policy, PolicyChooser
 from thunder_mem.recompute_config import Written, from_environment, parse_config
 from thunder_mem.sorting import SORTS, SortFunction
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
+from thunder_mem.verify import VerificationError
 
 __all__ = ["MemEfficient"]
 
@@ -61,6 +62,9 @@ class MemEfficient(Transform):
             THUNDER_MEM_RECOMPUTE says when this object is made.
         on_infeasible: "error" raises `BudgetError` if nothing fits the budget, "warn" compiles the
             smallest plan found.
+        verify: check every plan (True) or none (False) by `thunder_mem.verify`: that the planned trace computes
+            the same values, with the same effects, as the one it was made from. By default all programs of
+            up to 2,000 operations are, and of longer ones a share. A plan that fails is a failure of planning.
         strict: raise when planning fails. By default a warning names the cause, and the program is
             compiled as Thunder alone would.
 
@@ -88,6 +92,7 @@ class MemEfficient(Transform):
         budget: int | str | None = None,
         recompute: Written | Policy | None = None,
         on_infeasible: str = "error",
+        verify: bool | None = None,
         strict: bool = False,
     ) -> None:
         if isinstance(sort, str):
@@ -99,6 +104,8 @@ class MemEfficient(Transform):
             raise TypeError(f"chunk is True or False, or a ChunkLossHead, not {chunk!r}")
         if not isinstance(strict, bool):
             raise TypeError(f"strict is True or False, not {strict!r}")
+        if not isinstance(verify, bool | None):
+            raise TypeError(f"verify is True, False or None, not {verify!r}")
         if budget is not None:
             parse_budget(budget)
         if on_infeasible not in ("error", "warn"):
@@ -109,6 +116,7 @@ class MemEfficient(Transform):
             budget=budget,
             recompute=from_environment() if recompute is None else _chooser(recompute),
             on_infeasible=on_infeasible,
+            verify=verify,
         )
         self._chunk = chunk
         self._recompute = recompute
@@ -124,6 +132,16 @@ class MemEfficient(Transform):
             computation_trace, options = self._chunked(computation_trace, unseat(executors))
         compile_data.executors_list = seat(executors, options)
         return prologue_trace, computation_trace, epilogue_trace
+
+    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs) -> TraceCtx:
+        if self._options.verify is not False:  # which costs little, however long the trace
+            try:
+                check_final_trace(computation_trace)
+            except VerificationError as error:
+                if self._options.strict:
+                    raise
+                warnings.warn(f"the final trace is broken: {error}", stacklevel=2)
+        return computation_trace
 
     def _prepared(self, trace: TraceCtx, prologue_trace: TraceCtx) -> TraceCtx:
         """The trace as planning wants it, with values in place of writes; as it was where that does not work."""
@@ -163,7 +181,8 @@ class MemEfficient(Transform):
     def __repr__(self) -> str:
         return (
             f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, "
-            f"budget={self._options.budget!r}, recompute={self._recompute!r}, strict={self._options.strict})"
+            f"budget={self._options.budget!r}, recompute={self._recompute!r}, verify={self._options.verify}, "
+            f"strict={self._options.strict})"
         )
 
 
