@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One thread a worker; a file stays with one worker, whose fixtures and compiled programs it shares.
 PARALLEL := -n 2 --dist loadfile
 
-.PHONY: demo test test-long lint
+.PHONY: demo test test-long fuzz lint
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)  ## the main job: issue 1337's functions and a small training step, before and after
@@ -17,6 +17,14 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PARALLEL)
+
+# A third each of what Thunder gets right, of checkpoints, and of overwritten values; FROM is the first seed.
+N ?= 3000
+FROM ?= 0
+fuzz: $(STAMP)  ## N random programs against eager: make fuzz N=50000; failing ones are saved as tests
+	for profile in thunder checkpoint overwritten; do \
+	  $(BIN)/python -m tests.fuzz --profile $$profile --programs $$(( ($(N) + 2) / 3 )) --seed $(FROM) || exit 1; \
+	done
 
 lint: $(STAMP)
 	$(BIN)/ruff check thunder_mem tests benchmarks
