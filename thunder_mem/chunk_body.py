@@ -25,6 +25,7 @@ from thunder.core.transform_common import dce
 from thunder.executors.passes import del_last_used, transform_for_execution
 from thunder.transforms.autodiff import grad_transform_on_trace
 
+from thunder_mem.chunk_picks import fusible_picks
 from thunder_mem.chunk_program import is_cut, walk
 from thunder_mem.chunk_region import Region, Value, relation
 from thunder_mem.chunk_rules import RuleError, Sharding, local_shape
@@ -302,7 +303,7 @@ def _compile(
     trace.bound_symbols += [b for b in bsyms if b.sym.id != PrimIDs.UNPACK_TRIVIAL]
     with tracectx(trace):
         prims.python_return(tuple(results))
-    trace = dce(trace)
+    trace = fusible_picks(dce(trace), executors)
     _check_defined(trace)
     trace = transform_for_execution(trace, executors)
     trace = del_last_used(trace)

@@ -102,7 +102,7 @@ def run(
     flat: list[Tensor] = []
     for i in plan.grads if tangents is not None else ():
         grad = grads[i]
-        flat += grad.parts if isinstance(grad, Accumulator) else [grad]
+        flat += grad.result() if isinstance(grad, Accumulator) else [grad]
     return results, flat
 
 

@@ -50,8 +50,8 @@ def gemm(out: Tensor, a: Tensor, b: Tensor, *, add: bool, scratch_bytes: int) ->
 
 
 def scratch_bytes_of(chunk_logits_bytes: int) -> int:
-    """The tiles' share: a twentieth of a chunk's logits, but no tiles too small to be worth a call."""
-    return max(1 << 18, chunk_logits_bytes // 20)
+    """The tiles' share: a twelfth of a chunk's logits, but no tiles too small to be worth a call."""
+    return max(1 << 18, chunk_logits_bytes // 12)
 
 
 def gemm_scratch_bytes(

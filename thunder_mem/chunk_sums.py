@@ -17,7 +17,7 @@ SPLIT_BYTES = 1 << 16
 
 
 class Accumulator:
-    """The gradient of an input that every chunk reads whole.
+    """The gradient of an input that every chunk reads whole. The first part of the sum is written, not added.
 
     A float32 accumulator of a large 16-bit input is kept in two parts, so that `finish` can write
     the 16-bit result over the first part and free the second: at no time do the float32 sum and the
@@ -27,23 +27,31 @@ class Accumulator:
     def __init__(self, spec: Spec, dtype: torch.dtype):
         self.spec, self.bounds = spec, part_bounds(spec, dtype)
         shapes = [(hi - lo, *spec.shape[1:]) for lo, hi in self.bounds] if spec.shape else [()]
-        self.parts = [torch.zeros(shape, dtype=dtype, device=spec.device) for shape in shapes]
+        self.parts = [torch.empty(shape, dtype=dtype, device=spec.device) for shape in shapes]
+        self.begun = False
 
     def add(self, grad: Tensor) -> None:
         """Add a gradient of the input's shape."""
-        if not self.spec.shape:
-            self.parts[0].add_(grad)
-            return
         for part, (lo, hi) in zip(self.parts, self.bounds, strict=True):
-            part.add_(grad[lo:hi])
+            mine = grad[lo:hi] if self.spec.shape else grad
+            part.add_(mine) if self.begun else part.copy_(mine)
+        self.begun = True
 
     def add_product(self, plan: Gemm, dlogits: Tensor, x: Tensor, scratch_bytes: int) -> None:
         """Add dlogits^T x, (V, rows) x (rows, D), in the layout of the weight, without a temporary of its size."""
         for part, (lo, hi) in zip(self.parts, self.bounds, strict=True):
             if plan.w_rows_first:
-                gemm(part, dlogits[:, lo:hi].t(), x, add=True, scratch_bytes=scratch_bytes)
+                gemm(part, dlogits[:, lo:hi].t(), x, add=self.begun, scratch_bytes=scratch_bytes)
             else:
-                gemm(part, x[:, lo:hi].t(), dlogits, add=True, scratch_bytes=scratch_bytes)
+                gemm(part, x[:, lo:hi].t(), dlogits, add=self.begun, scratch_bytes=scratch_bytes)
+        self.begun = True
+
+    def result(self) -> list[Tensor]:
+        """The parts, once everything is added."""
+        if not self.begun:
+            for part in self.parts:
+                part.zero_()
+        return self.parts
 
 
 def part_bounds(spec: Spec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:

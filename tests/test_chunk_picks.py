@@ -1,0 +1,70 @@
+"""Gathers and scatters of one value a row, where an executor fuses what surrounds them."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from chunk_cases import CASES
+from test_chunk_losses import loss_and_grads, prepare
+
+from thunder_mem import ChunkLossHead
+from thunder_mem.chunk_loop import is_chunk_loop, loop_of
+from thunder_mem.executors import mem_pointwise_ex
+
+
+def fused(fn, **options):
+    transform = ChunkLossHead(**(options or {"chunks": 3}))
+    return thunder.jit(fn, executors=[mem_pointwise_ex], transforms=[transform]), transform
+
+
+def block_of(compiled):
+    """The operations of the largest block with gradients, by name."""
+    (bsym,) = (b for b in thunder.last_traces(compiled)[-1].bound_symbols if is_chunk_loop(b))
+    bodies = loop_of(bsym).backward
+    return [b.sym.name for b in bodies[max(bodies)].trace.bound_symbols]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ce_mean", "ce_smoothing_weights", "grpo", "ppo", "ce_z_loss", "ce_ignore_inside"])
+def test_fused_blocks_give_the_same_loss_and_gradients(name):
+    case = next(c for c in CASES if c.name == name)
+    compiled, transform = fused(case.fn)
+    got = loss_and_grads(compiled, prepare(case, torch.float32), case.grads)
+    want = loss_and_grads(case.fn, prepare(case, torch.float64), case.grads)
+    assert len(transform.record.loops) == case.loops
+    for mine, exact in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        torch.testing.assert_close(mine.double(), exact.double(), rtol=2e-5, atol=1e-6)
+
+
+def test_one_region_makes_the_gradient_from_the_logits(monkeypatch):
+    """Of a block's results and temporaries only the gradient is as large as the logits."""
+
+    def head(x, w, t):
+        return F.cross_entropy(F.linear(x, w), t)
+
+    # Compiling takes seconds and is not what is tested here: regions run one operation at a time.
+    monkeypatch.setattr("thunder_mem.executors._compile", lambda unfused, args: unfused)
+    x, w = torch.randn(37, 8).requires_grad_(), torch.randn(4001, 8).requires_grad_()
+    t = torch.randint(0, 4001, (37,))
+    t[5] = -100
+    compiled, transform = fused(head)
+    loss = compiled(x, w, t)
+    grads = torch.autograd.grad(loss, (x, w))
+    names = block_of(compiled)
+    assert "scatter_add" not in names and len([n for n in names if n.startswith("MemPointwise")]) == 2, names
+    (plan,) = transform.record.loops
+    assert plan.backward_block_bytes < 1.1 * plan.block_rows * plan.row_bytes
+    for got, want in zip((loss, *grads), (head(x, w, t), *torch.autograd.grad(head(x, w, t), (x, w))), strict=True):
+        torch.testing.assert_close(got, want)
+
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):  # as eager, not as Thunder
+        compiled(x, w, t + 4001)
+
+
+def test_nothing_is_rewritten_where_nobody_fuses():
+    x, w = torch.randn(37, 8).requires_grad_(), torch.randn(401, 8)
+    compiled = thunder.jit(
+        lambda x, w, t: F.cross_entropy(F.linear(x, w), t), executors=[], transforms=[ChunkLossHead(chunks=3)]
+    )
+    compiled(x, w, torch.randint(0, 401, (37,)))
+    assert "scatter_add" in block_of(compiled)
