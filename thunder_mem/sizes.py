@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["parse_bytes", "size"]
+__all__ = ["change", "parse_bytes", "size"]
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
@@ -30,6 +30,19 @@ def parse_bytes(size: str | int) -> int:
     if nbytes <= 0:
         raise ValueError(f"a size is above 0, not {size!r}")
     return nbytes
+
+
+def change(before_bytes: int, after_bytes: int) -> str:
+    """From one figure to another, in percent; "" where there was nothing before.
+
+    Example:
+        >>> change(200, 150), change(1000, 1001), change(10_000, 9_999), change(0, 5)
+        ('-25.0%', '+0.1%', '0.0%', '')
+    """
+    if not before_bytes:
+        return ""
+    text = f"{after_bytes / before_bytes - 1:+.1%}"
+    return text if text.strip("+-") != "0.0%" else "0.0%"
 
 
 def size(nbytes: int) -> str:

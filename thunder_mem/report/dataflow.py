@@ -12,7 +12,8 @@ from html import escape
 
 from thunder_mem.predict import Held
 from thunder_mem.replay import Event
-from thunder_mem.report.facts import Facts, operands, shorten
+from thunder_mem.report.facts import Facts
+from thunder_mem.report.lines import operands, shorten
 from thunder_mem.report.report import Report
 from thunder_mem.sizes import size
 

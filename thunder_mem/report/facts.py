@@ -8,26 +8,28 @@ what the operand that it did compute from was undoing.
 from __future__ import annotations
 
 import linecache
-import pathlib
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from thunder_mem.accumulate import ACCUMULATE
 from thunder_mem.predict import Held, Prediction
 from thunder_mem.replay import Event
 from thunder_mem.report.layers import layers_of
+from thunder_mem.report.lines import (
+    gradient_inside,
+    is_library,
+    is_region,
+    making_line,
+    operands,
+    reading_line,
+    shorten,
+    sources,
+)
 
 __all__ = ["CATEGORIES", "Facts", "Place"]
 
 # From the bottom of every picture to its top.
 CATEGORIES = ("held by the caller", "saved for the backward", "gradients", "working memory")
-_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
-# Lines of these packages say how, but not for what, something is computed; any other package may be the model.
-_LIBRARY = re.compile(_INSTALLED.pattern + r"(?:torch|thunder|thunder_mem)[/\\]")
-_HERE = str(pathlib.Path(__file__).parents[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +104,17 @@ class Facts:
             if used_at[i] and event.phase == "forward":
                 for name in operands(event):
                     if name in self.storage_of:
-                        first_use[self.storage_of[name]] = used_at[i]
+                        line = reading_line(event, name) if is_region(event) else ""
+                        first_use[self.storage_of[name]] = line or used_at[i]
         found: list[Place] = []
         place_of: dict[int, tuple[int, Place]] = {}  # storage -> (whether it is a forward value and when, place)
         for i, event in enumerate(self.prediction.timeline):
             if lines[i]:
                 own = next((s for s in lines[i] if not is_library(s)), lines[i][0])
-                place = Place(own, used_at="" if own == used_at[i] else used_at[i])
+                if is_region(event):
+                    own = next(filter(None, (making_line(event, n) for n in event.outputs)), own)
+                undoes = event.phase == "backward" and gradient_inside(event)
+                place = Place(own, undoes, "" if own == used_at[i] or not is_library(own) else used_at[i])
             elif event.phase == "backward":
                 inputs = [place_of[s] for n in operands(event) if (s := self.storage_of.get(n, -1)) in place_of]
                 best = max(inputs, key=lambda known: known[0], default=(0, Place()))[1]
@@ -124,6 +130,13 @@ class Facts:
                 if storage is not None and storages[storage].born == event.index:
                     place_of.setdefault(storage, (rank, place))
         return tuple(found)
+
+    def place_of(self, storage: Held) -> Place:
+        """Where a storage that an operation of the timeline made comes from; inside a fused region, its own line."""
+        at = self.position[storage.born]
+        event, place = self.prediction.timeline[at], self.places[at]
+        line = making_line(event, storage.name) if is_region(event) else ""
+        return replace(place, source=line, used_at="") if line else place
 
     @cached_property
     def layer_of(self) -> dict[int, int]:
@@ -215,39 +228,6 @@ class Facts:
 
     def _stays(self, storage: Held) -> bool:
         return storage.last >= self.prediction.timeline[-1].index
-
-
-def operands(event: Event) -> tuple[str, ...]:
-    """The names an operation takes, each once; none where there is no trace."""
-    proxies: Any = getattr(event.bsym, "flat_proxy_args", ())
-    return tuple(dict.fromkeys(p.name for p in proxies))
-
-
-def sources(event: Event) -> tuple[str, ...]:
-    """The lines an operation comes from: its own, or for a fusion region those of its members."""
-    if event.source or event.bsym is None:
-        return (event.source,) if event.source else ()
-    return tuple(dict.fromkeys(_lines(event.bsym)))
-
-
-def _lines(bsym: Any) -> Iterator[str]:
-    for member in bsym.subsymbols:
-        if member.source_filename and getattr(member.source_positions, "lineno", None):
-            yield f"{member.source_filename}:{member.source_positions.lineno}"
-        else:
-            yield from _lines(member)
-
-
-def is_library(source: str) -> bool:
-    """Whether a line is PyTorch's, Thunder's or this package's."""
-    return bool(_LIBRARY.match(source)) or source.startswith(_HERE)
-
-
-def shorten(source: str) -> str:
-    """An installed package's path from the package on, any other by its last two parts."""
-    if _INSTALLED.match(source):
-        return _INSTALLED.sub("", source)
-    return "/".join(source.replace("\\", "/").split("/")[-2:])
 
 
 def label(event: Event) -> str:

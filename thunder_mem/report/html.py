@@ -25,7 +25,7 @@ _STYLE = """
 .thunder-mem table { border-collapse: collapse; font-size: 13px; margin: 4px 0 }
 .thunder-mem th, .thunder-mem td { border-bottom: 1px solid var(--line); padding: 3px 10px 3px 0; text-align: left;
   vertical-align: top; color: var(--ink); background: none }
-.thunder-mem th { color: var(--dim); font-weight: 600 } .thunder-mem tbody td { overflow-wrap: anywhere }
+.thunder-mem th { color: var(--dim); font-weight: 600 } .thunder-mem tbody td { overflow-wrap: break-word }
 .thunder-mem .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; overflow-wrap: normal }
 .thunder-mem svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-serif; margin: 6px 0 }
 .thunder-mem svg text { fill: var(--dim) } .thunder-mem svg .strong { fill: var(--ink); font-weight: 600 }

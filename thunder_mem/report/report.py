@@ -168,7 +168,7 @@ class Report:
                 category=facts.category(storage),
                 kind=storage.kind,
                 producer=label(timeline[born]) if born is not None else "",
-                place=facts.places[born] if born is not None else Place(),
+                place=facts.place_of(storage) if born is not None else Place(),
                 born=storage.born,
                 last=storage.last,
                 why=facts.why(storage, at),
@@ -329,9 +329,10 @@ class Report:
 
 
 def _fold(alike: list[Tenant]) -> Tenant:
-    first = alike[0]
     if len(alike) == 1:
-        return first
+        return alike[0]
+    alike = sorted(alike, key=lambda t: (t.born, t.layers, t.names))
+    first = alike[0]
     return Tenant(
         count=len(alike),
         nbytes=sum(t.nbytes for t in alike),

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from thunder_mem.planner import THUNDERS_OWN
 from thunder_mem.report.advice import advice
 from thunder_mem.report.bound import Optimality
-from thunder_mem.report.facts import CATEGORIES, shorten
+from thunder_mem.report.facts import CATEGORIES
 from thunder_mem.report.layers import ranges
+from thunder_mem.report.lines import shorten
 from thunder_mem.report.report import Moment, Report, Tenant
-from thunder_mem.sizes import size
+from thunder_mem.sizes import change, size
 
 __all__ = ["Section", "headline", "sections"]
 
@@ -82,9 +83,10 @@ def _decisions(report: Report) -> Section | None:
         return None
     rows = []
     for d in report.plan.decisions:
-        change = f"{d.after_bytes / d.before_bytes - 1:+.1%}" if d.before_bytes else ""
         how = f"{d.how} ({shorten(d.source)})" if d.source else d.how
-        rows.append((d.what, how, d.figure, size(d.before_bytes), size(d.after_bytes), change))
+        rows.append(
+            (d.what, how, d.figure, size(d.before_bytes), size(d.after_bytes), change(d.before_bytes, d.after_bytes))
+        )
     note = (
         "The planner's own figures, before the final traces exist: peaks with an estimate of the kernels' scratch, "
         "and with the outputs still held by the caller in the backward. Each peak builds on the one above."
@@ -102,11 +104,11 @@ def _candidates(report: Report) -> Section | None:
     before = next((c for c in plan.candidates if c.name == THUNDERS_OWN), None)
     rows = []
     for c in plan.candidates:
-        change = f"{c.peak_bytes / before.peak_bytes - 1:+.1%}" if before and before.peak_bytes else ""
+        than = change(before.peak_bytes, c.peak_bytes) if before else ""
         chosen = "chosen" if c.name == plan.chosen else ""
         name = f"{c.name} (as Thunder would)" if c is before else c.name
         peaks = map(size, (c.forward_peak_bytes, c.backward_peak_bytes, c.peak_bytes))
-        rows.append((name, *peaks, change, str(c.regions), chosen))
+        rows.append((name, *peaks, than, str(c.regions), chosen))
     columns = ("arrangement", "forward", "backward", "peak", "change", "steps", "")
     return Section("Arrangements compared", columns, tuple(rows[::-1]), (1, 2, 3, 4, 5))
 

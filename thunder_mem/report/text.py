@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -67,7 +68,7 @@ def wrapped(lines: Sequence[str], tables: Iterable[Section]) -> RenderableType:
             table.add_row(*map(Text, row))
         parts.append(table)
         if section.note:
-            parts.append(Text(f"  {section.note}", style="dim"))
+            parts += [Padding(Text(section.note, style="dim"), (0, 0, 1, 2))]
     return Group(*parts)
 
 
