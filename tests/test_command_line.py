@@ -117,13 +117,36 @@ def test_exit_codes_tell_whether_it_fits(run, words, code, says):
 
 def test_a_budget_buys_memory_with_time(run):
     free = json.loads(run("predict", "train.py:chain", "--device", "T4", "--json")[1])
-    limit_bytes = free["peak_bytes"] * 3 // 4
+    limit_bytes = free["peak_bytes"] * 9 // 10
     code, out, _ = run("predict", "train.py:chain", "--device", "T4", "--json", "--budget", limit_bytes)
     data = json.loads(out)
     assert code == 0 and data["needed_bytes"] <= limit_bytes < free["needed_bytes"]
     assert data["budget"]["recompute_ms"] > 0 and free["budget"] is None
     plain = run("predict", "train.py:chain", "--device", "T4", "--plain", "--budget", limit_bytes)
     assert plain[0] == 1
+
+
+def test_a_plan_within_a_budget_says_what_it_costs(run):
+    free = json.loads(run("plan", "train.py:chain", "--json", *PLAIN)[1])
+    budget = ["--budget", free["needed_bytes"] * 9 // 10, *PLAIN]
+    code, out, _ = run("plan", "train.py:chain", "--json", *budget)
+    data = json.loads(out)
+    assert code == 0 and data["needed_bytes"] <= budget[1] and data["budget"]["recompute_ms"] > 0
+    assert [d["what"] for d in data["plan"]["decisions"]].count("budget") == 1
+    assert "bought by computing again" in run("plan", "train.py:chain", *budget)[1]
+
+
+def test_the_frontier_is_data_a_table_and_a_picture(run):
+    code, out, _ = run("frontier", "train.py:chain", "--json", "--points", 3, *PLAIN)
+    data = json.loads(out)
+    peaks = [p["peak_bytes"] for p in data["points"]]
+    assert code == 0 and data["fits"] and len(peaks) > 1 and peaks == sorted(peaks, reverse=True)
+    asked = ["--points", 3, "--save", "frontier.svg", *PLAIN]
+    code, out, _ = run("frontier", "train.py:chain", "--budget", peaks[-1], *asked)
+    assert code == 0 and f"budget={peaks[-1]}" in out and "fits into" in out
+    assert Path("frontier.svg").read_text().startswith("<?xml")
+    code, out, _ = run("frontier", "train.py:chain", "--budget", peaks[-1] - 1, "--points", 3, *PLAIN)
+    assert code == 1 and "nothing fits into" in out
 
 
 def test_a_training_step(run):
@@ -227,6 +250,9 @@ def test_whatever_is_wrong_is_one_line(run, words, message):
         (["plan", "train.py:jitted", "--input", "2x64"], "jitted already, so there is no before and after"),
         (["explain", "train.py:build", "--html", "/no/such/folder/x.html"], "there is no folder '/no/such/folder'"),
         (["explain", "train.py:build", "--save", "report.doc", *PLAIN], "cannot save a report as 'report.doc'"),
+        (["frontier", "train.py:build", "--points", "0"], "a number from 1 up, not '0'"),
+        (["frontier", "train.py:build", "--points", "1", "--save", "x.doc", *PLAIN], "drawn as .png, .svg or .pdf"),
+        (["frontier", "train.py:product", "--input", "3x4", "--input", "4x3", *PLAIN], "the call has no backward"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         ([], "arguments are required: COMMAND"),
     ],

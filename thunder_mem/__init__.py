@@ -6,6 +6,7 @@ from thunder_mem.choices import RecomputeError
 from thunder_mem.chunk_mark import chunked
 from thunder_mem.delegate import last_plan
 from thunder_mem.fits import fits, largest_batch, largest_sequence
+from thunder_mem.frontier import memory_time_frontier
 from thunder_mem.graph import Graph, GraphError, Op, Storage
 from thunder_mem.measure import measure_peak
 from thunder_mem.predict import predict
@@ -35,6 +36,7 @@ __all__ = [
     "largest_sequence",
     "last_plan",
     "measure_peak",
+    "memory_time_frontier",
     "policies",
     "predict",
     "predict_step",

@@ -9,9 +9,10 @@ ladder's first rung that does is the answer (the greedy fallback).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from functools import cached_property
 from math import inf
 
 from thunder_mem.choices import UNDECIDED, Choices
@@ -33,8 +34,12 @@ _ROUNDS = 3
 _CELLS_BELOW = 8
 # Relative difference below which times are the same.
 _EQUAL = 1e-9
-# Programs of fewer ops take the rows of more trials and are solved exactly: there that costs little.
+# Programs of fewer ops are solved exactly: there that costs little.
 _SMALL = 2000
+# Rungs between the ends are tried, too, as long as all trials together run no more ops than this.
+_SAMPLED_OPS = 8000
+# So many of the trials and one more give rows.
+_ROW_TRIALS = 4
 # The relative optimality gap that ends the search in larger ones.
 _LARGE_GAP = 0.002
 
@@ -97,7 +102,7 @@ class SavingProblem:
     def levels(self) -> Iterator[_Level]:
         """The ladders, narrowest spacing of the anchors first, as long as a wider one has a lower end."""
         known = self._levels
-        for i in count():
+        for i in itertools.count():
             if i == len(known):
                 if not self._coming:
                     self._coming.append(ladders(self.graph, self.fuse, self.repeat_s, self.choices))
@@ -120,7 +125,6 @@ class _Level:
         self.low_bytes = problem.trial(rungs[-1].rebuilt).peak_bytes
         self.high_bytes = problem.trial(rungs[0].rebuilt).peak_bytes
         self._small = len(problem.graph) < _SMALL
-        self._rows: dict[int, MemoryRow] | None = None
         self._solutions: dict[int, Solution | None] = {}
         self._answers: dict[int, frozenset[int]] = {}
         self.candidates = Candidates(
@@ -131,17 +135,21 @@ class _Level:
             forced=rungs[0].rebuilt & (problem.choices.offered | problem.choices.recompute),
         )
 
-    @property
+    @cached_property
+    def sampled(self) -> tuple[Fit, ...]:
+        """The two ends and, where trials cost little, rungs between, evenly; of these every budget may choose."""
+        last = len(self.rungs) - 1
+        count = min(last, max(1, _SAMPLED_OPS // max(1, len(self.problem.graph)) - 1))
+        chosen = dict.fromkeys(round(i * last / count) if count else 0 for i in range(count + 1))
+        return tuple(self.problem.fit(self.rungs[i].rebuilt, 0.0, "ladder") for i in chosen)
+
+    @cached_property
     def rows(self) -> dict[int, MemoryRow]:
-        """Of the two ends and, in a small program, of a few rungs between; none says more than any of these shows."""
-        if self._rows is None:
-            between = 3 if self._small else 0
-            last = len(self.rungs) - 1
-            chosen = dict.fromkeys(round(i * last / (between + 1)) for i in range(between + 2))
-            trials = [self.problem.trial(self.rungs[i].rebuilt) for i in chosen]
-            found = {row.key: row for trial in trials for row in memory_rows(self.candidates, trial)}
-            self._rows = {row.key: row for row in calibrated(self.candidates, found.values(), trials)}
-        return self._rows
+        """Of some sampled rungs; none says more of any sampled rung than its trial shows."""
+        trials = [self.problem.trial(fit.rebuilt) for fit in self.sampled]
+        shown = {i * (len(trials) - 1) // _ROW_TRIALS for i in range(_ROW_TRIALS + 1)}
+        found = {row.key: row for i in sorted(shown) for row in memory_rows(self.candidates, trials[i])}
+        return {row.key: row for row in calibrated(self.candidates, found.values(), trials)}
 
     def cell(self, nbytes: int) -> int:
         """The highest target that is at most so many bytes, counted from the low end; negative if there is none."""
@@ -195,7 +203,7 @@ def fit_budget(problem: SavingProblem, budget_bytes: int) -> Fit:
         return _smallest(problem)
     found = _proposals(problem, level, budget_bytes)
     bound = found[0].bound_seconds if found else 0.0
-    found = [fit for fit in found if fit.peak_bytes <= budget_bytes]
+    found = [fit for fit in (*found, *level.sampled) if fit.peak_bytes <= budget_bytes]
     if not found:
         found = [fit for fit in [greedy_fit(problem, level.rungs, budget_bytes)] if fit.peak_bytes <= budget_bytes]
     if not found:
@@ -207,8 +215,8 @@ def fit_budget(problem: SavingProblem, budget_bytes: int) -> Fit:
 def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list[Fit]:
     """Answers to the targets about a budget, from the first above it.
 
-    Further ones below are asked for only until none of them can be cheaper than what fits. If there
-    are some that cost no more, the lowest of those targets is answered too: equal time buys memory.
+    Further ones below are asked for only until none of them can be cheaper than what fits. Where a
+    stretch of targets costs the same, its two ends are answered too: equal time buys memory.
     """
     here = min(level.cell(budget_bytes), _CELLS)
     proposals: list[Fit] = []
@@ -221,24 +229,25 @@ def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list
             proposals.append(fit)
             if fit.peak_bytes <= budget_bytes and fit.seconds < best:
                 best, lowest = fit.seconds, cell
-    if best < inf and (bottom := _lowest_as_cheap(level, lowest, best)) < lowest:
-        proposals += [fit for fit in [level.answer(bottom)] if fit is not None]
+    if best < inf:
+        ends = {_last_as_cheap(level, lowest, best, direction) for direction in (-1, 1)} - {lowest}
+        proposals += [fit for fit in map(level.answer, sorted(ends)) if fit is not None]
     return proposals
 
 
-def _lowest_as_cheap(level: _Level, cell: int, seconds: float) -> int:
-    """The lowest target whose solution takes no longer, by doubling steps and bisection."""
+def _last_as_cheap(level: _Level, cell: int, seconds: float, direction: int) -> int:
+    """The last target on one side whose solution takes as long, by doubling steps and bisection."""
 
-    def as_cheap(lower: int) -> bool:
-        solution = level.solution(lower)
-        return solution is not None and solution.seconds <= seconds * (1 + _EQUAL)
+    def as_cheap(other: int) -> bool:
+        solution = level.solution(other) if 0 <= other <= _CELLS else None
+        return solution is not None and abs(solution.seconds - seconds) <= seconds * _EQUAL
 
     step = 1
-    while cell - step >= 0 and as_cheap(cell - step):
-        cell, step = cell - step, 2 * step
+    while as_cheap(cell + direction * step):
+        cell, step = cell + direction * step, 2 * step
     while (step := step // 2) > 0:
-        if cell - step >= 0 and as_cheap(cell - step):
-            cell -= step
+        if as_cheap(cell + direction * step):
+            cell += direction * step
     return cell
 
 

@@ -33,7 +33,7 @@ from thunder_mem.sorting import SortFunction
 from thunder_mem.timeline import Timeline
 from thunder_mem.trace_graph import TraceGraph, read_trace
 
-__all__ = ["Planned", "PlanningOptions", "plan_joint_trace", "with_checkpoints"]
+__all__ = ["Planned", "PlanningOptions", "device_of", "plan_joint_trace", "with_checkpoints"]
 
 # How often the target is moved by what the plan makes of a choice, compared with its trial.
 _ATTEMPTS = 4
@@ -101,7 +101,7 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
     best = min(planned, key=lambda p: (p.peak_bytes, -planned.index(p)))
     if options.budget is None and options.observe is None:
         return best
-    device = _device(source)
+    device = device_of(source)
     problem = SavingProblem(source.graph, fuse, _repeat_seconds(source, fuse, device), choices, options.sort)
     if options.observe is not None:
         options.observe(problem, plan)
@@ -163,7 +163,8 @@ def _with_outcome(free: Planned, planned: Planned, outcome: BudgetOutcome) -> Pl
     if planned is free:
         how = "fits without recomputing anything costly" if outcome.method == "free" else "nothing smaller was found"
     else:
-        how = f"recompute for {outcome.recompute_ms:.3g} ms (at least {outcome.bound_ms:.3g} ms), by {outcome.method}"
+        least = f" (at least {outcome.bound_ms:.3g} ms)" if outcome.bound_ms else ""
+        how = f"recompute for {outcome.recompute_ms:.3g} ms{least}, by {outcome.method}"
     bought = Decision("budget", how, "peak", free.peak_bytes, planned.peak_bytes)
     plan = replace(planned.plan, budget=outcome, decisions=(*planned.plan.decisions, bought))
     return replace(planned, plan=plan)
@@ -193,7 +194,7 @@ def _repeat_seconds(source: TraceGraph, fuse: Fusibility, device: torch.device) 
     return seconds
 
 
-def _device(source: TraceGraph) -> torch.device:
+def device_of(source: TraceGraph) -> torch.device:
     """The device that the program computes on: the one that holds most of what it allocates."""
     nbytes: dict[str, int] = {}
     for s in source.graph.storages:

@@ -7,31 +7,27 @@ timeline of that plan says what becomes of the peak.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import thunder
 import torch
 from thunder.core.dtypes import to_strong_dtype
 from thunder.core.proxies import ProxyTag, TensorProxy
 
-from thunder_mem.choices import Choices, Chooser, RecomputeError
+from thunder_mem.choices import RecomputeError
 from thunder_mem.cost import DeviceModel, cost_s, device_model_of, extra_region_cost_s
-from thunder_mem.delegate import unseat
 from thunder_mem.fit_budget import SavingProblem
 from thunder_mem.joint_plan import Planned
 from thunder_mem.origins import origin_of, source_of
 from thunder_mem.patterns import Candidate, Occurrence, Single, candidates, occurrences
-from thunder_mem.predict import compiled_entry
 from thunder_mem.recompute_config import Entry, choices_of
 from thunder_mem.recompute_rows import Kept, RecomputeTable, Row
 from thunder_mem.saving import saved_storages, storages_to_rebuild
+from thunder_mem.study import study_program
 from thunder_mem.symbolic import Dims
 from thunder_mem.trace_graph import TraceGraph
-from thunder_mem.transforms.mem_efficient import MemEfficient
 
 __all__ = ["recompute_table"]
 
@@ -67,45 +63,8 @@ def recompute_table(
         (('(B, 32)',), 'Linear+:recompute:-1')
     """
     names = Dims(dims)
-    study = _Study()
-    compiled_entry(_watched(fn, study, executors), args, dict(kwargs or {}), call=True)
-    if study.problem is None or study.source is None or study.plan is None:
-        raise ValueError("the call has no backward: give arguments or parameters that ask for a gradient")
+    study = study_program(fn, args, dict(kwargs or {}), executors)
     return _Tabulation(study.source, study.problem, study.plan, names, peaks).table()
-
-
-class _Study:
-    """Stands where a configuration of recomputation would, and sees the joint trace and the problem it poses."""
-
-    def __init__(self) -> None:
-        self.inner: Chooser | None = None
-        self.source: TraceGraph | None = None
-        self.problem: SavingProblem | None = None
-        self.plan: Callable[[frozenset[int]], Planned] | None = None
-
-    def choose(self, source: TraceGraph, rebuilt: frozenset[int]) -> Choices:
-        self.source = source
-        return self.inner.choose(source, rebuilt) if self.inner is not None else Choices()
-
-    def observe(self, problem: SavingProblem, plan: Callable[[frozenset[int]], Planned]) -> None:
-        self.problem, self.plan = problem, plan
-
-
-def _watched(fn: Callable[..., Any], study: _Study, executors: Sequence[Any] | None) -> Callable[..., Any]:
-    """`fn` jitted anew, planned as before, under the eyes of `study`."""
-    compiled: Any = thunder.compile_data(fn)
-    transforms = list(thunder.list_transforms(fn)) if compiled is not None else []
-    own = next((t for t in transforms if isinstance(t, MemEfficient)), None)
-    watching = copy.copy(own) if own is not None else MemEfficient()
-    study.inner = watching._options.recompute
-    watching._options = replace(watching._options, recompute=study, observe=study.observe, strict=True, budget=None)
-    others = [t for t in transforms if t is not own]
-    if compiled is None:
-        options = {} if executors is None else {"executors": list(executors)}
-        return thunder.jit(fn, transforms=[watching], **options)
-    inner = fn._model if isinstance(fn, thunder.ThunderModule) else compiled.fn
-    listed = [e for e in unseat(compiled.executors_list) if not isinstance(e, thunder.extend.TemporaryExecutor)]
-    return thunder.jit(inner, executors=listed, transforms=[*others, watching], **compiled.compile_options)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def solve(candidates: Candidates, rows: Sequence[MemoryRow], budget_bytes: int, 
         return None
     again = {op for op in ops if found.x[r[op]] > 0.5}
     rebuilt = frozenset(s for s in storages if candidates.maker[s] in again and found.x[k[s]] < 0.5)
-    bound = float(found.mip_dual_bound or 0.0) / scale
+    bound = float((found.mip_dual_bound or 0.0) / scale)
     return Solution(rebuilt, sum(candidates.repeat_s[op] for op in again), bound)
 
 

@@ -18,6 +18,7 @@ lightning-thunder with MemEfficient, runs nothing of it, and follows every alloc
   thunder-mem predict train.py:build --device H100-80GB     does it fit, and by how much
   thunder-mem explain train.py:build --html report.html     who holds the peak, and why
   thunder-mem plan    train.py:build                        what MemEfficient changes, before and after
+  thunder-mem frontier train.py:build --save frontier.png   what every amount of memory costs in time
 """
 
 _EPILOG = """\
@@ -93,6 +94,12 @@ def make_parser() -> argparse.ArgumentParser:
             "what MemEfficient decides, before and after",
             "Compile the program twice, by Thunder alone and with MemEfficient, and compare the predictions.",
         ),
+        (
+            "frontier",
+            "what every amount of memory costs in time",
+            "Plan forward and backward from no recomputation to the smallest peak, and show the peak of each plan\n"
+            "against its time by the roofline. With --budget or --device: whether any of them fits.",
+        ),
     ):
         command = commands.add_parser(
             name, help=summary, description=details, epilog=_EPILOG, formatter_class=formatter
@@ -112,20 +119,10 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         help="an argument of zeros, such as 8x3x224x224, 1x16384:int64 or mask=16x16:bool; once for each",
     )
     program.add_argument("--grad", action="store_true", help="the floating-point inputs require gradients too")
-    program.add_argument("--inference", action="store_true", help="no gradients at all, as under torch.no_grad()")
-    program.add_argument(
-        "--optimizer",
-        metavar="NAME",
-        help="predict a whole training step with this optimizer of torch.optim, such as AdamW or SGD",
-    )
-    program.add_argument(
-        "--loss",
-        choices=("sum", "mean"),
-        help="what makes a scalar of the model's output, where the factory says nothing",
-    )
-    program.add_argument(
-        "--accumulate", type=_checked(_count), default=1, metavar="N", help="microbatches of a step (default: 1)"
-    )
+    if name == "frontier":
+        program.set_defaults(inference=False)
+    else:
+        _add_step_options(program)
     machine = command.add_argument_group("the machine")
     machine.add_argument("--device", type=_checked(lambda text: device_spec(text).name), metavar="NAME", help=_DEVICE)
     machine.add_argument(
@@ -141,7 +138,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         default="nvfuser-like",
         help="which fusion there is: of pointwise operations (default), of whatever torch.compile takes, or none",
     )
-    if name != "plan":
+    if name not in ("plan", "frontier"):
         machine.add_argument(
             "--plain", action="store_true", help="compile as Thunder alone would, without MemEfficient"
         )
@@ -157,7 +154,35 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             help="also write it as .html, .txt, .json, .png, .svg, or as a .pickle for PyTorch's memory viewer",
         )
         output.add_argument("--no-bounds", action="store_true", help="look for no lower bound, which can take minutes")
+    if name == "frontier":
+        output.add_argument(
+            "--points",
+            type=_checked(_count),
+            default=8,
+            metavar="N",
+            help="into how many steps to cut the range of peaks; each costs a search and a plan (default: 8)",
+        )
+        output.add_argument(
+            "--save", action="append", default=[], metavar="FILE", help="also draw it, as .png, .svg or .pdf"
+        )
     output.add_argument("--debug", action="store_true", help="show the traceback of an error, and all warnings")
+
+
+def _add_step_options(program: argparse._ArgumentGroup) -> None:
+    program.add_argument("--inference", action="store_true", help="no gradients at all, as under torch.no_grad()")
+    program.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="predict a whole training step with this optimizer of torch.optim, such as AdamW or SGD",
+    )
+    program.add_argument(
+        "--loss",
+        choices=("sum", "mean"),
+        help="what makes a scalar of the model's output, where the factory says nothing",
+    )
+    program.add_argument(
+        "--accumulate", type=_checked(_count), default=1, metavar="N", help="microbatches of a step (default: 1)"
+    )
 
 
 def _count(text: str) -> int:

@@ -11,7 +11,7 @@ import pathlib
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ import torch
 
 from thunder_mem.command_line.arguments import make_parser
 from thunder_mem.command_line.output import (
+    frontier_json,
+    frontier_tables,
     plan_json,
     plan_tables,
     predict_json,
@@ -28,8 +30,9 @@ from thunder_mem.command_line.output import (
     verdict,
     verdict_json,
 )
-from thunder_mem.command_line.predictions import Outcome, Question, ask, machine
+from thunder_mem.command_line.predictions import Outcome, Question, ask, limits_of, machine, survey
 from thunder_mem.command_line.program import Program, UsageError, load_target, make_program
+from thunder_mem.devices import device_spec
 from thunder_mem.predict import PredictionError
 from thunder_mem.report import Report, explain
 from thunder_mem.report.sections import Section, headline, sections
@@ -110,11 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _Answer:
     """What a command found: what the exit code rests on, and what to print, for programs and for people."""
 
-    found: Outcome
+    fits: bool
     data: dict[str, Any]
     lines: tuple[str, ...] = ()
     tables: tuple[Section, ...] = ()
     report: Report | None = None
+    save: Callable[[pathlib.Path], None] | None = None
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -129,16 +133,16 @@ def _run(options: argparse.Namespace) -> int:
     # Whatever the user's code prints, also while it is traced, must not get into what this command prints.
     with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not options.inference):
         answer = _work(options)
-    for path in _files(options):
-        assert answer.report is not None
-        answer.report.save(path)
+    if answer.save is not None:
+        for path in _files(options):
+            answer.save(path)
     _show(options, answer)
-    return FITS if answer.found.fits else DOES_NOT_FIT
+    return FITS if answer.fits else DOES_NOT_FIT
 
 
 def _work(options: argparse.Namespace) -> _Answer:
-    command = {"predict": _predict, "explain": _explain, "plan": _plan}[options.command]
-    steps = {"predict": 2, "explain": 3, "plan": 3}[options.command]
+    command = {"predict": _predict, "explain": _explain, "plan": _plan, "frontier": _frontier}[options.command]
+    steps = {"predict": 2, "explain": 3, "plan": 3, "frontier": 2}[options.command]
     with _Steps(steps) as bar, machine(options.device, options.fusion) as spec:
         with bar.step(f"running {options.target}"):
             found = load_target(options.target)
@@ -165,7 +169,7 @@ def _work(options: argparse.Namespace) -> _Answer:
 
 def _predict(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
     found = answer("compiling and predicting", plain=options.plain)
-    return _Answer(found, predict_json(found), *predict_tables(found))
+    return _Answer(found.fits, predict_json(found), *predict_tables(found))
 
 
 def _explain(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
@@ -179,7 +183,9 @@ def _explain(options: argparse.Namespace, program: Program, answer: _Answering, 
             budget_bytes=options.budget,
             bounds=not options.no_bounds,
         )
-    return _Answer(found, {**report.to_json(), **verdict_json(found)}, verdict(found), report=report)
+    return _Answer(
+        found.fits, {**report.to_json(), **verdict_json(found)}, verdict(found), report=report, save=report.save
+    )
 
 
 def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
@@ -187,7 +193,15 @@ def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar
         raise UsageError(f"{options.target} is jitted already, so there is no before and after: name the model itself")
     alone = answer("compiling by Thunder alone", plain=True)
     planned = answer("compiling with MemEfficient", plain=False)
-    return _Answer(planned, plan_json(alone, planned), *plan_tables(alone, planned))
+    return _Answer(planned.fits, plan_json(alone, planned), *plan_tables(alone, planned))
+
+
+def _frontier(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
+    limits = limits_of(device_spec(options.device) if options.device else None, options.budget)
+    with bar.step("planning from no recomputation to the smallest peak"):
+        frontier = survey(program, options.fusion, bool(options.device), options.points)
+    fits = all(frontier.within(nbytes) is not None for _, nbytes in limits)
+    return _Answer(fits, frontier_json(frontier, limits), *frontier_tables(frontier, limits), save=frontier.save)
 
 
 def _files(options: argparse.Namespace) -> list[pathlib.Path]:

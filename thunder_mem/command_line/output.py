@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from thunder_mem.command_line.predictions import Outcome
+from thunder_mem.frontier_table import Frontier
 from thunder_mem.report import Report
 from thunder_mem.report.sections import Section, sections
 from thunder_mem.sizes import size
 
-__all__ = ["plan_json", "plan_tables", "predict_json", "predict_tables", "verdict", "verdict_json"]
+__all__ = [
+    "frontier_json",
+    "frontier_tables",
+    "plan_json",
+    "plan_tables",
+    "predict_json",
+    "predict_tables",
+    "verdict",
+    "verdict_json",
+]
 
 
 def verdict(found: Outcome) -> tuple[str, ...]:
@@ -23,7 +34,10 @@ def verdict(found: Outcome) -> tuple[str, ...]:
         lines.append(f"{answer} into {size(limit_bytes)} of {name}: {rest}")
     bought = found.plan.budget if found.plan is not None else None
     if bought is not None and bought.recompute_ms:
-        lines.append(f"bought by computing again what takes about {bought.recompute_ms:.3g} ms by the cost model")
+        least = f" (at least {bought.bound_ms:.3g} ms)" if bought.bound_ms else ""
+        lines.append(
+            f"bought by computing again what takes about {bought.recompute_ms:.3g} ms{least} by the cost model"
+        )
     allocation = found.allocation
     if allocation is not None:
         lines.append(
@@ -120,4 +134,34 @@ def plan_json(alone: Outcome, planned: Outcome) -> dict[str, Any]:
         "planned": predict_json(planned),
         "plan": None if planned.plan is None else planned.plan.to_json(),
         **verdict_json(planned),
+    }
+
+
+def frontier_tables(
+    frontier: Frontier, limits: Sequence[tuple[str, int]]
+) -> tuple[tuple[str, ...], tuple[Section, ...]]:
+    """The lines and the table of `thunder-mem frontier`."""
+    lines = [frontier.headline]
+    for name, limit_bytes in limits:
+        point = frontier.within(limit_bytes)
+        if point is None:
+            lines.append(f"nothing fits into {size(limit_bytes)} of {name}")
+        else:
+            lines.append(
+                f"fits into {size(limit_bytes)} of {name}: at {size(point.peak_bytes)}, {point.step_ms:.4g} ms"
+            )
+    numbers = tuple(range(len(frontier.columns) - 1))
+    return tuple(lines), (Section("Memory against time", frontier.columns, frontier.rows(), numbers),)
+
+
+def frontier_json(frontier: Frontier, limits: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """The object of `thunder-mem frontier --json`."""
+    fitting = [frontier.within(limit_bytes) for _, limit_bytes in limits]
+    return {
+        **frontier.to_json(),
+        "fits": None not in fitting,
+        "limits": [
+            {"name": name, "limit_bytes": nbytes, "peak_bytes": None if point is None else point.peak_bytes}
+            for (name, nbytes), point in zip(limits, fitting, strict=True)
+        ],
     }

@@ -14,13 +14,15 @@ from thunder_mem.allocator import Allocation, allocate
 from thunder_mem.command_line.program import Program, UsageError
 from thunder_mem.delegate import last_plan
 from thunder_mem.devices import DeviceSpec
+from thunder_mem.frontier import memory_time_frontier
+from thunder_mem.frontier_table import Frontier
 from thunder_mem.plan import Plan
 from thunder_mem.predict import Prediction, predict
 from thunder_mem.simulate import simulate
 from thunder_mem.training_step import predict_step
 from thunder_mem.transforms import MemEfficient
 
-__all__ = ["Outcome", "Question", "ask", "machine"]
+__all__ = ["Outcome", "Question", "ask", "limits_of", "machine", "survey"]
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,32 @@ class Question:
     @property
     def limits(self) -> tuple[tuple[str, int], ...]:
         """Name and bytes of each limit that was given."""
-        limits = [] if self.spec is None else [(self.spec.name, self.spec.usable_bytes)]
-        return (*limits, *([] if self.budget_bytes is None else [("the budget", self.budget_bytes)]))
+        return limits_of(self.spec, self.budget_bytes)
+
+
+def limits_of(spec: DeviceSpec | None, budget_bytes: int | None) -> tuple[tuple[str, int], ...]:
+    """Name and bytes of each limit that was given."""
+    limits = [] if spec is None else [(spec.name, spec.usable_bytes)]
+    return (*limits, *([] if budget_bytes is None else [("the budget", budget_bytes)]))
+
+
+def survey(program: Program, fusion: str, simulated: bool, points: int) -> Frontier:
+    """The program's plans from no recomputation to the smallest peak.
+
+    Raises:
+        PredictionError, ValueError: as `memory_time_frontier`.
+    """
+    executors = None
+    if not simulated and not program.is_jitted:
+        executors = _executors(fusion)
+    return memory_time_frontier(program.model, *program.args, kwargs=program.kwargs, executors=executors, points=points)
+
+
+def _executors(fusion: str) -> list[str] | None:
+    """What `thunder.jit` is given on a machine that is not simulated; None for its defaults."""
+    if fusion == "nvfuser-like":
+        return None
+    return [] if fusion == "none" else ["torchcompile"]
 
 
 def ask(program: Program, question: Question) -> Outcome:
@@ -122,8 +148,9 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
     if not program.is_jitted:
         plan = MemEfficient(budget=budget_bytes, on_infeasible="warn")
         options: dict[str, Any] = {"transforms": [] if question.plain else [plan]}
-        if question.spec is None and question.fusion != "nvfuser-like":
-            options["executors"] = [] if question.fusion == "none" else ["torchcompile"]
+        executors = _executors(question.fusion) if question.spec is None else None
+        if executors is not None:
+            options["executors"] = executors
         jitted = thunder.jit(program.model, **options)
     stepper = _optimizer(program, jitted, question.optimizer)
     if stepper is not None and question.inference:

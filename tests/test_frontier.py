@@ -1,0 +1,93 @@
+"""Memory against time: plans that exist, in order, and as a user gets them by their budgets."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import thunder
+import torch
+
+from thunder_mem import MemEfficient, last_plan, memory_time_frontier
+from thunder_mem.cost import device_model
+from thunder_mem.plan_time import plan_seconds
+from thunder_mem.study import study_program
+
+
+def stack() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1)) for _ in range(6)))
+
+
+@pytest.fixture(scope="module")
+def frontier():
+    return memory_time_frontier(stack(), torch.zeros(4096, 64), executors=[], points=4)
+
+
+def test_every_point_saves_memory_and_takes_longer(frontier):
+    assert len(frontier.points) > 2
+    assert frontier.points[0].recompute_ms == 0
+    assert frontier.nothing_recomputed.peak_bytes >= frontier.points[0].peak_bytes
+    for more, less in pairwise(frontier.points):
+        assert less.peak_bytes < more.peak_bytes
+        assert less.recompute_ms > more.recompute_ms and less.step_ms > more.step_ms
+        assert less.saved_bytes < more.saved_bytes
+        assert less.bound_ms <= less.recompute_ms
+    for point in frontier.points:
+        assert point.peak_bytes == max(point.forward_peak_bytes, point.backward_peak_bytes)
+
+
+def test_a_points_budget_gives_its_plan(frontier):
+    for point in frontier.points[1:]:
+        compiled = thunder.jit(
+            stack(), executors=[], transforms=[MemEfficient(budget=int(point.config.removeprefix("budget=")))]
+        )
+        compiled(torch.zeros(4096, 64))
+        plan = last_plan(compiled)
+        assert plan.candidate.peak_bytes <= point.peak_bytes
+        assert plan.budget.recompute_ms <= point.recompute_ms
+
+
+def test_what_fits_is_the_fastest_that_does(frontier):
+    first, *_, last = frontier.points
+    assert frontier.within(first.peak_bytes) == first
+    assert frontier.within(last.peak_bytes) == last
+    assert frontier.within(last.peak_bytes - 1) is None
+    assert frontier.within(first.peak_bytes - 1) == frontier.points[1]
+
+
+def test_it_prints_serialises_and_draws(frontier, tmp_path):
+    lines = str(frontier).splitlines()
+    assert len(lines) == 3 + len(frontier.points) and lines[-1].endswith(frontier.points[-1].config)
+    assert json.loads(json.dumps(frontier.to_json()))["points"][0]["recompute_ms"] == 0
+    for name in ("a.svg", "b.svg", "c.png"):
+        frontier.save(tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "c.png").read_bytes()[1:4] == b"PNG"
+    with pytest.raises(ValueError, match=r"not 'd\.txt'"):
+        frontier.save(tmp_path / "d.txt")
+
+
+@pytest.mark.parametrize("points", [0, -1, 1.5, True, "8"])
+def test_wrong_points(points):
+    with pytest.raises(ValueError, match="from 1 up"):
+        memory_time_frontier(stack(), torch.zeros(8, 64), points=points)
+
+
+def test_without_a_backward_there_is_none():
+    with pytest.raises(ValueError, match="no backward"):
+        memory_time_frontier(lambda x: x + 1, torch.zeros(8), executors=[])
+
+
+def test_time_of_a_plan_counts_kernels_and_fused_reads_once():
+    def program(x):
+        return x.exp().sin().cos()
+
+    study = study_program(program, (torch.zeros(1024, 1024, requires_grad=True),), {}, executors=[])
+    planned = study.plan(frozenset())
+    cpu = device_model("cpu")
+    kernels = [b for b in planned.source.bsyms if b.sym.executor is not None]
+    assert plan_seconds(planned.plan, planned.source, cpu) >= len(kernels) * cpu.launch_s
+    fused = study_program(program, (torch.zeros(1024, 1024, requires_grad=True),), {}, executors=["torchcompile"])
+    one = fused.plan(frozenset())
+    assert any(r.executor for r in one.plan.regions)
+    assert plan_seconds(one.plan, one.source, cpu) < plan_seconds(planned.plan, planned.source, cpu)

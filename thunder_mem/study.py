@@ -1,0 +1,91 @@
+"""What there is to decide in a user's program, seen from where `MemEfficient` decides it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import thunder
+
+from thunder_mem.choices import Choices, Chooser
+from thunder_mem.delegate import unseat
+from thunder_mem.fit_budget import SavingProblem
+from thunder_mem.joint_plan import Planned
+from thunder_mem.predict import compiled_entry
+from thunder_mem.trace_graph import TraceGraph
+from thunder_mem.transforms.mem_efficient import MemEfficient
+
+__all__ = ["Study", "study_program"]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A joint trace before anything is decided.
+
+    Attributes:
+        source: the trace as it was read.
+        problem: what may be kept or recomputed.
+        plan: the whole plan of a choice of storages to rebuild.
+    """
+
+    source: TraceGraph
+    problem: SavingProblem
+    plan: Callable[[frozenset[int]], Planned]
+
+
+def study_program(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], executors: Sequence[Any] | None = None
+) -> Study:
+    """Trace and plan a call, and run nothing of it.
+
+    Args:
+        fn: a function, a module, or what `thunder.jit` made of one: then its executors and its own
+            `MemEfficient` count.
+        args, kwargs: of a call (real, or under `simulate` fake) that asks for a gradient.
+        executors: as for `thunder.jit`, where `fn` is not jitted yet.
+
+    Raises:
+        ValueError: the call asks for no gradient.
+        PredictionError: the program cannot be traced.
+    """
+    watcher = _Watcher()
+    compiled_entry(_watched(fn, watcher, executors), tuple(args), dict(kwargs), call=True)
+    if watcher.problem is None or watcher.source is None or watcher.plan is None:
+        raise ValueError("the call has no backward: give arguments or parameters that ask for a gradient")
+    return Study(watcher.source, watcher.problem, watcher.plan)
+
+
+class _Watcher:
+    """Stands where a configuration of recomputation would, and sees the joint trace and the problem it poses."""
+
+    def __init__(self) -> None:
+        self.inner: Chooser | None = None
+        self.source: TraceGraph | None = None
+        self.problem: SavingProblem | None = None
+        self.plan: Callable[[frozenset[int]], Planned] | None = None
+
+    def choose(self, source: TraceGraph, rebuilt: frozenset[int]) -> Choices:
+        self.source = source
+        return self.inner.choose(source, rebuilt) if self.inner is not None else Choices()
+
+    def observe(self, problem: SavingProblem, plan: Callable[[frozenset[int]], Planned]) -> None:
+        self.problem, self.plan = problem, plan
+
+
+def _watched(fn: Callable[..., Any], watcher: _Watcher, executors: Sequence[Any] | None) -> Callable[..., Any]:
+    """`fn` jitted anew, planned as before, under the eyes of `watcher`."""
+    compiled: Any = thunder.compile_data(fn)
+    transforms = list(thunder.list_transforms(fn)) if compiled is not None else []
+    own = next((t for t in transforms if isinstance(t, MemEfficient)), None)
+    watching = copy.copy(own) if own is not None else MemEfficient()
+    watcher.inner = watching._options.recompute
+    watching._options = replace(watching._options, recompute=watcher, observe=watcher.observe, strict=True, budget=None)
+    others = [t for t in transforms if t is not own]
+    if compiled is None:
+        options = {} if executors is None else {"executors": list(executors)}
+        return thunder.jit(fn, transforms=[watching], **options)
+    inner = fn._model if isinstance(fn, thunder.ThunderModule) else compiled.fn
+    listed = [e for e in unseat(compiled.executors_list) if not isinstance(e, thunder.extend.TemporaryExecutor)]
+    return thunder.jit(inner, executors=listed, transforms=[*others, watching], **compiled.compile_options)
