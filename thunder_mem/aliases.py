@@ -18,6 +18,7 @@ from thunder.core.symbol import BoundSymbol
 
 from thunder_mem.chunk_loop import is_chunk_loop, shared_memory
 from thunder_mem.layout import is_view, torch_view
+from thunder_mem.takeover import taken_over
 
 __all__ = ["Aliases", "may_share_memory"]
 
@@ -81,6 +82,8 @@ class Aliases:
     def _follow(self, bsym: BoundSymbol) -> None:
         for part in bsym.subsymbols:
             self._follow(part)
+        for name, arg in taken_over(bsym).items():
+            self.join(name, arg.name)
         args, outs = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
         if bsym.sym.id is PrimIDs.UPDATE_ALIASES or bsym.sym.name == "update_aliases":
             for new, old in zip(outs, args, strict=True):

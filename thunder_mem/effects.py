@@ -19,6 +19,7 @@ from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.distributed.prims import PrimIDs as DistributedPrimIDs
 
 from thunder_mem.chunk_loop import overwritten
+from thunder_mem.takeover import taken_over
 
 __all__ = ["Effects", "effects_of", "is_random", "leaves"]
 
@@ -73,7 +74,7 @@ def effects_of(bsym: BoundSymbol) -> Effects:
             barrier = True
         if (target := _written(b)) is not None:
             writes.append(target.name)
-        writes += [p.name for p in overwritten(b)]
+        writes += [p.name for p in (*overwritten(b), *taken_over(b).values())]
         if is_random(b):
             channels.append(f"rng:{_device(bsym)}")
         if _communicates(b):

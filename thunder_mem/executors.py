@@ -52,38 +52,15 @@ from thunder.extend import ImplInfo, register_executor
 from torch._guards import TracingContext, active_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from thunder_mem.fusible_prims import POINTWISE, REDUCTIONS, SHAPES, VIEWS
+from thunder_mem.takeover import Reuse, fits, interleave, never, own_inputs, show_over, write_late
+
 __all__ = ["CompileWarning", "MemPointwiseExecutor", "RegionFunction", "mem_pointwise_ex"]
 
 # Each specialisation to shapes, strides and numbers is a compilation, so they must not pile up where a
 # size changes from call to call: beyond these the region runs uncompiled.
 MAX_VARIANTS = 16
 
-_VIEWS = frozenset(
-    {
-        PrimIDs.BROADCAST_IN_DIM,
-        PrimIDs.RESHAPE,
-        PrimIDs.SHALLOW_COPY,
-        PrimIDs.SLICE,
-        PrimIDs.SQUEEZE,
-        PrimIDs.TRANSPOSE,
-    }
-)
-_SHAPES = frozenset({PrimIDs.CAT, PrimIDs.FULL, PrimIDs.IOTA, PrimIDs.PAD, PrimIDs.SHAPE}) | _VIEWS
-_REDUCTIONS = frozenset({PrimIDs.AMAX, PrimIDs.AMIN, PrimIDs.PROD, PrimIDs.SUM, PrimIDs.VAR, PrimIDs.VAR_MEAN})
-_POINTWISE = frozenset(
-    getattr(PrimIDs, name)
-    for name in (
-        # one operand
-        *("ABS", "ACOS", "ACOSH", "ASIN", "ASINH", "ATAN", "ATANH", "BITWISE_NOT", "CEIL", "CLONE"),
-        *("CONVERT_ELEMENT_TYPE", "COS", "COSH", "ERF", "ERFC", "ERFINV", "EXP", "EXP2", "EXPM1", "FLOOR"),
-        *("ISFINITE", "LGAMMA", "LOG", "LOG10", "LOG1P", "LOG2", "NEG", "RECIPROCAL", "ROUND", "RSQRT"),
-        *("SIGN", "SIGNBIT", "SIN", "SINH", "SQRT", "TAN", "TANH", "TRUNC"),
-        # two and three
-        *("ADD", "ATAN2", "BITWISE_AND", "BITWISE_LEFT_SHIFT", "BITWISE_OR", "BITWISE_RIGHT_SHIFT"),
-        *("BITWISE_XOR", "DIV", "EQ", "FMOD", "GE", "GT", "LE", "LT", "MAXIMUM", "MINIMUM", "MUL", "NE"),
-        *("NEXTAFTER", "POW", "REMAINDER", "SUB", "WHERE"),
-    )
-)
 # Whole Thunder operations. `contiguous` looks at the strides before it copies, which its prim does not;
 # the prim inside `lerp` is one that the torch executor does not know.
 _COMPOSITES = frozenset({ltorch.contiguous.id, ltorch.lerp.id})
@@ -191,7 +168,7 @@ class MemPointwiseExecutor(TorchCompileExecutor):
 
 mem_pointwise_ex = MemPointwiseExecutor("mem_pointwise")
 mem_pointwise_ex._implmap = {
-    op: ImplInfo() for op in torch_ex.implmap if op in _POINTWISE | _REDUCTIONS | _SHAPES | _COMPOSITES
+    op: ImplInfo() for op in torch_ex.implmap if op in POINTWISE | REDUCTIONS | SHAPES | _COMPOSITES
 }
 register_executor(mem_pointwise_ex)
 
@@ -219,8 +196,25 @@ def _signature(proxy: Proxy) -> Hashable:
     return type(proxy).__name__
 
 
-def region_function(bsyms: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy]) -> RegionFunction:
-    """The function from `inputs` to `outputs`, one object for all regions of the same content."""
+def new_leaves(bsyms: Sequence[BoundSymbol], inputs: Sequence[Proxy]) -> list[BoundSymbol]:
+    """The leaf operations of a region, without those whose results exist already: a name means one value."""
+    known = {proxy.name for proxy in inputs}
+    leaves = []
+    for leaf in _leaves(bsyms):
+        made = {o.name for o in leaf.flat_proxy_outs}
+        if not made <= known:
+            known |= made
+            leaves.append(leaf)
+    return leaves
+
+
+def region_function(
+    bsyms: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy], reuse: Reuse | None = None
+) -> RegionFunction:
+    """The function from `inputs` to `outputs`, one object for all regions of the same content.
+
+    With `reuse` (see `takeover.py`) it writes outputs over inputs.
+    """
     number = {proxy.name: i for i, proxy in enumerate(inputs)}
 
     def content(x: Any) -> Hashable:
@@ -234,21 +228,17 @@ def region_function(bsyms: Sequence[BoundSymbol], inputs: Sequence[Proxy], outpu
             return tuple((k, content(x[k])) for k in sorted(x))
         return _literal(x)
 
-    program, leaves = [], []
-    for leaf in _leaves(bsyms):
-        outs = leaf.flat_proxy_outs
-        if all(o.name in number for o in outs):  # made already: a name means one value
-            continue
+    program, leaves = [], new_leaves(bsyms, inputs)
+    for leaf in leaves:
         program.append((leaf.sym.id, content(leaf.args), content(leaf.kwargs)))
-        for o in outs:
+        for o in leaf.flat_proxy_outs:
             number.setdefault(o.name, len(number))
-        leaves.append(leaf)
 
-    key = (tuple(map(_signature, inputs)), tuple(program), tuple(content(o) for o in outputs))
+    key = (tuple(map(_signature, inputs)), tuple(program), tuple(content(o) for o in outputs), reuse)
     with _lock:
         function = _functions.get(key)
         if function is None:
-            function = _functions[key] = RegionFunction(leaves, inputs, outputs)
+            function = _functions[key] = RegionFunction(leaves, inputs, outputs, reuse)
     return function
 
 
@@ -258,14 +248,27 @@ class RegionFunction:
     Compiles at the first call of each combination of shapes, strides and numbers, up to
     `MAX_VARIANTS` of them; those beyond run one operation at a time. Where Inductor fails, so does this,
     with a `CompileWarning` that names the cause. Safe to call from several threads.
+
+    Attributes:
+        reuse: the outputs that are written over inputs, which therefore must be the region's to overwrite.
+            A variant that is not compiled, or whose strides do not allow it, makes new outputs.
     """
 
-    def __init__(self, leaves: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy]) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[BoundSymbol],
+        inputs: Sequence[Proxy],
+        outputs: Sequence[Proxy],
+        reuse: Reuse | None = None,
+    ) -> None:
+        self.reuse = reuse
+        self._owns = reuse is None or not any(take.saved for take in reuse.takes)
         self._source: tuple[Sequence[BoundSymbol], Sequence[Proxy], Sequence[Proxy]] | None = (leaves, inputs, outputs)
         self._unfused: Callable[[list[Any]], Sequence[torch.Tensor]] | None = None
+        self._writing: Callable[[list[Any]], Sequence[torch.Tensor]] | None = None
         self._variants: dict[Hashable, Callable[[list[Any]], Sequence[torch.Tensor]]] = {}
         self._only_tensors = bool(inputs) and all(isinstance(x, TensorProxy) for x in inputs)
-        self._only_views = all(leaf.sym.id in _VIEWS for leaf in leaves)
+        self._only_views = all(leaf.sym.id in VIEWS for leaf in leaves)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionFunction:
         return self
@@ -276,6 +279,9 @@ class RegionFunction:
         return len(self._variants)
 
     def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
+        if not self._owns:
+            assert self.reuse is not None
+            args = own_inputs(args, self.reuse)
         if self._only_tensors:
             key: Hashable = tuple([(a.shape, a.stride(), a.dtype, type(a) is FakeTensor) for a in args])
         else:
@@ -290,10 +296,12 @@ class RegionFunction:
             fake = any(isinstance(a, FakeTensor) for a in tensors) or (not tensors and active_fake_mode() is not None)
             if key in self._variants:  # another thread was faster
                 return self._variants[key]
+            if fake and (reuse := self.reuse):
+                return lambda boxed: show_over(unfused(boxed), boxed, reuse)
             if fake or len(self._variants) >= MAX_VARIANTS:
                 return unfused
             try:
-                variant = unfused if self._only_views else _compile(unfused, args)
+                variant = unfused if self._only_views else self._compiled(unfused, args)
             except Exception as e:
                 cause = str(e).strip().splitlines()
                 message = f"{type(e).__name__}: {cause[0] if cause else ''}"
@@ -302,17 +310,43 @@ class RegionFunction:
             self._variants[key] = variant
             return variant
 
+    def _compiled(
+        self, unfused: Callable[[list[Any]], Sequence[torch.Tensor]], args: tuple[Any, ...]
+    ) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+        if self._writing is None or self.reuse is None or not fits(unfused, args, self.reuse):
+            return _compile(unfused, args)
+        flag = never(next(a.device for a in args if isinstance(a, torch.Tensor)))
+        compiled = _compile(self._writing, (*args, flag))
+
+        def writing(boxed: list[Any]) -> Sequence[torch.Tensor]:
+            boxed.append(flag)
+            return compiled(boxed)
+
+        return writing
+
     def _build_unfused(self) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
         assert self._source is not None
-        function = _python_function(*self._source)
+        leaves, inputs, outputs = self._source
+        self._unfused, self._source = _boxed(_python_function(leaves, inputs, outputs)), None
+        if reuse := self.reuse:
+            leaves, outputs = interleave(leaves, inputs, outputs, reuse)
+            with_early = _boxed(_python_function(leaves, inputs, outputs))
 
-        @torch.no_grad()
-        @no_autocast
-        def unfused(boxed: list[Any]) -> tuple[torch.Tensor, ...]:
-            return tuple(function(*boxed))
+            def writing(boxed: list[Any]) -> Sequence[torch.Tensor]:
+                *args, flag = boxed
+                return write_late(with_early(args), args, reuse, flag)
 
-        self._unfused, self._source = unfused, None
-        return unfused
+            self._writing = writing
+        return self._unfused
+
+
+def _boxed(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    @torch.no_grad()
+    @no_autocast
+    def boxed_function(boxed: list[Any]) -> tuple[torch.Tensor, ...]:
+        return tuple(function(*boxed))
+
+    return boxed_function
 
 
 # Recursive, because tracing a region for the first time may call another one.

@@ -22,6 +22,7 @@ from torch._prims_common import compute_elementwise_output_strides
 
 from thunder_mem.chunk_loop import shared_memory
 from thunder_mem.effects import leaves
+from thunder_mem.takeover import taken_over
 from thunder_mem.views import VIEWS, slice_view
 
 __all__ = ["Layout", "is_view", "torch_view"]
@@ -108,6 +109,11 @@ class Layout:
             if isinstance(p, TensorProxy | FutureTensorProxy) and p.name not in self._tensors:
                 self._tensors[p.name] = _empty(p)
 
+    def is_plain(self, name: str) -> bool:
+        """Whether the proxy shows all of its storage, in the order of its elements."""
+        t = self._tensors[name]
+        return t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.itemsize
+
     def storage_key(self, name: str) -> int:
         return self._tensors[name].untyped_storage()._cdata
 
@@ -124,12 +130,12 @@ class Layout:
             p for p in bsym.flat_proxy_outs if p.name not in known and isinstance(p, TensorProxy | FutureTensorProxy)
         ]
         written = _in_place_target(bsym)
-        shared = shared_memory(bsym)
+        shared = {**shared_memory(bsym), **taken_over(bsym)}
         for position, p in enumerate(outs):
             if written is not None and position == 0:
                 self._tensors[p.name] = self._tensors[written.name]
             elif p.name in shared:
-                self._tensors[p.name] = self._tensors[shared[p.name].name]
+                self._tensors[p.name] = self._tensors[shared[p.name].name].view(tuple(map(int, p.shape)))
             elif p.name not in self._tensors:
                 self._tensors[p.name] = self._fresh(bsym, p)
 

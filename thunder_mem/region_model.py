@@ -17,6 +17,7 @@ from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 
+from thunder_mem.takeover import taken_over
 from thunder_mem.views import VIEWS
 
 __all__ = ["empty_like_proxy", "modelled_region", "run_region"]
@@ -37,7 +38,11 @@ def run_region(bsym: BoundSymbol, env: dict[str, Any]) -> None:
         env: tensors (fake ones, under their mode) by name; holds the region's inputs.
     """
     local = {p.name: env[p.name] for p in bsym.flat_proxy_args if p.name in env}
-    env.update(_outputs(bsym.subsymbols, local, bsym.flat_proxy_outs))
+    outputs = _outputs(bsym.subsymbols, local, bsym.flat_proxy_outs)
+    for name, arg in taken_over(bsym).items():
+        if env[arg.name].is_contiguous():
+            outputs[name] = env[arg.name].view(outputs[name].shape)
+    env.update(outputs)
 
 
 def _follow_views(bsyms: Iterable[BoundSymbol], local: dict[str, Any], wanted: dict[str, TensorProxy]) -> None:

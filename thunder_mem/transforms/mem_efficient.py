@@ -62,6 +62,8 @@ class MemEfficient(Transform):
             THUNDER_MEM_RECOMPUTE says when this object is made.
         on_infeasible: "error" raises `BudgetError` if nothing fits the budget, "warn" compiles the
             smallest plan found.
+        reuse: let results of `mem_pointwise` regions be written over values that nobody reads any more.
+            Under ``retain_graph=True`` what autograd keeps is copied first.
         verify: check every plan (True) or none (False) by `thunder_mem.verify`: that the planned trace computes
             the same values, with the same effects, as the one it was made from. By default all programs of
             up to 2,000 operations are, and of longer ones a share. A plan that fails is a failure of planning.
@@ -92,6 +94,7 @@ class MemEfficient(Transform):
         budget: int | str | None = None,
         recompute: Written | Policy | None = None,
         on_infeasible: str = "error",
+        reuse: bool = True,
         verify: bool | None = None,
         strict: bool = False,
     ) -> None:
@@ -104,6 +107,8 @@ class MemEfficient(Transform):
             raise TypeError(f"chunk is True or False, or a ChunkLossHead, not {chunk!r}")
         if not isinstance(strict, bool):
             raise TypeError(f"strict is True or False, not {strict!r}")
+        if not isinstance(reuse, bool):
+            raise TypeError(f"reuse is True or False, not {reuse!r}")
         if not isinstance(verify, bool | None):
             raise TypeError(f"verify is True, False or None, not {verify!r}")
         if budget is not None:
@@ -116,6 +121,7 @@ class MemEfficient(Transform):
             budget=budget,
             recompute=from_environment() if recompute is None else _chooser(recompute),
             on_infeasible=on_infeasible,
+            reuse=reuse,
             verify=verify,
         )
         self._chunk = chunk
@@ -181,8 +187,8 @@ class MemEfficient(Transform):
     def __repr__(self) -> str:
         return (
             f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, "
-            f"budget={self._options.budget!r}, recompute={self._recompute!r}, verify={self._options.verify}, "
-            f"strict={self._options.strict})"
+            f"budget={self._options.budget!r}, recompute={self._recompute!r}, reuse={self._options.reuse}, "
+            f"verify={self._options.verify}, strict={self._options.strict})"
         )
 
 

@@ -1,0 +1,203 @@
+"""Results of fused regions take over the memory of inputs that die there.
+
+On the joint trace in its final order, after fusion: every name, its aliases and its last use are known. A
+region of `mem_pointwise` is offered each input that nobody reads any more, under whatever name, that the
+caller does not hold, and that is dense and whole; `reuse_region.py` says which result may be written over
+which of them. An executor that aliases by itself (nvFuser) is left to do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from thunder.core import prims
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+
+from thunder_mem.aliases import Aliases
+from thunder_mem.executors import RegionFunction, mem_pointwise_ex, new_leaves, region_function
+from thunder_mem.plan import Decision, Plan
+from thunder_mem.reuse_region import plan_reuse
+from thunder_mem.takeover import Reuse, taken_over
+from thunder_mem.timeline import simulate
+from thunder_mem.trace_graph import TraceGraph, read_trace
+
+__all__ = ["Reused", "reuse_dying", "with_reuse"]
+
+# Whose results are known to be memory of their own, where they are no views.
+_FRESH_EXECUTORS = {"torch", "sdpa", "mem_attention", "python"}
+
+
+@dataclass(frozen=True)
+class Reused:
+    """A trace in which results take over memory, and what that came to.
+
+    Attributes:
+        trace: the new trace.
+        results: how many results take over an input.
+        nbytes: their bytes.
+        forward_peak_bytes, backward_peak_bytes: of the trace, what the caller holds included.
+    """
+
+    trace: TraceCtx
+    results: int
+    nbytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+
+def reuse_dying(trace: TraceCtx) -> Reused | None:
+    """Let regions write results over inputs that die there.
+
+    Args:
+        trace: a joint or plain trace in its final order, fused, without `del`s.
+
+    Returns:
+        None where there is nothing to take over.
+    """
+    if not any(_function(b) for b in trace.bound_symbols):
+        return None
+    source = read_trace(trace)
+    memory = _Memory(source, trace)
+    swap: dict[int, BoundSymbol] = {}
+    results = nbytes = 0
+    for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
+        if _function(bsym) is None:
+            continue
+        reuse = _reuse(source, memory, op.index)
+        if reuse is None:
+            continue
+        swap[id(bsym)] = new = _with_reuse(bsym, reuse)
+        for name, arg in taken_over(new).items():
+            memory.join(name, arg.name)
+            results += 1
+            nbytes += source.layout.nbytes(arg.name)
+    if not swap:
+        return None
+    new_trace = from_trace(trace)
+    new_trace.bound_symbols = [swap.get(id(b), b) for b in trace.bound_symbols]
+    new_trace.set_provenance(TraceProvenance("Results take over the memory of what dies"))
+    graph = read_trace(new_trace).graph
+    peaks = [0, 0]
+    for op, live_bytes in zip(graph.ops, simulate(graph).live_bytes, strict=True):
+        peaks[op.backward] = max(peaks[op.backward], live_bytes)
+    return Reused(new_trace, results, nbytes, *peaks)
+
+
+def with_reuse(plan: Plan, reused: Reused) -> Plan:
+    """The plan with the peaks that its trace has now."""
+    old = plan.candidate
+    new = replace(old, forward_peak_bytes=reused.forward_peak_bytes, backward_peak_bytes=reused.backward_peak_bytes)
+    how = f"{reused.results} results written over values that die, {reused.nbytes:,} bytes"
+    return replace(
+        plan,
+        candidates=tuple(new if c.name == plan.chosen else c for c in plan.candidates),
+        decisions=(*plan.decisions, Decision("reuse", how, "peak", old.peak_bytes, new.peak_bytes)),
+        budget=plan.budget and replace(plan.budget, peak_bytes=new.peak_bytes),
+    )
+
+
+class _Memory:
+    """Per class of names that may share memory: its last use, and whether anybody may take it over."""
+
+    def __init__(self, source: TraceGraph, trace: TraceCtx) -> None:
+        self._aliases = Aliases(source.bsyms)
+        self._last: dict[str, int] = {}
+        self._forward: set[str] = set()  # classes with a name that the forward made
+        self._kept: set[str] = set()
+        kept = {p.name for p in (*_tensors(trace.args), *_tensors((trace.kwargs or {}).values()))}
+        kept |= {p.name for b in source.prefix for p in b.flat_proxy_outs} | source.pinned
+        for i, (op, b, effects) in enumerate(zip(source.graph.ops, source.bsyms, source.effects, strict=True)):
+            outs, names = _names(b.flat_proxy_outs), _names((*b.flat_proxy_args, *b.flat_proxy_outs))
+            for name in names:
+                self._last[self._aliases(name)] = i
+            if not op.backward:
+                self._forward.update(map(self._aliases, outs))
+            kept.update(effects.writes)
+            if effects.barrier or any(c.startswith("communication") for c in effects.channels):
+                kept |= names
+            if b.sym == prims.get_grad or not _is_fresh(b):
+                kept |= outs
+        self._kept = {self._aliases(name) for name in kept}
+
+    def __call__(self, name: str) -> str:
+        return self._aliases(name)
+
+    def dies(self, name: str, index: int) -> bool:
+        """Nobody reads it after op `index`, and nobody else holds it."""
+        memory = self._aliases(name)
+        return memory not in self._kept and self._last.get(memory) == index
+
+    def saved(self, name: str) -> bool:
+        """The forward made it."""
+        return self._aliases(name) in self._forward
+
+    def join(self, a: str, b: str) -> None:
+        """Both are one memory from now on."""
+        old = (self._aliases(a), self._aliases(b))
+        self._aliases.join(a, b)
+        new = self._aliases(a)
+        self._last[new] = max(self._last.get(m, -1) for m in old)
+        for group in (self._kept, self._forward):
+            if not group.isdisjoint(old):
+                group.add(new)
+
+
+def _reuse(source: TraceGraph, memory: _Memory, index: int) -> Reuse | None:
+    bsym = source.bsyms[index]
+    inputs, outputs = list(bsym.args), list(bsym.output)
+    classes = [memory(p.name) for p in (*inputs, *outputs)]
+    alone = [classes.count(c) == 1 for c in classes]
+    offered = {
+        i: source.graph.ops[index].backward and memory.saved(p.name)
+        for i, p in enumerate(inputs)
+        if alone[i] and isinstance(p, TensorProxy) and memory.dies(p.name, index) and source.layout.is_plain(p.name)
+    }
+    if not offered:
+        return None
+    wanted = [
+        o
+        for o, p in enumerate(outputs)
+        if alone[len(inputs) + o] and isinstance(p, TensorProxy) and source.layout.is_plain(p.name)
+    ]
+    if not wanted:
+        return None
+    return plan_reuse(new_leaves(bsym.subsymbols, inputs), inputs, outputs, offered, wanted)
+
+
+def _with_reuse(bsym: BoundSymbol, reuse: Reuse) -> BoundSymbol:
+    inputs, outputs = list(bsym.args), list(bsym.output)
+    function = region_function(bsym.subsymbols, inputs, outputs, reuse)
+    new = mem_pointwise_ex.register_temporary_operation(
+        bsym.sym.name, function, inputs=inputs, outputs=outputs, bsyms=list(bsym.subsymbols)
+    )
+    told = ", ".join(f"{outputs[t.output].name} over {inputs[t.input].name}" for t in reuse.takes)
+    return new.from_bsym(tags=bsym.tags, header=f"written in place: {told}")
+
+
+def _function(bsym: BoundSymbol) -> RegionFunction | None:
+    """What runs, if it is a region of `mem_pointwise`."""
+    if not bsym.sym.is_fusion or not bsym._call_ctx:
+        return None
+    function = next(iter(bsym._call_ctx.values()))
+    return function if isinstance(function, RegionFunction) else None
+
+
+def _is_fresh(bsym: BoundSymbol) -> bool:
+    """Its results are views of its operands, or memory that nobody else knows."""
+    if bsym.sym.is_fusion:
+        return _function(bsym) is not None
+    if bsym.sym.executor is not None:
+        return str(bsym.sym.executor.name) in _FRESH_EXECUTORS
+    return isinstance(bsym.sym.id, PrimIDs) or bool(bsym.subsymbols)
+
+
+def _names(proxies: Sequence) -> set[str]:
+    return {p.name for p in proxies if isinstance(p, TensorProxy | FutureTensorProxy)}
+
+
+def _tensors(values) -> list[TensorProxy]:
+    return [p for p in values or () if isinstance(p, TensorProxy)]
