@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import thunder
 import torch
 
-from thunder_mem.command_line import main
+from thunder_mem.command_line import main, predictions
 from thunder_mem.command_line.program import UsageError, parse_input
 from thunder_mem.predict import predict
 from thunder_mem.sizes import parse_bytes, size
@@ -124,6 +125,32 @@ def test_a_budget_buys_memory_with_time(run):
     assert data["budget"]["recompute_ms"] > 0 and free["budget"] is None
     plain = run("predict", "train.py:chain", "--device", "T4", "--plain", "--budget", limit_bytes)
     assert plain[0] == 1
+
+
+@pytest.mark.parametrize("beside", [0, 3, 40])
+def test_what_fits_a_budget_fits_every_larger_one(monkeypatch, beside):
+    """Plans keep their own figure within a budget, but the step needs `beside` more where little was recomputed."""
+    asked = []
+
+    def compiled(program, question, budget):
+        asked.append(budget)
+        plan = 100 if budget is None else max(30, min(100, budget))
+        method = "smallest" if plan == 30 else "ladder"
+        return SimpleNamespace(
+            needed_bytes=plan + 20 + (beside if 30 < plan < 100 else 0),
+            limit_bytes=question.limit,
+            fits=plan + 20 + (beside if 30 < plan < 100 else 0) <= question.limit,
+            plan=SimpleNamespace(budget=SimpleNamespace(method=method)),
+            jitted=None,
+        )
+
+    monkeypatch.setattr(predictions, "_compiled", compiled)
+    monkeypatch.setattr(predictions, "predict", lambda *_, **__: SimpleNamespace(total_peak_bytes=100))
+    program = SimpleNamespace(is_jitted=False, args=(), kwargs={})
+    for limit in range(10, 130):
+        asked.clear()
+        found = predictions.ask(program, SimpleNamespace(plain=False, limit=limit))
+        assert found.fits == (limit >= 50) and len(asked) <= 4
 
 
 def test_a_plan_within_a_budget_says_what_it_costs(run):

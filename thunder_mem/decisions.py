@@ -9,7 +9,7 @@ from thunder_mem.graph import Graph
 from thunder_mem.plan import Decision, PlannedRegion
 from thunder_mem.saving import saved_storages
 
-__all__ = ["about_chunks", "about_order", "about_recompute", "about_regions", "about_saving"]
+__all__ = ["about_chunks", "about_order", "about_recompute", "about_regions", "about_saving", "about_views"]
 
 
 def about_chunks(loops: Iterable[LoopPlan]) -> tuple[Decision, ...]:
@@ -69,3 +69,8 @@ def about_regions(regions: Sequence[PlannedRegion], before: Sequence[int], after
 def about_order(algorithm: str, before: Sequence[int], after: Sequence[int]) -> Decision:
     """In which order the regions run: peaks (forward, backward) of source order, and of this one, regions merged."""
     return Decision("order", f"by {algorithm}, then neighbours merged", "peak", max(before), max(after))
+
+
+def about_views(copied: int, before_bytes: int, after_bytes: int) -> Decision:
+    """Small views that are copied to let go of what they show: peaks without and with that."""
+    return Decision("views", f"{copied} small views copied, to let their bases go", "peak", before_bytes, after_bytes)

@@ -19,7 +19,7 @@ from thunder_mem.budget import BudgetError, BudgetOutcome, parse_budget
 from thunder_mem.checkpoint import checkpointed_storages
 from thunder_mem.choices import Choices, Chooser
 from thunder_mem.cost import cost_s, device_model_of
-from thunder_mem.decisions import about_recompute, about_saving
+from thunder_mem.decisions import about_recompute, about_saving, about_views
 from thunder_mem.fit_budget import Fit, SavingProblem, fit_budget
 from thunder_mem.fusibility import fusibility
 from thunder_mem.overwrites import protect_old_values
@@ -32,6 +32,7 @@ from thunder_mem.sizes import size
 from thunder_mem.sorting import SortFunction
 from thunder_mem.timeline import Timeline
 from thunder_mem.trace_graph import TraceGraph, read_trace
+from thunder_mem.unpin import pinned_bases, with_copied_views
 
 __all__ = ["Planned", "PlanningOptions", "device_of", "plan_joint_trace", "with_checkpoints"]
 
@@ -39,6 +40,8 @@ __all__ = ["Planned", "PlanningOptions", "device_of", "plan_joint_trace", "with_
 _ATTEMPTS = 4
 # Where a plan stays this share of the budget below its trial, a higher target is tried.
 _UNUSED_SHARE = 0.005
+# How often more views are copied, as long as that lowers the peak.
+_UNPINNINGS = 4
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,10 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
             read = read_trace(new, earlier=source)
             takes = fusibility(read, executors)
         made = make_plan(read.graph, takes, names, sort=options.sort)
-        decisions = (*asked, about_saving(source.graph, read.graph), *made.decisions)
-        return Planned(replace(made, decisions=decisions), read, new, trace)
+        saving = about_saving(source.graph, read.graph)
+        planned = _unpinned(Planned(made, read, new, trace), executors, options.sort)
+        decisions = (*asked, saving, *planned.plan.decisions)
+        return replace(planned, plan=replace(planned.plan, decisions=decisions))
 
     rebuilt = (_only_offered(source, fuse, choices), storages_to_rebuild(source.graph, fuse, choices))
     planned = [plan(storages) for storages in dict.fromkeys(rebuilt)]
@@ -109,6 +114,25 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
     if options.budget is None:
         return best
     return _within_budget(best, plan, problem, parse_budget(options.budget, device), options.on_infeasible)
+
+
+def _unpinned(planned: Planned, executors: Sequence[FusionExecutor], sort: str | SortFunction) -> Planned:
+    """The plan with small views copied, as long as that lowers the peak."""
+    before, copied = planned, 0
+    for _ in range(_UNPINNINGS):
+        if not (splits := pinned_bases(planned.source, planned.plan)):
+            break
+        new = with_copied_views(planned.source, planned.trace, splits)
+        read = read_trace(new, earlier=planned.source)
+        made = make_plan(read.graph, fusibility(read, executors), [str(e.name) for e in executors], sort=sort)
+        if made.candidate.peak_bytes >= planned.peak_bytes:
+            break
+        planned = replace(planned, plan=made, source=read, trace=new)
+        copied += sum(len(split.views) for split in splits)
+    if planned is before:
+        return planned
+    decision = about_views(copied, before.peak_bytes, planned.peak_bytes)
+    return replace(planned, plan=replace(planned.plan, decisions=(*planned.plan.decisions, decision)))
 
 
 def _choices(source: TraceGraph, fuse: Fusibility, recompute: Chooser | None) -> tuple[Choices, tuple[Decision, ...]]:

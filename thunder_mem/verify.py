@@ -162,6 +162,9 @@ class _Run:
         outs, taken = bsym.flat_proxy_outs, {p.name for p in bsym.flat_proxy_args}
         passed_on = tuple(i for i, p in enumerate(outs) if p.name in taken)
         content = (_operation(bsym), self._content(bsym.args), self._content(bsym.kwargs), passed_on, tuple(order))
+        if self._is_added_copy(bsym, content):
+            self._define(outs[0].name, self._value(bsym.args[0].name), bsym)
+            return
         number = self.numbers.number(content, outs[0].name if outs else bsym.sym.name)
         if self.known is not None and number >= self.known:
             what = outs[0].name if outs else "a step"
@@ -178,6 +181,11 @@ class _Run:
         for i, p in enumerate(outs):
             if i not in passed_on:
                 self._define(p.name, self.numbers.number((number, i), p.name), bsym)
+
+    def _is_added_copy(self, bsym: BoundSymbol, content: Hashable) -> bool:
+        """A copy that the program does not make, of memory that nobody overwrites: the same value once more."""
+        added = self.known is not None and bsym.sym.id is PrimIDs.CLONE and content not in self.numbers.number_of
+        return added and self.aliases(bsym.args[0].name) not in self.written
 
     def _define(self, name: str, value: int, bsym: BoundSymbol) -> None:
         if self.values.setdefault(name, value) != value:

@@ -122,7 +122,7 @@ def _executors(fusion: str) -> list[str] | None:
 
 
 def ask(program: Program, question: Question) -> Outcome:
-    """Compile and predict; if that does not fit, once more with the limit as the budget of MemEfficient.
+    """Compile and predict; if that does not fit, again with the limit as the budget of MemEfficient.
 
     Raises:
         UsageError: the options do not go together.
@@ -139,14 +139,30 @@ def ask(program: Program, question: Question) -> Outcome:
     outside_bytes = found.needed_bytes - call.total_peak_bytes
     if found.limit_bytes <= outside_bytes:
         return found
-    bought = _compiled(program, question, found.limit_bytes - outside_bytes)
-    return min(bought, found, key=lambda o: o.needed_bytes)
+    best, budget_bytes = found, found.limit_bytes - outside_bytes
+    for attempt in range(_ATTEMPTS + 1):
+        # What a plan holds may differ from what the step needs by where their peaks are: then the budget is lowered
+        # by what is too much, and at the end to nothing, so that the least there is decides whether it fits.
+        leanest = attempt == _ATTEMPTS or budget_bytes <= 0
+        bought = _compiled(program, question, 1 if leanest else budget_bytes)
+        best = min(best, bought, key=lambda o: o.needed_bytes)
+        if best.fits or leanest or _nothing_smaller(bought.plan):
+            break
+        budget_bytes -= bought.needed_bytes - found.limit_bytes
+    return best
+
+
+_ATTEMPTS = 2
+
+
+def _nothing_smaller(plan: Plan | None) -> bool:
+    return plan is None or plan.budget is None or plan.budget.method == "smallest"
 
 
 def _compiled(program: Program, question: Question, budget_bytes: int | None) -> Outcome:
     jitted = program.model
     if not program.is_jitted:
-        plan = MemEfficient(budget=budget_bytes, on_infeasible="warn")
+        plan = MemEfficient(budget=budget_bytes, on_infeasible="warn")  # the verdict says whether it suffices
         options: dict[str, Any] = {"transforms": [] if question.plain else [plan]}
         executors = _executors(question.fusion) if question.spec is None else None
         if executors is not None:

@@ -1,0 +1,179 @@
+"""Copy a small view that is the last thing to hold a large tensor.
+
+A view keeps all of its base alive: `v`, a third of a recomputed qkv projection, holds the projection until
+attention's backward, through the whole backward of the MLP. A copy of `v`, made while the base is there
+anyway, lets the base go. Which bases are held at the peak like that is read off a plan; what is done to one
+of them is done to all that are made and used alike, so that the peak does not just move to the next layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from thunder.core import prims
+from thunder.core.proxies import TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+
+from thunder_mem.layout import is_view
+from thunder_mem.plan import Plan
+from thunder_mem.trace_graph import BACKWARD, TraceGraph
+
+__all__ = ["Split", "pinned_bases", "with_copied_views"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A base and who will read copies of its views.
+
+    Attributes:
+        storage: index of the base.
+        readers: ops that read it late, in source order.
+        views: the names that those read, each of which gets one copy.
+        saved_bytes: the base's bytes less those of the copies.
+    """
+
+    storage: int
+    readers: tuple[int, ...]
+    views: tuple[str, ...]
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One name of a base that an op, itself no view, reads; `kind` tells equal uses of other bases."""
+
+    op: int
+    name: str
+    nbytes: int
+    kind: tuple
+
+
+def pinned_bases(source: TraceGraph, plan: Plan) -> tuple[Split, ...]:
+    """The bases that small views alone hold at the plan's peak, and all that are used like them.
+
+    Only what is made and used in one half of the trace, and never overwritten, counts.
+
+    Args:
+        source: what `plan` was made for.
+    """
+    step_of, live_bytes = _steps(source, plan)
+    half = plan.candidate.backward_peak_bytes >= plan.candidate.forward_peak_bytes
+    steps = [i for i, r in enumerate(plan.regions) if r.backward == half]
+    if not steps:
+        return ()
+    peak = max(steps, key=lambda i: (live_bytes[i], -i))
+    graph, uses = source.graph, _uses(source)
+
+    def first(storage: int) -> int:
+        made = graph.allocator[storage]
+        return min(step_of[made], default=peak) if made is not None else peak
+
+    splits: dict[tuple, int] = {}  # by how a base is used: how many of its uses come before its copies
+    for s, of_base in uses.items():
+        if not all(step_of[u.op] for u in of_base):
+            continue
+        before = [u for u in of_base if max(step_of[u.op]) < peak]
+        if len(before) < len(of_base) and first(s) < peak:
+            split = _split(source, s, of_base, len(before))
+            # The source order says which uses are late, for all bases alike.
+            if split and of_base[: len(before)] == before:
+                splits.setdefault(_kinds(of_base), len(before))
+    found = [_split(source, s, u, splits[k]) for s, u in uses.items() if (k := _kinds(u)) in splits]
+    return tuple(split for split in found if split)
+
+
+def _kinds(uses: Iterable[_Use]) -> tuple:
+    return tuple(use.kind for use in uses)
+
+
+def _split(source: TraceGraph, storage: int, uses: Sequence[_Use], early: int) -> Split | None:
+    late = uses[early:]
+    views = {use.name: use.nbytes for use in late}
+    saved_bytes = source.graph.storages[storage].nbytes - sum(views.values())
+    readers = tuple(dict.fromkeys(use.op for use in late))
+    return Split(storage, readers, tuple(views), saved_bytes) if saved_bytes > 0 else None
+
+
+def _steps(source: TraceGraph, plan: Plan) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Per op, the steps of the plan that run it; and per step, the bytes alive then, regions taken as units."""
+    graph = source.graph
+    step_of: list[tuple[int, ...]] = [()] * len(graph)
+    for i, region in enumerate(plan.regions):
+        for op in region.ops:
+            step_of[op] += (i,)
+    change = [0] * (len(plan.regions) + 1)
+    for s in graph.storages:
+        used = [step for op in graph.users[s.index] for step in step_of[op]]
+        if not used:
+            continue
+        made = graph.allocator[s.index]
+        if made is not None and len(set(used)) == 1 and s.index not in graph.outputs:
+            continue  # inside one region
+        first = 0 if made is None else min(step_of[made])
+        last = len(plan.regions) - 1 if s.held or s.index in graph.outputs else max(used)
+        change[first] += s.nbytes
+        change[last + 1] -= s.nbytes
+    live, total = [], 0
+    for delta in change[:-1]:
+        total += delta
+        live.append(total)
+    return step_of, live
+
+
+def _uses(source: TraceGraph) -> dict[int, list[_Use]]:
+    """Per base that may be let go: the reads of its views by ops that are none, in source order."""
+    graph = source.graph
+    uses: dict[int, list[_Use]] = {}
+    for op, bsym in zip(graph.ops, source.bsyms, strict=True):
+        if is_view(bsym) and not op.allocates:  # what copies for want of a stride reads
+            continue
+        for position, p in enumerate(bsym.flat_proxy_args):
+            s = source.storage_of.get(p.name)
+            if s is None or not isinstance(p, TensorProxy):
+                continue
+            made = graph.allocator[s]
+            if made is None or made == op.index or graph.ops[made].backward != op.backward:
+                continue
+            kind = (bsym.sym.name, position, tuple(p.shape), graph.ops[made].name, graph.storages[s].nbytes)
+            uses.setdefault(s, []).append(_Use(op.index, p.name, p.numel * p.dtype.bytes, kind))
+    other_half = {s for op in graph.ops for s in op.touches if _half(source, s) not in (None, op.backward)}
+    kept = graph.outputs | source.overwritten | other_half
+    return {s: of_base for s, of_base in uses.items() if s not in kept and not graph.storages[s].held}
+
+
+def _half(source: TraceGraph, storage: int) -> bool | None:
+    made = source.graph.allocator[storage]
+    return None if made is None else source.graph.ops[made].backward
+
+
+def with_copied_views(source: TraceGraph, trace: TraceCtx, splits: Iterable[Split]) -> TraceCtx:
+    """The trace in which the late readers of each split read copies, made right after the view itself.
+
+    Args:
+        source: `trace` as it was read.
+        trace: a plain or joint trace before fusion.
+        splits: from `pinned_bases`.
+    """
+    new = from_trace(trace)
+    due: dict[int, list[BoundSymbol]] = {}
+    swap_at: dict[int, dict] = {}
+    with tracectx(new):
+        for split in splits:
+            backward = source.graph.ops[split.readers[0]].backward
+            for name in split.views:
+                maker = source.producer_of[name]
+                view = next(p for p in source.bsyms[maker].flat_proxy_outs if p.name == name)
+                copy = prims.clone.bind(view, output=prims.clone.meta(view))
+                due.setdefault(maker, []).append(copy.from_bsym(tags=copy.tags | {BACKWARD}) if backward else copy)
+                for reader in split.readers:
+                    swap_at.setdefault(reader, {})[variableify(view)] = copy.output
+        body: list[BoundSymbol] = []
+        for index, bsym in enumerate(source.bsyms):
+            swap = swap_at.get(index)
+            body.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym)
+            body += due.get(index, [])
+        new.bound_symbols = [*source.prefix, *body, source.result]
+    new.set_provenance(TraceProvenance("Copy small views that hold large tensors"))
+    return new
