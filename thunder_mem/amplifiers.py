@@ -19,6 +19,9 @@ __all__ = ["Absorbed", "absorb_amplifiers"]
 # A recomputed chain reads at most this many storages, so that rebuilding a value costs little more
 # than reading it would have.
 MAX_CHAIN_SOURCES = 6
+# And it computes at most this many values: a reduction at every link of a long chain would otherwise
+# rebuild all links before it, quadratic work. Attention's and GELU's chains have up to 16.
+MAX_CHAIN_VALUES = 32
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ def _reprice(graph: Graph, fuse: Fusibility, where: Sequence[int], absorbed: Seq
 
     chosen = [False] * len(graph)
     sources: list[tuple[int, ...]] = [()] * len(graph)
+    values: list[frozenset[int]] = [frozenset()] * len(graph)
     for op in graph.ops:
         i = op.index
         if not fuse.cheap[i] or not graph.outputs.isdisjoint(op.allocates):
@@ -111,7 +115,9 @@ def _reprice(graph: Graph, fuse: Fusibility, where: Sequence[int], absorbed: Seq
             if not graph.storages[s].held and s not in graph.outputs and last_use[s] < end[i]
         )
         made = sum(graph.storages[s].nbytes for s in op.allocates)
-        chosen[i] = made == 0 or (made > kept_alive and len(sources[i]) <= MAX_CHAIN_SOURCES)
+        values[i] = frozenset(op.allocates).union(*(values[p] for p in fuse.operands[i] if chosen[p]))
+        is_short = len(sources[i]) <= MAX_CHAIN_SOURCES and len(values[i]) <= MAX_CHAIN_VALUES
+        chosen[i] = made == 0 or (made > kept_alive and is_short)
     return chosen
 
 

@@ -213,6 +213,8 @@ class _Rewriter:
             if isinstance(p, TensorProxy) and (now := self._now(p)).name != p.name:
                 swap[variableify(p)] = now
         self.done.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym)
+        for copy in _copies(bsym):  # what it returns looks where it wrote
+            self.same_view.update((p.name, self._view(copy.args[1].name)) for p in copy.flat_proxy_outs)
         if _is_copy(bsym) and self._is_through_view(bsym):
             self.through_views.append(bsym.output)
         taken = {p.name for p in bsym.flat_proxy_args}
