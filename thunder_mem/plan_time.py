@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from thunder.core.proxies import Proxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
 
+from thunder_mem.chunk_loop import is_chunk_loop, loop_of
 from thunder_mem.cost import DeviceModel, cost_s, region_cost_s
 from thunder_mem.plan import Plan
 from thunder_mem.trace_graph import TraceGraph
 
-__all__ = ["plan_seconds"]
+__all__ = ["plan_seconds", "trace_seconds"]
 
 
 def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
@@ -28,7 +31,7 @@ def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
     for region in plan.regions:
         bsyms = [source.bsyms[op] for op in region.ops]
         if region.executor is None:
-            total += sum(cost_s(b, device) for b in bsyms)
+            total += sum(_seconds(b, device) for b in bsyms)
             continue
         inside = frozenset(region.ops)
         made = {p.name for b in bsyms for p in b.flat_proxy_outs}
@@ -42,3 +45,29 @@ def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
         }
         total += region_cost_s(bsyms, inputs.values(), outputs.values(), device)
     return total
+
+
+def trace_seconds(trace: TraceCtx, device: DeviceModel) -> float:
+    """Seconds of a final trace, whoever made it, by the same count: every bound symbol one kernel."""
+    return sum(_seconds(bsym, device) for bsym in trace.bound_symbols)
+
+
+def _seconds(bsym: BoundSymbol, device: DeviceModel) -> float:
+    return _loop_seconds(bsym, device) if is_chunk_loop(bsym) else cost_s(bsym, device)
+
+
+def _loop_seconds(bsym: BoundSymbol, device: DeviceModel) -> float:
+    """Seconds of a chunk loop: its products, and one kernel between two of them that reads and writes a block."""
+    plan = loop_of(bsym).plan
+    name = bsym.sym.name
+    if name.endswith("finish"):  # scales what the forward has computed
+        return cost_s(bsym, device)
+    seconds = 0.0
+    for gemm in plan.gemms:
+        products = 1 if name == "chunk_loop" else 1 + (gemm.x in plan.grads) + (gemm.w in plan.grads)
+        dtype = str(gemm.out.dtype).removeprefix("torch.")
+        block_bytes = plan.n * gemm.width * gemm.out.dtype.itemsize
+        seconds += products * 2 * plan.n * gemm.depth * gemm.width / device.matmul_flops(dtype)
+        seconds += 2 * products * block_bytes / device.bandwidth_bytes_per_s
+        seconds += 2 * products * plan.chunks * device.launch_s
+    return seconds
