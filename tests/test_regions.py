@@ -13,7 +13,7 @@ from tests.fusible import fusible, fusible_graphs, values
 from tests.generate import Profile
 from tests.graphs import Builder, graphs, oracle_optimum, shuffled
 from tests.traces import traced_programs, unfused
-from thunder_mem.amplifiers import MAX_CHAIN_SOURCES, absorb_amplifiers
+from thunder_mem.amplifiers import MAX_CHAIN_SOURCES, MAX_CHAIN_VALUES, absorb_amplifiers
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.fusibility import fusibility
 from thunder_mem.graph import Graph
@@ -376,6 +376,19 @@ def copied(graph: Graph, fuse: Fusibility) -> set[str]:
 )
 def test_what_amplifies_is_absorbed(wide, options, absorbs):
     assert copied(*chain(wide, 8, **options)) == ({"widen"} if absorbs else set())
+
+
+def test_a_reader_at_every_link_of_a_long_chain_rebuilds_a_bounded_part_of_it():
+    b = Builder()
+    value = b.storage(8, held=True)
+    sums = []
+    for _ in range(20 * MAX_CHAIN_VALUES):
+        value = b.op((value,), 8, name="sin")
+        sums.append(b.op((value,), 1, name="sum"))
+    graph = b.build(outputs=[*sums, b.op((value,), 8, name="matmul")])
+    cheap = tuple(op.name == "sin" for op in graph.ops)
+    fuse = anything(graph, takes=tuple(int(op.name != "matmul") for op in graph.ops), cheap=cheap)
+    assert len(absorb_amplifiers(graph, fuse).graph) <= MAX_CHAIN_VALUES * len(graph)
 
 
 def test_a_value_that_an_unfusible_op_wants_is_also_computed_for_it():

@@ -126,6 +126,8 @@ def test_refusals():
         sort_bound_symbols(trace, "best")
     with pytest.raises(TypeError, match="not 3"):
         sort_bound_symbols(trace, 3)
+    with pytest.raises(TypeError, match=r"takes a Thunder trace, such as .*, not function"):
+        sort_bound_symbols(paths)
     empty = TraceCtx(None)
     with pytest.raises(ValueError, match="does not end with a return"):
         sort_bound_symbols(empty)

@@ -17,6 +17,7 @@ from thunder_mem.sort_trace import sort_bound_symbols
 from thunder_mem.sorting import SORTS, register_sort
 from thunder_mem.training_step import predict_step
 from thunder_mem.transforms import ChunkLossHead, MemEfficient
+from thunder_mem.what_if import WhatIf
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Op",
     "RecomputeError",
     "Storage",
+    "WhatIf",
     "chunked",
     "explain",
     "fits",

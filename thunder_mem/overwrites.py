@@ -11,11 +11,12 @@ of the old content (eager does the same).
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from thunder.core import prims
+from thunder.core import dtypes, prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.pytree import tree_flatten_with_dataclass
@@ -53,7 +54,16 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
     memory = Aliases(trace.bound_symbols)
     recipes = {p.name: b for b in trace.bound_symbols if _is_certain_view(b) for p in _tensors(b.output)}
     arguments = frozenset(p.name for p in _arguments(trace))
-    rewriter = _Rewriter(from_trace(trace), memory, _replaceable(trace, memory, recipes), recipes, arguments)
+    replaceable, missed = _replaceable(trace, memory, recipes)
+    if missed is not None:
+        warnings.warn(
+            f"Thunder's autograd misses the write at {missed.source_filename}:"
+            f"{missed.source_positions.lineno if missed.source_positions else 0}: it goes through a view, and what "
+            "it is a view of is read afterwards. Gradients through it are wrong, with MemEfficient and without. "
+            "Index the tensor itself (x[1] = ...), or compute a new one (torch.cat, torch.where)",
+            stacklevel=2,
+        )
+    rewriter = _Rewriter(from_trace(trace), memory, replaceable, recipes, arguments)
     *body, result = trace.bound_symbols
     with tracectx(rewriter.trace):
         for bsym in body:
@@ -78,12 +88,18 @@ def _is_certain_view(bsym: BoundSymbol) -> bool:
         bool(parts)
         and len(bsym.flat_proxy_args) == 1
         and all(leaf.sym.id in allowed for leaf in parts)
-        and not any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in p.tags for p in bsym.flat_proxy_outs)
+        and not any(map(_is_detached, bsym.flat_proxy_outs))
     )
 
 
-def _replaceable(trace: TraceCtx, memory: Aliases, recipes: Mapping[str, BoundSymbol]) -> frozenset[str]:
-    """The classes of `memory` all of whose writes can be replaced."""
+def _is_detached(p: Proxy) -> bool:
+    return ProxyTag.DETACHED_AUTOGRAD_GRAPH in p.tags
+
+
+def _replaceable(
+    trace: TraceCtx, memory: Aliases, recipes: Mapping[str, BoundSymbol]
+) -> tuple[frozenset[str], BoundSymbol | None]:
+    """The classes of `memory` all of whose writes can be replaced, and a write that autograd will miss."""
     arguments = _arguments(trace)
     needs_grad = any(p.requires_grad for p in arguments if isinstance(p, TensorProxy))
     kept = {memory(p.name) for p in arguments}
@@ -100,11 +116,17 @@ def _replaceable(trace: TraceCtx, memory: Aliases, recipes: Mapping[str, BoundSy
             view = same_view.get(parent, parent)
         return True
 
-    for now, leaf in enumerate(leaf for bsym in trace.bound_symbols for leaf in leaves(bsym)):
+    with_grad = {p.name for p in arguments if isinstance(p, TensorProxy) and p.requires_grad}
+    writer: dict[str, BoundSymbol] = {}  # a class -> the last bound symbol that wrote what has a gradient
+    missed: BoundSymbol | None = None
+    own = {memory(p.name) for p in arguments}
+    for now, (bsym, leaf) in enumerate((b, part) for b in trace.bound_symbols for part in leaves(b)):
         args = [p.name for p in leaf.flat_proxy_args]
+        handed_in = [p.name for p in bsym.flat_proxy_args]
         if leaf.sym.id is PrimIDs.UPDATE_ALIASES:
-            outs = (p.name for p in leaf.flat_proxy_outs)
+            outs = [p.name for p in leaf.flat_proxy_outs]
             same_view.update(zip(outs, (same_view.get(a, a) for a in args), strict=True))
+            with_grad.update(out for out, arg in zip(outs, args, strict=True) if arg in with_grad)
             continue
         reads = args
         if _is_copy(leaf):
@@ -117,17 +139,26 @@ def _replaceable(trace: TraceCtx, memory: Aliases, recipes: Mapping[str, BoundSy
             last, when = newest.get(memory(name), (view, now))
             if born.get(view, -1) < when and not follows(view, last):
                 kept.add(memory(name))
+                # `y[1] += 1` writes to the view, and then the view to where it is anyway.
+                puts_back = bsym.sym.name.startswith("setitem") and last in (same_view.get(a, a) for a in handed_in)
+                if missed is None and memory(name) not in own and not puts_back:
+                    missed = writer.get(memory(name))
+        carries = not with_grad.isdisjoint(args) and leaf.sym.name != "detach"
         for p in leaf.flat_proxy_outs:
             if p.name not in args:
                 born.setdefault(p.name, now)
+            if carries and isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype) and not _is_detached(p):
+                with_grad.add(p.name)
         if _is_copy(leaf):
             view = same_view.get(target.name, target.name)
             same_view.update((p.name, view) for p in leaf.flat_proxy_outs)
             written.add(memory(target.name))
+            if not with_grad.isdisjoint(args) and leaf.kwargs.get("grad_enabled", True):
+                writer[memory(target.name)] = bsym
             newest[memory(target.name)] = (view, now)
         else:
             kept.update(memory(name) for name in effects_of(leaf).writes)
-    return frozenset(written - kept)
+    return frozenset(written - kept), missed
 
 
 def _tensors(tree: object) -> list[TensorProxy]:

@@ -27,7 +27,7 @@ def sort_bound_symbols(trace: TraceCtx, sort: str | SortFunction = "auto") -> Tr
 
     Raises:
         ValueError: an unknown name, or a trace without a return statement.
-        TypeError: `sort` is neither a name nor callable.
+        TypeError: `trace` is no trace, or `sort` is neither a name nor callable.
         GraphError: the function's order breaks a dependency; the message names the first.
 
     Example:
@@ -37,6 +37,9 @@ def sort_bound_symbols(trace: TraceCtx, sort: str | SortFunction = "auto") -> Tr
         >>> sort_bound_symbols(thunder.last_traces(f)[-1], "source") is thunder.last_traces(f)[-1]
         True
     """
+    if not isinstance(trace, TraceCtx):
+        hint = ", such as thunder.last_traces(jitted)[-1]"
+        raise TypeError(f"sort_bound_symbols takes a Thunder trace{hint}, not {type(trace).__name__}")
     source = read_trace(trace)
     order = []
     for backward in (False, True):
