@@ -5,7 +5,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 
-from thunder_mem import ChunkLossHead, MemEfficient, last_plan, measure_peak
+from thunder_mem import BudgetError, ChunkLossHead, MemEfficient, last_plan, measure_peak
 from thunder_mem.chunk_loop import is_chunk_loop, loop_of, scratch_bytes
 from thunder_mem.chunk_plan import Head
 from thunder_mem.chunk_size import default_rows, floor_rows, lean_rows, leanest_rows
@@ -132,13 +132,29 @@ def test_under_a_budget_chunks_are_as_lean_as_it_takes():
     args = inputs(dtype=torch.float32)
     free, _ = compiled_with(head, MemEfficient(), *args)
     peak = last_plan(free).candidate.peak_bytes
-    compiled, step = compiled_with(head, MemEfficient(budget=peak - MIB), *args)
+    compiled, _ = compiled_with(head, MemEfficient(budget=peak - MIB), *args)
     (plan,) = loops_of(compiled)
     assert plan.chunk_rows < 256
     assert last_plan(compiled).candidate.peak_bytes <= peak - MIB
     ample, _ = compiled_with(head, MemEfficient(budget=peak), *args)
     assert loops_of(ample)[0].chunk_rows >= plan.chunk_rows
-    del step
+
+
+def test_a_tight_budget_takes_smaller_chunks_before_it_is_refused():
+    args = inputs()
+    free, _ = compiled_with(head, MemEfficient(), *args)
+    rows_bytes = 4 * V
+    peak_bytes = last_plan(free).candidate.peak_bytes
+    # What 256 rows less than the floor's 256 save is out of reach; 64 rows, the first try, save 192.
+    budget = peak_bytes - 215 * rows_bytes
+    compiled, step = compiled_with(head, MemEfficient(budget=budget), *args)
+    (plan,) = loops_of(compiled)
+    assert plan.chunk_rows < 64
+    assert last_plan(compiled).candidate.peak_bytes <= budget
+    for got, want in zip(step(), compiled_with(head, ChunkLossHead(chunks=4), *args)[1](), strict=True):
+        torch.testing.assert_close(got, want)
+    with pytest.raises(BudgetError):
+        compiled_with(head, MemEfficient(budget=peak_bytes - 256 * rows_bytes), *args)
 
 
 def test_chunk_takes_the_options_of_the_transform_or_a_bool():

@@ -5,7 +5,8 @@ therefore known only when the rest is: on the joint trace, planned and fused, wh
 its place. So a head whose rows nobody fixed is built lean (`chunk_size.py`), the program is planned
 around it, and then its chunks grow, in place, as far as the program's peak lies above them anyway. The
 peak stays where it was, and the matrix products get all the rows that cost no memory. Under a budget the
-head is built leaner than is efficient; what the budget leaves, it gets back first.
+head is built leaner than is efficient, and leaner still if nothing fits; what the budget leaves, it gets
+back first.
 
 Growing needs no other compiled blocks and no other order: rows are a multiple of the block's.
 
@@ -32,7 +33,7 @@ from thunder_mem.plan import Plan
 from thunder_mem.timeline import simulate
 from thunder_mem.trace_graph import read_trace
 
-__all__ = ["Fitted", "fit_loops", "with_fitted_loops", "write_over_dead_rows"]
+__all__ = ["Fitted", "fit_loops", "leaner_loops", "with_fitted_loops", "write_over_dead_rows"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,23 @@ def fit_loops(trace: TraceCtx, budget_bytes: int | None = None) -> Fitted | None
     if swap:
         trace = _with_loops(trace, swap)
     return Fitted(trace, tuple(swap.get(k, loop).plan for k, loop in loops.items()), *_peaks(trace))
+
+
+def leaner_loops(trace: TraceCtx, divisor: int = 4) -> TraceCtx | None:
+    """The trace with smaller chunks where nobody asked for their rows, or None where none can be smaller.
+
+    Args:
+        trace: a joint or plain trace.
+        divisor: how many times fewer rows; never fewer than a block's.
+    """
+    swap = {}
+    for loop in {id(loop): loop for loop in map(loop_of, filter(is_chunk_loop, trace.bound_symbols))}.values():
+        plan = loop.plan
+        rows = max(1, plan.chunk_rows // divisor // plan.block_rows) * plan.block_rows
+        # Of a single chunk the gradients add up in the weights' own dtype, so it stays one.
+        if plan.sized != "asked" and plan.chunks > 1 and rows < plan.chunk_rows:
+            swap[id(loop)] = loop.with_plan(replace(plan, chunk_rows=rows))
+    return _with_loops(trace, swap) if swap else None
 
 
 def with_fitted_loops(plan: Plan, fitted: Fitted) -> Plan:

@@ -21,7 +21,7 @@ from thunder.extend import Executor, FusionExecutor
 
 from thunder_mem.budget import BudgetError
 from thunder_mem.choices import RecomputeError
-from thunder_mem.chunk_fit import fit_loops, with_fitted_loops
+from thunder_mem.chunk_fit import fit_loops, leaner_loops, with_fitted_loops
 from thunder_mem.emit import emit
 from thunder_mem.joint_plan import PlanningOptions, plan_joint_trace, with_checkpoints
 from thunder_mem.measure import collector_off
@@ -146,7 +146,13 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
         from thunder.core.rematerialization import replace_uniform
 
         trace = replace_uniform(trace)
-    planned = plan_joint_trace(trace, session.executors, session.options)
+    try:
+        planned = plan_joint_trace(trace, session.executors, session.options)
+    except BudgetError:  # smaller chunks of the loss head cost time, but not as much as no plan
+        leaner = leaner_loops(trace)
+        if leaner is None:
+            raise
+        planned = plan_joint_trace(leaner, session.executors, session.options)
     plan = replace(
         planned.plan,
         refused=(*session.options.refused, *planned.plan.refused),
