@@ -13,6 +13,7 @@ from thunder_mem.report.svg import lives_svg, timeline_svg
 __all__ = ["to_html", "to_page"]
 
 _FLOW_OPS = 200
+_SHORT = 24
 # All rules stand under one class, so that a notebook around the report keeps its own looks.
 _STYLE = """
 .thunder-mem { --ink: #1b1f24; --dim: #57606a; --line: #d0d7de; --paper: #ffffff; --mark: #c2410c;
@@ -25,7 +26,8 @@ _STYLE = """
 .thunder-mem table { border-collapse: collapse; font-size: 13px; margin: 4px 0 }
 .thunder-mem th, .thunder-mem td { border-bottom: 1px solid var(--line); padding: 3px 10px 3px 0; text-align: left;
   vertical-align: top; color: var(--ink); background: none }
-.thunder-mem th { color: var(--dim); font-weight: 600 } .thunder-mem tbody td { overflow-wrap: break-word }
+.thunder-mem th { color: var(--dim); font-weight: 600 } .thunder-mem tbody td { overflow-wrap: anywhere }
+.thunder-mem tbody .s { overflow-wrap: normal }
 .thunder-mem .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; overflow-wrap: normal }
 .thunder-mem svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-serif; margin: 6px 0 }
 .thunder-mem svg text { fill: var(--dim) } .thunder-mem svg .strong { fill: var(--ink); font-weight: 600 }
@@ -77,7 +79,11 @@ def to_html(report: Report, most: int = 25) -> str:
 
 def _table(section: Section) -> str:
     def row(cells: tuple[str, ...], tag: str) -> str:
-        marks = (' class="n"' if i in section.numeric else "" for i in range(len(cells)))
+        # Long names may break anywhere, so that all columns are in sight; figures and shapes stay in one piece.
+        marks = (
+            ' class="n"' if i in section.numeric else ' class="s"' if len(c) <= _SHORT else ""
+            for i, c in enumerate(cells)
+        )
         return "<tr>" + "".join(f"<{tag}{m}>{escape(c)}</{tag}>" for m, c in zip(marks, cells, strict=True)) + "</tr>"
 
     body = "\n".join(row(r, "td") for r in section.rows)
