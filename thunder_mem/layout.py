@@ -130,12 +130,14 @@ class Layout:
             p for p in bsym.flat_proxy_outs if p.name not in known and isinstance(p, TensorProxy | FutureTensorProxy)
         ]
         written = _in_place_target(bsym)
-        shared = {**shared_memory(bsym), **taken_over(bsym)}
+        shared, taken = shared_memory(bsym), taken_over(bsym)
         for position, p in enumerate(outs):
             if written is not None and position == 0:
                 self._tensors[p.name] = self._tensors[written.name]
-            elif p.name in shared:
-                self._tensors[p.name] = self._tensors[shared[p.name].name].view(tuple(map(int, p.shape)))
+            elif p.name in shared:  # another dtype, or a part of what the result will fill
+                self._tensors[p.name] = self._tensors[shared[p.name].name]
+            elif p.name in taken:
+                self._tensors[p.name] = self._tensors[taken[p.name].name].view(tuple(map(int, p.shape)))
             elif p.name not in self._tensors:
                 self._tensors[p.name] = self._fresh(bsym, p)
 
