@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import rich.console
@@ -231,6 +232,19 @@ def test_bounds_speak_of_the_predicted_bytes(planned, unplanned):
     assert forward.proven
     assert backward.gap > 0  # Thunder's own order is not the best one
     assert backward.bound_bytes <= planned.optimality[1].peak_bytes < backward.peak_bytes
+
+
+def test_where_most_is_held_with_scratch_is_named_too():
+    quiet = synthetic(20)
+    assert quiet.total_peak_event is quiet.peak_event and "with scratch" not in str(Report(quiet))
+    least = min(quiet.timeline, key=lambda e: e.live_bytes)
+    busy = replace(least, scratch_bytes=2 * quiet.peak_bytes)
+    loud = replace(quiet, timeline=tuple(busy if e is least else e for e in quiet.timeline))
+    assert loud.peak_event is quiet.peak_event and loud.total_peak_event is busy
+    assert loud.total_peak_bytes == least.live_bytes + 2 * quiet.peak_bytes
+    assert f"({loud.total_peak_bytes:,} bytes), in the {busy.phase}, at {busy.name} #{busy.index}" in str(Report(loud))
+    here = replace(quiet, timeline=tuple(replace(e, scratch_bytes=1) for e in quiet.timeline))
+    assert f"({quiet.peak_bytes + 1:,} bytes), there: 1 B" in str(Report(here))
 
 
 def test_without_memefficient_the_memory_is_reported_and_that_there_is_no_plan(unplanned):

@@ -82,10 +82,16 @@ class Prediction:
         """The largest number of bytes alive at once, the caller's included, scratch left aside."""
         return self.held_bytes if self.peak_event is None else self.peak_event.live_bytes
 
+    @cached_property
+    def total_peak_event(self) -> Event | None:
+        """The first event with the largest sum of live bytes and scratch, which may be another than `peak_event`."""
+        return max(self.timeline, key=lambda e: e.live_bytes + e.scratch_bytes, default=None)
+
     @property
     def total_peak_bytes(self) -> int:
         """The largest sum of live bytes and scratch."""
-        return max((e.live_bytes + e.scratch_bytes for e in self.timeline), default=self.held_bytes)
+        most = self.total_peak_event
+        return self.held_bytes if most is None else most.live_bytes + most.scratch_bytes
 
     @property
     def scratch_bytes(self) -> int:

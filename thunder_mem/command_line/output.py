@@ -9,7 +9,7 @@ from typing import Any
 from thunder_mem.command_line.predictions import Outcome
 from thunder_mem.frontier_table import Frontier
 from thunder_mem.report import Report
-from thunder_mem.report.sections import Section, sections
+from thunder_mem.report.sections import Section, about_scratch, sections
 from thunder_mem.sizes import size
 
 __all__ = [
@@ -73,8 +73,7 @@ def predict_tables(found: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]
         *verdict(found),
         f"held by the caller throughout: {size(p.held_bytes)} (parameters, inputs and what else it keeps)",
     ]
-    if p.scratch_bytes:
-        lines.append(f"scratch inside kernels adds {size(p.scratch_bytes)}: {size(p.total_peak_bytes)} in all")
+    lines += about_scratch(p)
     lines += [f"assumed: {a}" for a in p.assumptions]
     rows = []
     for name in p.phases:

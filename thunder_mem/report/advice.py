@@ -114,7 +114,8 @@ def _unplanned(report: Report) -> Iterator[tuple[int, str]]:
 def _scratch(report: Report) -> Iterator[tuple[int, str]]:
     scratch_bytes = report.prediction.scratch_bytes
     if scratch_bytes:
-        most = max(report.prediction.timeline, key=lambda e: e.live_bytes + e.scratch_bytes)
+        most = report.prediction.total_peak_event
+        assert most is not None
         yield scratch_bytes, f"on top of it all, scratch inside {most.name} #{most.index}"
 
 

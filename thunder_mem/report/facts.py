@@ -8,6 +8,7 @@ what the operand that it did compute from was undoing.
 from __future__ import annotations
 
 import linecache
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -115,9 +116,10 @@ class Facts:
                     own = next(filter(None, (making_line(event, n) for n in event.outputs)), own)
                 undoes = event.phase == "backward" and gradient_inside(event)
                 place = Place(own, undoes, "" if own == used_at[i] or not is_library(own) else used_at[i])
+                if event.phase == "backward" and is_library(own) and not place.used_at:
+                    place = replace(place, used_at=self._undone(event, place_of).used_at)
             elif event.phase == "backward":
-                inputs = [place_of[s] for n in operands(event) if (s := self.storage_of.get(n, -1)) in place_of]
-                best = max(inputs, key=lambda known: known[0], default=(0, Place()))[1]
+                best = self._undone(event, place_of)
                 place = Place(best.source, bool(best.source), best.used_at)
             else:
                 place = Place()
@@ -130,6 +132,11 @@ class Facts:
                 if storage is not None and storages[storage].born == event.index:
                     place_of.setdefault(storage, (rank, place))
         return tuple(found)
+
+    def _undone(self, event: Event, place_of: Mapping[int, tuple[int, Place]]) -> Place:
+        """Where the latest forward value comes from that a backward operation takes, see the top of the file."""
+        inputs = [place_of[s] for n in operands(event) if (s := self.storage_of.get(n, -1)) in place_of]
+        return max(inputs, key=lambda known: known[0], default=(0, Place()))[1]
 
     def place_of(self, storage: Held) -> Place:
         """Where a storage that an operation of the timeline made comes from; inside a fused region, its own line."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thunder_mem.planner import THUNDERS_OWN
+from thunder_mem.predict import Prediction
 from thunder_mem.report.advice import advice
 from thunder_mem.report.bound import Optimality
 from thunder_mem.report.facts import CATEGORIES
@@ -13,7 +14,7 @@ from thunder_mem.report.lines import shorten
 from thunder_mem.report.report import Moment, Report, Tenant
 from thunder_mem.sizes import change, size
 
-__all__ = ["Section", "headline", "sections"]
+__all__ = ["Section", "about_scratch", "headline", "sections"]
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,22 @@ def headline(report: Report) -> tuple[str, ...]:
     lines.append(f"the largest part: {CATEGORIES[most]}, {size(peak.by_category[most])} ({share:.0%})")
     if any(o.proven and o.phase == peak.phase for o in report.optimality):
         lines.append("no order of these operations is lower: what remains is to save less, recompute more, or chunk")
-    if prediction.scratch_bytes:
-        lines.append(
-            f"scratch inside kernels adds {size(prediction.scratch_bytes)}: "
-            f"{size(prediction.total_peak_bytes)} ({prediction.total_peak_bytes:,} bytes) in all"
-        )
+    lines += about_scratch(prediction)
     if report.headroom_bytes is not None and report.budget_bytes is not None:
         verdict = "fits" if report.headroom_bytes >= 0 else "does not fit"
         lines.append(f"{verdict} into {size(report.budget_bytes)}: headroom {size(report.headroom_bytes)}")
     lines += [f"assumed: {a}" for a in prediction.assumptions]
     return (*lines, *report.notes)
+
+
+def about_scratch(prediction: Prediction) -> tuple[str, ...]:
+    """Where most is held with scratch counted too, which may be elsewhere than at the peak; nothing without any."""
+    most, peak = prediction.total_peak_event, prediction.peak_event
+    if most is None or not prediction.scratch_bytes:
+        return ()
+    where = "there" if most is peak else f"in the {most.phase}, at {most.name} #{most.index}"
+    total = f"{size(prediction.total_peak_bytes)} ({prediction.total_peak_bytes:,} bytes)"
+    return (f"with scratch {total}, {where}: {size(most.scratch_bytes)} that it holds only while it runs",)
 
 
 def sections(report: Report, most: int = 25) -> tuple[Section, ...]:
