@@ -26,7 +26,7 @@ from thunder_mem.emit import emit
 from thunder_mem.joint_plan import PlanningOptions, plan_joint_trace, with_checkpoints
 from thunder_mem.measure import collector_off
 from thunder_mem.plan import Plan
-from thunder_mem.reuse import reuse_dying, with_reuse
+from thunder_mem.reuse import reuse_and_sort, with_reuse
 from thunder_mem.verify import is_verified, verify_final, verify_rewrite
 
 __all__ = ["PlanningExecutor", "check_final_trace", "last_failure", "last_plan", "seat", "unseat"]
@@ -161,10 +161,10 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     took_ms = (time.perf_counter_ns() - start) // 1_000_000
     executors = {str(e.name): e for e in session.executors}
     new = emit(planned.source, planned.trace, plan, executors, f"Memory planning (took {took_ms} milliseconds)")
+    if session.options.reuse and (reused := reuse_and_sort(new, session.options.sort)):
+        new, plan = reused.trace, with_reuse(plan, new, reused)
     if is_verified(planned.original, plan.fingerprint, session.options.verify):
         verify_rewrite(planned.original, new)
-    if session.options.reuse and (reused := reuse_dying(new)):
-        new, plan = reused.trace, with_reuse(plan, reused)
     if fitted := fit_loops(new, plan.budget.budget_bytes if plan.budget else None):
         new, plan = fitted.trace, with_fitted_loops(plan, fitted)
     session.plan = plan

@@ -8,7 +8,7 @@ which of them. An executor that aliases by itself (nvFuser) is left to do so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from thunder.core import prims
@@ -19,13 +19,15 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
 from thunder_mem.aliases import Aliases
 from thunder_mem.executors import RegionFunction, mem_pointwise_ex, new_leaves, region_function
-from thunder_mem.plan import Decision, Plan
+from thunder_mem.plan import Decision, Plan, PlannedRegion
+from thunder_mem.planner import order_halves
 from thunder_mem.reuse_region import plan_reuse
+from thunder_mem.sorting import SortFunction
 from thunder_mem.takeover import Reuse, taken_over
 from thunder_mem.timeline import simulate
-from thunder_mem.trace_graph import TraceGraph, read_trace
+from thunder_mem.trace_graph import UNPACKING, TraceGraph, read_trace
 
-__all__ = ["Reused", "reuse_dying", "with_reuse"]
+__all__ = ["Reused", "reuse_and_sort", "reuse_dying", "with_reuse"]
 
 # Whose results are known to be memory of their own, where they are no views.
 _FRESH_EXECUTORS = {"torch", "sdpa", "mem_attention", "python"}
@@ -47,6 +49,10 @@ class Reused:
     nbytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
 
 def reuse_dying(trace: TraceCtx) -> Reused | None:
@@ -87,17 +93,64 @@ def reuse_dying(trace: TraceCtx) -> Reused | None:
     return Reused(new_trace, results, nbytes, *peaks)
 
 
-def with_reuse(plan: Plan, reused: Reused) -> Plan:
-    """The plan with the peaks that its trace has now."""
+def with_reuse(plan: Plan, emitted: TraceCtx, reused: Reused) -> Plan:
+    """The plan with the peaks and the order that its trace has now.
+
+    Args:
+        plan: that was emitted.
+        emitted: its trace, before anything was reused.
+        reused: what became of it.
+    """
     old = plan.candidate
     new = replace(old, forward_peak_bytes=reused.forward_peak_bytes, backward_peak_bytes=reused.backward_peak_bytes)
     how = f"{reused.results} results written over values that die, {reused.nbytes:,} bytes"
     return replace(
         plan,
+        regions=_in_order(plan.regions, emitted, reused.trace),
         candidates=tuple(new if c.name == plan.chosen else c for c in plan.candidates),
         decisions=(*plan.decisions, Decision("reuse", how, "peak", old.peak_bytes, new.peak_bytes)),
         budget=plan.budget and replace(plan.budget, peak_bytes=new.peak_bytes),
     )
+
+
+def _in_order(regions: Sequence[PlannedRegion], emitted: TraceCtx, final: TraceCtx) -> tuple[PlannedRegion, ...]:
+    """The regions of an emitted trace in the order in which a later trace, of the same steps, runs them."""
+    runs_at = {_key(b): i for i, b in enumerate(final.bound_symbols)}
+    body = iter([b for b in emitted.bound_symbols if b.sym.id not in UNPACKING])
+    starts = []
+    for region in regions:
+        first = next(body)
+        for _ in range(0 if first.sym.is_fusion else len(region.ops) - 1):
+            next(body)
+        starts.append(runs_at[_key(first)])
+    return tuple(regions[k] for k in sorted(range(len(regions)), key=starts.__getitem__))
+
+
+def _key(bsym: BoundSymbol) -> Hashable:
+    return (bsym.sym.name, *(p.name for p in bsym.flat_proxy_outs), *(p.name for p in bsym.flat_proxy_args))
+
+
+def reuse_and_sort(trace: TraceCtx, sort: str | SortFunction) -> Reused | None:
+    """`reuse_dying`, and the same once more in the order that is best with it, where that lowers the peak.
+
+    A region that writes over its inputs holds less than the order was made for: what ran early on its
+    account may run later. A sort other than "auto" is the user's, and stays.
+
+    Raises:
+        GraphError: from the sort.
+    """
+    first = reuse_dying(trace)
+    if first is None or sort != "auto":
+        return first
+    order, _ = order_halves(read_trace(first.trace).graph, sort)
+    if list(order) == sorted(order):
+        return first
+    source = read_trace(trace)
+    sorted_trace = from_trace(trace)
+    sorted_trace.bound_symbols = [*source.prefix, *(source.bsyms[op] for op in order), source.result]
+    sorted_trace.set_provenance(TraceProvenance("Sorted for results that take over memory"))
+    second = reuse_dying(sorted_trace)
+    return second if second is not None and second.peak_bytes < first.peak_bytes else first
 
 
 class _Memory:

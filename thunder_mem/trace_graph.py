@@ -24,11 +24,11 @@ from thunder_mem.graph import Graph, Op, Storage, make_graph
 from thunder_mem.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.layout import Layout
 
-__all__ = ["BACKWARD", "TraceGraph", "read_trace"]
+__all__ = ["BACKWARD", "UNPACKING", "TraceGraph", "read_trace"]
 
 BACKWARD = BoundSymbolTag.BACKWARD
 _STATIC = ProxyTag.STATIC_MEMORY_LOCATION
-_UNPACKING = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT}
+UNPACKING = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT}
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     if not symbols or symbols[-1].sym.id is not PrimIDs.RETURN:
         raise ValueError("the trace does not end with a return statement")
     *body, result = symbols
-    prefix = [b for b in body if b.sym.id in _UNPACKING]
-    body = [b for b in body if b.sym.id not in _UNPACKING]
+    prefix = [b for b in body if b.sym.id in UNPACKING]
+    body = [b for b in body if b.sym.id not in UNPACKING]
     in_forward = _forward_half(body, result)
     backward = [b for b, forward in zip(body, in_forward, strict=True) if not forward]
     body = [b for b, forward in zip(body, in_forward, strict=True) if forward]
