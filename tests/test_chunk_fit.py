@@ -13,6 +13,7 @@ from thunder_mem.predict import predict
 
 N, D, V = 1024, 16, 2048
 MIB = 2**20
+FLOOR = floor_rows("cpu")
 LOSS_BYTES = 16  # the loss and its tangent, which `step` holds
 
 
@@ -86,10 +87,10 @@ def test_a_single_chunk_adds_up_in_the_weights_own_dtype():
 def test_chunks_grow_below_the_rest_of_the_programs_peak():
     args = inputs()
     compiled, step = compiled_with(wide_before_head, MemEfficient(), *args)
-    lean, lean_step = compiled_with(wide_before_head, MemEfficient(chunk=ChunkLossHead(rows=256)), *args)
+    lean, lean_step = compiled_with(wide_before_head, MemEfficient(chunk=ChunkLossHead(rows=FLOOR)), *args)
     (grown,), (fixed,) = loops_of(compiled), loops_of(lean)
-    assert (fixed.chunk_rows, fixed.sized) == (256, "asked")
-    assert grown.sized == "timeline" and grown.chunk_rows > 256
+    assert (fixed.chunk_rows, fixed.sized) == (FLOOR, "asked")
+    assert grown.sized == "timeline" and grown.chunk_rows > FLOOR
     assert measure_peak(step) == measure_peak(lean_step)
     assert last_plan(compiled).candidate.peak_bytes == last_plan(lean).candidate.peak_bytes
     for got, want in zip(step(), lean_step(), strict=True):
@@ -112,7 +113,7 @@ def test_no_smaller_than_that():
 def test_a_head_that_is_the_peak_keeps_the_floor():
     compiled, _ = compiled_with(head, MemEfficient(), *inputs())
     (plan,) = loops_of(compiled)
-    assert (plan.chunk_rows, plan.sized) == (256, "head")
+    assert plan.chunk_rows == FLOOR - FLOOR % plan.block_rows and plan.sized == "head"
 
 
 @pytest.mark.parametrize("fn", [head, wide_before_head])
@@ -134,7 +135,7 @@ def test_under_a_budget_chunks_are_as_lean_as_it_takes():
     peak = last_plan(free).candidate.peak_bytes
     compiled, _ = compiled_with(head, MemEfficient(budget=peak - MIB), *args)
     (plan,) = loops_of(compiled)
-    assert plan.chunk_rows < 256
+    assert plan.chunk_rows < FLOOR - FLOOR % plan.block_rows
     assert last_plan(compiled).candidate.peak_bytes <= peak - MIB
     ample, _ = compiled_with(head, MemEfficient(budget=peak), *args)
     assert loops_of(ample)[0].chunk_rows >= plan.chunk_rows
@@ -145,16 +146,16 @@ def test_a_tight_budget_takes_smaller_chunks_before_it_is_refused():
     free, _ = compiled_with(head, MemEfficient(), *args)
     rows_bytes = 4 * V
     peak_bytes = last_plan(free).candidate.peak_bytes
-    # What 256 rows less than the floor's 256 save is out of reach; 64 rows, the first try, save 192.
-    budget = peak_bytes - 215 * rows_bytes
+    # The first try takes a quarter of the floor's rows, which does not save as many.
+    budget = peak_bytes - int(0.85 * FLOOR) * rows_bytes
     compiled, step = compiled_with(head, MemEfficient(budget=budget), *args)
     (plan,) = loops_of(compiled)
-    assert plan.chunk_rows < 64
+    assert plan.chunk_rows < FLOOR // 4
     assert last_plan(compiled).candidate.peak_bytes <= budget
     for got, want in zip(step(), compiled_with(head, ChunkLossHead(chunks=4), *args)[1](), strict=True):
         torch.testing.assert_close(got, want)
     with pytest.raises(BudgetError):
-        compiled_with(head, MemEfficient(budget=peak_bytes - 256 * rows_bytes), *args)
+        compiled_with(head, MemEfficient(budget=peak_bytes - FLOOR * rows_bytes), *args)
 
 
 def test_chunk_takes_the_options_of_the_transform_or_a_bool():

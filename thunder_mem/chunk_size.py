@@ -6,9 +6,9 @@ from thunder_mem.chunk_plan import Head
 
 __all__ = ["FLOOR_ROWS", "default_rows", "floor_rows", "lean_rows", "leanest_rows"]
 
-FLOOR_ROWS = {"cuda": 2048, "cpu": 256}
+FLOOR_ROWS = {"cuda": 2048, "cpu": 192}
 """Fewer rows than this starve the matrix products (measured: H200, where 256 rows take 1.5 times as long
-as 4096; a CPU, where 128 rows take 1.09 times as long as 512)."""
+as 4096; a CPU, where 192 rows take 1.05 times as long as 256, and 128 rows 1.2 times, in bfloat16)."""
 
 
 def floor_rows(device: str) -> int:
