@@ -65,6 +65,9 @@ def untraceable(x):
 def quits():
     raise SystemExit(4)
 
+def raises_twice():
+    raise RuntimeError("one line\\nand another")
+
 def odd():
     return {"model": mlp(), "arguments": ()}
 """
@@ -236,6 +239,8 @@ WRONG = {
     "no such name": (["train.py:nosuch"], "has no 'nosuch'; it defines Net, build"),
     "a syntax error": (["torn.py:f"], "the script raises SyntaxError at torn.py:1"),
     "a factory that raises": (["train.py:raises"], r"raises\(\) raises KeyError at train.py:\d+: 'nothing here'"),
+    "a message of two lines": (["train.py:raises_twice"], r"raises RuntimeError at train.py:\d+: one line and another"),
+    "a jitted model without inputs": (["train.py:jitted"], r"comes without arguments for the call \(input\)"),
     "a factory that exits": (["train.py:quits"], r"quits\(\) exits by itself \(code 4\)"),
     "no program": (["train.py:number"], "is an int, not a model"),
     "an odd key": (["train.py:odd"], "takes the keys model, args, kwargs, loss, optimizer, but it has 'arguments'"),

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = isinstance(error, UsageError | PredictionError | ValueError | TypeError | ImportError | OSError)
         what = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
         hint = "" if options.debug or isinstance(error, UsageError) else " (--debug shows where)"
-        print(f"thunder-mem: {what}{hint}", file=sys.stderr)
+        print(f"thunder-mem: {' '.join(what.split())}{hint}", file=sys.stderr)  # one line, however many it has
         return USAGE
     finally:
         sys.path[:] = path  # the script's folder was put there

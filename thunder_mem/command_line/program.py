@@ -175,6 +175,8 @@ def _from_result(target: str, result: Any) -> Program:
 
 
 def _signature(model: Any) -> str:
+    data: Any = thunder.compile_data(model)
+    model = model if data is None else data.fn
     try:
         return str(inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model))
     except (TypeError, ValueError):
