@@ -61,7 +61,7 @@ class Mark:
     """A marked stretch of a trace.
 
     Attributes:
-        source: ``file:line`` of the mark.
+        source: ``file:line`` of the first operation inside it.
         names: everything computed inside it.
     """
 
@@ -74,19 +74,20 @@ def strip_marks(trace: TraceCtx) -> tuple[TraceCtx, tuple[Mark, ...]]:
     if not any(b.sym is _begin_symbol or b.sym is _end_symbol for b in trace.bound_symbols):
         return trace, ()
     marks: list[Mark] = []
-    opened: list[tuple[str, set[str]]] = []
+    opened: list[list[BoundSymbol]] = []
     kept: list[BoundSymbol] = []
     for b in trace.bound_symbols:
         if b.sym is _begin_symbol:
-            opened.append((source_line(b), set()))
+            opened.append([])
         elif b.sym is _end_symbol:
             if opened:
-                source, names = opened.pop()
-                marks.append(Mark(source, frozenset(names)))
+                inside = opened.pop()
+                source = next(filter(None, map(source_line, inside)), "")
+                marks.append(Mark(source, frozenset().union(*map(_made, inside))))
         else:
             kept.append(b)
-            for _, names in opened:
-                names.update(_made(b))
+            for inside in opened:
+                inside.append(b)
     new = from_trace(trace)
     new.bound_symbols = kept
     return new, tuple(marks)

@@ -133,7 +133,8 @@ def _check_marks(marks: Sequence[Mark], done: set[str], refusals: Sequence[Refus
         if done & mark.names:
             continue
         why = "; ".join(map(str, refusals)) or "there is no matrix product in it that is larger than its input"
-        raise ChunkingError(f"the head marked by thunder_mem.chunked() at {mark.source} is not chunked: {why}")
+        at = f" at {mark.source}" if mark.source else ""
+        raise ChunkingError(f"the head marked by thunder_mem.chunked(){at} is not chunked: {why}")
 
 
 def _next_head(
