@@ -1,5 +1,7 @@
 """Results written over dying inputs: right against float64 eager, exact to the byte, and only where that is safe."""
 
+import random
+
 import pytest
 import thunder
 import thunder.torch as ltorch
@@ -425,3 +427,49 @@ def test_regions_that_write_in_place_are_sorted_again():
         assert plan.candidate.backward_peak_bytes == predict(jitted, x, keep_outputs=True).phase("backward").peak_bytes
         assert sorted(r.backward for r in plan.regions) == [r.backward for r in plan.regions]
     assert peaks[True] < peaks[False]
+
+
+def random_region(seed, steps=9):
+    """Elementwise work, sums over rows and columns, broadcasts and reshapes over four inputs, three to four results."""
+    choose = random.Random(seed)
+
+    def make(*given):
+        pool = list(given)
+        for _ in range(steps):
+            a, b = choose.choice(pool), choose.choice(pool[-4:])
+            step = choose.randrange(8)
+            if step == 0:
+                made = a - (a.sum(-1) / 256).reshape(64, 1) * b
+            elif step == 1:
+                made = a + (b.sum(0) / 64).reshape(1, 256)
+            elif step == 2:
+                made = (a.reshape(128, 128) * 2).reshape(64, 256) + b
+            else:
+                made = [a * b, a + b, a.sin() - b, a.tanh() * 0.5, b.cos() + a][step - 3]
+            pool.append(made)
+        results = pool[-choose.randrange(3, 5) :]
+        return (*results, results[-1].sum(choose.randrange(2)))
+
+    return make
+
+
+@pytest.mark.slow  # Inductor
+@pytest.mark.parametrize("seed", range(8))
+def test_random_regions_written_in_place_equal_the_unwritten_ones(seed):
+    compared_random_region(seed)
+
+
+def compared_random_region(seed):
+    with langctx(Languages.TORCH):
+        bsyms, inputs, outputs = trace_of(random_region(seed), [(SIZE, dtypes.float32)] * 4)
+    used = {p.name for b in bsyms for p in b.flat_proxy_args}
+    inputs = [p for p in inputs if p.name in used]
+    reuse = plan_reuse(
+        new_leaves(bsyms, inputs), inputs, outputs, dict.fromkeys(range(len(inputs)), False), range(len(outputs))
+    )
+    given = values(inputs)
+    expected = region_function(bsyms, inputs, outputs)._build_unfused()([t.clone() for t in given])
+    got = region_function(bsyms, inputs, outputs, reuse)(*(t.clone() for t in given))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    return reuse
