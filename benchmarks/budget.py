@@ -1,0 +1,141 @@
+"""What a budget buys on a whole LLaMA: ``python -m benchmarks.budget``.
+
+longchat-7b-16k with all its 32 layers, T=16384, B=1, bf16, loss outside, no checkpointing, on a simulated
+H100: budgets over the range from the free plan's peak down to the smallest. For each the exact peak of the
+plan, what is left unused, the recomputation by the roofline beside its lower bound and beside the greedy's
+(the first rung of the ladder of minimum cuts that fits), and the search's seconds of CPU. One
+budget is compiled as a user would, and its final traces predicted. Writes
+``benchmarks/results/budget.json`` and ``budget.png``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import matplotlib
+import thunder
+import torch
+from rich.console import Console
+
+from benchmarks import longchat
+from benchmarks.models import gpt_module
+from thunder_mem import MemEfficient, predict, simulate
+from thunder_mem.cost import device_model
+from thunder_mem.fit_budget import SavingProblem, fit_budget, greedy_fit
+from thunder_mem.plan_time import plan_seconds
+from thunder_mem.saving import storages_to_rebuild
+from thunder_mem.study import Study, study_program
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).parent / "results"
+DEVICE = "H100-80GB"
+SHARES = (0.02, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 0.98)
+COMPILED = (0.25,)
+GIB = 2**30
+
+
+def program(layers: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    model = gpt_module(longchat.config(layers), False, False, "cuda", torch.bfloat16)
+    return model, torch.zeros(1, longchat.TOKENS, dtype=torch.long, device="cuda")
+
+
+def fresh(problem: SavingProblem) -> SavingProblem:
+    """Nothing of it tried yet, so that every search is timed whole."""
+    return SavingProblem(problem.graph, problem.fuse, problem.repeat_s, problem.choices, problem.sort)
+
+
+def measure(study: Study, budget_bytes: int) -> dict[str, object]:
+    problem = fresh(study.problem)
+    start, start_wall = time.process_time(), time.perf_counter()
+    fit = fit_budget(problem, budget_bytes)
+    search_s, search_wall_s = time.process_time() - start, time.perf_counter() - start_wall
+    planned = study.plan(fit.rebuilt)
+    start = time.process_time()
+    other = fresh(study.problem)
+    greedy = greedy_fit(other, next(iter(other.levels())).rungs, budget_bytes)
+    greedy_s = time.process_time() - start
+    return {
+        "budget_bytes": budget_bytes,
+        "peak_bytes": planned.peak_bytes,
+        "unused_share": round(1 - planned.peak_bytes / budget_bytes, 6),
+        "method": fit.method,
+        "recompute_ms": round(fit.seconds * 1e3, 3),
+        "bound_ms": round(fit.bound_seconds * 1e3, 3),
+        "gap": round(1 - fit.bound_seconds / fit.seconds, 5) if fit.seconds else 0.0,
+        "greedy_ms": round(greedy.seconds * 1e3, 3) if greedy.peak_bytes <= budget_bytes else None,
+        "step_ms": round(plan_seconds(planned.plan, planned.source, device_model(DEVICE)) * 1e3, 2),
+        "search_s": round(search_s, 2),
+        "search_wall_s": round(search_wall_s, 2),
+        "greedy_s": round(greedy_s, 2),
+    }
+
+
+def compiled(layers: int, budget_bytes: int) -> dict[str, object]:
+    model, tokens = program(layers)
+    jitted = thunder.jit(model, transforms=[MemEfficient(chunk=False, strict=True, budget=budget_bytes)])
+    prediction = predict(jitted, tokens, keep_outputs=True)  # as planned: the caller still has the logits
+    peaks = {half: prediction.phase(half).peak_bytes for half in ("forward", "backward")}
+    return {"budget_bytes": budget_bytes, **{f"{half}_peak_bytes": peak for half, peak in peaks.items()}}
+
+
+def main(layers: int) -> None:
+    console = Console()
+    torch.set_num_threads(1)
+    with simulate(DEVICE):
+        model, tokens = program(layers)
+        study = study_program(model, (tokens,), {})
+        problem = fresh(study.problem)
+        smallest = study.plan(fit_budget(problem, 1).rebuilt)
+        free = study.plan(storages_to_rebuild(problem.graph, problem.fuse, problem.choices))
+        low, high = smallest.peak_bytes, free.peak_bytes
+        console.print(f"{len(problem.graph)} ops, from {low / GIB:.3f} to {high / GIB:.3f} GiB")
+        rows = []
+        for share in SHARES:
+            rows.append({"share": share, **measure(study, int(low + (high - low) * share))})
+            console.print(rows[-1])
+        step_ms = plan_seconds(free.plan, free.source, device_model(DEVICE)) * 1e3
+        record = {
+            "command": "python -m benchmarks.budget",
+            "torch": torch.__version__,
+            "layers": layers,
+            "ops": len(problem.graph),
+            "smallest_peak_bytes": low,
+            "free_peak_bytes": high,
+            "free_step_ms": round(step_ms, 2),
+            "rows": rows,
+            "compiled": [],
+        }
+        save(record)
+        del study, free, smallest, model
+        for share in COMPILED:
+            record["compiled"].append(compiled(layers, int(low + (high - low) * share)))
+            console.print(record["compiled"][-1])
+            save(record)
+
+
+def save(record: dict) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "budget.json").write_text(json.dumps(record, indent=1) + "\n")
+    figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    rows = record["rows"]
+    peaks = [row["peak_bytes"] / GIB for row in rows]
+    axis.plot(peaks, [row["recompute_ms"] for row in rows], "o-", label="integer program")
+    axis.plot(peaks, [row["bound_ms"] for row in rows], "_", ms=10, color="black", label="its lower bound")
+    found = [row for row in rows if row["greedy_ms"] is not None]
+    axis.plot([r["budget_bytes"] / GIB for r in found], [r["greedy_ms"] for r in found], "x", label="greedy")
+    axis.set_xlabel("peak, GiB")
+    axis.set_ylabel("recomputation, ms")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.legend(frameon=False)
+    figure.savefig(RESULTS / "budget.png", dpi=130)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if sys.argv[1:] else 32)
