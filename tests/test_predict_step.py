@@ -77,6 +77,13 @@ def test_a_step_however_gradients_are_kept(options):
     check_step(model, torch.optim.SGD(model.parameters()), mean_square, torch.randn(512, 32), options=options)
 
 
+def test_the_last_gradient_of_a_microbatch_is_gone_before_the_next():
+    """With the loss inside of the compiled function no operator runs between the two."""
+    model, args, loss_fn = trained("in_place")
+    prediction = check_step(model, torch.optim.SGD(model.parameters()), loss_fn, *args, options={"accumulate": 3})
+    assert prediction.phase("forward").peak_bytes < prediction.phase("backward").peak_bytes
+
+
 def test_the_first_step_makes_the_state():
     model = small_model()
     first = check_step(model, torch.optim.AdamW(model.parameters()), mean_square, torch.randn(4, 32), before=0)

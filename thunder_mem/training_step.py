@@ -173,6 +173,7 @@ class _Model:
             for t, leaf in zip(self.inputs, leaves, strict=True)
         ]
         with self.twins.paused():
+            self.ledger.sweep()  # the last gradients of the microbatch before have gone
             data, (saved, other) = replay(
                 self.entry.computation_traces[-1], given, self.mode, self.ledger, "forward", self.runner
             )
