@@ -17,7 +17,7 @@ def about_chunks(loops: Iterable[LoopPlan]) -> tuple[Decision, ...]:
     return tuple(
         Decision(
             "loss head",
-            f"{loop.op} in {loop.chunks} chunks of {loop.chunk_rows:,} rows, {loop.mode}: {loop.why}",
+            f"{loop.op} in {_count(loop.chunks, 'chunk')} of {loop.chunk_rows:,} rows, {loop.mode}: {loop.why}",
             "logits",
             loop.whole_logits_bytes,
             loop.logits_bytes,
@@ -73,4 +73,14 @@ def about_order(algorithm: str, before: Sequence[int], after: Sequence[int]) -> 
 
 def about_views(copied: int, before_bytes: int, after_bytes: int) -> Decision:
     """Small views that are copied to let go of what they show: peaks without and with that."""
-    return Decision("views", f"{copied} small views copied, to let their bases go", "peak", before_bytes, after_bytes)
+    return Decision(
+        "views",
+        f"{_count(copied, 'small view')} copied, to let {'its base' if copied == 1 else 'their bases'} go",
+        "peak",
+        before_bytes,
+        after_bytes,
+    )
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
