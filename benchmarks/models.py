@@ -11,11 +11,9 @@ forward and backward; the parameters' gradients exist before (as from the second
 the logits. Eager peaks in MiB above the start, with and without checkpointing, the same with 1, 2 and 4
 threads (``python -m benchmarks.models`` prints them):
 
-- loss inside, V=8000: 50.39 / 77.21, the 50.4 / 77.2 of facts/scheduling.md. The loss must not keep the logits
-  alive through the backward: a caller that does pays one matrix of logits more, 66.01 / 92.84;
-- loss outside, V=256: 20.29 / 33.34 on a CPU without bfloat16 instructions, 18.61 / 33.34 with them. The facts say 20.0 / 33.3 and name no vocabulary; their configuration
-  was not found. Of 64, 128, 256, 320, 512 and 1024 none gives both numbers (V=128: 20.04 / 33.09), nor
-  do the Blocks alone (19.79 / 33.34), a sum for a loss, or reentrant checkpoints.
+- loss inside, V=8000: 50.39 / 77.21. The loss must not keep the logits alive through the backward: a
+  caller that does pays one matrix of logits more, 66.01 / 92.84;
+- loss outside, V=256: 20.29 / 33.34 on a CPU without bfloat16 instructions, 18.61 / 33.34 with them.
 """
 
 from __future__ import annotations
