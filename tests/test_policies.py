@@ -205,7 +205,7 @@ def test_what_is_no_policy():
         MemEfficient(recompute=3)
 
 
-@pytest.mark.parametrize("policy", [save_only_matmul_outputs, recompute_everything], ids=str)
+@pytest.mark.parametrize("policy", [save_only_matmul_outputs, recompute_everything], ids=["matmuls", "nothing"])
 def test_fused_gradients_are_eagers(policy):
     """Fused, rounding differs: against float64 eager, with the dropout that Thunder draws."""
     model = Model().double()
