@@ -45,22 +45,22 @@ def emit(
         note: provenance, printed above the trace.
     """
     new = from_trace(trace)
-    new.bound_symbols = list(source.prefix)
-    with tracectx(new):
+    body: list[BoundSymbol] = []
+    with tracectx(new):  # which may record how symbolic shapes were looked at: not part of the program
         steps = [_step(source, region) for region in plan.regions]
         wanted = {name for step in steps for name in step.wants} | source.pinned
         fused = 0
         for step in steps:
             executor = executors.get(step.region.executor or "")
             if executor is None or all(is_view(b) for b in step.bsyms):
-                new.bound_symbols.extend(step.bsyms)
+                body.extend(step.bsyms)
                 continue
             bsym = executor.fuse(_region(step, wanted), fused)
             if step.region.backward:
                 bsym.tags.add(BACKWARD)
-            new.bound_symbols.append(bsym)
+            body.append(bsym)
             fused += 1
-    new.bound_symbols.append(source.result)
+    new.bound_symbols = [*source.prefix, *body, source.result]
     new.set_provenance(TraceProvenance(note))
     return new
 

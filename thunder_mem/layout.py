@@ -121,6 +121,10 @@ class Layout:
         """Bytes of the whole storage behind the proxy, whatever part of it the proxy shows."""
         return self._tensors[name].untyped_storage().nbytes()
 
+    def shown_bytes(self, name: str) -> int:
+        """Bytes of the elements that the proxy shows, each counted as often as it is shown."""
+        return self._tensors[name].nbytes
+
     def run(self, bsym: BoundSymbol) -> None:
         """Follow one bound symbol: views share, everything else allocates."""
         if is_view(bsym) and self._run_view(bsym):

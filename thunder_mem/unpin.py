@@ -136,8 +136,9 @@ def _uses(source: TraceGraph) -> dict[int, list[_Use]]:
             made = graph.allocator[s]
             if made is None or made == op.index or graph.ops[made].backward != op.backward:
                 continue
-            kind = (bsym.sym.name, position, tuple(p.shape), graph.ops[made].name, graph.storages[s].nbytes)
-            uses.setdefault(s, []).append(_Use(op.index, p.name, p.numel * p.dtype.bytes, kind))
+            shape = tuple(map(int, p.shape))
+            kind = (bsym.sym.name, position, shape, graph.ops[made].name, graph.storages[s].nbytes)
+            uses.setdefault(s, []).append(_Use(op.index, p.name, source.layout.shown_bytes(p.name), kind))
     other_half = {s for op in graph.ops for s in op.touches if _half(source, s) not in (None, op.backward)}
     kept = graph.outputs | source.overwritten | other_half
     return {s: of_base for s, of_base in uses.items() if s not in kept and not graph.storages[s].held}
