@@ -161,7 +161,7 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     took_ms = (time.perf_counter_ns() - start) // 1_000_000
     executors = {str(e.name): e for e in session.executors}
     new = emit(planned.source, planned.trace, plan, executors, f"Memory planning (took {took_ms} milliseconds)")
-    if session.options.reuse and (reused := reuse_and_sort(new, session.options.sort)):
+    if session.options.reuse and (reused := reuse_and_sort(new, session.options.sort, plan)):
         new, plan = reused.trace, with_reuse(plan, new, reused)
     if is_verified(planned.original, plan.fingerprint, session.options.verify):
         verify_rewrite(planned.original, new)

@@ -8,7 +8,7 @@ which of them. An executor that aliases by itself (nvFuser) is left to do so.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from thunder.core import prims
@@ -130,27 +130,41 @@ def _key(bsym: BoundSymbol) -> Hashable:
     return (bsym.sym.name, *(p.name for p in bsym.flat_proxy_outs), *(p.name for p in bsym.flat_proxy_args))
 
 
-def reuse_and_sort(trace: TraceCtx, sort: str | SortFunction) -> Reused | None:
+def reuse_and_sort(trace: TraceCtx, sort: str | SortFunction, plan: Plan) -> Reused | None:
     """`reuse_dying`, and the same once more in the order that is best with it, where that lowers the peak.
 
     A region that writes over its inputs holds less than the order was made for: what ran early on its
-    account may run later. A sort other than "auto" is the user's, and stays.
+    account may run later. A sort other than "auto" is the user's, and stays. None where nothing is taken
+    over, or where either half would peak above `plan`, from which `trace` was emitted.
 
     Raises:
         GraphError: from the sort.
     """
-    first = reuse_dying(trace)
-    if first is None or sort != "auto":
-        return first
+    limits = plan.candidate
+    found = [
+        reused
+        for reused in _reused_and_sorted(trace, sort)
+        if reused.forward_peak_bytes <= limits.forward_peak_bytes
+        and reused.backward_peak_bytes <= limits.backward_peak_bytes
+    ]
+    return min(found, key=lambda reused: reused.peak_bytes, default=None)
+
+
+def _reused_and_sorted(trace: TraceCtx, sort: str | SortFunction) -> Iterator[Reused]:
+    if (first := reuse_dying(trace)) is None:
+        return
+    yield first
+    if sort != "auto":
+        return
     order, _ = order_halves(read_trace(first.trace).graph, sort)
     if list(order) == sorted(order):
-        return first
+        return
     source = read_trace(trace)
     sorted_trace = from_trace(trace)
     sorted_trace.bound_symbols = [*source.prefix, *(source.bsyms[op] for op in order), source.result]
     sorted_trace.set_provenance(TraceProvenance("Sorted for results that take over memory"))
-    second = reuse_dying(sorted_trace)
-    return second if second is not None and second.peak_bytes < first.peak_bytes else first
+    if (second := reuse_dying(sorted_trace)) is not None:
+        yield second
 
 
 class _Memory:
