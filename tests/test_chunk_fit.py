@@ -152,6 +152,8 @@ def test_a_tight_budget_takes_smaller_chunks_before_it_is_refused():
     (plan,) = loops_of(compiled)
     assert plan.chunk_rows < FLOOR // 4
     assert last_plan(compiled).candidate.peak_bytes <= budget
+    warned, _ = compiled_with(head, MemEfficient(budget=budget, on_infeasible="warn"), *args)
+    assert last_plan(warned).candidate.peak_bytes <= budget
     for got, want in zip(step(), compiled_with(head, ChunkLossHead(chunks=4), *args)[1](), strict=True):
         torch.testing.assert_close(got, want)
     with pytest.raises(BudgetError):

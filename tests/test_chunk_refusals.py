@@ -1,9 +1,13 @@
 """Heads that do not run chunk by chunk: the operation, the line and the reason are told."""
 
+import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 from chunk_tools import chunked, exact, inputs, relative
+
+from tests.cases import randn
+from thunder_mem import ChunkLossHead
 
 
 def refuses(fn, *args, expect):
@@ -87,3 +91,27 @@ def test_logits_that_feed_a_projection_are_refused_or_right():
     grads = torch.autograd.grad(compiled(x, w, t), (x, w))
     for got, want in zip(grads, exact(fn, x, w, t)[1], strict=True):
         assert relative(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("where", ["weight", "weights of rows", "hidden"])
+def test_a_mean_of_what_the_loop_reads_is_no_write(where):
+    """It divides by a count that Thunder casts from int to float: a symbol without a tensor."""
+    x, w, targets, rows = randn(65, 16), randn(400, 16, seed=1), torch.arange(65) % 400, randn(65, grad=False).abs()
+
+    def fn(x, w):
+        if where == "weight":
+            return F.cross_entropy(F.linear(x, w) - w.mean(1), targets)
+        if where == "hidden":
+            h = torch.tanh(x)
+            return F.cross_entropy(F.linear(h, w) / (1 + h.mean().abs()), targets)
+        losses = F.cross_entropy(F.linear(x, w), targets, reduction="none")
+        return (losses * rows.to(x.dtype)).mean() / rows.to(x.dtype).mean()
+
+    jitted = thunder.jit(fn, executors=[], transforms=[ChunkLossHead(chunks=4)])
+    loss = jitted(x, w)
+    assert "chunk_loop" in str(thunder.last_traces(jitted)[-1])
+    doubles = [t.detach().double().requires_grad_() for t in (x, w)]
+    expected = fn(*doubles)
+    torch.testing.assert_close(loss, expected.float())
+    actual, wanted = torch.autograd.grad(loss, (x, w)), torch.autograd.grad(expected, doubles)
+    torch.testing.assert_close(actual, tuple(g.float() for g in wanted))

@@ -273,3 +273,23 @@ def test_two_gpus_are_one_too_many():
         x, y = (torch.ones(3, device=f"cuda:{i}") for i in range(2))
         with pytest.raises(ValueError, match="lives on cuda:0 and cuda:1"):
             predict(thunder.jit(lambda x, y: (x * 2, y * 2)), x, y)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda a: (a * 2, a > 0), lambda a: (a * 2, a.argmax()), lambda a: torch.topk(a.sin(), 3)],
+    ids=["boolean", "index", "topk"],
+)
+def test_an_output_without_a_gradient(fn):
+    a = torch.randn(8, 8, requires_grad=True)
+    jitted = thunder.jit(fn, executors=[])
+
+    def step():
+        jitted(a)[0].backward(tangent)
+
+    tangent = torch.ones_like(fn(a)[0])
+    step()
+    a.grad = None
+    prediction = predict(jitted, a)
+    assert prediction.phase("backward").peak_bytes > 0
+    assert prediction.phase("forward").peak_bytes >= a.nbytes

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.predict_cases import CASES, WAYS, Net, Tied, trained
+from thunder_mem import predict, scratch
 from thunder_mem.measure import measure_peak
 from thunder_mem.simulate import simulate
 from thunder_mem.training_step import predict_step, training_step
@@ -241,3 +242,27 @@ def test_wrong_arguments_of_a_step(optimizer, loss_fn, options, error, message):
     model = small_model()
     with pytest.raises(error, match=message):
         predict_step(thunder.jit(model), optimizer(model.parameters()), loss_fn, torch.randn(4, 32), **options)
+
+
+def test_a_predicted_step_leaves_predictions_as_they_were():
+    """What is measured for a prediction is not measured under the mode that watches a step."""
+    torch.manual_seed(0)
+    first, frozen, last = torch.nn.Linear(32, 64), torch.nn.Linear(64, 64).requires_grad_(False), torch.nn.Linear(64, 8)
+    model = torch.nn.Sequential(first, torch.nn.Tanh(), frozen, torch.nn.Tanh(), last)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    x = torch.randn(16, 32)
+    scratch._PROBES.clear()
+    scratch._OPERATOR_PROBES.clear()
+    jitted = thunder.jit(model, executors=[])
+    step = predict_step(jitted, optimizer, torch.sum, x, set_to_none=False)
+    after = predict(jitted, x)
+    scratch._PROBES.clear()
+    before = predict(jitted, x)
+    assert after.peak_bytes + after.scratch_bytes == before.peak_bytes + before.scratch_bytes
+
+    def run():
+        training_step(jitted, optimizer, torch.sum, x, set_to_none=False)
+
+    run()
+    run()
+    assert measure_peak(run) == step.peak_bytes + step.scratch_bytes - step.held_bytes

@@ -23,7 +23,7 @@ from thunder_mem.budget import BudgetError
 from thunder_mem.choices import RecomputeError
 from thunder_mem.chunk_fit import fit_loops, leaner_loops, with_fitted_loops
 from thunder_mem.emit import emit
-from thunder_mem.joint_plan import PlanningOptions, plan_joint_trace, with_checkpoints
+from thunder_mem.joint_plan import Planned, PlanningOptions, plan_joint_trace, with_checkpoints
 from thunder_mem.measure import collector_off
 from thunder_mem.plan import Plan
 from thunder_mem.reuse import reuse_and_sort, with_reuse
@@ -146,13 +146,7 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
         from thunder.core.rematerialization import replace_uniform
 
         trace = replace_uniform(trace)
-    try:
-        planned = plan_joint_trace(trace, session.executors, session.options)
-    except BudgetError:  # smaller chunks of the loss head cost time, but not as much as no plan
-        leaner = leaner_loops(trace)
-        if leaner is None:
-            raise
-        planned = plan_joint_trace(leaner, session.executors, session.options)
+    planned = _planned(trace, session)
     plan = replace(
         planned.plan,
         refused=(*session.options.refused, *planned.plan.refused),
@@ -170,6 +164,20 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     session.plan = plan
     _remember(plan, took_ms=took_ms)
     return new
+
+
+def _planned(trace: TraceCtx, session: _Session) -> Planned:
+    """The plan; where no plan fits a budget, of the program with smaller chunks of its loss heads."""
+    options = session.options
+    if options.budget is None:
+        return plan_joint_trace(trace, session.executors, options)
+    try:
+        return plan_joint_trace(trace, session.executors, replace(options, on_infeasible="error"))
+    except BudgetError:  # smaller chunks cost time, but not as much as no plan
+        leaner = leaner_loops(trace)
+        if leaner is None and options.on_infeasible == "error":
+            raise
+        return plan_joint_trace(leaner or trace, session.executors, options)
 
 
 def _remember(plan: Plan | None, *, took_ms: int = 0, failure: str = "") -> None:

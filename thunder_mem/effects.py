@@ -23,7 +23,9 @@ from thunder_mem.takeover import taken_over
 
 __all__ = ["Effects", "effects_of", "is_random", "leaves"]
 
-_PURE_WITHOUT_TENSORS = {PrimIDs.SHAPE, PrimIDs.CONSTRUCT_TUPLE, PrimIDs.PACK_LIST, PrimIDs.COMMENT}
+_PURE_WITHOUT_TENSORS = {
+    PrimIDs.SHAPE, PrimIDs.CONSTRUCT_TUPLE, PrimIDs.PACK_LIST, PrimIDs.COMMENT, PrimIDs.CONVERT_ELEMENT_TYPE,
+}  # fmt: skip
 _RANDOM_NAMES = {"uniform", "randn", "randint", "multinomial", "get_and_update_rng_state", "set_rng_state"}
 _COMMUNICATION_NAMES = {
     "torch_all_gather_prim_impl", "torch_all_reduce_prim_impl", "torch_broadcast_prim_impl",

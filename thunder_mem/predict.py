@@ -207,7 +207,10 @@ def run_prediction(
     del result, data
     given = _tangents(backward, tangents, mode)
     _add_all(ledger, [f"tangent{i}" for i in range(len(given))], given, "tangent")
-    _add_all(ledger, [p.name for p in backward.args[1]], given, "tangent")  # as the trace calls them
+    # As the trace calls them; an output that has no gradient has no name there.
+    named = [(p.name, t) for p, t in zip(backward.args[1], given, strict=True) if p is not None]
+    _add_all(ledger, [name for name, _ in named], [t for _, t in named], "tangent")
+    del named
     saved = [list(saved_tensors), saved_other]
     del saved_tensors, saved_other
     ledger.sweep()

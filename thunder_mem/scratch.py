@@ -25,9 +25,8 @@ import torch
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import FutureTensorProxy, NumberProxy
 from thunder.core.symbol import BoundSymbol, has_tags
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from thunder_mem.measure import collector_off, record_curve
@@ -112,7 +111,8 @@ class ProbingRunner:
                 f"{bsym.sym.name}: only what fake tensors show of it is counted, not its kernels' scratch"
             )
             return None
-        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), collector_off():
+        # A mode left standing, such as the one that watches a training step, would change what is measured.
+        with _disable_current_modes(), torch.random.fork_rng(devices=[]), collector_off():
             try:
                 run({**env, **_real_like(inputs)})  # what a first call does once does not count
                 real = _real_like(inputs)
@@ -357,7 +357,7 @@ _OPERATOR_PROBES: dict[Hashable, tuple[int, int] | None] = {}
 
 
 def _probe_operator(func: Any, flat: list[Any], spec: Any, fakes: dict[str, torch.Tensor]) -> tuple[int, int] | None:
-    with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]), collector_off():
+    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]), collector_off():
         try:
             for attempt in range(2):  # what a first call does once does not count
                 real = _real_like(fakes)
