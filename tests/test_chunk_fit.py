@@ -160,6 +160,31 @@ def test_a_tight_budget_takes_smaller_chunks_before_it_is_refused():
         compiled_with(head, MemEfficient(budget=peak_bytes - FLOOR * rows_bytes), *args)
 
 
+def early(x, w, t, u):
+    """A head that much of the forward follows, and whose gradients are larger than its logits."""
+    h = torch.tanh(x)
+    aux = F.cross_entropy(F.linear(h, w), t)
+    y = h.repeat(1, 4)
+    for _ in range(4):
+        y = torch.sin(y @ u)
+    return aux + y.square().mean()
+
+
+def test_a_head_early_in_the_forward_does_not_hold_its_gradients_there():
+    generator = torch.Generator().manual_seed(0)
+    x, w, u = (torch.randn(shape, generator=generator) / 16 for shape in ((128, 256), (2048, 256), (1024, 1024)))
+    t = torch.randint(0, 2048, (128,), generator=generator)
+    peaks = []
+    for chunk in (False, True):
+        args = [p.clone().requires_grad_() for p in (x, w)]
+        jitted = thunder.jit(early, executors=[], transforms=[MemEfficient(chunk=chunk, strict=True)])
+        jitted(*args, t, u.clone().requires_grad_())
+        peaks.append(last_plan(jitted).candidate.peak_bytes)
+        (loop,) = loops_of(jitted) if chunk else (None,)
+    assert loop.mode == "recompute-in-backward"
+    assert peaks[1] < peaks[0]
+
+
 def test_chunk_takes_the_options_of_the_transform_or_a_bool():
     with pytest.raises(TypeError, match="chunk is True or False, or a ChunkLossHead"):
         MemEfficient(chunk=16)

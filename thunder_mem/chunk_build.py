@@ -74,6 +74,9 @@ def build_loop(
     if decided is None:
         return None
     rows, sized = min(decided[0], region.n), decided[1]
+    if mode == "grads-in-forward" and sized != "asked" and _hold_more_than_logits(region, head):
+        why = "its gradients are larger than its logits, and much of the forward follows"
+        mode = "recompute-in-backward"
     blocks = _Blocks(region, [inputs[i] for i in sides], executors)
     wanted = [g.x in grads or g.w in grads for g in gemms] + [i in grads for i in sides]
     nothing = [False] * len(wanted)
@@ -109,6 +112,18 @@ def build_loop(
         backward_block_bytes=max((b.peak_bytes for b in backward.values()), default=0),
     )
     return ChunkLoop(plan, forward, backward)
+
+
+def _hold_more_than_logits(region: Region, head: Head) -> bool:
+    """Whether gradients computed in the forward would take more memory than the logits, and for long.
+
+    They are held until the backward, over all that the forward computes after the head.
+    """
+    logits_bytes = head.n * head.row_bytes
+    program = region.program
+    later = (out for leaf in program.leaves[max(region.inside) + 1 :] for out in leaf.outputs)
+    kept = (math.prod(map(int, out.shape)) * out.dtype.bytes for out in later if out.name in program.needs_grad)
+    return head.fixed_bytes > logits_bytes and sum(kept) > logits_bytes // 16
 
 
 def head_label(leaf: Leaf) -> str:
