@@ -38,19 +38,20 @@ def test_loss_and_its_multiple_are_one_scalar():
         assert relative(got, want) < 1e-5
 
 
-def test_several_losses_on_one_head_recompute():
-    def fn(x, w, t):
-        z = F.linear(x, w)
-        return F.cross_entropy(z, t), torch.logsumexp(z, -1).square().mean()
+def two_losses(x, w, t):
+    z = F.linear(x, w)
+    return F.cross_entropy(z, t), torch.logsumexp(z, -1).square().mean()
 
+
+def test_several_losses_on_one_head_recompute():
     x, w, t = inputs()
-    compiled, transform = chunked(fn)
+    compiled, transform = chunked(two_losses)
     a, b = compiled(x, w, t)
     grads = torch.autograd.grad(a * 0.7 + b * b, (x, w))
     assert transform.record.loops[0].mode == "recompute-in-backward"
 
     def both(x, w, t):
-        a, b = fn(x, w, t)
+        a, b = two_losses(x, w, t)
         return a * 0.7 + b * b
 
     for got, want in zip(grads, exact(both, x, w, t)[1], strict=True):
@@ -58,12 +59,8 @@ def test_several_losses_on_one_head_recompute():
 
 
 def test_only_one_of_two_losses_is_used():
-    def fn(x, w, t):
-        z = F.linear(x, w)
-        return F.cross_entropy(z, t), torch.logsumexp(z, -1).square().mean()
-
     x, w, t = inputs()
-    compiled, _ = chunked(fn)
+    compiled, _ = chunked(two_losses)
     grads = torch.autograd.grad(compiled(x, w, t)[1], (x, w))
-    for got, want in zip(grads, exact(lambda *a: fn(*a)[1], x, w, t)[1], strict=True):
+    for got, want in zip(grads, exact(lambda *a: two_losses(*a)[1], x, w, t)[1], strict=True):
         assert relative(got, want) < 1e-5

@@ -1,6 +1,7 @@
 """Results written over dying inputs: right against float64 eager, exact to the byte, and only where that is safe."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import thunder
@@ -17,9 +18,10 @@ from benchmarks.models import llama_step
 from tests.cases import randn
 from tests.fuzz import uncompiled_regions
 from tests.test_executors import trace_of
-from thunder_mem import MemEfficient, last_plan, measure_peak
+from thunder_mem import MemEfficient, delegate, last_plan, measure_peak
 from thunder_mem.executors import RegionFunction, mem_pointwise_ex, new_leaves, region_function
 from thunder_mem.predict import predict
+from thunder_mem.reuse import reuse_and_sort
 from thunder_mem.reuse_region import plan_reuse
 from thunder_mem.simulate import simulate
 from thunder_mem.takeover import taken_over
@@ -490,3 +492,20 @@ def test_no_half_peaks_higher_for_it(inside):
             predicted = predict(jitted, *program.args)
         peaks.append([predicted.phase(half).peak_bytes for half in ("forward", "backward")])
     assert all(with_it <= without for without, with_it in zip(*peaks, strict=True))
+
+
+def test_what_would_peak_above_the_plan_is_not_taken(monkeypatch):
+    """Half by half: a plan that promises a byte less than reuse reaches stays as it is."""
+    seen = []
+    monkeypatch.setattr(delegate, "reuse_and_sort", lambda *given: seen.append(given))
+    thunder.jit(lambda x, y: ((x @ y).sin() * 2).exp() @ y, executors=[mem_pointwise_ex], transforms=[MemEfficient()])(
+        randn(64, 64, grad=False), randn(64, 64, grad=False, seed=1)
+    )
+    ((trace, sort, plan),) = seen
+    reused = reuse_and_sort(trace, sort, plan)
+    assert reused is not None and reused.results == 1
+    limit = replace(plan.candidate, forward_peak_bytes=reused.forward_peak_bytes)
+    reachable = replace(plan, candidates=(limit,))
+    assert reuse_and_sort(trace, sort, reachable) is not None
+    less = replace(plan, candidates=(replace(limit, forward_peak_bytes=limit.forward_peak_bytes - 1),))
+    assert reuse_and_sort(trace, sort, less) is None

@@ -18,7 +18,7 @@ from thunder_mem.regions import Fusibility, Groups, consecutive_groups, contract
 from thunder_mem.sorting import SortFunction, SortResult, sort_graph
 from thunder_mem.timeline import simulate
 
-__all__ = ["make_plan", "order_halves"]
+__all__ = ["make_plan", "order_halves", "peaks_of"]
 
 
 THUNDERS_OWN = "neighbours, source order"
@@ -86,7 +86,7 @@ def _propose(base: Absorbed, sort: str | SortFunction) -> _Proposal:
     arrangements = [_arrange("planned", base, regions, order)]
     if sort != "auto":  # which alone never has a higher peak than the source order
         arrangements.append(_arrange("planned, source order", base, regions, range(len(regions))))
-    return _Proposal(tuple(arrangements), algorithm, _peaks(regions, range(len(regions))))
+    return _Proposal(tuple(arrangements), algorithm, peaks_of(regions, range(len(regions))))
 
 
 def fingerprint(graph: Graph) -> str:
@@ -117,7 +117,7 @@ def _arrange(name: str, base: Absorbed, regions: Graph, order: Sequence[int]) ->
 
     A region that no executor takes after all runs op by op, which may hold more: then nothing is merged.
     """
-    limits = _peaks(regions, order)
+    limits = peaks_of(regions, order)
     merged = _priced(name, base, merge_for_speed(regions, order, base.fuse, limits.__getitem__))
     if all(peak <= limit for peak, limit in zip(merged.peaks, limits, strict=True)):
         return merged
@@ -129,7 +129,7 @@ def _priced(name: str, base: Absorbed, groups: Iterable[tuple[int, ...]]) -> _Ar
     steps = tuple(part for group in groups for part in _emittable(group, base))
     regions = base.graph.contract(steps)
     position = {op.payload: op.index for op in regions.ops}
-    return _Arrangement(name, base, steps, _peaks(regions, [position[step] for step in steps]))
+    return _Arrangement(name, base, steps, peaks_of(regions, [position[step] for step in steps]))
 
 
 def _emittable(group: tuple[int, ...], base: Absorbed) -> Groups:
@@ -151,7 +151,8 @@ def _emittable(group: tuple[int, ...], base: Absorbed) -> Groups:
     return (*kept, *reversed(views))
 
 
-def _peaks(regions: Graph, order: Sequence[int]) -> tuple[int, int]:
+def peaks_of(regions: Graph, order: Sequence[int]) -> tuple[int, int]:
+    """The peak of each half, forward and backward, in this order; 0 for a half that is not there."""
     peaks = [0, 0]
     for op, live in zip(order, simulate(regions, order).live_bytes, strict=True):
         half = regions.ops[op].backward

@@ -19,12 +19,12 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
 from thunder_mem.aliases import Aliases
 from thunder_mem.executors import RegionFunction, mem_pointwise_ex, new_leaves, region_function
+from thunder_mem.graph import Graph
 from thunder_mem.plan import Decision, Plan, PlannedRegion
-from thunder_mem.planner import order_halves
+from thunder_mem.planner import order_halves, peaks_of
 from thunder_mem.reuse_region import plan_reuse
 from thunder_mem.sorting import SortFunction
 from thunder_mem.takeover import Reuse, taken_over
-from thunder_mem.timeline import simulate
 from thunder_mem.trace_graph import UNPACKING, TraceGraph, read_trace
 
 __all__ = ["Reused", "reuse_and_sort", "reuse_dying", "with_reuse"]
@@ -42,9 +42,11 @@ class Reused:
         results: how many results take over an input.
         nbytes: their bytes.
         forward_peak_bytes, backward_peak_bytes: of the trace, what the caller holds included.
+        graph: of the trace.
     """
 
     trace: TraceCtx
+    graph: Graph
     results: int
     nbytes: int
     forward_peak_bytes: int
@@ -55,18 +57,17 @@ class Reused:
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
 
-def reuse_dying(trace: TraceCtx) -> Reused | None:
+def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None) -> Reused | None:
     """Let regions write results over inputs that die there.
 
     Args:
         trace: a joint or plain trace in its final order, fused, without `del`s.
+        source: `trace` as it was read, if it was.
 
     Returns:
         None where there is nothing to take over.
     """
-    if not any(_function(b) for b in trace.bound_symbols):
-        return None
-    source = read_trace(trace)
+    source = source or read_trace(trace)
     memory = _Memory(source, trace)
     swap: dict[int, BoundSymbol] = {}
     results = nbytes = 0
@@ -87,10 +88,7 @@ def reuse_dying(trace: TraceCtx) -> Reused | None:
     new_trace.bound_symbols = [swap.get(id(b), b) for b in trace.bound_symbols]
     new_trace.set_provenance(TraceProvenance("Results take over the memory of what dies"))
     graph = read_trace(new_trace).graph
-    peaks = [0, 0]
-    for op, live_bytes in zip(graph.ops, simulate(graph).live_bytes, strict=True):
-        peaks[op.backward] = max(peaks[op.backward], live_bytes)
-    return Reused(new_trace, results, nbytes, *peaks)
+    return Reused(new_trace, graph, results, nbytes, *peaks_of(graph, range(len(graph))))
 
 
 def with_reuse(plan: Plan, emitted: TraceCtx, reused: Reused) -> Plan:
@@ -151,19 +149,21 @@ def reuse_and_sort(trace: TraceCtx, sort: str | SortFunction, plan: Plan) -> Reu
 
 
 def _reused_and_sorted(trace: TraceCtx, sort: str | SortFunction) -> Iterator[Reused]:
-    if (first := reuse_dying(trace)) is None:
+    if not any(map(_function, trace.bound_symbols)):
+        return
+    source = read_trace(trace)
+    if (first := reuse_dying(trace, source)) is None:
         return
     yield first
     if sort != "auto":
         return
-    order, _ = order_halves(read_trace(first.trace).graph, sort)
+    order, _ = order_halves(first.graph, sort)
     if list(order) == sorted(order):
         return
-    source = read_trace(trace)
     sorted_trace = from_trace(trace)
     sorted_trace.bound_symbols = [*source.prefix, *(source.bsyms[op] for op in order), source.result]
     sorted_trace.set_provenance(TraceProvenance("Sorted for results that take over memory"))
-    if (second := reuse_dying(sorted_trace)) is not None:
+    if (second := reuse_dying(sorted_trace, read_trace(sorted_trace, earlier=source))) is not None:
         yield second
 
 

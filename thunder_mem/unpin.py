@@ -134,19 +134,15 @@ def _uses(source: TraceGraph) -> dict[int, list[_Use]]:
             if s is None or not isinstance(p, TensorProxy):
                 continue
             made = graph.allocator[s]
-            if made is None or made == op.index or graph.ops[made].backward != op.backward:
+            if made is None or made == op.index:
                 continue
             shape = tuple(map(int, p.shape))
             kind = (bsym.sym.name, position, shape, graph.ops[made].name, graph.storages[s].nbytes)
             uses.setdefault(s, []).append(_Use(op.index, p.name, source.layout.shown_bytes(p.name), kind))
-    other_half = {s for op in graph.ops for s in op.touches if _half(source, s) not in (None, op.backward)}
+    half = [None if made is None else graph.ops[made].backward for made in graph.allocator]
+    other_half = {s for op in graph.ops for s in op.touches if half[s] not in (None, op.backward)}
     kept = graph.outputs | source.overwritten | other_half
     return {s: of_base for s, of_base in uses.items() if s not in kept and not graph.storages[s].held}
-
-
-def _half(source: TraceGraph, storage: int) -> bool | None:
-    made = source.graph.allocator[storage]
-    return None if made is None else source.graph.ops[made].backward
 
 
 def with_copied_views(source: TraceGraph, trace: TraceCtx, splits: Iterable[Split]) -> TraceCtx:
