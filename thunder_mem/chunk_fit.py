@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
@@ -31,7 +30,7 @@ from thunder_mem.chunk_size import floor_rows
 from thunder_mem.decisions import about_chunks
 from thunder_mem.plan import Plan
 from thunder_mem.timeline import simulate
-from thunder_mem.trace_graph import read_trace
+from thunder_mem.trace_graph import proxies_in, read_trace
 
 __all__ = ["Fitted", "fit_loops", "leaner_loops", "with_fitted_loops", "write_over_dead_rows"]
 
@@ -193,7 +192,7 @@ def _dead_rows(trace: TraceCtx, at: int) -> tuple[int, ...]:
     aliases = Aliases(made)
     memory = [aliases(name) for name in args]
     rows = {i for i in rows if memory.count(memory[i]) == 1}
-    given = {p.name for p in (*_tensors(trace.args), *_tensors(trace.kwargs.values()))}
+    given = {p.name for p in proxies_in((trace.args, trace.kwargs))}
     given |= {p.name for b in made if b.sym.id in _GIVEN for p in b.flat_proxy_outs}
     later = {a.name for b in bsyms[at + 1 :] if b.sym.id is not PrimIDs.DEL for a in b.flat_proxy_args}
     needed = {aliases(name) for name in given | later}
@@ -201,7 +200,3 @@ def _dead_rows(trace: TraceCtx, at: int) -> tuple[int, ...]:
 
 
 _GIVEN = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE}
-
-
-def _tensors(values) -> list[TensorProxy]:
-    return [p for p in values or () if isinstance(p, TensorProxy)]

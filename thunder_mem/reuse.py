@@ -25,7 +25,7 @@ from thunder_mem.planner import order_halves, peaks_of
 from thunder_mem.reuse_region import plan_reuse
 from thunder_mem.sorting import SortFunction
 from thunder_mem.takeover import Reuse, taken_over
-from thunder_mem.trace_graph import UNPACKING, TraceGraph, read_trace
+from thunder_mem.trace_graph import UNPACKING, TraceGraph, proxies_in, read_trace
 
 __all__ = ["Reused", "reuse_and_sort", "reuse_dying", "with_reuse"]
 
@@ -175,7 +175,7 @@ class _Memory:
         self._last: dict[str, int] = {}
         self._forward: set[str] = set()  # classes with a name that the forward made
         self._kept: set[str] = set()
-        kept = {p.name for p in (*_tensors(trace.args), *_tensors((trace.kwargs or {}).values()))}
+        kept = {p.name for p in proxies_in((trace.args, trace.kwargs))}
         kept |= {p.name for b in source.prefix for p in b.flat_proxy_outs} | source.pinned
         for i, (op, b, effects) in enumerate(zip(source.graph.ops, source.bsyms, source.effects, strict=True)):
             outs, names = _names(b.flat_proxy_outs), _names((*b.flat_proxy_args, *b.flat_proxy_outs))
@@ -264,7 +264,3 @@ def _is_fresh(bsym: BoundSymbol) -> bool:
 
 def _names(proxies: Sequence) -> set[str]:
     return {p.name for p in proxies if isinstance(p, TensorProxy | FutureTensorProxy)}
-
-
-def _tensors(values) -> list[TensorProxy]:
-    return [p for p in values or () if isinstance(p, TensorProxy)]

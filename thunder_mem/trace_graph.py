@@ -24,7 +24,7 @@ from thunder_mem.graph import Graph, Op, Storage, make_graph
 from thunder_mem.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.layout import Layout
 
-__all__ = ["BACKWARD", "UNPACKING", "TraceGraph", "read_trace"]
+__all__ = ["BACKWARD", "UNPACKING", "TraceGraph", "proxies_in", "read_trace"]
 
 BACKWARD = BoundSymbolTag.BACKWARD
 _STATIC = ProxyTag.STATIC_MEMORY_LOCATION
@@ -86,7 +86,7 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     seen = {id(b): e for b, e in zip(earlier.bsyms, earlier.effects, strict=True)} if earlier else {}
     effects = [seen.get(id(b)) or effects_of(b) for b in body]
 
-    arguments = [p for p in _proxies((trace.args, trace.kwargs)) if isinstance(p, TensorProxy)]
+    arguments = [p for p in proxies_in((trace.args, trace.kwargs)) if isinstance(p, TensorProxy)]
     arguments += [p for b in prefix for p in b.flat_proxy_outs if isinstance(p, TensorProxy)]
     layout = Layout(earlier.layout if earlier else None)
     with _disable_current_modes():  # meta tensors answer alone; a fake mode around them would only be slow
@@ -279,10 +279,11 @@ def _possible_aliases(
     return edges, frozenset(s for name, s in storage_of.items() if aliases(name) in written)
 
 
-def _proxies(tree: object) -> list[Proxy]:
+def proxies_in(tree: object) -> list[Proxy]:
+    """The proxies in a tree of arguments or results, in order."""
     flat, _ = tree_flatten_with_dataclass(tree)
     return [x for x in flat if isinstance(x, Proxy)]
 
 
 def _returned(result: BoundSymbol) -> list[Proxy]:
-    return _proxies((result.args, result.kwargs))
+    return proxies_in((result.args, result.kwargs))

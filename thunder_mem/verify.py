@@ -27,6 +27,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.aliases import Aliases
 from thunder_mem.effects import Effects, effects_of
+from thunder_mem.trace_graph import proxies_in
 
 __all__ = ["VerificationError", "is_verified", "verify_final", "verify_rewrite"]
 
@@ -113,7 +114,7 @@ class _Run:
         self.barriers = self.contexts = 0
 
     def outcome(self) -> _Outcome:
-        arguments = _proxies((self.trace.args, self.trace.kwargs))
+        arguments = proxies_in((self.trace.args, self.trace.kwargs))
         unpacked = (b.flat_proxy_outs for b in self.trace.bound_symbols if b.sym.id is PrimIDs.UNPACK_TRIVIAL)
         for p in chain(arguments, *unpacked):
             self.values[p.name] = self.numbers.number(("argument", p.name), p.name)
@@ -233,10 +234,6 @@ def _flat(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
             yield from b.subsymbols
         else:
             yield b
-
-
-def _proxies(tree: object) -> list[Proxy]:
-    return [x for x in tree_flatten_with_dataclass(tree)[0] if isinstance(x, Proxy)]
 
 
 # ---- two traces ----
