@@ -161,6 +161,27 @@ def test_what_can_be_done_about_an_optimizer():
     assert "fused=True" in texts and "optimizer's state" in texts and "gradients that wait" in texts
 
 
+def test_each_microbatch_has_storages_of_its_own():
+    """The same names come again in each; whoever reads one reads its own microbatch's."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+    jitted, x = thunder.jit(model, executors=[]), torch.randn(32, 16)
+    optimizer = torch.optim.SGD(model.parameters())
+    prediction = predict_step(jitted, optimizer, lambda out: out.square().mean(), x, accumulate=2)
+    report = explain(jitted, x, prediction=prediction, bounds=False)
+    facts, timeline = report._facts, prediction.timeline
+    tanhs = [s for s in prediction.storages if s.born >= 0 and timeline[s.born].name == "torch.tanh"]
+    readers = [[timeline[p].index for p in facts.readers[prediction.storages.index(s)]] for s in tanhs]
+    assert len(tanhs) == 2 and all(len(found) == len(readers[0]) > 1 for found in readers)
+    assert all(s.born < p <= s.last for s, found in zip(tanhs, readers, strict=True) for p in found)
+    whys = {t.names[0]: t.why for t in report.tenants}
+    assert report.peak.index > tanhs[1].born and "no operation reads" not in whys[tanhs[1].name]
+    weights = [
+        s for s in prediction.storages if s.shape == (16, 64) and s.born > tanhs[1].born and s.kind == "computed"
+    ]
+    (gradient,) = [s for s in weights if timeline[s.last].name == "aten::add_.Tensor"]
+    assert facts.why(gradient, gradient.born + 1).startswith("a gradient, until aten::add_")
+
+
 def test_arguments_choose_the_compilation():
     jitted = thunder.jit(lambda x: (x * 2).sin().sum(), executors=[], transforms=[MemEfficient()])
     small, large = torch.randn(8, 16), torch.randn(512, 16)

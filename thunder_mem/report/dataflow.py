@@ -13,7 +13,7 @@ from html import escape
 from thunder_mem.predict import Held
 from thunder_mem.replay import Event
 from thunder_mem.report.facts import Facts
-from thunder_mem.report.lines import operands, shorten
+from thunder_mem.report.lines import shorten
 from thunder_mem.report.report import Report
 from thunder_mem.sizes import size
 
@@ -164,8 +164,7 @@ def _box(report: Report, position: int, colour: int, is_peak: bool, layout: _Lay
     label = f"#{event.index} {event.name}" + (f": {', '.join(members)}" if members else "")
     outputs = _cut(", ".join(event.outputs), 16)
     title = f"{event.phase} {label}\nmakes {', '.join(event.outputs) or 'nothing'}; {size(event.live_bytes)} alive"
-    held = [n for n in operands(event) if n in facts.storage_of]
-    held = [n for n in held if facts.prediction.storages[facts.storage_of[n]].born < 0]
+    held = [n for n, storage in facts.reads[position].items() if facts.prediction.storages[storage].born < 0]
     title += f"\nreads of the caller's: {', '.join(held)}" if held else ""
     white = ' class="white"' if colour >= _WHITE_FROM else ""
     left, bar, place = layout.left, layout.left + _BOX_WIDTH + 8, facts.places[position]

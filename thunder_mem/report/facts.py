@@ -8,7 +8,7 @@ what the operand that it did compute from was undoing.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -68,23 +68,46 @@ class Facts:
     prediction: Prediction
 
     @cached_property
-    def storage_of(self) -> dict[str, int]:
-        """Tensor name -> index of its storage among `prediction.storages`; the first one if a name recurs."""
-        found: dict[str, int] = {}
+    def _named(self) -> dict[str, list[int]]:
+        """Tensor name -> the storages that it ever stands for, by birth: each microbatch of a step uses it anew."""
+        found: dict[str, list[int]] = {}
         for i, storage in enumerate(self.prediction.storages):
-            for name in (storage.name, *storage.aliases):
-                found.setdefault(name, i)
+            for name in dict.fromkeys((storage.name, *storage.aliases)):
+                found.setdefault(name, []).append(i)
         return found
+
+    def storage_of(self, name: str, event: Event) -> int | None:
+        """Which of `prediction.storages` a tensor's name stands for while `event` runs; None if for none."""
+        storages = self.prediction.storages
+        alive = (i for i in reversed(self._named.get(name, [])) if storages[i].born <= event.index <= storages[i].last)
+        return next(alive, None)
+
+    def _storages_of(self, names: Sequence[str], event: Event) -> dict[str, int]:
+        found = {name: self.storage_of(name, event) for name in names}
+        return {name: i for name, i in found.items() if i is not None}
+
+    @cached_property
+    def reads(self) -> tuple[dict[str, int], ...]:
+        """Per operation of the timeline, its operands' names and the storages that they stand for there."""
+        return tuple(self._storages_of(operands(event), event) for event in self.prediction.timeline)
+
+    @cached_property
+    def results(self) -> tuple[dict[str, int], ...]:
+        """Per operation of the timeline, its outputs' names and the storages that they stand for there."""
+        return tuple(self._storages_of(event.outputs, event) for event in self.prediction.timeline)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """Per storage, the timeline's positions of the operations that take it as an operand, in order."""
         readers: list[list[int]] = [[] for _ in self.prediction.storages]
-        for position, event in enumerate(self.prediction.timeline):
-            seen = dict.fromkeys(self.storage_of[n] for n in operands(event) if n in self.storage_of)
-            for storage in seen:
+        for position, read in enumerate(self.reads):
+            for storage in dict.fromkeys(read.values()):
                 readers[storage].append(position)
         return tuple(map(tuple, readers))
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {id(storage): i for i, storage in enumerate(self.prediction.storages)}
 
     @cached_property
     def position(self) -> dict[int, int]:
@@ -100,13 +123,12 @@ class Facts:
         for i in range(len(lines) - 1, -1, -1):
             event = self.prediction.timeline[i]
             own = next((s for s in lines[i] if not is_library(s)), "")
-            made = [first_use.get(self.storage_of.get(n, -1), "") for n in event.outputs]
+            made = [first_use.get(storage, "") for storage in self.results[i].values()]
             used_at[i] = own or next(filter(None, made), "")
             if used_at[i] and event.phase == "forward":
-                for name in operands(event):
-                    if name in self.storage_of:
-                        line = reading_line(event, name) if is_region(event) else ""
-                        first_use[self.storage_of[name]] = line or used_at[i]
+                for name, storage in self.reads[i].items():
+                    line = reading_line(event, name) if is_region(event) else ""
+                    first_use[storage] = line or used_at[i]
         found: list[Place] = []
         place_of: dict[int, tuple[int, Place]] = {}  # storage -> (whether it is a forward value and when, place)
         for i, event in enumerate(self.prediction.timeline):
@@ -117,9 +139,9 @@ class Facts:
                 undoes = event.phase == "backward" and gradient_inside(event)
                 place = Place(own, undoes, "" if own == used_at[i] or not is_library(own) else used_at[i])
                 if event.phase == "backward" and is_library(own) and not place.used_at:
-                    place = replace(place, used_at=self._undone(event, place_of).used_at)
+                    place = replace(place, used_at=self._undone(i, place_of).used_at)
             elif event.phase == "backward":
-                best = self._undone(event, place_of)
+                best = self._undone(i, place_of)
                 place = Place(best.source, bool(best.source), best.used_at)
             else:
                 place = Place()
@@ -127,15 +149,14 @@ class Facts:
             if not place.source:
                 continue
             rank = i + len(lines) if event.phase == "forward" else i
-            for name in event.outputs:
-                storage = self.storage_of.get(name)
-                if storage is not None and storages[storage].born == event.index:
+            for storage in self.results[i].values():
+                if storages[storage].born == event.index:
                     place_of.setdefault(storage, (rank, place))
         return tuple(found)
 
-    def _undone(self, event: Event, place_of: Mapping[int, tuple[int, Place]]) -> Place:
+    def _undone(self, position: int, place_of: Mapping[int, tuple[int, Place]]) -> Place:
         """Where the latest forward value comes from that a backward operation takes, see the top of the file."""
-        inputs = [place_of[s] for n in operands(event) if (s := self.storage_of.get(n, -1)) in place_of]
+        inputs = [place_of[s] for s in self.reads[position].values() if s in place_of]
         return max(inputs, key=lambda known: known[0], default=(0, Place()))[1]
 
     def place_of(self, storage: Held) -> Place:
@@ -148,11 +169,12 @@ class Facts:
     @cached_property
     def layer_of(self) -> dict[int, int]:
         """Storage -> number of the model's layer that it belongs to; those of no layer are missing."""
-        return layers_of(self.prediction, [operands(e) for e in self.prediction.timeline], self.storage_of)
+        reads, results = ([tuple(of.values()) for of in side] for side in (self.reads, self.results))
+        return layers_of(self.prediction, reads, results)
 
     def layers_of_storage(self, storage: Held) -> tuple[int, ...]:
         """The number of its layer, or nothing."""
-        layer = self.layer_of.get(self.storage_of.get(storage.name, -1))
+        layer = self.layer_of.get(self._index[id(storage)])
         return () if layer is None else (layer,)
 
     @cached_property
@@ -206,12 +228,11 @@ class Facts:
         """Why a storage is alive at a position of the timeline, in words."""
         timeline = self.prediction.timeline
         event = timeline[at]
-        readers = self.readers[self.storage_of[storage.name]] if storage.name in self.storage_of else ()
+        readers = self.readers[self._index[id(storage)]]
         readers = tuple(r for r in readers if timeline[r].index > storage.born or storage.born < 0)
         later = [r for r in readers if r > at]
         if storage.born < 0:
-            kind = {"argument": "an argument"}.get(storage.kind, f"of kind {storage.kind}")
-            return f"{kind}: the caller holds it throughout"
+            return f"{_HELD.get(storage.kind, storage.kind)}: the caller holds it throughout"
         if storage.born == event.index:
             use = f"; next used by {label(timeline[later[0]])}" if later else ""
             return f"made here{use}"
@@ -229,12 +250,31 @@ class Facts:
             return "nobody reads it any more, but it stays to the end: it is returned, or the step keeps it"
         if storage.kind == "tangent":
             return "the gradient of an output"
+        if not readers and self._is_added(storage):
+            return f"a gradient, until {label(timeline[self.position[storage.last]])} has added it to the one before"
         if not readers:
             return "no operation reads it: it is returned, or code outside of the trace holds it"
         return f"nobody reads it after {label(timeline[readers[-1]])}, yet it is released only later"
 
+    def _is_added(self, storage: Held) -> bool:
+        """Whether it is a result of the trace that autograd, outside of it, adds to a gradient at the end of its life."""
+        events = [
+            self.prediction.timeline[p] for i in (storage.born, storage.last) if (p := self.position.get(i)) is not None
+        ]
+        if len(events) < 2 or events[0].bsym is None or events[1].bsym is not None:
+            return False
+        return events[1].phase in ("backward", ACCUMULATE) and "add" in events[1].name
+
     def _stays(self, storage: Held) -> bool:
         return storage.last >= self.prediction.timeline[-1].index
+
+
+_HELD = {
+    "argument": "an argument",
+    "parameter": "a parameter",
+    "optimizer state": "the optimizer's state",
+    "gradient": "a gradient from before",
+}
 
 
 def label(event: Event) -> str:

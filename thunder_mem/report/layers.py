@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from thunder_mem.predict import Prediction
-from thunder_mem.replay import Event
 
 __all__ = ["layer_numbers", "layers_of", "ranges"]
 
@@ -36,30 +35,30 @@ def layer_numbers(names: Iterable[str]) -> dict[str, int]:
 
 
 def layers_of(
-    prediction: Prediction, operands: Sequence[Sequence[str]], storage_of: Mapping[str, int]
+    prediction: Prediction, reads: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
 ) -> dict[int, int]:
     """Storage -> the layer it belongs to; those that belong to none are missing.
 
     A parameter's name tells its layer. What an operation makes belongs to the layer of its parameters or,
     without any, to the highest of its operands' layers in the forward and to the lowest in the backward.
+
+    Args:
+        prediction: whose storages are sorted into layers.
+        reads, results: per operation of its timeline, the storages of its operands and of its outputs.
     """
     held = [i for i, s in enumerate(prediction.storages) if s.born < 0]
     by_name = layer_numbers(prediction.storages[i].name for i in held)
     layers = {i: by_name[prediction.storages[i].name] for i in held if prediction.storages[i].name in by_name}
     parameters = frozenset(layers)
-    for event, names in zip(prediction.timeline, operands, strict=True):
-        read = [s for n in names if (s := storage_of.get(n)) in layers]
+    for event, operands, made in zip(prediction.timeline, reads, results, strict=True):
+        read = [s for s in operands if s in layers]
         found = [layers[s] for s in read if s in parameters] or [layers[s] for s in read]
         if found:
             layer = min(found) if event.phase == "backward" else max(found)
-            for s in _made_by(event, storage_of, prediction):
-                layers.setdefault(s, layer)
+            for s in made:
+                if prediction.storages[s].born == event.index:
+                    layers.setdefault(s, layer)
     return layers
-
-
-def _made_by(event: Event, storage_of: Mapping[str, int], prediction: Prediction) -> list[int]:
-    found = (storage_of.get(name) for name in event.outputs)
-    return [s for s in found if s is not None and prediction.storages[s].born == event.index]
 
 
 def ranges(numbers: Iterable[int]) -> str:
