@@ -22,6 +22,7 @@ from thunder_mem.transforms import MemEfficient
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
 import torch, thunder
+from thunder_mem import MemEfficient
 
 print("this must not get between the JSON")
 
@@ -54,6 +55,7 @@ class Net(torch.nn.Module):
         return self.last(x) * mask
 
 jitted = thunder.jit(mlp(), executors=[])
+budgeted = thunder.jit(mlp(), executors=[], transforms=[MemEfficient(budget="1GiB")])
 number = 3
 
 def raises():
@@ -216,6 +218,16 @@ def test_explain_writes_what_it_is_asked_for(run, script):
     assert (data["peak_bytes"], data["budget_bytes"], data["fits"]) == (report["peak_bytes"], 2**30, True)
     assert data["optimality"] and data["tenants"]
     assert json.loads(run("explain", "train.py:build", "--json", "--no-bounds", *PLAIN)[1])["optimality"] == []
+
+
+def test_explain_has_one_headroom(run):
+    code, out, _ = run("explain", "train.py:build", "--budget", "100KiB", "--device", "T4", "--no-bounds", *PLAIN)
+    data = json.loads(run("explain", "train.py:build", "--budget", "100KiB", "--device", "T4", "--json", *PLAIN)[1])
+    assert code == 1 and out.count("headroom") == 2  # of the budget and of the device
+    assert data["headroom_bytes"] == data["limits"][1]["headroom_bytes"] < 0
+    assert data["needed_bytes"] == data["allocated_peak_bytes"]
+    own = json.loads(run("explain", "train.py:budgeted", "--no-bounds", "--json", "--input", "2x64")[1])
+    assert own["budget_bytes"] == 2**30 and own["limits"] == []
 
 
 def test_explain_of_a_step_without_memefficient(run):

@@ -180,12 +180,11 @@ def _explain(options: argparse.Namespace, program: Program, answer: _Answering, 
             *program.args,
             kwargs=program.kwargs,
             prediction=found.prediction,
-            budget_bytes=options.budget,
+            budget_bytes=options.budget or found.own_budget_bytes,
             bounds=not options.no_bounds,
         )
-    return _Answer(
-        found.fits, {**report.to_json(), **verdict_json(found)}, verdict(found), report=report, save=report.save
-    )
+    lines = verdict(found.beside_the_budget())  # of which the report's headline speaks
+    return _Answer(found.fits, {**report.to_json(), **verdict_json(found)}, lines, report=report, save=report.save)
 
 
 def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import thunder
 import torch
 
-from thunder_mem.allocator import Allocation, allocate
+from thunder_mem.allocator import Allocation, allocate, needed_bytes
 from thunder_mem.command_line.program import Program, UsageError
 from thunder_mem.delegate import last_plan
 from thunder_mem.devices import DeviceSpec
@@ -24,6 +24,8 @@ from thunder_mem.transforms import MemEfficient
 
 __all__ = ["Outcome", "Question", "ask", "limits_of", "machine", "survey"]
 
+_BUDGET = "the budget"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -34,8 +36,9 @@ class Outcome:
         prediction: of a call, or of a training step.
         plan: what MemEfficient decided, if it was asked.
         allocation: what PyTorch's allocator makes of it on a GPU; None on a CPU.
-        needed_bytes: what has to fit: the peak with scratch, on a GPU rounded as its allocator does.
+        needed_bytes: what has to fit, see `thunder_mem.allocator.needed_bytes`.
         limits: name and bytes of each limit that was given.
+        asked: this command asked for the plan, not the script.
     """
 
     jitted: Any
@@ -44,6 +47,7 @@ class Outcome:
     allocation: Allocation | None
     needed_bytes: int
     limits: tuple[tuple[str, int], ...]
+    asked: bool = True
 
     @property
     def limit_bytes(self) -> int | None:
@@ -54,6 +58,16 @@ class Outcome:
     def fits(self) -> bool:
         """Within every limit; without any, it does."""
         return all(self.needed_bytes <= nbytes for _, nbytes in self.limits)
+
+    @property
+    def own_budget_bytes(self) -> int | None:
+        """The budget that the script's own `MemEfficient` had for this very call; None without one."""
+        bought = self.plan.budget if self.plan is not None and not self.asked else None
+        return None if bought is None or "optimizer" in self.prediction.phases else bought.budget_bytes
+
+    def beside_the_budget(self) -> Outcome:
+        """The same without the limit that `--budget` set."""
+        return replace(self, limits=tuple(limit for limit in self.limits if limit[0] != _BUDGET))
 
 
 @contextlib.contextmanager
@@ -99,7 +113,7 @@ class Question:
 def limits_of(spec: DeviceSpec | None, budget_bytes: int | None) -> tuple[tuple[str, int], ...]:
     """Name and bytes of each limit that was given."""
     limits = [] if spec is None else [(spec.name, spec.usable_bytes)]
-    return (*limits, *([] if budget_bytes is None else [("the budget", budget_bytes)]))
+    return (*limits, *([] if budget_bytes is None else [(_BUDGET, budget_bytes)]))
 
 
 def survey(program: Program, fusion: str, simulated: bool, points: int) -> Frontier:
@@ -183,8 +197,8 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
             accumulate=question.accumulate,
         )
     allocation = allocate(prediction, question.spec.usable_bytes) if question.spec is not None else None
-    needed_bytes = prediction.total_peak_bytes if allocation is None else allocation.allocated_peak_bytes
-    return Outcome(jitted, prediction, last_plan(jitted), allocation, needed_bytes, question.limits)
+    needed = needed_bytes(prediction)
+    return Outcome(jitted, prediction, last_plan(jitted), allocation, needed, question.limits, not program.is_jitted)
 
 
 def _optimizer(program: Program, jitted: Any, name: str | None) -> torch.optim.Optimizer | None:

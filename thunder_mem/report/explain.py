@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import thunder
+import torch
 
+from thunder_mem.budget import parse_budget
 from thunder_mem.delegate import last_failure, last_plan
 from thunder_mem.predict import Prediction, compiled_entry, predict
 from thunder_mem.report.bound import Optimality, optimality
@@ -23,7 +25,7 @@ def explain(
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
     prediction: Prediction | None = None,
-    budget_bytes: int | None = None,
+    budget_bytes: int | str | None = None,
     bounds: bool = True,
 ) -> Report:
     """Explain the memory of a jitted function, without running it.
@@ -35,14 +37,16 @@ def explain(
             compilation is explained, with inputs that are dense and share no memory.
         kwargs: the call's keyword arguments.
         prediction: explain this one, such as `predict_step` made of a whole step, instead of a new one.
-        budget_bytes: what the peak is to fit into; the report then states the headroom.
+        budget_bytes: what the peak is to fit into: bytes, a size such as "40GiB", or "80%" of the device's
+            memory; the report then states the headroom. Default: the budget of `MemEfficient(budget=...)`,
+            if it had one; but none for a given `prediction`, which may hold more than that budget is about.
         bounds: look for a lower bound on each phase's peak, which proves an order optimal or says how
             far from it it may be. Takes seconds at 3,000 operations; above that it is left out, as it is for
             phases with operations outside of the trace (an eager loss).
 
     Raises:
-        TypeError: `jitted` is not a function jitted by Thunder, or `budget_bytes` is not an int.
-        ValueError: it was never called and no arguments are given, or the budget is not positive.
+        TypeError: `jitted` is not a function jitted by Thunder, or `budget_bytes` is no int and no string.
+        ValueError: it was never called and no arguments are given, or the budget is none, or not positive.
         PredictionError: it cannot be traced, or an operation has no prediction.
 
     Example:
@@ -52,10 +56,7 @@ def explain(
         12288
     """
     if budget_bytes is not None:
-        if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
-            raise TypeError(f"budget_bytes is a number of bytes, an int, not {budget_bytes!r}")
-        if budget_bytes <= 0:
-            raise ValueError(f"budget_bytes is a number of bytes above 0, not {budget_bytes}")
+        parse_budget(budget_bytes)  # what is wrong with it is said before the long work
     stats: Any = thunder.compile_stats(jitted)
     if thunder.compile_data(jitted) is None or stats is None:
         raise TypeError(f"explain takes what thunder.jit returned, not {type(jitted).__name__}")
@@ -65,6 +66,7 @@ def explain(
             "the jitted function has never been called, so there is nothing to explain: "
             "call it once, or give explain the arguments of a call"
         )
+    alone = prediction is None
     if prediction is None:
         prediction = predict(jitted, *args, kwargs=kwargs)
     entry, _, _ = compiled_entry(jitted, args, dict(kwargs or {}), call=called)
@@ -82,4 +84,8 @@ def explain(
         traces = {"forward": entry.computation_traces, "backward": entry.backward_traces}
         phases = [prediction.phase(name) for name in prediction.phases if name in traces]
         found = [optimality(traces[p.timeline[0].phase][-1], p) for p in phases]
-    return Report(prediction, plan, tuple(found), budget_bytes, tuple(notes))
+    if budget_bytes is not None:
+        limit_bytes: int | None = parse_budget(budget_bytes, torch.device(prediction.device_type))
+    else:
+        limit_bytes = plan.budget.budget_bytes if alone and plan is not None and plan.budget is not None else None
+    return Report(prediction, plan, tuple(found), limit_bytes, tuple(notes))

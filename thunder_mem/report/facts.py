@@ -257,7 +257,7 @@ class Facts:
         return f"nobody reads it after {label(timeline[readers[-1]])}, yet it is released only later"
 
     def _is_added(self, storage: Held) -> bool:
-        """Whether it is a result of the trace that autograd, outside of it, adds to a gradient at the end of its life."""
+        """Whether it is a result of the trace that autograd, outside of the trace, adds to a gradient at its end."""
         events = [
             self.prediction.timeline[p] for i in (storage.born, storage.last) if (p := self.position.get(i)) is not None
         ]

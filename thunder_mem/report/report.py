@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from thunder_mem.allocator import needed_bytes
 from thunder_mem.plan import Plan
 from thunder_mem.predict import Prediction
 from thunder_mem.report.bound import Optimality
@@ -122,8 +123,15 @@ class Report:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What the budget leaves at the peak with scratch; negative if it is exceeded, None without a budget."""
-        return None if self.budget_bytes is None else self.budget_bytes - self.prediction.total_peak_bytes
+        """What the budget leaves beside `needed_bytes`; negative if it is exceeded, None without a budget."""
+        return None if self.budget_bytes is None else self.budget_bytes - self.needed_bytes
+
+    @cached_property
+    def needed_bytes(self) -> int:
+        """What has to fit: the peak with scratch, on a GPU with every block rounded up to 512 bytes.
+
+        It is the figure that `fits` and the command line judge by, too."""
+        return needed_bytes(self.prediction)
 
     @cached_property
     def peak(self) -> Moment | None:
@@ -234,6 +242,7 @@ class Report:
             "total_peak_bytes": self.prediction.total_peak_bytes,
             "scratch_bytes": self.prediction.scratch_bytes,
             "held_bytes": self.prediction.held_bytes,
+            "needed_bytes": self.needed_bytes,
             "budget_bytes": self.budget_bytes,
             "headroom_bytes": self.headroom_bytes,
             "device": self.prediction.device_type,

@@ -56,11 +56,21 @@ def headline(report: Report) -> tuple[str, ...]:
     if any(o.proven and o.phase == peak.phase for o in report.optimality):
         lines.append("no order of these operations is lower: what remains is to save less, recompute more, or chunk")
     lines += about_scratch(prediction)
-    if report.headroom_bytes is not None and report.budget_bytes is not None:
-        verdict = "fits" if report.headroom_bytes >= 0 else "does not fit"
-        lines.append(f"{verdict} into {size(report.budget_bytes)}: headroom {size(report.headroom_bytes)}")
+    lines += _verdict(report)
     lines += [f"assumed: {a}" for a in prediction.assumptions]
     return (*lines, *report.notes)
+
+
+def _verdict(report: Report) -> tuple[str, ...]:
+    """Whether the peak fits the budget, and what is left; nothing without a budget."""
+    if report.headroom_bytes is None or report.budget_bytes is None:
+        return ()
+    given = report.plan.budget if report.plan is not None else None
+    whose = " of MemEfficient" if given is not None and given.budget_bytes == report.budget_bytes else ""
+    answer = "fits" if report.headroom_bytes >= 0 else "does not fit"
+    how = "" if report.prediction.device_type == "cpu" else ", every block rounded up to 512 B as its allocator does"
+    headroom = f"headroom {size(report.headroom_bytes)}"
+    return (f"{answer} into the budget{whose}, {size(report.budget_bytes)}: {headroom}{how}",)
 
 
 def about_scratch(prediction: Prediction) -> tuple[str, ...]:
