@@ -1,5 +1,6 @@
 """`thunder-mem` as a user types it: answers, exit codes, and one clear line for whatever is wrong."""
 
+import html
 import importlib
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 import thunder
@@ -293,17 +295,54 @@ def test_whatever_is_wrong_is_one_line(run, words, message):
     [
         (["plan", "train.py:jitted", "--input", "2x64"], "jitted already, so there is no before and after"),
         (["explain", "train.py:build", "--html", "/no/such/folder/x.html"], "there is no folder '/no/such/folder'"),
-        (["explain", "train.py:build", "--save", "report.doc", *PLAIN], "cannot save a report as 'report.doc'"),
+        (
+            ["explain", "train.py:build", "--save", "report.doc"],
+            "cannot write 'report.doc': the ending is one of .html",
+        ),
+        (
+            ["predict", "train.py:build", "--html", "report.png"],
+            "cannot write 'report.png': the ending is one of .html",
+        ),
+        (["plan", "train.py:build", "--html", "folder.html"], "cannot write 'folder.html': it is a folder"),
+        (["frontier", "train.py:build", "--html", "/no/such/folder/x.html"], "there is no folder '/no/such/folder'"),
         (["frontier", "train.py:build", "--points", "0"], "a number from 1 up, not '0'"),
-        (["frontier", "train.py:build", "--points", "1", "--save", "x.doc", *PLAIN], "drawn as .png, .svg or .pdf"),
+        (
+            ["frontier", "train.py:build", "--points", "1", "--save", "x.pickle"],
+            "the ending is one of .html, .png, .svg, .pdf",
+        ),
         (["frontier", "train.py:product", "--input", "3x4", "--input", "4x3", *PLAIN], "the call has no backward"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         ([], "arguments are required: COMMAND"),
     ],
 )
-def test_whatever_is_wrong_with_a_command(run, words, message):
+def test_whatever_is_wrong_with_a_command(run, script, words, message):
+    (script / "folder.html").mkdir()
     code, _, err = run(*words)
     assert code == 2 and message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["predict", "train.py:build"], ("Phases", "Alive at the peak", "of the budget")),
+        (["explain", "train.py:build", "--no-bounds"], ("Alive at the peak", "How to get lower", "into the budget")),
+        (["plan", "train.py:build"], ("Thunder alone", "Before and after each decision", "of the budget")),
+        (["frontier", "train.py:chain", "--points", "2"], ("Memory against time", "budget=", "of the budget")),
+    ],
+)
+def test_every_command_writes_a_page(run, script, words, says):
+    code, out, _ = run(*words, "--budget", "1GiB", "--html", "page.html", *PLAIN)
+    text = (script / "page.html").read_text()
+    assert code == 0 and text.startswith("<!doctype html>") and text.endswith("</html>\n")
+    assert html.escape(out.splitlines()[0]) in text and all(part in text for part in says)
+    drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert drawings and all(ElementTree.fromstring(drawing) is not None for drawing in drawings)
+    assert not re.search(r"<script|<link|src=|href=", text)
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_script_runs(run):
+    code, out, err = run("predict", "train.py:quits", "--html", "nosuch/page.html", *PLAIN)
+    assert (code, out) == (2, "") and "there is no folder 'nosuch'" in err and "between the JSON" not in err
 
 
 def test_debug_shows_the_traceback(run):

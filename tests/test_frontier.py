@@ -1,7 +1,9 @@
 """Memory against time: plans that exist, in order, and as a user gets them by their budgets."""
 
 import json
+import re
 from itertools import pairwise
+from xml.etree import ElementTree
 
 import pytest
 import thunder
@@ -63,6 +65,10 @@ def test_it_prints_serialises_and_draws(frontier, tmp_path):
         frontier.save(tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert (tmp_path / "c.png").read_bytes()[1:4] == b"PNG"
+    frontier.save(tmp_path / "page.html")
+    drawn = ElementTree.fromstring(re.search(r"<svg.*?</svg>", (tmp_path / "page.html").read_text(), re.DOTALL)[0])
+    points = [t.text for t in drawn.iter("title")]
+    assert len(points) == 1 + len(frontier.points) and points[-2].startswith(frontier.points[-1].config)
     with pytest.raises(ValueError, match=r"not 'd\.txt'"):
         frontier.save(tmp_path / "d.txt")
 

@@ -11,7 +11,10 @@ from thunder_mem.sizes import size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Frontier", "Point"]
+__all__ = ["FRONTIER_ENDINGS", "Frontier", "Point"]
+
+FRONTIER_ENDINGS = (".html", ".png", ".svg", ".pdf")
+"""What `Frontier.save` writes."""
 
 _COLUMNS = ("peak", "forward", "received", "recompute ms", "step ms", "slower", "enabled by")
 
@@ -107,15 +110,20 @@ class Frontier:
         return Group(Text(self.headline, style="bold"), table)
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Draw the peak against the predicted time of a step, as .png, .svg or .pdf.
+        """Draw the peak against the predicted time of a step, as .png, .svg or .pdf; or write a page, .html.
 
         Raises:
-            ImportError: matplotlib is not installed.
+            ImportError: a picture, without matplotlib.
             ValueError: another kind of file.
         """
         path = pathlib.Path(path)
-        if path.suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"a frontier is drawn as .png, .svg or .pdf, not {path.name!r}")
+        if path.suffix not in FRONTIER_ENDINGS:
+            raise ValueError(f"a frontier is drawn as .html, .png, .svg or .pdf, not {path.name!r}")
+        if path.suffix == ".html":
+            from thunder_mem.report.frontier_page import frontier_page
+
+            path.write_text(frontier_page(self), encoding="utf-8")
+            return
         try:
             from matplotlib import rc_context
             from matplotlib.backends.backend_agg import FigureCanvasAgg

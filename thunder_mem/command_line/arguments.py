@@ -17,7 +17,7 @@ lightning-thunder with MemEfficient, runs nothing of it, and follows every alloc
 
   thunder-mem predict train.py:build --device H100-80GB     does it fit, and by how much
   thunder-mem explain train.py:build --html report.html     who holds the peak, and why
-  thunder-mem plan    train.py:build                        what MemEfficient changes, before and after
+  thunder-mem plan    train.py:build --html plan.html       what MemEfficient changes, before and after
   thunder-mem frontier train.py:build --save frontier.png   what every amount of memory costs in time
 """
 
@@ -144,8 +144,10 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         )
     output = command.add_argument_group("the output")
     output.add_argument("--json", action="store_true", help="one JSON object on the standard output, for programs")
+    output.add_argument(
+        "--html", metavar="FILE", help="also write all of it, with pictures, as one self-contained page"
+    )
     if name == "explain":
-        output.add_argument("--html", metavar="FILE", help="also write the report as one self-contained page")
         output.add_argument(
             "--save",
             action="append",
@@ -163,7 +165,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             help="into how many steps to cut the range of peaks; each costs a search and a plan (default: 8)",
         )
         output.add_argument(
-            "--save", action="append", default=[], metavar="FILE", help="also draw it, as .png, .svg or .pdf"
+            "--save", action="append", default=[], metavar="FILE", help="also draw it, as .png, .svg, .pdf or .html"
         )
     output.add_argument("--debug", action="store_true", help="show the traceback of an error, and all warnings")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import rich.console
@@ -30,11 +31,14 @@ from thunder_mem.command_line.output import (
     verdict,
     verdict_json,
 )
+from thunder_mem.command_line.pages import check_files, plan_page, predict_page
 from thunder_mem.command_line.predictions import Outcome, Question, ask, limits_of, machine, survey
 from thunder_mem.command_line.program import Program, UsageError, load_target, make_program
 from thunder_mem.devices import device_spec
 from thunder_mem.predict import PredictionError
-from thunder_mem.report import Report, explain
+from thunder_mem.report import explain
+from thunder_mem.report.frontier_page import frontier_page
+from thunder_mem.report.html import to_page
 from thunder_mem.report.sections import Section, headline, sections
 from thunder_mem.report.text import plain as as_text
 from thunder_mem.report.text import wrapped
@@ -111,14 +115,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a command found: what the exit code rests on, and what to print, for programs and for people."""
+    """What a command found: what the exit code rests on, and what to print, for programs and for people.
+
+    Attributes:
+        fits: within every limit.
+        data: the object of `--json`.
+        lines, tables: what is printed.
+        page: what `--html` writes.
+        save: what `--save` does.
+    """
 
     fits: bool
     data: dict[str, Any]
-    lines: tuple[str, ...] = ()
-    tables: tuple[Section, ...] = ()
-    report: Report | None = None
-    save: Callable[[pathlib.Path], None] | None = None
+    lines: tuple[str, ...]
+    tables: tuple[Section, ...]
+    page: Callable[[], str]
+    save: Callable[[pathlib.Path], None] = lambda path: None
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -127,15 +139,14 @@ def _note(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    for path in _files(options):
-        if not path.parent.is_dir():
-            raise UsageError(f"there is no folder {str(path.parent)!r} to write {path.name} to")
+    check_files(options)  # before the long work
     # Whatever the user's code prints, also while it is traced, must not get into what this command prints.
     with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not options.inference):
         answer = _work(options)
-    if answer.save is not None:
-        for path in _files(options):
-            answer.save(path)
+    if options.html is not None:
+        pathlib.Path(options.html).write_text(answer.page(), encoding="utf-8")
+    for name in getattr(options, "save", ()):
+        answer.save(pathlib.Path(name))
     _show(options, answer)
     return FITS if answer.fits else DOES_NOT_FIT
 
@@ -169,7 +180,8 @@ def _work(options: argparse.Namespace) -> _Answer:
 
 def _predict(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
     found = answer("compiling and predicting", plain=options.plain)
-    return _Answer(found.fits, predict_json(found), *predict_tables(found))
+    lines, tables = predict_tables(found)
+    return _Answer(found.fits, predict_json(found), lines, tables, lambda: predict_page(found, lines, tables))
 
 
 def _explain(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
@@ -183,8 +195,10 @@ def _explain(options: argparse.Namespace, program: Program, answer: _Answering, 
             budget_bytes=options.budget or found.own_budget_bytes,
             bounds=not options.no_bounds,
         )
-    lines = verdict(found.beside_the_budget())  # of which the report's headline speaks
-    return _Answer(found.fits, {**report.to_json(), **verdict_json(found)}, lines, report=report, save=report.save)
+    # Of the budget the report itself speaks.
+    report = replace(report, notes=(*verdict(found.beside_the_budget()), *report.notes))
+    data = {**report.to_json(), **verdict_json(found)}
+    return _Answer(found.fits, data, headline(report), sections(report), lambda: to_page(report), report.save)
 
 
 def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
@@ -192,7 +206,9 @@ def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar
         raise UsageError(f"{options.target} is jitted already, so there is no before and after: name the model itself")
     alone = answer("compiling by Thunder alone", plain=True)
     planned = answer("compiling with MemEfficient", plain=False)
-    return _Answer(planned.fits, plan_json(alone, planned), *plan_tables(alone, planned))
+    lines, tables = plan_tables(alone, planned)
+    page = functools.partial(plan_page, alone, planned, lines, tables)
+    return _Answer(planned.fits, plan_json(alone, planned), lines, tables, page)
 
 
 def _frontier(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
@@ -200,12 +216,9 @@ def _frontier(options: argparse.Namespace, program: Program, answer: _Answering,
     with bar.step("planning from no recomputation to the smallest peak"):
         frontier = survey(program, options.fusion, bool(options.device), options.points)
     fits = all(frontier.within(nbytes) is not None for _, nbytes in limits)
-    return _Answer(fits, frontier_json(frontier, limits), *frontier_tables(frontier, limits), save=frontier.save)
-
-
-def _files(options: argparse.Namespace) -> list[pathlib.Path]:
-    names = [*getattr(options, "save", ()), *filter(None, [getattr(options, "html", None)])]
-    return [pathlib.Path(name) for name in names]
+    lines, tables = frontier_tables(frontier, limits)
+    page = functools.partial(frontier_page, frontier, lines[1:])
+    return _Answer(fits, frontier_json(frontier, limits), lines, tables, page, frontier.save)
 
 
 def _show(options: argparse.Namespace, answer: _Answer) -> None:
@@ -213,10 +226,7 @@ def _show(options: argparse.Namespace, answer: _Answer) -> None:
         print(json.dumps({"command": options.command, "target": options.target, **answer.data}, indent=1))
         return
     console = rich.console.Console()
-    lines, tables = answer.lines, answer.tables
-    if answer.report is not None:
-        lines, tables = (*headline(answer.report), *lines), sections(answer.report)
     if console.is_terminal:
-        console.print(wrapped(lines, tables))
+        console.print(wrapped(answer.lines, answer.tables))
     else:
-        print(as_text(lines, tables))
+        print(as_text(answer.lines, answer.tables))

@@ -9,6 +9,7 @@ from typing import Any
 from thunder_mem.command_line.predictions import Outcome
 from thunder_mem.frontier_table import Frontier
 from thunder_mem.report import Report
+from thunder_mem.report.frontier_page import frontier_table
 from thunder_mem.report.sections import Section, about_scratch, sections
 from thunder_mem.sizes import size
 
@@ -149,8 +150,7 @@ def frontier_tables(
             lines.append(
                 f"fits into {size(limit_bytes)} of {name}: at {size(point.peak_bytes)}, {point.step_ms:.4g} ms"
             )
-    numbers = tuple(range(len(frontier.columns) - 1))
-    return tuple(lines), (Section("Memory against time", frontier.columns, frontier.rows(), numbers),)
+    return tuple(lines), (frontier_table(frontier),)
 
 
 def frontier_json(frontier: Frontier, limits: Sequence[tuple[str, int]]) -> dict[str, Any]:

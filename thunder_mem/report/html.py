@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from thunder_mem.report.facts import CATEGORIES
@@ -10,7 +11,7 @@ from thunder_mem.report.report import Report
 from thunder_mem.report.sections import Section, headline, sections
 from thunder_mem.report.svg import lives_svg, timeline_svg
 
-__all__ = ["to_html", "to_page"]
+__all__ = ["fragment", "page", "timeline_html", "to_html", "to_page"]
 
 _FLOW_OPS = 200
 _SHORT = 24
@@ -46,12 +47,17 @@ details div { overflow-x: auto } summary { font-size: 15px; font-weight: 600; cu
 
 def to_page(report: Report) -> str:
     """The report as a whole HTML document."""
+    return page(headline(report)[0], f"{to_html(report, most=200)}\n{_flow(report)}")
+
+
+def page(title: str, body: str) -> str:
+    """A whole HTML document, which refers to nothing outside of it."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(headline(report)[0])}</title>\n"
+        f"<title>{escape(title)}</title>\n"
         f"<style>{_PAGE_STYLE}</style>\n"
-        f"</head>\n<body>\n{to_html(report, most=200)}\n{_flow(report)}</body>\n</html>\n"
+        f"</head>\n<body>\n{body}</body>\n</html>\n"
     )
 
 
@@ -65,16 +71,34 @@ def _flow(report: Report) -> str:
 
 def to_html(report: Report, most: int = 25) -> str:
     """The report as a fragment of HTML, for a notebook; of the storages at the peak at most `most` are listed."""
-    first, *rest = headline(report)
+    pictures = []
+    if report.peak is not None:
+        pictures.append(timeline_html(report))
+        pictures.append(f"<h2>The lives of those alive at the peak</h2>\n{lives_svg(report)}")
+    return fragment(headline(report), pictures, sections(report, most))
+
+
+def timeline_html(
+    report: Report, title: str = "Live bytes, operation by operation", top_bytes: int | None = None
+) -> str:
+    """The timeline's picture with its title and its key.
+
+    Args:
+        report: of a program in which something runs.
+        title: above it.
+        top_bytes: what the picture reaches up to, so that two can be compared; by default the peak.
+    """
+    used = [c for c, layer in enumerate(report.layers) if any(layer)]
+    keys = "".join(f'<i class="c{c}"></i>{escape(CATEGORIES[c])}' for c in used)
+    return f'<h2>{escape(title)}</h2>\n<div class="key">{keys}</div>\n{timeline_svg(report, top_bytes)}'
+
+
+def fragment(lines: Sequence[str], pictures: Iterable[str], tables: Iterable[Section]) -> str:
+    """Headline, pictures (as HTML) and tables in the looks of a report."""
+    first, *rest = lines
     parts = [f"<style>{_STYLE}</style>", '<div class="thunder-mem">', f"<h1>{escape(first)}</h1>"]
     parts.append(f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in rest)}</ul>")
-    if report.peak is not None:
-        used = [c for c, layer in enumerate(report.layers) if any(layer)]
-        keys = "".join(f'<i class="c{c}"></i>{escape(CATEGORIES[c])}' for c in used)
-        parts += ["<h2>Live bytes, operation by operation</h2>", f'<div class="key">{keys}</div>', timeline_svg(report)]
-        parts += ["<h2>The lives of those alive at the peak</h2>", lives_svg(report)]
-    parts += [_table(section) for section in sections(report, most)]
-    return "\n".join([*parts, "</div>"])
+    return "\n".join([*parts, *pictures, *map(_table, tables), "</div>"])
 
 
 def _table(section: Section) -> str:

@@ -18,7 +18,10 @@ from thunder_mem.report.peaks import hills
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["NO_PLAN", "Moment", "PhasePeak", "Report", "Tenant"]
+__all__ = ["NO_PLAN", "REPORT_ENDINGS", "Moment", "PhasePeak", "Report", "Tenant"]
+
+REPORT_ENDINGS = (".html", ".txt", ".json", ".pickle", ".png", ".svg")
+"""What `Report.save` writes."""
 
 NO_PLAN = "MemEfficient made no plan for this function: this is the memory of what Thunder alone compiled"
 
@@ -290,18 +293,17 @@ class Report:
             ImportError: a picture, without matplotlib.
         """
         path = pathlib.Path(path)
+        if path.suffix not in REPORT_ENDINGS:
+            raise ValueError(f"cannot save a report as {path.name!r}: the ending is one of {', '.join(REPORT_ENDINGS)}")
         writers = {
             ".html": self._save_page,
             ".txt": self._save_text,
             ".json": self._save_json,
             ".pickle": self._save_snapshot,
         }
-        writers |= {".png": self.plot, ".svg": self.plot}
         if path.name.endswith(".flow.svg"):
             writers[".svg"] = self._save_dataflow
-        if path.suffix not in writers:
-            raise ValueError(f"cannot save a report as {path.name!r}: the ending is one of {', '.join(writers)}")
-        writers[path.suffix](path)
+        writers.get(path.suffix, self.plot)(path)
 
     def plot(self, path: str | pathlib.Path) -> None:
         """Draw the timeline, and who is alive at its peak, as a `.png` or `.svg`.

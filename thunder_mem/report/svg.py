@@ -20,29 +20,29 @@ _COLUMNS = 500
 class _Scale:
     """From operations and bytes to the picture's units."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, top_bytes: int | None = None) -> None:
         self.ops = len(report.prediction.timeline)
         self.first = report.prediction.timeline[0].index
-        self.peak_bytes = max(1, report.peak_bytes)
+        self.top_bytes = max(1, report.peak_bytes if top_bytes is None else top_bytes)
 
     def x(self, position: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * position / self.ops
 
     def y(self, nbytes: float) -> float:
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * nbytes / self.peak_bytes
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * nbytes / self.top_bytes
 
 
-def timeline_svg(report: Report) -> str:
+def timeline_svg(report: Report, top_bytes: int | None = None) -> str:
     """The live bytes over the operations, one area per category, with the peak marked.
 
-    Pointing at a column names the highest operation in it.
+    Pointing at a column names the highest operation in it. It reaches up to `top_bytes`, by default the peak.
     """
     assert report.peak is not None
-    scale, timeline = _Scale(report), report.prediction.timeline
+    scale, timeline = _Scale(report, top_bytes), report.prediction.timeline
     shown = columns([e.live_bytes for e in timeline], _COLUMNS)
     edges = [scale.x(scale.ops * i / len(shown)) for i in range(len(shown) + 1)]
     parts = [_open(_HEIGHT, f"Live bytes over {scale.ops} operations, peak {size(report.peak_bytes)}")]
-    for tick in ticks(report.peak_bytes):
+    for tick in ticks(scale.top_bytes):
         y = scale.y(tick)
         parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{size(tick)}</text>')
