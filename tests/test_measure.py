@@ -1,10 +1,13 @@
 """measure_peak against sums that can be done in the head."""
 
+import functools
+
 import pytest
 import thunder
 import torch
 
 from thunder_mem.measure import measure_curve, measure_peak
+from thunder_mem.simulate import simulate
 
 KIB = 1024
 
@@ -68,6 +71,40 @@ def test_wrong_arguments():
         measure_peak(torch.ones(1))
     with pytest.raises(ValueError, match="'cpu' and 'cuda', not on 'meta'"):
         measure_peak(torch.ones, 1, device="meta")
+
+
+def test_tensors_that_are_not_there_cannot_be_measured():
+    with simulate("T4"):
+        x = torch.ones(4, device="cuda")
+        linear = torch.nn.Linear(2, 2, device="cuda")
+        for call in (lambda: x + 1, lambda: linear(x), lambda: 1):
+            with pytest.raises(ValueError, match=r"use thunder_mem\.predict or predict_step"):
+                measure_peak(call)
+    for call in (lambda: x + 1, functools.partial(torch.sin, x), linear, linear.forward, functools.partial(linear)):
+        with pytest.raises(ValueError, match="take no memory to measure"):
+            measure_peak(call)
+    with pytest.raises(ValueError, match="take no memory to measure"):
+        measure_peak(torch.sin, x, device="cpu")
+    assert measure_peak(lambda: torch.ones(256)) == KIB  # real again
+
+
+def test_a_name_without_a_value_is_none_of_the_calls_tensors():
+    def call():
+        return torch.ones(256) if measured else late
+
+    measured = True
+    assert measure_peak(call) == KIB
+    late = 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_is_found_or_the_call_is_refused():
+    x = torch.ones(100, device="cuda")
+    assert measure_peak(lambda: (x + 1) + 1) == 800  # it closes over a tensor there
+    with pytest.raises(ValueError, match="say device='cuda' or device='cpu'"):
+        measure_peak(lambda: torch.ones(100, device="cuda"))
+    assert measure_peak(lambda: torch.ones(100, device="cuda"), device="cuda") == 400
+    assert measure_peak(lambda: torch.ones(100, device="cuda"), device="cpu") == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

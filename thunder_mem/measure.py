@@ -21,13 +21,17 @@ Inductor's regions under a `TorchDispatchMode`: they fall back to eager there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["MemoryCurve", "measure_curve", "measure_peak"]
 
@@ -96,7 +100,7 @@ def measure_peak(
         fn: called once; call it before if it compiles on first use.
         args: handed to `fn`; they exist already, so they do not count.
         device: where to measure, "cpu" or "cuda" (or "cuda:1", ...). Default: CUDA if a tensor among
-            `args`, or a parameter of `fn`, lives there, else the CPU.
+            `args`, a parameter of `fn`, or a tensor or module that `fn` closes over, lives there, else the CPU.
         kwargs: keyword arguments for `fn`.
 
     Returns:
@@ -104,16 +108,27 @@ def measure_peak(
         rounding to 512, so that they compare with a prediction.
 
     Raises:
-        ValueError: a device that is neither a CPU nor CUDA, or CUDA where there is none.
+        ValueError: a device that is neither a CPU nor CUDA, or CUDA where there is none; no device, but
+            nothing above tells that the call uses CUDA and it does; or tensors that are not there (inside of
+            `simulate`, or fake ones), which take no memory to measure.
 
     Example:
         >>> measure_peak(lambda: torch.ones(256).neg())
         2048
     """
     _check_callable(fn)
-    where = _device_of(fn, args, kwargs or {}) if device is None else torch.device(device)
+    tensors = _tensors_of(fn, args, kwargs or {})
+    _check_real(tensors)
+    told = torch.device("cpu") if device is None else torch.device(device)
+    where = next((t.device for t in tensors if t.is_cuda), told) if device is None else told
     if where.type == "cpu":
-        return measure_curve(fn, *args, kwargs=kwargs).peak_bytes
+        before = _cuda_allocations()
+        peak_bytes = measure_curve(fn, *args, kwargs=kwargs).peak_bytes
+        if device is None and _cuda_allocations() != before:
+            raise ValueError(
+                "the call allocates on CUDA, which nothing among its arguments shows: say device='cuda' or device='cpu'"
+            )
+        return peak_bytes
     if where.type != "cuda":
         raise ValueError(f"measure_peak measures on 'cpu' and 'cuda', not on {str(where)!r}")
     if not torch.cuda.is_available():
@@ -135,11 +150,35 @@ def _check_callable(fn: object) -> None:
         raise TypeError(f"the first argument is what to call, but {type(fn).__name__} is not callable")
 
 
-def _device_of(fn: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
-    tensors = [t for t in torch.utils._pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, torch.Tensor)]
-    if isinstance(fn, torch.nn.Module):
-        tensors += fn.parameters()
-    return next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
+def _tensors_of(fn: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call is about, as far as can be seen from outside."""
+    values: list[Any] = tree_leaves((args, dict(kwargs), fn))
+    while isinstance(fn, functools.partial):
+        values += tree_leaves((fn.args, fn.keywords))
+        fn = fn.func
+    values += [fn, getattr(fn, "__self__", None)]
+    for cell in getattr(fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a name that has no value yet
+            values += tree_leaves(cell.cell_contents)
+    owned = [t for v in values if isinstance(v, torch.nn.Module) for t in (*v.parameters(), *v.buffers())]
+    return [*(v for v in values if isinstance(v, torch.Tensor)), *owned]
+
+
+def _check_real(tensors: Iterable[torch.Tensor]) -> None:
+    modes = _get_current_dispatch_mode_stack()
+    if any(isinstance(mode, FakeTensorMode) for mode in modes) or any(isinstance(t, FakeTensor) for t in tensors):
+        raise ValueError(
+            "fake tensors, such as those inside of simulate(...), take no memory to measure: "
+            "use thunder_mem.predict or predict_step there"
+        )
+
+
+def _cuda_allocations() -> tuple[int, ...]:
+    """How many allocations each CUDA device has seen so far; all 0 before CUDA is used at all."""
+    if not torch.cuda.is_initialized():
+        return ()
+    stats = (torch.cuda.memory_stats(device) for device in range(torch.cuda.device_count()))
+    return tuple(count) if any(count := [s.get("allocation.all.allocated", 0) for s in stats]) else ()
 
 
 @contextlib.contextmanager
