@@ -11,7 +11,7 @@ from thunder_mem.frontier_table import Frontier
 from thunder_mem.report import Report
 from thunder_mem.report.frontier_page import frontier_table
 from thunder_mem.report.sections import Section, about_scratch, sections
-from thunder_mem.sizes import size
+from thunder_mem.sizes import change, size
 
 __all__ = [
     "frontier_json",
@@ -108,17 +108,18 @@ def predict_json(found: Outcome) -> dict[str, Any]:
 def plan_tables(alone: Outcome, planned: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]]:
     """The lines and tables of `thunder-mem plan`."""
     before, after = alone.prediction, planned.prediction
-    change = f" ({after.peak_bytes / before.peak_bytes - 1:+.1%})" if before.peak_bytes else ""
+    by = change(before.peak_bytes, after.peak_bytes)
     lines = [
-        f"Peak {size(before.peak_bytes)} by Thunder alone, {size(after.peak_bytes)} with MemEfficient{change}",
+        f"Peak {size(before.peak_bytes)} by Thunder alone, {size(after.peak_bytes)} with MemEfficient"
+        + (f" ({by})" if by else ""),
         *verdict(planned),
         *(f"assumed: {a}" for a in after.assumptions),
     ]
     rows = []
     for name in dict.fromkeys((*before.phases, *after.phases)):
         peaks = [p.phase(name).peak_bytes if name in p.phases else None for p in (before, after)]
-        change = f"{peaks[1] / peaks[0] - 1:+.1%}" if peaks[0] and peaks[1] is not None else ""
-        rows.append((name, *("" if nbytes is None else size(nbytes) for nbytes in peaks), change))
+        by = change(*(nbytes or 0 for nbytes in peaks)) if None not in peaks else ""
+        rows.append((name, *("" if nbytes is None else size(nbytes) for nbytes in peaks), by))
     phases = Section(
         "Phases, as predicted", ("phase", "Thunder alone", "MemEfficient", "change"), tuple(rows), (1, 2, 3)
     )

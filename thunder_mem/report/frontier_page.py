@@ -61,9 +61,10 @@ def frontier_svg(frontier: Frontier) -> str:
     parts.append(f'<path class="mark-line" fill="none" d="M{line}"/>')
     parts += [_point(p, x(p.peak_bytes), y(p.step_ms), p.config or "(the default)") for p in plans]
     parts.append(_point(start, x(start.peak_bytes), y(start.step_ms), "nothing recomputed", square=True))
+    # Below the point: the line comes from above.
     anchor, dx = ("end", -9) if x(start.peak_bytes) > _WIDTH / 2 else ("start", 9)
     parts.append(
-        f'<text class="strong" x="{x(start.peak_bytes) + dx:.1f}" y="{y(start.step_ms) - 7:.1f}" '
+        f'<text class="strong" x="{x(start.peak_bytes) + dx:.1f}" y="{y(start.step_ms) + 13:.1f}" '
         f'text-anchor="{anchor}">nothing recomputed</text>'
     )
     return "\n".join([*parts, "</svg>"])
