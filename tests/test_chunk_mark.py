@@ -46,6 +46,44 @@ def test_a_refusal_inside_a_mark_is_an_error_with_both_lines():
         thunder.jit(coupled, transforms=[ChunkLossHead(rows="auto")])(*inputs())
 
 
+def test_one_refused_head_of_two_is_an_error_that_names_it():
+    def both(x, w, t):
+        with chunked():
+            loss = F.cross_entropy(F.linear(x, w), t)
+            other = torch.softmax(F.linear(x * 2, w), 0).square().sum()
+        return loss + other
+
+    line = both.__code__.co_firstlineno + 3
+    for options in ({"chunks": 4}, {"rows": "auto"}):
+        with pytest.raises(ChunkingError, match=rf"test_chunk_mark.py:{line}\) is not chunked because of .*rows") as e:
+            thunder.jit(both, transforms=[ChunkLossHead(**options)])(*inputs())
+        assert str(e.value).count("the loss head") == 1
+
+
+def test_a_hidden_layer_in_a_mark_is_no_head():
+    def mlp(x, w, t):
+        with chunked():
+            hidden = torch.tanh(F.linear(x, w[:20]))
+            loss = F.cross_entropy(F.linear(hidden[:, :8], w), t)
+        return loss
+
+    transform = ChunkLossHead(chunks=4)
+    args = inputs()
+    torch.testing.assert_close(thunder.jit(mlp, transforms=[transform])(*args), mlp(*args))
+    assert len(transform.record.loops) == 1
+
+
+def test_what_is_refused_outside_of_a_mark_is_no_error():
+    def beside(x, w, t):
+        with chunked():
+            loss = F.cross_entropy(F.linear(x, w), t)
+        return loss + torch.softmax(F.linear(x * 2, w), 0).square().sum()
+
+    transform = ChunkLossHead(chunks=4)
+    thunder.jit(beside, transforms=[transform])(*inputs())
+    assert len(transform.record.loops) == len(transform.record.refusals) == 1
+
+
 def test_a_mark_around_nothing_is_an_error():
     def nothing(x, w, t):
         with chunked():

@@ -8,14 +8,17 @@ Everything that stands in the way of a head becomes a `Refusal`, and the trace s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import thunder
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance
 
 from thunder_mem.chunk_build import build_loop, head_label
 from thunder_mem.chunk_hoist import hoist_slice
+from thunder_mem.chunk_loop import is_chunk_loop, loop_of
 from thunder_mem.chunk_mark import Mark, strip_marks
 from thunder_mem.chunk_plan import ACCUMULATE, ChunkRecord, Head, LoopPlan, Refusal
 from thunder_mem.chunk_program import Leaf, Program, read_program
@@ -78,7 +81,7 @@ def chunk_trace(
         return None if chosen is None else (chosen, "head")
 
     loops: list[LoopPlan] = []
-    refusals: dict[tuple[str, str], Refusal] = {}
+    refusals: dict[str, Refusal] = {}  # by the name of the product's result
     tried: set[str] = set()
     new, marks = strip_marks(trace)
     marked = frozenset().union(*(m.names for m in marks)) if marks else frozenset()
@@ -88,20 +91,21 @@ def chunk_trace(
         found = _next_head(program, explicit, marked, tried, refusals)
         if found is None:
             break
-        region, found_in = found
+        region, found_in, leaf = found
         try:
             loop = build_loop(region, decide, accumulate, executors, f"chunk_loop{len(loops)}")
             if loop is None:
                 continue
             new = splice(found_in, region, loop)
         except Refused as e:
-            first = region.amplifiers[0].leaf
-            refusals[first.label, first.source] = _refusal(first, e)
+            refusals.update(dict.fromkeys(_products(region, leaf), _refusal(region.amplifiers[0].leaf, e)))
             continue
         loops.append(loop.plan)
-        done.update(region.values, (leaf.outputs[0].name for leaf in (a.leaf for a in region.amplifiers)))
-    _check_marks(marks, done, tuple(refusals.values()))
-    record = ChunkRecord(tuple(loops), tuple(refusals.values()))
+        done.update(region.values, _products(region, leaf))
+        for name in _products(region, leaf):
+            refusals.pop(name, None)
+    _check_marks(marks, done, _heads(new, refusals))
+    record = ChunkRecord(tuple(loops), tuple(dict.fromkeys(refusals.values())))
     if new is not trace:
         millis = (time.perf_counter_ns() - start) // 1_000_000
         new.set_provenance(TraceProvenance(f"Chunk loss heads (took {millis} milliseconds)"))
@@ -128,20 +132,46 @@ def _refusal(leaf: Leaf, e: Refused) -> Refusal:
     return Refusal(head_label(leaf), leaf.source, e.leaf.label, e.leaf.source, e.reason)
 
 
-def _check_marks(marks: Sequence[Mark], done: set[str], refusals: Sequence[Refusal]) -> None:
+def _products(region: Region, leaf: Leaf) -> set[str]:
+    """Names of the results of the region's products, and of `leaf`, which a slice may have moved."""
+    return {leaf.outputs[0].name, *(a.leaf.outputs[0].name for a in region.amplifiers)}
+
+
+def _heads(trace: TraceCtx, refusals: Mapping[str, Refusal]) -> dict[str, Refusal]:
+    """The refusals of heads, less those of smaller products that a chunked head is computed from: hidden layers."""
+    largest: dict[str, int] = {}  # by value, the logits of the largest head that is computed from it
+    bytes_of = {o.name: o.numel * o.dtype.bytes for b in trace.bound_symbols for o in _tensors_made(b)}
+    for bsym in reversed(trace.bound_symbols):
+        made = [o.name for o in _tensors_made(bsym)]
+        logits_bytes = max((largest.get(name, 0) for name in made), default=0)
+        if is_chunk_loop(bsym):
+            logits_bytes = max(logits_bytes, loop_of(bsym).plan.whole_logits_bytes)
+        for name in (*made, *(a.name for a in bsym.flat_proxy_args)):
+            largest[name] = max(largest.get(name, 0), logits_bytes)
+    return {name: r for name, r in refusals.items() if largest.get(name, 0) <= bytes_of.get(name, 0)}
+
+
+def _tensors_made(bsym: BoundSymbol) -> Iterator[TensorProxy]:
+    yield from (o for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy))
+    for sub in bsym.subsymbols:
+        yield from _tensors_made(sub)
+
+
+def _check_marks(marks: Sequence[Mark], done: set[str], refusals: Mapping[str, Refusal]) -> None:
     for mark in marks:
-        if done & mark.names:
+        why = dict.fromkeys(str(r) for name, r in refusals.items() if name in mark.names)
+        if done & mark.names and not why:
             continue
-        why = "; ".join(map(str, refusals)) or "there is no matrix product in it that is larger than its input"
+        reason = "; ".join(why) or "there is no matrix product in it that is larger than its input"
         at = f" at {mark.source}" if mark.source else ""
-        raise ChunkingError(f"the head marked by thunder_mem.chunked(){at} is not chunked: {why}")
+        raise ChunkingError(f"a head marked by thunder_mem.chunked(){at} is not chunked: {reason}")
 
 
 def _next_head(
-    program: Program, explicit: bool, marked: frozenset[str], tried: set[str], refusals: dict[tuple[str, str], Refusal]
-) -> tuple[Region, TraceCtx] | None:
+    program: Program, explicit: bool, marked: frozenset[str], tried: set[str], refusals: dict[str, Refusal]
+) -> tuple[Region, TraceCtx, Leaf] | None:
     """The largest amplifier not yet tried that has a region, and the trace it was found in, where a
-    slice may have moved; refusals are noted on the way.
+    slice may have moved; last the amplifier, as it was before. Refusals are noted on the way.
     """
     for leaf, rows in candidates(program, 1.0, 1):
         out = leaf.outputs[0]
@@ -152,7 +182,7 @@ def _next_head(
         if key in tried:
             continue
         tried.add(key)
-        name = leaf.label, leaf.source
+        name = out.name
         try:
             region, trace = _grow_hoisting(program, leaf, rows)
         except Refused as e:
@@ -167,8 +197,7 @@ def _next_head(
             refusals.setdefault(name, _refusal(leaf, Refused(leaf, "it has a single row")))
             continue
         tried.update(f"{a.out.proxy.name}/{r}" for a in region.amplifiers for r in (0, 1))
-        refusals.pop(name, None)
-        return region, trace
+        return region, trace, leaf
     return None
 
 
