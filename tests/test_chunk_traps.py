@@ -1,10 +1,14 @@
 """What went wrong in other chunked losses: rows that are missing, ignored or laid out otherwise; options."""
 
+import re
+
 import pytest
+import thunder
 import torch
 import torch.nn.functional as F
 from chunk_tools import chunked, exact, head, inputs, relative
 
+from thunder_mem import MemEfficient, last_plan
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 
 
@@ -67,14 +71,67 @@ def test_strided_and_sliced_inputs():
         assert relative(got, want) < 1e-5
 
 
-def test_options_are_checked():
-    for bad in ({"chunks": 0}, {"rows": -1}, {"chunks": 2, "rows": 3}, {"accumulate": "bf16"}):
-        with pytest.raises(ValueError):
-            ChunkLossHead(**bad)
-    for bad in ({"chunks": 2.0}, {"rows": "many"}, {"chunks": True}):
-        with pytest.raises(TypeError):
-            ChunkLossHead(**bad)
-    assert eval(repr(ChunkLossHead(rows="auto"))).rows == "auto"
+@pytest.mark.parametrize(
+    "options,error,message",
+    [
+        ({"chunks": 0}, ValueError, "chunks must be at least 1, but got 0"),
+        ({"rows": -1}, ValueError, "rows must be at least 1, but got -1"),
+        ({"chunks": 2, "rows": 3}, ValueError, "chunks=2 and rows=3 both say"),
+        ({"chunks": "auto", "rows": 3}, ValueError, "chunks='auto' and rows=3 both say"),
+        ({"accumulate": "bf16"}, ValueError, "accumulate is one of 'float32', 'input', but got 'bf16'"),
+        ({"chunks": 2.0}, TypeError, 'chunks is a positive int, "auto" or None, but got 2.0'),
+        ({"rows": "many"}, TypeError, "rows is a positive int, \"auto\" or None, but got 'many'"),
+        ({"chunks": "16"}, TypeError, "but got '16'"),
+        ({"chunks": True}, TypeError, "but got True"),
+    ],
+    ids=str,
+)
+def test_options_are_checked(options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        ChunkLossHead(**options)
+
+
+@pytest.mark.parametrize("options", [{"chunks": "auto"}, {"rows": "auto"}, {"chunks": 3}, {"rows": 7}], ids=str)
+def test_options_are_printed(options):
+    again = eval(repr(ChunkLossHead(**options)))
+    assert (again.chunks, again.rows) == (options.get("chunks"), options.get("rows"))
+
+
+def test_auto_is_one_word_for_both():
+    x, w, t = inputs(600, 4, 1001)
+    plans = []
+    for options in ({"chunks": "auto"}, {"rows": "auto"}, {"chunks": "auto", "rows": "auto"}):
+        fn, transform = chunked(head, **options)
+        fn(x, w, t)
+        plans.append(transform.record.loops)
+    assert plans[0] == plans[1] == plans[2] and plans[0][0].sized == "head"
+
+
+@pytest.mark.parametrize("make", [lambda c: c, lambda c: MemEfficient(chunk=c)], ids=["alone", "MemEfficient"])
+def test_symbolic_sizes_are_refused(make):
+    x, w, t = inputs()
+    alone = ChunkLossHead(chunks=4)
+    fn = thunder.jit(head, executors=[], transforms=[make(alone)], cache="symbolic values")
+    for rows in (37, 20):
+        loss = fn(x[:rows], w, t[:rows])
+        torch.testing.assert_close(loss, head(x[:rows], w, t[:rows]))
+    if isinstance(make(alone), MemEfficient):
+        told = [(r.what, r.reason) for r in last_plan(fn).refused]
+    else:
+        told = [(r.op, r.reason) for r in alone.record.refusals]
+    assert any(op == "linear" and "symbols" in reason for op, reason in told)
+
+
+def test_a_chunker_that_fails_leaves_the_program(monkeypatch):
+    def fails(trace):
+        raise RuntimeError("an unknown trace")
+
+    x, w, t = inputs()
+    monkeypatch.setattr("thunder_mem.transforms.chunk_loss_head.without_writes", fails)
+    fn, transform = chunked(head)
+    with pytest.warns(UserWarning, match="left the program as it is: RuntimeError: an unknown trace"):
+        torch.testing.assert_close(fn(x, w, t), head(x, w, t))
+    assert "an unknown trace" in transform.record.refusals[0].reason
 
 
 def test_small_heads_are_left_alone_in_automatic_mode():

@@ -6,6 +6,7 @@ largest composites that still mean the same, because executors claim composites.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,18 @@ from thunder.core.transforms import nondifferentiable_vjp_symbols
 from thunder_mem.chunk_decompose import DECOMPOSITIONS, decomposed
 from thunder_mem.chunk_rules import RULES
 
-__all__ = ["Leaf", "Program", "effects", "is_cut", "read_program", "source_line", "walk"]
+__all__ = [
+    "Leaf",
+    "Program",
+    "effects",
+    "is_cut",
+    "numel",
+    "read_program",
+    "size_bytes",
+    "source_line",
+    "symbolic",
+    "walk",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +78,21 @@ def source_line(bsym: BoundSymbol) -> str:
     if bsym.source_filename is None or bsym.source_positions is None:
         return ""
     return f"{bsym.source_filename}:{bsym.source_positions.lineno}"
+
+
+def symbolic(t: TensorProxy) -> bool:
+    """Some size is a symbol, as under ``thunder.jit(cache="symbolic values")``."""
+    return any(isinstance(size, Proxy) for size in t.shape)
+
+
+def numel(t: TensorProxy) -> int:
+    """How many numbers it has; where sizes are symbols, in the example that is traced."""
+    return math.prod(getattr(size, "value", size) for size in t.shape)
+
+
+def size_bytes(t: TensorProxy) -> int:
+    """Its bytes; where sizes are symbols, in the example that is traced."""
+    return numel(t) * t.dtype.bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from functools import cached_property
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 
-from thunder_mem.chunk_program import Leaf, Program, effects
+from thunder_mem.chunk_program import Leaf, Program, effects, numel, size_bytes, symbolic
 from thunder_mem.chunk_rules import RULES, Relation, RowDim, RuleError, Sharding, propagate
 
 __all__ = ["Amplifier", "Refused", "Region", "Value", "candidates", "grow", "trim"]
@@ -139,14 +139,14 @@ def candidates(program: Program, ratio: float, min_bytes: int) -> list[tuple[Lea
         if leaf.bsym.sym.id not in (PrimIDs.LINEAR, PrimIDs.MATMUL):
             continue
         (out,) = leaf.outputs
-        if out.numel * out.dtype.bytes < min_bytes or not out.numel:
+        if size_bytes(out) < min_bytes or not numel(out):
             continue
         operands = (0,) if leaf.bsym.sym.id == PrimIDs.LINEAR else (0, 1)
         for rows in operands:
             x, w = leaf.inputs[rows], leaf.inputs[1 - rows]
-            if w.ndim == 2 and (x.ndim == 2 or rows == 0) and out.numel > ratio * x.numel:
+            if w.ndim == 2 and (x.ndim == 2 or rows == 0) and numel(out) > ratio * numel(x):
                 found.append((leaf, rows))
-    return sorted(found, key=lambda c: (-c[0].outputs[0].numel * c[0].outputs[0].dtype.bytes, c[0].index, c[1]))
+    return sorted(found, key=lambda c: (-size_bytes(c[0].outputs[0]), c[0].index, c[1]))
 
 
 def _rows_of(leaf: Leaf, rows: int) -> Sharding:
@@ -300,6 +300,8 @@ def grow(program: Program, leaf: Leaf, rows: int) -> Region:
     Raises:
         Refused: something large cannot be computed chunk by chunk.
     """
+    if any(map(symbolic, (*leaf.inputs, *leaf.outputs))):
+        raise Refused(leaf, 'its sizes are symbols (cache="symbolic values"), and chunks need numbers')
     x = _rows_of(leaf, rows)
     n = math.prod(d.extent for d in x.dims if d is not None)
     try:

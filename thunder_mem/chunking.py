@@ -21,7 +21,7 @@ from thunder_mem.chunk_hoist import hoist_slice
 from thunder_mem.chunk_loop import is_chunk_loop, loop_of
 from thunder_mem.chunk_mark import Mark, strip_marks
 from thunder_mem.chunk_plan import ACCUMULATE, ChunkRecord, Head, LoopPlan, Refusal
-from thunder_mem.chunk_program import Leaf, Program, read_program
+from thunder_mem.chunk_program import Leaf, Program, numel, read_program, size_bytes
 from thunder_mem.chunk_region import Refused, Region, candidates, grow, trim
 from thunder_mem.chunk_size import default_rows
 from thunder_mem.chunk_splice import splice
@@ -43,7 +43,7 @@ class ChunkingError(ValueError):
 def chunk_trace(
     trace: TraceCtx,
     *,
-    chunks: int | None = None,
+    chunks: int | str | None = None,
     rows: int | str | None = None,
     accumulate: str = "float32",
     executors_list: Sequence[Any] = (),
@@ -53,9 +53,9 @@ def chunk_trace(
 
     Args:
         trace: the computation trace; it is not changed.
-        chunks: how many chunks every head runs in, or None.
-        rows: how many rows a chunk has; "auto" or None (with no `chunks`): `choose_rows`, or else
-            `chunk_size.default_rows`, decides, and only large heads are looked at.
+        chunks: how many chunks every head runs in.
+        rows: how many rows a chunk has. Give one of both; if neither is a number (None or "auto"),
+            `choose_rows`, or else `chunk_size.default_rows`, decides, and only large heads are looked at.
         accumulate: dtype in which the gradients of whole 16-bit inputs add up: "float32" or "input".
         executors_list: who executes the blocks; Thunder's own when empty.
         choose_rows: rows per chunk for a head whose rows nobody asked for, None to leave it alone.
@@ -68,12 +68,12 @@ def chunk_trace(
         ChunkingError: a head marked by `with thunder_mem.chunked():` cannot be chunked.
     """
     check_options(chunks, rows, accumulate)
-    explicit = chunks is not None or isinstance(rows, int)
+    explicit = isinstance(chunks, int) or isinstance(rows, int)
     start = time.perf_counter_ns()
     executors = tuple(executors_list) or tuple(thunder.get_default_executors())
 
     def decide(head: Head) -> tuple[int, str] | None:
-        if chunks is not None:
+        if isinstance(chunks, int):
             return max(1, -(-head.n // chunks)), "asked"
         if isinstance(rows, int):
             return rows, "asked"
@@ -97,8 +97,10 @@ def chunk_trace(
             if loop is None:
                 continue
             new = splice(found_in, region, loop)
-        except Refused as e:
-            refusals.update(dict.fromkeys(_products(region, leaf), _refusal(region.amplifiers[0].leaf, e)))
+        except Exception as e:
+            first = region.amplifiers[0].leaf
+            refused = e if isinstance(e, Refused) else _puzzled(first, e)
+            refusals.update(dict.fromkeys(_products(region, leaf), _refusal(first, refused)))
             continue
         loops.append(loop.plan)
         done.update(region.values, _products(region, leaf))
@@ -115,21 +117,24 @@ def chunk_trace(
 def check_options(chunks: Any, rows: Any, accumulate: Any) -> None:
     """Raise when the options of `chunk_trace` are not what it accepts."""
     for name, value in (("chunks", chunks), ("rows", rows)):
-        if value is None or (name == "rows" and value == "auto"):
+        if value is None or (isinstance(value, str) and value == "auto"):
             continue
         if isinstance(value, bool) or not isinstance(value, int):
-            extra = ', "auto"' if name == "rows" else ""
-            raise TypeError(f"{name} is a positive int{extra} or None, but got {value!r}")
+            raise TypeError(f'{name} is a positive int, "auto" or None, but got {value!r}')
         if value < 1:
             raise ValueError(f"{name} must be at least 1, but got {value}")
-    if chunks is not None and rows not in (None, "auto"):
-        raise ValueError(f"chunks={chunks} and rows={rows} both fix the chunk size; give one of them")
+    if chunks is not None and rows is not None and (chunks, rows) != ("auto", "auto"):
+        raise ValueError(f"chunks={chunks!r} and rows={rows!r} both say how large a chunk is; give one of them")
     if accumulate not in ACCUMULATE:
         raise ValueError(f"accumulate is one of {', '.join(map(repr, ACCUMULATE))}, but got {accumulate!r}")
 
 
 def _refusal(leaf: Leaf, e: Refused) -> Refusal:
     return Refusal(head_label(leaf), leaf.source, e.leaf.label, e.leaf.source, e.reason)
+
+
+def _puzzled(leaf: Leaf, e: Exception) -> Refused:
+    return Refused(leaf, f"the chunker does not understand it: {e!r}")
 
 
 def _products(region: Region, leaf: Leaf) -> set[str]:
@@ -140,7 +145,7 @@ def _products(region: Region, leaf: Leaf) -> set[str]:
 def _heads(trace: TraceCtx, refusals: Mapping[str, Refusal]) -> dict[str, Refusal]:
     """The refusals of heads, less those of smaller products that a chunked head is computed from: hidden layers."""
     largest: dict[str, int] = {}  # by value, the logits of the largest head that is computed from it
-    bytes_of = {o.name: o.numel * o.dtype.bytes for b in trace.bound_symbols for o in _tensors_made(b)}
+    bytes_of = {o.name: size_bytes(o) for b in trace.bound_symbols for o in _tensors_made(b)}
     for bsym in reversed(trace.bound_symbols):
         made = [o.name for o in _tensors_made(bsym)]
         logits_bytes = max((largest.get(name, 0) for name in made), default=0)
@@ -175,7 +180,8 @@ def _next_head(
     """
     for leaf, rows in candidates(program, 1.0, 1):
         out = leaf.outputs[0]
-        large = out.numel > AUTO_RATIO * leaf.inputs[rows].numel and out.numel * out.dtype.bytes >= AUTO_MIN_BYTES
+        ratio = numel(out) / max(1, numel(leaf.inputs[rows]))
+        large = ratio > AUTO_RATIO and size_bytes(out) >= AUTO_MIN_BYTES
         if not (explicit or large or out.name in marked):
             continue
         key = f"{out.name}/{rows}"
@@ -187,11 +193,11 @@ def _next_head(
             region, trace = _grow_hoisting(program, leaf, rows)
         except Refused as e:
             # An MLP amplifies too and does not end in a loss: that is no news unless it is loss-sized.
-            if out.numel > AUTO_RATIO * leaf.inputs[rows].numel or out.name in marked:
+            if ratio > AUTO_RATIO or out.name in marked:
                 refusals.setdefault(name, _refusal(leaf, e))
             continue
         except Exception as e:  # a trace unlike any we know must still compile
-            refusals[name] = _refusal(leaf, Refused(leaf, f"the chunker does not understand it: {e!r}"))
+            refusals[name] = _refusal(leaf, _puzzled(leaf, e))
             continue
         if region.n < 2:
             refusals.setdefault(name, _refusal(leaf, Refused(leaf, "it has a single row")))

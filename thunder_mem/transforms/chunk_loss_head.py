@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,8 @@ from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 
 from thunder_mem.chunk_fit import write_over_dead_rows
-from thunder_mem.chunk_plan import ChunkRecord
-from thunder_mem.chunking import check_options, chunk_trace
+from thunder_mem.chunk_plan import ChunkRecord, Refusal
+from thunder_mem.chunking import ChunkingError, check_options, chunk_trace
 from thunder_mem.overwrites import without_writes
 
 __all__ = ["ChunkLossHead"]
@@ -20,9 +21,10 @@ class ChunkLossHead(Transform):
     """Run loss heads chunk by chunk, so that no (rows, vocabulary) value ever exists whole.
 
     Args:
-        chunks: how many chunks every head runs in.
-        rows: how many rows a chunk has, or "auto", which also leaves small heads alone. Give one of
-            `chunks` and `rows`; neither means ``rows="auto"``.
+        chunks: how many chunks every head runs in, or "auto": by the size of the head; small heads are
+            left alone.
+        rows: how many rows a chunk has, or "auto", which means the same. Give one of `chunks` and
+            `rows`; neither means "auto".
         accumulate: dtype in which gradients of 16-bit weights add up over chunks, "float32" or
             "input" (the weight's own, which saves two bytes a weight and rounds at every chunk).
 
@@ -38,7 +40,9 @@ class ChunkLossHead(Transform):
         2
     """
 
-    def __init__(self, *, chunks: int | None = None, rows: int | str | None = None, accumulate: str = "float32"):
+    def __init__(
+        self, *, chunks: int | str | None = None, rows: int | str | None = None, accumulate: str = "float32"
+    ) -> None:
         check_options(chunks, rows, accumulate)
         self.chunks, self.rows, self.accumulate = chunks, rows, accumulate
         self.records: list[ChunkRecord] = []
@@ -58,13 +62,20 @@ class ChunkLossHead(Transform):
         **kwargs: Any,
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         """Thunder's hook before autograd."""
-        computation_trace, record = chunk_trace(
-            without_writes(computation_trace),
-            chunks=self.chunks,
-            rows=self.rows,
-            accumulate=self.accumulate,
-            executors_list=executors_list,
-        )
+        try:
+            computation_trace, record = chunk_trace(
+                without_writes(computation_trace),
+                chunks=self.chunks,
+                rows=self.rows,
+                accumulate=self.accumulate,
+                executors_list=executors_list,
+            )
+        except ChunkingError:  # the user marked this head by `with chunked():`
+            raise
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            warnings.warn(f"ChunkLossHead left the program as it is: {cause}", stacklevel=2)
+            record = ChunkRecord(refusals=(Refusal("of the whole program", "", "the program", "", cause),))
         self.records.append(record)
         return prologue_trace, computation_trace, epilogue_trace
 
