@@ -7,7 +7,7 @@ executors compile it, so what an executor does for `cross_entropy` it does here 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from thunder.core.transform_common import dce
 from thunder.executors.passes import del_last_used, transform_for_execution
 from thunder.transforms.autodiff import grad_transform_on_trace
 
+from thunder_mem.chunk_log_sums import share_of_log_sum, unpack_log_sums
 from thunder_mem.chunk_picks import fusible_picks
 from thunder_mem.chunk_program import is_cut, walk
 from thunder_mem.chunk_region import Region, Value, relation
@@ -37,8 +38,9 @@ __all__ = ["Body", "build_body"]
 class Body:
     """A compiled block.
 
-    `fn(*logits, *sides, *tangents) -> (*outputs, *grads)`: `logits` are the amplifiers' results
-    without their biases, `grads` belong to the inputs listed in `wanted`.
+    `fn(*logits, *sides, *log_sums, *tangents) -> (*outputs, *grads)`: `logits` are the amplifiers'
+    results without their biases, `grads` belong to the inputs listed in `wanted`, and `log_sums` are
+    the whole values of the outputs whose gradients need them; only where gradients are asked for.
 
     Attributes:
         fn: the callable.
@@ -93,7 +95,7 @@ def build_body(
     fits: list[BoundSymbol] = []
     joint.push_scope(fits)
     with tracectx(joint), langctx_torch():
-        grads = [_summed_to(g, a) for g, a, want in zip(returned["output"], forward.args, wanted, strict=True) if want]
+        grads = [_summed_to(g, a) for g, a, want in zip(returned["output"], forward.args, wanted, strict=False) if want]
     del joint.scopes[1:]
     body += fits
     kept = list(returned["fw_flat_out"]) if outputs else []
@@ -132,7 +134,9 @@ def _trace_block(region: Region, sides: Sequence[Value], wanted: Sequence[bool],
             prims.unpack_trivial(p, name=p.name)
             args.append(p)
             env[value.key] = p
-        replay = _Replay(region, trace, env, rows)
+        log_sums = unpack_log_sums(region) if any(wanted) else {}
+        args += log_sums.values()
+        replay = _Replay(region, trace, env, rows, log_sums)
         with langctx_torch():
             replay.amplifiers(args)
             for root in region.program.roots:
@@ -157,8 +161,8 @@ def langctx_torch() -> Iterator[None]:
 class _Replay:
     """Calls the region's ops again, in the largest composites that mean the same on a block."""
 
-    def __init__(self, region: Region, trace: TraceCtx, env: dict, rows: int):
-        self.region, self.trace, self.env, self.rows = region, trace, env, rows
+    def __init__(self, region: Region, trace: TraceCtx, env: dict, rows: int, log_sums: Mapping[str, TensorProxy]):
+        self.region, self.trace, self.env, self.rows, self.log_sums = region, trace, env, rows, log_sums
         self.members = {id(m.bsym): m for m in region.members}
         self.seeds = {id(a.leaf.bsym) for a in region.amplifiers}
 
@@ -209,7 +213,8 @@ class _Replay:
 
     def _leaf(self, bsym: BoundSymbol) -> None:
         args, kwargs = self._operands(bsym)
-        result = bsym.sym(*args, **kwargs)
+        whole = self.log_sums.get(bsym.flat_proxy_outs[0].name)
+        result = bsym.sym(*args, **kwargs) if whole is None else share_of_log_sum(whole, *args, **kwargs)
         self._bind(bsym, result)
 
     def _bind(self, bsym: BoundSymbol, result: Any) -> None:

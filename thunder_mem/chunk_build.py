@@ -177,6 +177,8 @@ def _mode(outputs: Sequence[Spec], differentiable: Sequence[int], gemms: Sequenc
         names = ", ".join(outputs[i].name for i in differentiable)
         return "recompute-in-backward", f"several results carry gradients ({names})"
     (spec,) = (outputs[i] for i in differentiable)
+    if spec.sharding.partial == "logsumexp":
+        return "recompute-in-backward", f"the gradient of {spec.name} in one chunk needs its value over all of them"
     if spec.sharding.partial != "sum" or math.prod(spec.shape) != 1:
         return "recompute-in-backward", f"the tangent of {spec.name} is a vector, known only in the backward"
     if any(g.out.dtype == torch.float16 for g in gemms):

@@ -58,7 +58,11 @@ class ChunkLoop:
 
 
 def run(
-    loop: ChunkLoop, inputs: Sequence[Tensor], tangents: Sequence[Tensor] | None, outputs: bool
+    loop: ChunkLoop,
+    inputs: Sequence[Tensor],
+    tangents: Sequence[Tensor] | None,
+    outputs: bool,
+    log_sums: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run all chunks.
 
@@ -67,6 +71,7 @@ def run(
         inputs: in the plan's order.
         tangents: of the differentiable outputs; None runs the forward alone.
         outputs: whether outputs are asked for.
+        log_sums: with tangents, the whole values of the plan's `log_sums`.
 
     Returns:
         the outputs, and the gradients of the plan's `grads`: a whole input's as the parts of its
@@ -91,7 +96,8 @@ def run(
             gemm(out, x, w.t() if g.w_rows_first else w, add=False, scratch_bytes=tiles)
         for at in range(0, rows, plan.block_rows):
             end = min(at + plan.block_rows, rows)
-            _run_block(plan, bodies[end - at], inputs, tangents, chunk, (at, end), start, totals, grads, fake)
+            body = bodies[end - at]
+            _run_block(plan, body, inputs, tangents, log_sums, chunk, (at, end), start, totals, grads, fake)
             if fake:
                 break
         if tangents is not None:
@@ -120,7 +126,7 @@ def _new_grads(plan: LoopPlan, inputs: Sequence[Tensor]) -> dict[int, Tensor | A
     return grads
 
 
-def _run_block(plan, body, inputs, tangents, chunk, span, start, totals, grads, fake) -> None:
+def _run_block(plan, body, inputs, tangents, log_sums, chunk, span, start, totals, grads, fake) -> None:
     at, end = span
     lo, hi = start + at, start + end
     blocks = [_block_view(buffer[at:end], g, end - at) for buffer, g in zip(chunk, plan.gemms, strict=True)]
@@ -130,6 +136,7 @@ def _run_block(plan, body, inputs, tangents, chunk, span, start, totals, grads, 
         sides.append(read_rows(inputs[i], sharding, lo, hi) if sharding.split else inputs[i])
     args = [*blocks, *sides]
     if tangents is not None:
+        args += log_sums
         for j in body.tangents:
             t, sharding = tangents[plan.differentiable.index(j)], plan.outputs[j].sharding
             args.append(read_rows(t, sharding, lo, hi) if sharding.split else t)
@@ -186,13 +193,16 @@ def _multiply_back(plan, inputs, grads, xs, chunk, start, stop, tiles) -> None:
         written.add(g.x)
 
 
+_COMBINE = {"max": torch.maximum, "min": torch.minimum, "logsumexp": torch.logaddexp}
+
+
 class _Total:
-    """An output while it is put together: rows side by side, or a sum in at least float32."""
+    """An output while it is put together: rows side by side, or a total in at least float32."""
 
     def __init__(self, spec: Spec, n: int):
         self.spec = spec
         kind = spec.sharding.partial
-        self.value: Any  # a tensor; None until the first part of a maximum or minimum
+        self.value: Any  # a tensor; None until the first part of a total that is no sum
         if kind is None:
             self.value = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
         elif kind == "sum":
@@ -208,10 +218,10 @@ class _Total:
         elif kind == "sum":
             self.value.add_(value)
         elif self.value is None:
-            self.value = value.clone()
+            wide = kind == "logsumexp" and value.dtype.itemsize < 4
+            self.value = value.float() if wide else value.clone()
         else:
-            combine = torch.maximum if kind == "max" else torch.minimum
-            self.value = combine(self.value, value)
+            self.value = _COMBINE[kind](self.value, value)
 
     def result(self) -> Tensor:
         if self.value is None:

@@ -152,7 +152,9 @@ def _backward_meta(loop: ChunkLoop, *args: TensorProxy) -> tuple[TensorProxy, ..
 
 def _backward_impl(loop: ChunkLoop, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
     count = len(loop.plan.differentiable)
-    _, parts = run(loop, args[count:], args[:count], False)
+    tangents, args = args[:count], args[count:]
+    count = len(loop.plan.log_sums)
+    _, parts = run(loop, args[count:], tangents, False, log_sums=args[:count])
     return tuple(finish(loop.plan, None, parts))
 
 
@@ -171,7 +173,7 @@ def _chunk_loop_grad(loop: ChunkLoop, *inputs: TensorProxy) -> tuple[TensorProxy
     else:
         outputs = chunk_loop(loop, *inputs)
         tangents = [prims.get_grad(outputs[i]) for i in plan.differentiable]
-        grads = chunk_loop_backward(loop, *tangents, *inputs)
+        grads = chunk_loop_backward(loop, *tangents, *(outputs[i] for i in plan.log_sums), *inputs)
     for i, grad in zip(plan.grads, grads, strict=True):
         prims.put_grad(inputs[i], grad)
     return tuple(outputs)

@@ -233,6 +233,16 @@ RULES[PrimIDs.AMAX] = _reduction("max")
 RULES[PrimIDs.AMIN] = _reduction("min")
 
 
+@rule("torch.logsumexp")
+def _logsumexp(a: TensorProxy, dim: int | Sequence[int], keepdim: bool = False) -> Relation:
+    gone = {d % a.ndim for d in (dim if isinstance(dim, Sequence) else (dim,))} if a.ndim else set()
+    kept = [d for d in range(a.ndim) if d not in gone]
+    return Relation(
+        links=tuple(((0, d), (-1, d if keepdim else i)) for i, d in enumerate(kept)),
+        reduced=tuple(((0, d), "logsumexp") for d in sorted(gone)),
+    )
+
+
 @rule(PrimIDs.PROD, PrimIDs.VAR, PrimIDs.VAR_MEAN, PrimIDs.STD)
 def _inner_reduction(a: TensorProxy, dims: Sequence[int] | None = None, **_: Any) -> Relation:
     gone = {d % a.ndim for d in dims} if dims is not None else set(range(a.ndim))

@@ -104,6 +104,11 @@ class LoopPlan:
         return -(-self.n // self.chunk_rows)
 
     @property
+    def log_sums(self) -> tuple[int, ...]:
+        """Indices of the outputs whose gradient in one chunk needs their value over all chunks."""
+        return tuple(i for i in self.differentiable if self.outputs[i].sharding.partial == "logsumexp")
+
+    @property
     def row_bytes(self) -> int:
         """One row of all amplifiers' results."""
         return sum(g.width * g.out.dtype.itemsize for g in self.gemms)

@@ -51,7 +51,8 @@ class Sharding:
 
     Attributes:
         dims: for each dim its `RowDim`, or None where the dim is whole in every chunk.
-        partial: None, or how the chunks' values combine to the whole one: "sum", "max" or "min".
+        partial: None, or how the chunks' values combine to the whole one: "sum", "max", "min" or
+            "logsumexp".
     """
 
     dims: tuple[RowDim | None, ...]
@@ -95,7 +96,7 @@ class Relation:
 
     Attributes:
         links: groups of axes that are split together or not at all.
-        reduced: input axes that vanish, and how the parts combine: "sum", "max", "min".
+        reduced: input axes that vanish, and how the parts combine: "sum", "max", "min", "logsumexp".
         blocked: axes that must stay whole, with the reason. An axis that no field names is free to
             be split only if it belongs to a result made from nothing (`full`).
         linear: sets of tensor arguments in which the op is jointly linear, the others held fixed.
@@ -222,7 +223,7 @@ def _propagate_partial(relation, inputs, outputs, known, partials) -> dict[int, 
     if kind == "sum":
         if not any(group >= set(partials) and all(i in partials for i in group) for group in relation.linear):
             raise RuleError("it is not linear in a sum over rows, which is known only after the last chunk")
-    elif not relation.monotone:
+    elif kind == "logsumexp" or not relation.monotone:
         raise RuleError(f"it needs the {kind} over all rows, which is known only after the last chunk")
     return {
         slot: Sharding((None,) * len(shape), kind if slot < 0 or slot in partials else None)
