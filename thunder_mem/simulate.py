@@ -160,7 +160,7 @@ def _replacements(spec: DeviceSpec) -> list[tuple[Any, str, Any]]:
         (thunder.executors.utils, "_fused_sdp_choice", choose),
         (thunder.executors.torch_compile, "make_compiled", modelled_region),
         (torch.autograd, "backward", backward),
-        (torch.nn.Module, "_apply", _apply_to),
+        (torch.nn.Module, "_apply", apply_to),
         (cuda, "is_available", lambda: True),
         (cuda, "device_count", lambda: 1),
         (cuda, "current_device", lambda: 0),
@@ -176,7 +176,7 @@ def _replacements(spec: DeviceSpec) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _apply_to(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+def apply_to(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     """`Module._apply`, by which `module.to(...)` works: PyTorch's swaps a parameter's data in place,
     which a fake one does not allow. Here the parameter is replaced; tied ones stay tied."""
     made: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}

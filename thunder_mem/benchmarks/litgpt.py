@@ -1,0 +1,55 @@
+"""One run of Thunder's litgpt benchmark: ``python -m thunder_mem.benchmarks.litgpt --help``.
+
+All options of ``python thunder/benchmarks/benchmark_litgpt.py`` and those of `Options`; its output, its metrics
+and its JSON, which also names versions, machine and, where it is known, who is alive at the peak:
+
+    python -m thunder_mem.benchmarks.litgpt --model_name longchat-7b-16k --n_layers 2 --checkpoint_activations True \\
+        --compile thunder --mem_efficient True --device simulate:H100-80GB --return_metrics_as_json True \\
+        --json_path longchat.json
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from jsonargparse import ArgumentParser
+
+from thunder_mem.benchmarks.harness import load_thunders, run
+from thunder_mem.benchmarks.options import Options
+
+__all__ = ["main", "make_parser"]
+
+
+def make_parser() -> ArgumentParser:
+    """Thunder's own options, read off its class, and ours."""
+    parser = ArgumentParser(prog="python -m thunder_mem.benchmarks.litgpt", description=__doc__)
+    parser.add_class_arguments(Options)
+    parser.add_class_arguments(load_thunders().Benchmark_litGPT)
+    parser.add_argument("--return_metrics_as_json", type=bool, default=False, help="write the metrics to --json_path")
+    parser.add_argument("--json_path", type=str, default="", help="where the JSON goes")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; 0 if it did, 2 if the options have no meaning together."""
+    parser = make_parser()
+    given = vars(parser.parse_args(arguments))
+    options = Options(**{name: given.pop(name) for name in Options.__dataclass_fields__})
+    try:
+        options.check(given["compile"], given["distributed_mode"])
+    except ValueError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    if given["return_metrics_as_json"] and given["json_path"]:
+        Path(given["json_path"]).parent.mkdir(parents=True, exist_ok=True)
+    torch.set_float32_matmul_precision("high")
+    warnings.filterwarnings("ignore", message=".*transformer_engine.*")
+    run(options, **given)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
