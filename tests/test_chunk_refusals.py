@@ -115,3 +115,33 @@ def test_a_mean_of_what_the_loop_reads_is_no_write(where):
     torch.testing.assert_close(loss, expected.float())
     actual, wanted = torch.autograd.grad(loss, (x, w)), torch.autograd.grad(expected, doubles)
     torch.testing.assert_close(actual, tuple(g.float() for g in wanted))
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())
+        self.head = torch.nn.Linear(16, 101, bias=False)
+
+    def forward(self, x):
+        h = self.body(x)
+        z = self.head(h)
+        return torch.nn.Softmax(dim=0)(z).square().sum()
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: torch.nn.Sequential(m)], ids=["itself", "in a container"])
+def test_a_modules_head_is_named_by_the_line_that_calls_it(wrap):
+    compiled, transform = chunked(wrap(Model()))
+    compiled(torch.randn(37, 16))
+    (refusal,) = transform.record.refusals
+    line = Model.forward.__code__.co_firstlineno
+    assert refusal.head_source == f"{__file__}:{line + 2}" and refusal.source == f"{__file__}:{line + 3}"
+    assert "head_weight" in refusal.head
+
+
+def test_without_a_line_of_the_users_it_is_pytorchs():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 101), torch.nn.Softmax(dim=0))
+    compiled, transform = chunked(model)
+    compiled(torch.randn(37, 16))
+    (refusal,) = transform.record.refusals
+    assert "linear.py:" in refusal.head_source

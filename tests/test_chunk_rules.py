@@ -1,5 +1,7 @@
 """The rules: what they derive, against row independence itself, and what users may add."""
 
+import re
+
 import pytest
 import thunder
 import thunder.torch as ltorch
@@ -194,6 +196,54 @@ def test_users_add_rules_for_their_own_ops():
 
 def _double(a):
     return a * 2.0
+
+
+@pytest.fixture
+def double():
+    """An op of the user's, and how to run a head through it."""
+    ex = thunder.extend.OperatorExecutor("test_chunk_rules_wrong")
+    symbol = ex.register_operator("chunk_test_wrong", like=lambda a: ltorch.mul(a, 2.0), fn=lambda a: a * 2.0)
+    thunder.extend.register_executor(ex)
+    ex._lookasides[_double] = symbol
+    yield ex, symbol
+    RULES.pop(symbol.id, None)
+    thunder.extend.deregister_executor(ex)
+
+
+WRONG = {
+    "classes as rows": (lambda a: Relation(links=(((0, 0), (-1, 1)),)), "only a part|it gives"),
+    "a result without rows": (lambda a: Relation(links=(((0, 0),), ((0, 1), (-1, 1)))), "does not depend on rows"),
+    "a sum that is none": (lambda a: Relation(reduced=(((0, 0), "sum"),)), "it gives"),
+    "an axis too many": (lambda a: Relation(links=(((0, 2), (-1, 2)),)), r"the axis \(\d|-1, 2\)"),
+    "a slot too many": (lambda a: Relation(links=(((1, 0), (-1, 0)),)), r"the axis \(1, 0\), which it does not have"),
+    "an exception": (lambda a: Relation(links=a.no_such_thing), "the rule of chunk_test_wrong fails: "),
+    "nothing": (lambda a: None, "gives None, which is no Relation"),
+    "arguments that do not run": (
+        lambda a: Relation(
+            links=(((0, 0), (-1, 0)), ((0, 1), (-1, 1))), localise=lambda args, kwargs, shapes: ((*args, 1), kwargs)
+        ),
+        "split as its rule says, it fails",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_named_and_changes_nothing(name, double):
+    ex, symbol = double
+    rule, reason = WRONG[name]
+    register_rule(symbol, rule)
+
+    def fn(x, w):
+        z = F.linear(x, w)
+        return _double(z).sum()
+
+    x, w = torch.randn(23, 4), torch.randn(41, 4)
+    transform = ChunkLossHead(chunks=4)
+    compiled = thunder.jit(fn, transforms=[transform], executors=[ex, *thunder.get_default_executors()])
+    torch.testing.assert_close(compiled(x, w), fn(x, w))
+    (refusal,) = transform.record.refusals
+    assert refusal.op == "chunk_test_wrong" and re.search(reason, refusal.reason), refusal
+    assert "test_chunk_rules.py:" in refusal.source
 
 
 # --- the bound symbol ----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from thunder.transforms.autodiff import grad_transform_on_trace
 from thunder_mem.chunk_log_sums import share_of_log_sum, unpack_log_sums
 from thunder_mem.chunk_picks import fusible_picks
 from thunder_mem.chunk_program import is_cut, walk
-from thunder_mem.chunk_region import Region, Value, relation
+from thunder_mem.chunk_region import Refused, Region, Value, relation
 from thunder_mem.chunk_rules import RuleError, Sharding, local_shape
 
 __all__ = ["Body", "build_body"]
@@ -73,7 +73,8 @@ def build_body(
         outputs: whether the region's outputs are asked for as well (always, where no gradient is).
 
     Raises:
-        RuleError: an op does not replay at the block's size.
+        Refused: an op does not replay at the block's size.
+        RuleError: a gradient is missing.
     """
     forward = _trace_block(region, sides, wanted, rows)
     args, outs = list(forward.args), list(forward.bound_symbols[-1].args[0]["output"])
@@ -212,6 +213,14 @@ class _Replay:
         return [local_shape(o.shape, shardings[-1 - j], self.rows) for j, o in enumerate(leaf.outputs)]
 
     def _leaf(self, bsym: BoundSymbol) -> None:
+        leaf = self.members[id(bsym)]
+        try:
+            self._call(bsym)
+        except Exception as e:
+            reason = str(e) if isinstance(e, RuleError) else f"split as its rule says, it fails: {e}"
+            raise Refused(leaf, reason) from e
+
+    def _call(self, bsym: BoundSymbol) -> None:
         args, kwargs = self._operands(bsym)
         whole = self.log_sums.get(bsym.flat_proxy_outs[0].name)
         result = bsym.sym(*args, **kwargs) if whole is None else share_of_log_sum(whole, *args, **kwargs)
@@ -223,7 +232,7 @@ class _Replay:
                 value = self.region.values[old.name]
                 expected = local_shape(old.shape, value.sharding, self.rows)
                 if tuple(new.shape) != expected:
-                    raise RuleError(f"{bsym.sym.name} gives {tuple(new.shape)} for a block, but {expected} was derived")
+                    raise RuleError(f"it gives {tuple(new.shape)} for a block, but its rule says {expected}")
                 if (leaf := self.members.get(id(bsym))) is not None and is_cut(leaf):
                     new.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
                 self.env[value.key] = new

@@ -146,6 +146,8 @@ class _Blocks:
                 if (size, any(wanted), outputs) not in self.built:
                     body = build_body(self.region, self.sides, wanted, size, self.executors, outputs)
                     self.built[size, any(wanted), outputs] = body
+        except Refused:
+            raise
         except RuleError as e:
             raise Refused(first, str(e)) from None
         except Exception as e:  # Thunder cannot differentiate or execute an op; it will say so itself

@@ -243,15 +243,19 @@ def _logsumexp(a: TensorProxy, dim: int | Sequence[int], keepdim: bool = False) 
     )
 
 
-@rule(PrimIDs.PROD, PrimIDs.VAR, PrimIDs.VAR_MEAN, PrimIDs.STD)
-def _inner_reduction(a: TensorProxy, dims: Sequence[int] | None = None, **_: Any) -> Relation:
+@rule(PrimIDs.PROD, PrimIDs.VAR, PrimIDs.STD)
+def _inner_reduction(a: TensorProxy, dims: Sequence[int] | None = None, *, outputs: int = 1, **_: Any) -> Relation:
     gone = {d % a.ndim for d in dims} if dims is not None else set(range(a.ndim))
     kept = [d for d in range(a.ndim) if d not in gone]
-    slots = (-1, -2)
     return Relation(
-        links=tuple(((0, d), *((s, i) for s in slots)) for i, d in enumerate(kept)),
+        links=tuple(((0, d), *((-1 - j, i) for j in range(outputs))) for i, d in enumerate(kept)),
         blocked={(0, d): "it reduces over rows in a way that chunks cannot be combined" for d in gone},
     )
+
+
+@rule(PrimIDs.VAR_MEAN)
+def _var_mean(a: TensorProxy, dims: Sequence[int] | None = None, **_: Any) -> Relation:
+    return _inner_reduction(a, dims, outputs=2)
 
 
 @rule(PrimIDs.ARGMAX, PrimIDs.ARGMIN)

@@ -9,7 +9,7 @@ loop; what is as large as the logits themselves (a one-hot target, a teacher's l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from thunder.core.proxies import TensorProxy
 from thunder_mem.chunk_program import Leaf, Program, effects, numel, size_bytes, symbolic
 from thunder_mem.chunk_rules import RULES, Relation, RowDim, RuleError, Sharding, propagate
 
-__all__ = ["Amplifier", "Refused", "Region", "Value", "candidates", "grow", "trim"]
+__all__ = ["Amplifier", "Refused", "Region", "Value", "candidates", "grow"]
 
 
 class Refused(Exception):
@@ -172,7 +172,20 @@ def relation(leaf: Leaf) -> Relation:
     rule = RULES.get(leaf.bsym.sym.id)
     if rule is None:
         raise RuleError(f"there is no rule for how {leaf.name} splits along rows (see register_rule)")
-    return rule(*leaf.bsym.args, **leaf.bsym.kwargs)
+    try:
+        found = rule(*leaf.bsym.args, **leaf.bsym.kwargs)
+    except RuleError:
+        raise
+    except Exception as e:
+        raise RuleError(f"the rule of {leaf.name} fails: {e!r}") from e
+    if not isinstance(found, Relation):
+        raise RuleError(f"the rule of {leaf.name} gives {found!r}, which is no Relation")
+    for slot, dim in found.axes:
+        shapes = leaf.inputs if slot >= 0 else leaf.outputs
+        at = slot if slot >= 0 else -1 - slot
+        if at >= len(shapes) or not 0 <= dim < shapes[at].ndim:
+            raise RuleError(f"the rule of {leaf.name} speaks of the axis ({slot}, {dim}), which it does not have")
+    return found
 
 
 def _propagate(leaf: Leaf, known: Mapping[int, Sharding], n: int) -> dict[int, Sharding]:
@@ -226,7 +239,7 @@ class _Growth:
             return
         try:
             if late:
-                raise RuleError(f"it needs {late[0]}, which is known only after the last chunk")
+                raise RuleError(f"it needs {late[0]}, which depends on all rows and is known only after the last chunk")
             if effects(leaf):
                 raise RuleError("it writes into a tensor in place")
             shardings = _propagate(leaf, known, self.n)
@@ -236,7 +249,7 @@ class _Growth:
                     self._demand(leaf, t, shardings[slot])
         except RuleError as e:
             if any(self.wide(leaf.inputs[slot]) for slot in known):
-                raise Refused(leaf, str(e)) from None
+                raise Refused(leaf, str(e)) from e
             self.late.update(o.name for o in leaf.outputs)
             return
         self._add(leaf, shardings)
@@ -345,52 +358,3 @@ def grow(program: Program, leaf: Leaf, rows: int) -> Region:
 
 def _in_order(program: Program, values: Mapping[str, Value]) -> dict[str, Value]:
     return dict(sorted(values.items(), key=lambda item: program.producer[item[0]].index))
-
-
-def without(region: Region, dropped: Sequence[Leaf]) -> Region:
-    """The region less some of its last members."""
-    gone = {leaf.index for leaf in dropped}
-    names = {o.name for leaf in dropped for o in leaf.outputs}
-    return Region(
-        region.program,
-        region.n,
-        region.amplifiers,
-        tuple(m for m in region.members if m.index not in gone),
-        region.shardings,
-        {name: v for name, v in region.values.items() if name not in names},
-        region.derived - names,
-    )
-
-
-def trim(region: Region) -> Region:
-    """End the region where one scalar carries the gradient, if such a place exists, and before totals are rounded.
-
-    Then gradients can be computed in the forward: `loss` and `3 * loss`, both returned, are one
-    scalar and its multiple when the region ends at `loss`. A 16-bit loss is a float32 sum rounded
-    once, not a sum of rounded ones.
-    """
-
-    def one_scalar(r: Region) -> bool:
-        return (
-            len(r.differentiable) == 1
-            and r.differentiable[0].sharding.partial == "sum"
-            and (r.differentiable[0].proxy.numel == 1)
-        )
-
-    smaller = region
-    while not one_scalar(smaller):
-        last = smaller.members[-1] if smaller.members else None
-        if last is None or any(smaller.values[o.name].sharding.partial is None for o in last.outputs):
-            smaller = region
-            break
-        smaller = without(smaller, [last])
-    while smaller.members and _rounds_a_total(smaller, smaller.members[-1]):
-        smaller = without(smaller, smaller.members[-1:])
-    return smaller
-
-
-def _rounds_a_total(region: Region, leaf: Leaf) -> bool:
-    if leaf.bsym.sym.id != PrimIDs.CONVERT_ELEMENT_TYPE or leaf.inputs[0].name not in region.derived:
-        return False
-    (out,) = leaf.outputs
-    return region.values[out.name].sharding.partial == "sum" and out.dtype.bytes < leaf.inputs[0].dtype.bytes

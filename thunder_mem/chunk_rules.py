@@ -114,6 +114,11 @@ class Relation:
     monotone: bool = False
     localise: Callable[[tuple, dict, Sequence[tuple[int, ...]]], tuple[tuple, dict]] | None = None
 
+    @property
+    def axes(self) -> set[Axis]:
+        """All that it speaks of."""
+        return {*(a for group in self.links for a in group), *(a for a, _ in self.reduced), *self.blocked}
+
     def __post_init__(self) -> None:
         if self.blocked is None:
             object.__setattr__(self, "blocked", {})

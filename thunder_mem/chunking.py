@@ -22,10 +22,12 @@ from thunder_mem.chunk_loop import is_chunk_loop, loop_of
 from thunder_mem.chunk_mark import Mark, strip_marks
 from thunder_mem.chunk_plan import ACCUMULATE, ChunkRecord, Head, LoopPlan, Refusal
 from thunder_mem.chunk_program import Leaf, Program, numel, read_program, size_bytes
-from thunder_mem.chunk_region import Refused, Region, candidates, grow, trim
+from thunder_mem.chunk_region import Refused, Region, candidates, grow
 from thunder_mem.chunk_size import default_rows
 from thunder_mem.chunk_splice import splice
+from thunder_mem.chunk_trim import trim
 from thunder_mem.thunder_grads import register_missing
+from thunder_mem.user_lines import name_user_lines
 
 __all__ = ["ChunkRecord", "ChunkingError", "Head", "LoopPlan", "Refusal", "check_options", "chunk_trace"]
 
@@ -225,3 +227,4 @@ def _grow_hoisting(program: Program, leaf: Leaf, rows: int) -> tuple[Region, Tra
 
 
 register_missing()
+name_user_lines()
