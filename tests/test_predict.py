@@ -253,7 +253,27 @@ def test_arguments_that_share_memory_count_once():
         (
             lambda: predict(thunder.jit(torch.sin), randn(1), tangents=[torch.ones(1)] * 2),
             ValueError,
-            "takes 1 tangents, but 2",
+            r"takes 1 tangents, .*shapes \(1,\); but 2 were given",
+        ),
+        (
+            lambda: predict(thunder.jit(torch.sin), randn(3, 4), tangents=[torch.ones(4, 3)]),
+            ValueError,
+            r"number 0 is \(4, 3\) of torch.float32 on cpu and not \(3, 4\) of torch.float32 on cpu",
+        ),
+        (
+            lambda: predict(thunder.jit(torch.sin), randn(3), tangents=[torch.ones(3, dtype=torch.int64)]),
+            ValueError,
+            "number 0 is .* of torch.int64",
+        ),
+        (
+            lambda: predict(thunder.jit(lambda a: (a * 2, a > 0)), randn(3), tangents=[torch.ones(3)] * 2),
+            ValueError,
+            "number 1 is None, as that output has no gradient",
+        ),
+        (
+            lambda: predict(thunder.jit(torch.sin), randn(3), tangents=[1.0]),
+            TypeError,
+            "tangents are tensors or None, but number 0 is float",
         ),
         (lambda: predict(thunder.jit(torch.sin), torch.ones(1)).phase("backward"), ValueError, "only 'forward'"),
         (
@@ -273,6 +293,41 @@ def test_two_gpus_are_one_too_many():
         x, y = (torch.ones(3, device=f"cuda:{i}") for i in range(2))
         with pytest.raises(ValueError, match="lives on cuda:0 and cuda:1"):
             predict(thunder.jit(lambda x, y: (x * 2, y * 2)), x, y)
+
+
+OUTPUTS = {
+    "an input as it is": (lambda a: (a, a * 2), (0, 1)),
+    "an input as it is, last": (lambda a: (a * 2, a), (0, 1)),
+    "an input that nobody uses": (lambda a: (a, a * 2), (1,)),
+    "only an input": (lambda a: (a, a * 2), (0,)),
+    "a view of an input": (lambda a: (a.t(), a * 2), (0, 1)),
+    "a boolean": (lambda a: (a * 2, a > 0), (0,)),
+    "an index": (lambda a: (a.argmax(), a * 2), (1,)),
+    "values and indices": (lambda a: torch.topk(a.sin(), 3), (0,)),
+    "one that nobody uses": (lambda a: (a.sin(), a * 2), (1,)),
+}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("fn, used", OUTPUTS.values(), ids=OUTPUTS.keys())
+def test_outputs_that_are_special_to_autograd(fn, used, before):
+    a = randn(64, 64)
+    jitted = thunder.jit(fn, executors=[])
+
+    def call():
+        outs = jitted(a)
+        torch.autograd.backward([outs[i] for i in used], [torch.ones_like(outs[i]) for i in used])
+
+    def measured():
+        a.grad = torch.zeros_like(a) if before else None
+        return measure_peak(call)
+
+    measured()
+    tangents = [torch.ones_like(t) if i in used else None for i, t in enumerate(fn(a))]
+    expected = measured()
+    a.grad = torch.zeros_like(a) if before else None
+    prediction = predict(jitted, a, tangents=tangents, keep_outputs=True)
+    assert prediction.measured_bytes == expected
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,48 @@ def test_a_head_outside_of_the_compiled_model_on_a_simulated_gpu():
     assert (on_cuda.peak_bytes, on_cuda.held_bytes) == (on_cpu.peak_bytes, on_cpu.held_bytes)
 
 
+LOSSES = {
+    "the function returns the loss": (lambda a: (a * 2).sin().sum(), None),
+    "an eager sum": (lambda a: (a * 2).sin(), torch.sum),
+    "several outputs": (lambda a: (a.sin(), a * 2), lambda outs: outs[0].mean() + outs[1].square().sum()),
+    "an output that is the input": (lambda a: (a, a * 2), lambda outs: outs[0].sum() + outs[1].sum()),
+    "only the input that is returned": (lambda a: (a, a * 2), lambda outs: outs[0].sum()),
+    "an output that is not used": (lambda a: (a.sin(), a * 2), lambda outs: outs[1].sum()),
+}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("fn, loss_fn", LOSSES.values(), ids=LOSSES.keys())
+def test_a_backward_without_an_optimizer(fn, loss_fn, before):
+    """What people write: `loss_fn(jitted(x)).backward()`, with a gradient from before or without."""
+    x = torch.randn(64, 64, requires_grad=True)
+    jitted = thunder.jit(fn, executors=[])
+
+    def run():
+        x.grad = torch.zeros_like(x) if before else None
+        return measure_peak(lambda: (jitted(x) if loss_fn is None else loss_fn(jitted(x))).backward())
+
+    run()
+    measured = run()
+    x.grad = torch.zeros_like(x) if before else None
+    prediction = predict_step(jitted, None, loss_fn, x)
+    assert prediction.measured_bytes == measured
+    assert prediction.held_bytes == x.nbytes * (2 if before else 1) and "optimizer" not in prediction.phases
+
+
+def test_a_model_without_an_optimizer():
+    model, x = small_model(), torch.randn(64, 32)
+    prediction = check_step(model, None, mean_square, x, before=0)
+    gradients_bytes = sum(p.nbytes for p in model.parameters())
+    assert prediction.phases == ("forward", "loss", "backward")
+    assert prediction.timeline[-1].live_bytes >= prediction.held_bytes + gradients_bytes
+    with simulate("H100-80GB"):
+        with torch.device("cuda"):
+            model, x = small_model(), torch.ones(64, 32)
+        simulated = predict_step(thunder.jit(model, executors=[]), None, mean_square, x)
+    assert (simulated.peak_bytes, simulated.held_bytes) == (prediction.peak_bytes, prediction.held_bytes)
+
+
 def test_groups_and_parameters_that_no_output_depends_on():
     model = small_model()
     model.idle = nn.Linear(16, 16)
@@ -231,7 +273,7 @@ def test_nothing_of_the_callers_changes():
     "optimizer, loss_fn, options, error, message",
     [
         (torch.optim.LBFGS, mean_square, {}, TypeError, "LBFGS calls the model from a closure"),
-        (lambda p: None, mean_square, {}, TypeError, "takes a torch.optim optimizer, not NoneType"),
+        (lambda p: 3, mean_square, {}, TypeError, "takes a torch.optim optimizer or None, not int"),
         (torch.optim.SGD, None, {}, ValueError, r"it is a tensor of shape \(4, 16\): give predict_step a loss_fn"),
         (torch.optim.SGD, lambda out: 3, {}, ValueError, "but it is int"),
         (torch.optim.SGD, lambda out: out.detach().sum(), {}, ValueError, "does not depend on anything"),

@@ -36,7 +36,13 @@ class _HandOver(torch.autograd.Function):
 
 
 def accumulate(
-    inputs: Sequence[Any], grads: list[Any], mode: FakeTensorMode, ledger: Ledger, *, probe: bool
+    inputs: Sequence[Any],
+    grads: list[Any],
+    mode: FakeTensorMode,
+    ledger: Ledger,
+    *,
+    direct: list[tuple[int, torch.Tensor]],
+    probe: bool,
 ) -> list[torch.Tensor]:
     """Hand `grads` to the leaves among `inputs`; record in `ledger` what that takes, as `ACCUMULATE`.
 
@@ -45,6 +51,8 @@ def accumulate(
         grads: one for each of `inputs`, None where there is none; emptied, so that nobody else holds them.
         mode: of all those tensors.
         ledger: has the tensors' storages.
+        direct: gradients that reach an input without passing the compiled backward, as the function
+            returned it: position among `inputs`, and gradient; emptied too.
         probe: the tensors stand for this machine's, whose kernels' scratch can be measured.
 
     Returns:
@@ -55,19 +63,27 @@ def accumulate(
     grads.clear()
     passed_on = [g for t, g in pairs if not t.is_leaf]
     pairs = [(t, g) for t, g in pairs if t.is_leaf and t.requires_grad]
-    if not pairs:
+    passed_on += [g for at, g in direct if not inputs[at].is_leaf]
+    straight = [(inputs[at], g) for at, g in direct if inputs[at].is_leaf]
+    direct.clear()
+    if not pairs and not straight:
         return passed_on
     twins = Twins(mode, ledger)
     watch = Watch(ledger, probe=probe, twins=twins)
     watch.phase = ACCUMULATE
-    leaves = [_leaf(t, twins) for t, _ in pairs]
+    taking, ends = [t for t, _ in pairs], [t for t, _ in straight]
+    leaf_of = _leaves(taking + ends, twins)
+    leaves = list(leaf_of.values())
     box = [_twins_of([g for _, g in pairs], twins)]
-    pairs.clear()
+    given = [twins.to_cpu(g) for _, g in straight]
     with mode:
-        root = _HandOver.apply(box, *leaves)
-        one = torch.empty_like(root)
+        roots = [_HandOver.apply(box, *(leaf_of[id(t)] for t in taking))] if taking else []
+        ones = [torch.empty_like(root) for root in roots]
+        pairs.clear()
+        straight.clear()
         with watch:
-            torch.autograd.backward(root, one)
+            torch.autograd.backward([*(leaf_of[id(t)] for t in ends), *roots], [*given, *ones])
+    del given
     ledger.sweep()
     found = [leaf.grad for leaf in leaves]
     for leaf in leaves:
@@ -84,8 +100,13 @@ def _twins_of(grads: list[torch.Tensor], twins: Twins) -> list[torch.Tensor]:
     return [once[id(g)] for g in grads]
 
 
-def _leaf(t: torch.Tensor, twins: Twins) -> torch.Tensor:
-    leaf = twins.of(t)
-    if leaf is not t and t.grad is not None:
-        leaf.grad = twins.to_cpu(t.grad)
-    return leaf
+def _leaves(tensors: Sequence[torch.Tensor], twins: Twins) -> dict[int, torch.Tensor]:
+    """The leaf that stands for each tensor, by the tensor's id, with the gradient it has now."""
+    leaves: dict[int, torch.Tensor] = {}
+    for t in tensors:
+        if id(t) in leaves:
+            continue
+        leaf = leaves[id(t)] = twins.of(t)
+        if leaf is not t and t.grad is not None:
+            leaf.grad = twins.to_cpu(t.grad)
+    return leaves

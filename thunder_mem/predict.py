@@ -26,6 +26,7 @@ from thunder_mem.accumulate import accumulate
 from thunder_mem.region_model import empty_like_proxy
 from thunder_mem.replay import Block, Event, Ledger, PredictionError, Runner, replay
 from thunder_mem.scratch import ProbingRunner, SimulatedRunner
+from thunder_mem.tangents import checked_tangents, fill_with_zeros, passed_through
 
 __all__ = ["Held", "Prediction", "PredictionError", "predict"]
 
@@ -134,7 +135,7 @@ def predict(
     jitted: Callable[..., Any],
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
-    tangents: Sequence[torch.Tensor] | None = None,
+    tangents: Sequence[torch.Tensor | None] | None = None,
     keep_outputs: bool = False,
 ) -> Prediction:
     """Predict the peak of one call of a jitted function and, if it has one, of its backward.
@@ -147,15 +148,21 @@ def predict(
         args: the call's arguments, real or (under `simulate`) fake. Without any, the last compilation
             is predicted, with inputs that are dense and share no memory.
         kwargs: the call's keyword arguments.
-        tangents: gradients of the outputs, which the caller holds while the backward runs. Default:
-            dense ones that only the backward holds, so that it may free them.
+        tangents: gradients of the outputs, made after the forward, which the caller holds while the backward
+            runs: one for each distinct tensor that is returned, in the order in which they stand in what is
+            returned (dicts by their insertion), with that tensor's shape, dtype and device. None for an output
+            that has no gradient (integers), or that nothing is computed from: autograd makes zeros for it.
+            Default: dense ones that only the backward holds, so that it may free them.
         keep_outputs: whether the caller holds the outputs too while the backward runs. The frame of
             `torch.autograd.backward(outputs, tangents)` does; `loss_of(outputs).backward()` does not.
+
+    What an eager loss holds, and the scalar that `loss.backward()` itself makes, belong to no trace: for
+    ``loss_of(jitted(*args)).backward()`` to the byte there is ``predict_step(jitted, None, loss_of, *args)``.
 
     Raises:
         TypeError: `jitted` is not a function jitted by Thunder.
         ValueError: it was never called and no arguments are given; or its tensors live on the meta
-            device, on which nothing takes memory, or on several GPUs.
+            device, on which nothing takes memory, or on several GPUs; or the tangents are not the outputs'.
         PredictionError: it cannot be traced, or an operation has no prediction.
     """
     ledger, runner, assumptions = run_prediction(jitted, args, dict(kwargs or {}), tangents, keep_outputs)
@@ -186,7 +193,7 @@ def run_prediction(
     jitted: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    tangents: Sequence[torch.Tensor] | None,
+    tangents: Sequence[torch.Tensor | None] | None,
     keep_outputs: bool,
 ) -> tuple[Ledger, ProbingRunner | SimulatedRunner, list[str]]:
     entry, inputs, assumptions = compiled_entry(jitted, args, kwargs, call=bool(args or kwargs))
@@ -204,9 +211,23 @@ def run_prediction(
         return ledger, runner, assumptions
     data, (saved_tensors, saved_other) = result
     outputs = data["output"] if keep_outputs else None
+    passed = passed_through(data["flat_output"], inputs)
+    layouts = [(t.shape, t.dtype, t.device) for t in data["flat_output"]]
     del result, data
-    given = _tangents(backward, tangents, mode)
+    given = to_fake(checked_tangents(backward, tangents, mode), mode)[1]
     _add_all(ledger, [f"tangent{i}" for i in range(len(given))], given, "tangent")
+    theirs = list(given) if tangents is not None else None
+    # The gradient of an output that is an input goes to that input; the compiled backward gets zeros for it.
+    direct = [(at, given[i]) for i, at in passed.items() if given[i] is not None]
+    for i in passed:
+        given[i] = None
+    if all(t is None for t in given) and direct:
+        ledger.sweep()
+        kept = accumulate(inputs, [None] * len(inputs), mode, ledger, direct=direct, probe=device_type == "cpu")
+        del outputs, theirs, kept
+        return ledger, runner, assumptions
+    fill_with_zeros(given, layouts, mode)
+    _add_all(ledger, [f"zeros{i}" for i in range(len(given))], given, "tangent")
     # As the trace calls them; an output that has no gradient has no name there.
     named = [(p.name, t) for p, t in zip(backward.args[1], given, strict=True) if p is not None]
     _add_all(ledger, [name for name, _ in named], [t for _, t in named], "tangent")
@@ -214,10 +235,10 @@ def run_prediction(
     saved = [list(saved_tensors), saved_other]
     del saved_tensors, saved_other
     ledger.sweep()
-    caller_holds = (outputs, list(given) if tangents is not None else None)
-    del outputs
+    caller_holds = (outputs, theirs)
+    del outputs, theirs
     grads = list(run_backward(backward, saved, given, mode, ledger, runner))
-    kept = accumulate(inputs, grads, mode, ledger, probe=device_type == "cpu")
+    kept = accumulate(inputs, grads, mode, ledger, direct=direct, probe=device_type == "cpu")
     del caller_holds, kept
     return ledger, runner, assumptions
 
@@ -344,14 +365,3 @@ def _from_proxy(proxy: Any) -> Any:
     raise PredictionError(
         f"the argument {proxy.name} is neither a tensor nor a number: give predict the call's arguments"
     )
-
-
-def _tangents(backward: Any, given: Sequence[torch.Tensor] | None, mode: FakeTensorMode) -> list[Any]:
-    """The cotangents in the order the backward trace takes them."""
-    _, wanted = backward.args
-    if given is None:
-        with mode:
-            return [empty_like_proxy(p) if isinstance(p, TensorProxy) else None for p in wanted]
-    if len(given) != len(wanted):
-        raise ValueError(f"the backward takes {len(wanted)} tangents, but {len(given)} were given")
-    return to_fake(list(given), mode)[1]

@@ -30,7 +30,7 @@ __all__ = ["predict_step", "training_step"]
 
 def training_step(
     model: Callable[..., Any],
-    optimizer: torch.optim.Optimizer | _Phases,
+    optimizer: torch.optim.Optimizer | _Phases | None,
     loss_fn: Callable[[Any], torch.Tensor] | None,
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
@@ -41,7 +41,7 @@ def training_step(
 
     Args:
         model: called with `args` and `kwargs`.
-        optimizer: over the model's parameters.
+        optimizer: over the model's parameters; None for forward, loss and backward alone: the gradients stay.
         loss_fn: from what the model returns to the scalar loss; None if the model returns the loss.
         accumulate: number of microbatches.
         set_to_none: drop the gradients at the end; otherwise they stay, filled with zeros.
@@ -52,13 +52,14 @@ def training_step(
         else:
             loss = loss_fn(model(*args, **(kwargs or {})))
         loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=set_to_none)
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
 
 
 def predict_step(
     model: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     loss_fn: Callable[[Any], torch.Tensor] | None,
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
@@ -71,21 +72,22 @@ def predict_step(
     Args:
         model, optimizer, loss_fn, args, kwargs, accumulate, set_to_none: as in `training_step`; `model`
             is what `thunder.jit` returned, and any optimizer of `torch.optim` will do that needs no closure.
+            With None this is the exact prediction of ``loss_fn(model(*args)).backward()``.
         first: predict the very first step, in which the optimizer makes its state, instead of a later one.
 
     Returns:
-        The prediction, with the phases "forward", "loss", "backward", "optimizer" and, unless
-        `set_to_none`, "zero_grad".
+        The prediction, with the phases "forward", "loss" (if something runs in it), "backward" and, with
+        an optimizer, "optimizer" and, unless `set_to_none`, "zero_grad".
         Parameters, buffers, inputs, optimizer state and, unless `set_to_none`, gradients are held
         before the step begins, and count among `held_bytes`; so do gradients that a parameter
-        outside of the optimizer has now. What else the loss refers to does not count.
+        outside of the optimizer, or without one any, has now. What else the loss refers to does not count.
 
     Raises:
         TypeError, ValueError, PredictionError: as `predict`; also for an optimizer that needs a closure,
             and a loss that is no scalar or does not depend on a parameter.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"predict_step takes a torch.optim optimizer, not {type(optimizer).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise TypeError(f"predict_step takes a torch.optim optimizer or None, not {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS calls the model from a closure, as often as it likes: its step cannot be predicted")
     if not isinstance(accumulate, int) or accumulate < 1:
@@ -100,7 +102,7 @@ def predict_step(
     runner = SimulatedRunner() if simulated else ProbingRunner()
     mode = mode_of(inputs)
     twins = Twins(mode, ledger)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
     for t in parameters:
         twins.hold(t, "parameter", with_grad=False)  # a step begins without, or with what `make_state` makes
     for t in _owned(model):
@@ -109,7 +111,7 @@ def predict_step(
         twins.hold(t, "argument")
     watch = Watch(ledger, probe=not simulated, twins=twins)
     stand_in = _Model(entry, inputs, mode, ledger, runner, watch, twins)
-    twin = twin_optimizer(optimizer, twins, simulated)
+    twin = None if optimizer is None else twin_optimizer(optimizer, twins, simulated)
 
     def watched_loss(output: Any) -> torch.Tensor:
         with Leaves(twins):
@@ -123,26 +125,27 @@ def predict_step(
         return loss
 
     with mode, _inside(twins):
-        if not first:
-            with torch.device("cpu"):
-                make_state(twin, twins, set_to_none)
-            watch.scalars = next_scalars(optimizer, twin, twins)
-        for group in twin.param_groups:
-            for p in group["params"]:
-                for name, t in twin.state.get(p, {}).items():
-                    if isinstance(t, torch.Tensor):
-                        hold_state(ledger, name, t, group, simulated)
+        if optimizer is not None and twin is not None:
+            if not first:
+                with torch.device("cpu"):
+                    make_state(twin, twins, set_to_none)
+                watch.scalars = next_scalars(optimizer, twin, twins)
+            for group in twin.param_groups:
+                for p in group["params"]:
+                    for name, t in twin.state.get(p, {}).items():
+                        if isinstance(t, torch.Tensor):
+                            hold_state(ledger, name, t, group, simulated)
         with watch:
             training_step(
                 stand_in,
-                _Phases(twin, watch),
+                None if twin is None else _Phases(twin, watch),
                 watched_loss,
                 kwargs=None,
                 accumulate=accumulate,
                 set_to_none=set_to_none,
             )
     ledger.sweep()
-    notes = [] if first else ["the optimizer has its state already"]
+    notes = [] if first or optimizer is None else ["the optimizer has its state already"]
     return finish(ledger, (*assumptions, *runner.assumptions, *notes))
 
 
