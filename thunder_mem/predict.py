@@ -144,7 +144,8 @@ def predict(
     to make them `.grad`: those not laid out as their parameter is, shared ones, and those that find one.
 
     Args:
-        jitted: what `thunder.jit` returned. It is compiled for `args` if it has not been yet, but not run.
+        jitted: what `thunder.jit` returned. It is compiled for `args` if it has not been yet, but not run;
+            on a CPU single operations run, each once, on zeros, to learn what they hold inside themselves.
         args: the call's arguments, real or (under `simulate`) fake. Without any, the last compilation
             is predicted, with inputs that are dense and share no memory.
         kwargs: the call's keyword arguments.

@@ -13,7 +13,9 @@ __all__ = ["make_parser"]
 
 _DESCRIPTION = """\
 Know the peak of a PyTorch program before it runs, on any machine: thunder-mem compiles it by
-lightning-thunder with MemEfficient, runs nothing of it, and follows every allocation.
+lightning-thunder with MemEfficient and follows every allocation, without running the program:
+on a CPU single operations run, each once, on zeros, to learn what they hold inside themselves;
+for a simulated device nothing runs at all.
 
   thunder-mem predict train.py:build --device H100-80GB     does it fit, and by how much
   thunder-mem explain train.py:build --html report.html     who holds the peak, and why

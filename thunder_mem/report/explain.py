@@ -28,7 +28,7 @@ def explain(
     budget_bytes: int | str | None = None,
     bounds: bool = True,
 ) -> Report:
-    """Explain the memory of a jitted function, without running it.
+    """Explain the memory of a jitted function, without running it (but for single operations, see `predict`).
 
     Args:
         jitted: what `thunder.jit` returned; with `transforms=[MemEfficient()]` the report also shows what
