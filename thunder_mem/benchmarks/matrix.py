@@ -1,0 +1,105 @@
+"""The matrix of `thunder_mem.benchmarks.table`: which models, how compiled, and the command of each run."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from itertools import product
+
+__all__ = ["COMPILERS", "MODELS", "Case", "Model", "cases"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """How a model is run.
+
+    Attributes:
+        layers: of the full-size run; the five of lightning-thunder's issue #1337 have two, as there.
+        batch: sequences in a step of the full-size run.
+        cpu_scale: of the run on a CPU, see `models.scaled`.
+        cpu_layers: of the run on a CPU.
+        cpu_batch: sequences on a CPU: about 1,024 tokens a step.
+    """
+
+    layers: int = 2
+    batch: int = 1
+    cpu_scale: float = 1 / 16
+    cpu_layers: int = 2
+    cpu_batch: int = 1
+
+
+MODELS: dict[str, Model] = {
+    "longchat-7b-16k": Model(),
+    "vicuna-33b-v1.3": Model(cpu_batch=8),
+    "falcon-40b": Model(cpu_batch=8),
+    "Gemma-7b": Model(cpu_batch=4),
+    "pythia-12b": Model(cpu_batch=8),
+    "Llama-3-8B": Model(cpu_batch=2),
+    "gpt2-124m": Model(layers=12, batch=8, cpu_scale=1 / 4, cpu_batch=4),
+    "bert-base-mlm": Model(layers=12, batch=16, cpu_scale=1 / 4, cpu_batch=8),
+}
+
+COMPILERS: dict[str, tuple[str, ...]] = {
+    "eager": ("--compile", "eager"),
+    "torch.compile": ("--compile", "inductor"),
+    "Thunder consecutive": ("--compile", "thunder", "--fusion_type", "consecutive"),
+    "Thunder dataflow": ("--compile", "thunder", "--fusion_type", "dataflow"),
+    "MemEfficient": ("--compile", "thunder", "--mem_efficient", "True"),
+    "MemEfficient, smallest": ("--compile", "thunder", "--mem_efficient", "True", "--mem_budget", "min"),
+}
+"""What compiles, and the options that say so; the last one buys all the memory that time can buy."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Example:
+        >>> case = Case("longchat-7b-16k", True, False, "MemEfficient")
+        >>> case.command("simulate:H100-80GB").startswith("python -m thunder_mem.benchmarks.litgpt --model_name long")
+        True
+    """
+
+    model: str
+    checkpointing: bool
+    loss_inside: bool
+    compiler: str
+
+    def arguments(self, device: str, iterations: int = 12) -> list[str]:
+        """The arguments of `thunder_mem.benchmarks.litgpt`, without where the JSON goes."""
+        how = MODELS[self.model]
+        small = device == "cpu"
+        arguments = {
+            "--model_name": self.model,
+            "--n_layers": how.cpu_layers if small else how.layers,
+            "--micro_batch_size": how.cpu_batch if small else how.batch,
+            "--checkpoint_activations": self.checkpointing,
+            "--loss_inside": self.loss_inside,
+            "--device": device,
+            **({"--scale": how.cpu_scale} if small else {}),
+            **({} if device.startswith("simulate:") else {"--max_iters": iterations, "--warmup_iters": 2}),
+        }
+        return [*(str(x) for pair in arguments.items() for x in pair), *COMPILERS[self.compiler]]
+
+    def command(self, device: str, iterations: int = 12) -> str:
+        """What reproduces the run, in a shell."""
+        return shlex.join(["python", "-m", "thunder_mem.benchmarks.litgpt", *self.arguments(device, iterations)])
+
+
+def cases(
+    models: list[str] | None = None,
+    compilers: list[str] | None = None,
+    checkpointing: tuple[bool, ...] = (True, False),
+    loss_inside: tuple[bool, ...] = (False, True),
+) -> list[Case]:
+    """The runs of the matrix, or of a part of it, those of one model together.
+
+    Raises:
+        ValueError: an unknown model or compiler.
+    """
+    for given, known in ((models, MODELS), (compilers, COMPILERS)):
+        unknown = [name for name in given or () if name not in known]
+        if unknown:
+            raise ValueError(f"unknown {', '.join(unknown)}: known are {', '.join(known)}")
+    wanted = product(models or MODELS, checkpointing, loss_inside, compilers or COMPILERS)
+    return [Case(*case) for case in wanted]
