@@ -7,7 +7,7 @@ A case is a function of named tensors and a list of those that require gradients
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,6 @@ class Case:
     grads: tuple[str, ...] = ("x", "w")
     mode: str = "grads-in-forward"
     loops: int = 1
-    tags: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:
         return self.name

@@ -20,22 +20,11 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder_mem.chunk_op_rules import pointwise
 from thunder_mem.chunk_rules import RULES, RuleError
 
-__all__ = ["DECOMPOSITIONS", "decomposed", "register_decomposition"]
+__all__ = ["DECOMPOSITIONS", "decomposed"]
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """By symbol id: `fn(*args, **kwargs)`, written in `thunder.torch` ops, that means the same as the op
 but keeps the sum over rows apart from what it is divided by; or None when it has nothing to say."""
-
-
-def register_decomposition(symbol_or_id: Any, fn: Callable[..., Any]) -> None:
-    """Teach the chunker to look into an op: `fn(*args, **kwargs)` in `thunder.torch` ops, or None.
-
-    Raises:
-        TypeError: `fn` is not callable.
-    """
-    if not callable(fn):
-        raise TypeError(f"a decomposition is a function in thunder.torch ops, but got {type(fn).__name__}")
-    DECOMPOSITIONS[getattr(symbol_or_id, "id", symbol_or_id)] = fn
 
 
 def decomposed(bsym: BoundSymbol, trace: TraceCtx) -> BoundSymbol:
