@@ -8,11 +8,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from thunder_mem import scratch_table
+
 torch.set_num_threads(1)
 settings.register_profile(
     "thunder_mem", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("thunder_mem")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _measured_anew():
+    """No test rests on what an earlier run of the tests has measured."""
+    nowhere = scratch_table.Table(None, "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scratch_table, "table", lambda: nowhere)
+        yield
 
 
 @pytest.fixture(autouse=True)

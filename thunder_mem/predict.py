@@ -26,6 +26,7 @@ from thunder_mem.accumulate import accumulate
 from thunder_mem.region_model import empty_like_proxy
 from thunder_mem.replay import Block, Event, Ledger, PredictionError, Runner, replay
 from thunder_mem.scratch import ProbingRunner, SimulatedRunner
+from thunder_mem.scratch_table import save_tables
 from thunder_mem.tangents import checked_tangents, fill_with_zeros, passed_through
 
 __all__ = ["Held", "Prediction", "PredictionError", "predict"]
@@ -172,6 +173,7 @@ def predict(
 
 def finish(ledger: Ledger, assumptions: Sequence[str]) -> Prediction:
     """Close a ledger: what is still alive stays alive to the end."""
+    save_tables()
     end = len(ledger.events) - 1
     return Prediction(
         timeline=tuple(ledger.events),

@@ -29,9 +29,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from thunder_mem import scratch_table
 from thunder_mem.measure import collector_off, record_curve
 from thunder_mem.region_model import run_region
 from thunder_mem.replay import proxies, tensor_proxies
+from thunder_mem.scratch_table import Output, Probe
 
 __all__ = ["KERNEL_SCRATCH", "ProbingRunner", "SimulatedRunner"]
 
@@ -39,27 +41,13 @@ Run = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
-class _Output:
-    """How a real output lies: in which storage ("input", i) or ("new", i), and how it shows it."""
+class _Failed:
+    """An operation that could not be measured, and the sentence that says so."""
 
-    where: tuple[str, int]
-    storage_bytes: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+    sentence: str
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """A real run: the bytes above the start at its worst moment and at its end, and its outputs."""
-
-    peak_bytes: int
-    end_bytes: int
-    outputs: tuple[_Output | None, ...]
-
-
-_Probes = dict[Hashable, "_Probe | None"]
+_Probes = dict[Hashable, Probe | _Failed]
 _PROBES: _Probes = {}
 _REGION_PROBES: WeakKeyDictionary[Any, _Probes] = WeakKeyDictionary()
 
@@ -91,9 +79,11 @@ class ProbingRunner:
             return 0
         probes, key = _known_probes(bsym), _key(bsym, inputs)
         if key not in probes:
-            probes[key] = self._probe(bsym, run, env, inputs)
+            probes[key] = self._recalled(bsym, run, env, inputs, key)
         probe = probes[key]
-        if probe is None:
+        if isinstance(probe, _Failed):
+            if probe.sentence not in self.assumptions:
+                self.assumptions.append(probe.sentence)
             return _run_tracked(bsym, run, env)
         if bsym.sym.is_fusion:
             _lay_out(bsym, probe, env, inputs)
@@ -103,14 +93,24 @@ class ProbingRunner:
                 _lay_out(bsym, probe, env, inputs)
         return probe.peak_bytes - _new_bytes(bsym, env, inputs)
 
+    def _recalled(
+        self, bsym: BoundSymbol, run: Run, env: dict[str, Any], inputs: dict[str, torch.Tensor], key: Hashable
+    ) -> Probe | _Failed:
+        """The probe of an operation, from the table of this machine if it was measured before."""
+        text = _text(bsym, key)
+        known = None if text is None else scratch_table.table().find(text)
+        if known is not None and len(known.outputs) == len(tensor_proxies(bsym.flat_outs)):
+            return known
+        probe = self._probe(bsym, run, env, inputs)
+        if text is not None and isinstance(probe, Probe):
+            scratch_table.table().add(text, probe)
+        return probe
+
     def _probe(
         self, bsym: BoundSymbol, run: Run, env: dict[str, Any], inputs: dict[str, torch.Tensor]
-    ) -> _Probe | None:
+    ) -> Probe | _Failed:
         if any(t.device.type != "cpu" for t in inputs.values()) or _communicates(bsym):
-            self.assumptions.append(
-                f"{bsym.sym.name}: only what fake tensors show of it is counted, not its kernels' scratch"
-            )
-            return None
+            return _Failed(f"{bsym.sym.name}: only what fake tensors show of it is counted, not its kernels' scratch")
         # A mode left standing, such as the one that watches a training step, would change what is measured.
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), collector_off():
             try:
@@ -120,9 +120,8 @@ class ProbingRunner:
                 curve = record_curve(lambda: run(probe_env))
             except Exception as error:
                 cause = f"{type(error).__name__}: {error}"
-                self.assumptions.append(f"{bsym.sym.name}: its scratch is unknown, it does not run on zeros ({cause})")
-                return None
-            return _Probe(curve.peak_bytes, curve.end_bytes, _outputs(bsym, probe_env, real))
+                return _Failed(f"{bsym.sym.name}: its scratch is unknown, it does not run on zeros ({cause})")
+            return Probe(curve.peak_bytes, curve.end_bytes, _outputs(bsym, probe_env, real))
 
 
 REGIONS = (
@@ -241,8 +240,40 @@ def _key(bsym: BoundSymbol, inputs: dict[str, torch.Tensor]) -> Hashable:
         tuple(map(of_argument, bsym.flat_args)),
         str(bsym.flat_args_and_spec[1]),
         _layouts(inputs),
-        torch.get_num_threads(),
+        _settings(),
     )
+
+
+def _settings() -> Hashable:
+    """What else decides which kernel an operation takes."""
+    return (
+        torch.get_num_threads(),
+        torch.backends.mkldnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+    )
+
+
+def _text(bsym: BoundSymbol, key: Hashable) -> str | None:
+    """`_key` as a text that means the same in every process; None where it cannot.
+
+    Operations of PyTorch and Thunder only: another package's code may change between two processes.
+    """
+    callables = tuple((bsym._call_ctx or {}).values())
+    names = [f"{getattr(c, '__module__', None)}.{getattr(c, '__qualname__', None)}" for c in callables]
+    own = bsym.name_with_module().startswith(("torch.", "Tensor.", "thunder.")) if not callables else True
+    if bsym.sym.is_fusion or not own or any(not name.startswith(("torch.", "thunder.")) for name in names):
+        return None
+    assert isinstance(key, tuple)
+    identity, _, *rest = key
+    return _stable((identity, names, *rest))
+
+
+def _stable(parts: Any) -> str | None:
+    """The parts as a text, unless that holds an object's address."""
+    text = repr(parts)
+    return None if " at 0x" in text else text
 
 
 def _layouts(tensors: dict[str, torch.Tensor]) -> Hashable:
@@ -291,11 +322,11 @@ def _real_like(fakes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return real
 
 
-def _outputs(bsym: BoundSymbol, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> tuple[_Output | None, ...]:
+def _outputs(bsym: BoundSymbol, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> tuple[Output | None, ...]:
     known: dict[int, tuple[str, int]] = {}
     for i, t in enumerate(inputs.values()):
         known.setdefault(t.untyped_storage()._cdata, ("input", i))
-    outputs: list[_Output | None] = []
+    outputs: list[Output | None] = []
     for p in tensor_proxies(bsym.flat_outs):
         out = env.get(p.name)
         if not isinstance(out, torch.Tensor):
@@ -303,11 +334,11 @@ def _outputs(bsym: BoundSymbol, env: dict[str, Any], inputs: dict[str, torch.Ten
             continue
         storage, offset = out.untyped_storage(), int(out.storage_offset())
         where = known.setdefault(storage._cdata, ("new", len(known)))
-        outputs.append(_Output(where, storage.nbytes(), tuple(out.shape), out.stride(), offset, out.dtype))
+        outputs.append(Output(where, storage.nbytes(), tuple(out.shape), out.stride(), offset, out.dtype))
     return tuple(outputs)
 
 
-def _lay_out(bsym: BoundSymbol, probe: _Probe, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> None:
+def _lay_out(bsym: BoundSymbol, probe: Probe, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> None:
     """Give `env` fake outputs that lie exactly as the real ones did."""
     given = list(inputs.values())
     made: dict[tuple[str, int], torch.Tensor] = {}
@@ -342,14 +373,19 @@ def probe_operator(func: Any, args: Any, kwargs: Any) -> tuple[int, int] | None:
 
     Returns:
         The bytes above the start at its worst moment and at its end, or None where it cannot run.
-        Kept for the life of the process, like the probes of bound symbols.
+        Kept like the probes of bound symbols.
     """
     flat, spec = tree_flatten((args, kwargs))
     fakes = {str(i): t for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
     constants = tuple(repr(x) for x in flat if not isinstance(x, torch.Tensor))
-    key = (func, constants, str(spec), _layouts(fakes), torch.get_num_threads())
+    key = (func, constants, str(spec), _layouts(fakes), _settings())
     if key not in _OPERATOR_PROBES:
-        _OPERATOR_PROBES[key] = _probe_operator(func, flat, spec, fakes)
+        text = _stable((str(func), *key[1:])) if getattr(func, "namespace", "") == "aten" else None
+        known = None if text is None else scratch_table.table().find(text)
+        found = _probe_operator(func, flat, spec, fakes) if known is None else (known.peak_bytes, known.end_bytes)
+        _OPERATOR_PROBES[key] = found
+        if text is not None and found is not None and known is None:
+            scratch_table.table().add(text, Probe(*found))
     return _OPERATOR_PROBES[key]
 
 
