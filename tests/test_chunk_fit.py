@@ -160,6 +160,51 @@ def test_a_tight_budget_takes_smaller_chunks_before_it_is_refused():
         compiled_with(head, MemEfficient(budget=peak_bytes - FLOOR * rows_bytes), *args)
 
 
+def test_a_budget_without_room_for_float32_sums_takes_the_weights_own():
+    x, w, t = inputs(512, 256, 4096, torch.bfloat16)
+    free, _ = compiled_with(head, MemEfficient(), x, w, t)
+    assert loops_of(free)[0].grad_dtypes == (torch.bfloat16, torch.float32)
+    weight_bytes = 2 * 4096 * 256
+    budget = last_plan(free).candidate.peak_bytes - weight_bytes + 4096
+    compiled, step = compiled_with(head, MemEfficient(budget=budget), x, w, t)
+    (plan,) = loops_of(compiled)
+    assert plan.grad_dtypes == (torch.bfloat16, torch.bfloat16) and "no room for float32" in plan.why
+    assert "no room for float32" in next(d for d in last_plan(compiled).decisions if d.what == "loss head").how
+    assert last_plan(compiled).candidate.peak_bytes <= budget
+    held = sum(a.nbytes for a in (x, w, t))
+    assert measure_peak(step) + held <= budget + LOSS_BYTES
+    assert 0 <= measure_peak(step) - predict(compiled).measured_bytes <= LOSS_BYTES
+    xd, wd = (a.detach().double().requires_grad_() for a in (x, w))
+    exact = torch.autograd.grad(head(xd, wd, t), (xd, wd))
+    for got, want in zip(step(), exact, strict=True):
+        assert got.dtype == torch.bfloat16 and (got.double() - want).norm() < 2e-2 * want.norm()
+    # What the user asks for stays, and what fits as well.
+    with pytest.raises(BudgetError):
+        compiled_with(head, MemEfficient(budget=budget, chunk=ChunkLossHead(accumulate="float32")), x, w, t)
+    ample, _ = compiled_with(head, MemEfficient(budget=budget + weight_bytes), x, w, t)
+    assert loops_of(ample)[0].grad_dtypes == (torch.bfloat16, torch.float32)
+
+
+def test_sums_of_a_recomputing_head_are_priced_and_narrowed_too():
+    def vector(x, w, t):
+        return torch.logsumexp(F.linear(x, w), 0).square().mean()
+
+    x, w, t = inputs(512, 256, 4096, torch.bfloat16)
+    free, step = compiled_with(vector, MemEfficient(), x, w, t)
+    (plan,) = loops_of(free)[-1:]
+    assert plan.mode == "recompute-in-backward" and plan.wider_sums_bytes == 2 * 4096 * 256
+    held = sum(a.nbytes for a in (x, w, t))
+    peak_bytes = last_plan(free).candidate.peak_bytes
+    assert measure_peak(step) + held <= peak_bytes + 4096
+    budget = peak_bytes - plan.wider_sums_bytes + 16384
+    compiled, step = compiled_with(vector, MemEfficient(budget=budget), x, w, t)
+    assert all(p.wider_sums_bytes == 0 for p in loops_of(compiled))
+    assert measure_peak(step) + held <= budget + 4096
+    xd, wd = (a.detach().double().requires_grad_() for a in (x, w))
+    for got, want in zip(step(), torch.autograd.grad(vector(xd, wd, t), (xd, wd)), strict=True):
+        assert (got.double() - want).norm() < 3e-2 * want.norm()
+
+
 def early(x, w, t, u):
     """A head that much of the forward follows, and whose gradients are larger than its logits."""
     h = torch.tanh(x)

@@ -30,7 +30,7 @@ def _spec(value: Value) -> Spec:
 def build_loop(
     region: Region,
     decide: Callable[[Head], tuple[int, str] | None],
-    accumulate: str,
+    accumulate: str | None,
     executors: Sequence[Any],
     name: str,
 ) -> ChunkLoop | None:
@@ -39,7 +39,8 @@ def build_loop(
     Args:
         region: what runs chunk by chunk.
         decide: rows per chunk and who says so (see `LoopPlan.sized`), or None to leave the head alone.
-        accumulate: dtype in which gradients of whole 16-bit inputs add up: "float32" or "input".
+        accumulate: dtype in which gradients of whole 16-bit inputs add up: "float32" or "input"; None
+            is float32 that may still be narrowed.
         executors: who executes the blocks.
         name: unique in the trace.
 
@@ -106,6 +107,7 @@ def build_loop(
         sides=sides,
         grads=grads,
         grad_dtypes=sums(-(-region.n // rows)),
+        sums_asked=accumulate is not None,
         over=(),
         differentiable=differentiable,
         forward_block_bytes=max(b.peak_bytes for b in (forward or backward).values()),
@@ -162,9 +164,9 @@ def _differentiable(region: Region) -> tuple[int, ...]:
     return tuple(i for i, v in enumerate(region.outputs) if v.proxy.name in region.program.needs_grad)
 
 
-def _sum_dtype(spec: Spec, accumulate: str, adds_up: bool) -> torch.dtype:
+def _sum_dtype(spec: Spec, accumulate: str | None, adds_up: bool) -> torch.dtype:
     """In which dtype a gradient is collected: a 16-bit one in float32, where several parts add up to it."""
-    wide = adds_up and not spec.sharding.split and accumulate == "float32" and spec.dtype.itemsize < 4
+    wide = adds_up and not spec.sharding.split and accumulate != "input" and spec.dtype.itemsize < 4
     return torch.float32 if wide else spec.dtype
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "loop_of",
     "overwritten",
     "rebind",
+    "saved_proxies",
     "scratch_bytes",
     "scratch_bytes_under",
     "shared_memory",
@@ -51,7 +52,8 @@ def _output_proxies(plan: LoopPlan) -> list[TensorProxy]:
     return [_proxy(s) for s in plan.outputs]
 
 
-def _saved_proxies(plan: LoopPlan) -> list[TensorProxy]:
+def saved_proxies(plan: LoopPlan) -> list[TensorProxy]:
+    """New proxies of the gradients that the forward hands to `chunk_loop_finish`, in parts."""
     saved = []
     for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True):
         spec = plan.inputs[i]
@@ -119,7 +121,7 @@ chunk_loop = _register("chunk_loop", _loop_meta, _loop_impl)
 
 
 def _with_grads_meta(loop: ChunkLoop, *inputs: TensorProxy) -> tuple[TensorProxy, ...]:
-    return (*_output_proxies(loop.plan), *_saved_proxies(loop.plan))
+    return (*_output_proxies(loop.plan), *saved_proxies(loop.plan))
 
 
 def _with_grads_impl(loop: ChunkLoop, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -264,4 +266,6 @@ def scratch_bytes_under(plan: LoopPlan, bsym: BoundSymbol) -> int:
         return plan.forward_scratch_bytes
     if bsym.sym.name == "chunk_loop_finish":
         return 0
-    return plan.backward_scratch_bytes
+    # Handed on, sums are results in the dtype that they have; here they become results of another one.
+    sums = plan.wider_sums_bytes if bsym.sym.name == "chunk_loop_backward" else 0
+    return plan.backward_scratch_bytes + sums

@@ -73,6 +73,7 @@ class LoopPlan:
         sides: indices of the inputs that the block reads.
         grads: indices of the inputs whose gradients are asked for.
         grad_dtypes: for each of `grads`, the dtype in which it adds up.
+        sums_asked: the user said in which; else a budget may narrow them.
         over: those of `grads` that are written over their own inputs, which nobody needs any more.
         differentiable: indices of the outputs that carry a gradient.
         forward_block_bytes, backward_block_bytes: what a block holds at most beyond its inputs.
@@ -93,6 +94,7 @@ class LoopPlan:
     sides: tuple[int, ...]
     grads: tuple[int, ...]
     grad_dtypes: tuple[torch.dtype, ...]
+    sums_asked: bool
     over: tuple[int, ...]
     differentiable: tuple[int, ...]
     forward_block_bytes: int
@@ -132,6 +134,14 @@ class LoopPlan:
     def backward_scratch_bytes(self) -> int:
         """Held at most while gradients are computed, beyond inputs and results; 0 if they never are."""
         return self.logits_bytes + max(self._gemm_bytes, self.backward_block_bytes) if self.grads else 0
+
+    @property
+    def wider_sums_bytes(self) -> int:
+        """What sums of gradients take beyond the gradients themselves."""
+        specs = [self.inputs[i] for i in self.grads]
+        return sum(
+            math.prod(s.shape) * (d.itemsize - s.dtype.itemsize) for s, d in zip(specs, self.grad_dtypes, strict=True)
+        )
 
     @property
     def _gemm_bytes(self) -> int:

@@ -47,7 +47,7 @@ def chunk_trace(
     *,
     chunks: int | str | None = None,
     rows: int | str | None = None,
-    accumulate: str = "float32",
+    accumulate: str | None = None,
     executors_list: Sequence[Any] = (),
     choose_rows: Callable[[Head], int | None] | None = None,
 ) -> tuple[TraceCtx, ChunkRecord]:
@@ -58,7 +58,8 @@ def chunk_trace(
         chunks: how many chunks every head runs in.
         rows: how many rows a chunk has. Give one of both; if neither is a number (None or "auto"),
             `choose_rows`, or else `chunk_size.default_rows`, decides, and only large heads are looked at.
-        accumulate: dtype in which the gradients of whole 16-bit inputs add up: "float32" or "input".
+        accumulate: dtype in which the gradients of whole 16-bit inputs add up: "float32" or "input";
+            None is float32, which a budget may narrow.
         executors_list: who executes the blocks; Thunder's own when empty.
         choose_rows: rows per chunk for a head whose rows nobody asked for, None to leave it alone.
 
@@ -127,7 +128,7 @@ def check_options(chunks: Any, rows: Any, accumulate: Any) -> None:
             raise ValueError(f"{name} must be at least 1, but got {value}")
     if chunks is not None and rows is not None and (chunks, rows) != ("auto", "auto"):
         raise ValueError(f"chunks={chunks!r} and rows={rows!r} both say how large a chunk is; give one of them")
-    if accumulate not in ACCUMULATE:
+    if accumulate is not None and accumulate not in ACCUMULATE:
         raise ValueError(f"accumulate is one of {', '.join(map(repr, ACCUMULATE))}, but got {accumulate!r}")
 
 

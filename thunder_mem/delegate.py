@@ -22,6 +22,7 @@ from thunder.extend import Executor, FusionExecutor
 from thunder_mem.budget import BudgetError
 from thunder_mem.choices import RecomputeError
 from thunder_mem.chunk_fit import fit_loops, leaner_loops, with_fitted_loops
+from thunder_mem.chunk_narrow import narrow_sums
 from thunder_mem.emit import emit
 from thunder_mem.joint_plan import Planned, PlanningOptions, plan_joint_trace, with_checkpoints
 from thunder_mem.measure import collector_off
@@ -167,17 +168,20 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
 
 
 def _planned(trace: TraceCtx, session: _Session) -> Planned:
-    """The plan; where no plan fits a budget, of the program with smaller chunks of its loss heads."""
+    """The plan; where no plan fits a budget, of the program with loss heads that take less.
+
+    Smaller chunks cost time, sums of gradients in 16 bits cost digits, but neither as much as no plan.
+    """
     options = session.options
     if options.budget is None:
         return plan_joint_trace(trace, session.executors, options)
-    try:
-        return plan_joint_trace(trace, session.executors, replace(options, on_infeasible="error"))
-    except BudgetError:  # smaller chunks cost time, but not as much as no plan
-        leaner = leaner_loops(trace)
-        if leaner is None and options.on_infeasible == "error":
-            raise
-        return plan_joint_trace(leaner or trace, session.executors, options)
+    narrow = narrow_sums(trace)
+    traces = [trace, leaner_loops(trace), narrow, leaner_loops(narrow) if narrow else None]
+    *others, last = [t for t in traces if t is not None]
+    for other in others:
+        with suppress(BudgetError):
+            return plan_joint_trace(other, session.executors, replace(options, on_infeasible="error"))
+    return plan_joint_trace(last, session.executors, options)
 
 
 def _remember(plan: Plan | None, *, took_ms: int = 0, failure: str = "") -> None:

@@ -26,7 +26,8 @@ class ChunkLossHead(Transform):
         rows: how many rows a chunk has, or "auto", which means the same. Give one of `chunks` and
             `rows`; neither means "auto".
         accumulate: dtype in which gradients of 16-bit weights add up over chunks, "float32" or
-            "input" (the weight's own, which saves two bytes a weight and rounds at every chunk).
+            "input" (the weight's own, which saves two bytes a weight and rounds at every chunk). Without
+            it float32, or, under a budget of `MemEfficient` that has no room for that, "input".
 
     Raises:
         ValueError, TypeError: an argument outside of what is accepted.
@@ -41,7 +42,7 @@ class ChunkLossHead(Transform):
     """
 
     def __init__(
-        self, *, chunks: int | str | None = None, rows: int | str | None = None, accumulate: str = "float32"
+        self, *, chunks: int | str | None = None, rows: int | str | None = None, accumulate: str | None = None
     ) -> None:
         check_options(chunks, rows, accumulate)
         self.chunks, self.rows, self.accumulate = chunks, rows, accumulate
