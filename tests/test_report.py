@@ -136,6 +136,10 @@ def test_a_chunked_head_is_a_decision():
     assert head.after_bytes < head.before_bytes
     (row,) = [row for row in {s.title: s for s in sections(report)}[DECISIONS].rows if row[0] == "loss head"]
     assert "test_report.py" in row[1] and "chunks of" in row[1]
+    gradient_bytes = 8192 * 8 * 4  # made in the forward, beside the loss, and handed over at the end
+    assert report.layers[CATEGORIES.index("gradients")][-1] == gradient_bytes
+    whys = {t.names[0]: t.why for t in report.tenants if t.kind == "tangent"}
+    assert all(why.startswith("the gradient of an output") for why in whys.values())
     assert row[3:5] == (size(head.before_bytes), size(head.after_bytes))
 
 

@@ -229,8 +229,9 @@ def run_prediction(
         kept = accumulate(inputs, [None] * len(inputs), mode, ledger, direct=direct, probe=device_type == "cpu")
         del outputs, theirs, kept
         return ledger, runner, assumptions
+    missing = [i for i, t in enumerate(given) if t is None]
     fill_with_zeros(given, layouts, mode)
-    _add_all(ledger, [f"zeros{i}" for i in range(len(given))], given, "tangent")
+    _add_all(ledger, [f"zeros{i}" for i in missing], [given[i] for i in missing], "tangent")
     # As the trace calls them; an output that has no gradient has no name there.
     named = [(p.name, t) for p, t in zip(backward.args[1], given, strict=True) if p is not None]
     _add_all(ledger, [name for name, _ in named], [t for _, t in named], "tangent")

@@ -128,4 +128,5 @@ def _what(t: Tenant) -> str:
     """The tenant in a few words: how many, whose layers, from which line."""
     count = f"{t.count} × {t.names[0]}" if t.count > 1 else t.names[0]
     layers = f" of layers {ranges(t.layers)}" if len(t.layers) > 1 else ""
-    return f"{count}{layers}" + (f", from {t.place}" if t.place.source else "")
+    the = "the " if t.place.undoes else ""
+    return f"{count}{layers}" + (f", from {the}{t.place}" if t.place.source else "")

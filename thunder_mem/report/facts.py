@@ -190,11 +190,22 @@ class Facts:
         if storage.kind == "optimizer state":
             return CATEGORIES[0]
         born, last = self._phases.get(storage.born), self._phases.get(storage.last)
+        if self._index[id(storage)] in self._made_for_the_caller:
+            return CATEGORIES[2]
         if born == "forward" and last == "backward":
             return CATEGORIES[1]
         if born in ("backward", ACCUMULATE) and storage.kind == "computed" and self._stays(storage):
             return CATEGORIES[2]
         return CATEGORIES[3]
+
+    @cached_property
+    def _made_for_the_caller(self) -> frozenset[int]:
+        """Storages of the forward that the backward returns, and that stay: gradients that a chunked head made."""
+        storages, found = self.prediction.storages, set()
+        for event, results in zip(self.prediction.timeline, self.results, strict=True):
+            if event.phase == "backward":
+                found |= {s for s in results.values() if self._phases.get(storages[s].born) == "forward"}
+        return frozenset(s for s in found if self._stays(storages[s]) and storages[s].kind == "computed")
 
     @cached_property
     def layers(self) -> tuple[tuple[int, ...], ...]:
@@ -233,6 +244,9 @@ class Facts:
         later = [r for r in readers if r > at]
         if storage.born < 0:
             return f"{_HELD.get(storage.kind, storage.kind)}: the caller holds it throughout"
+        if storage.kind == "tangent":
+            here = ", an operand here" if at in readers else ""
+            return f"the gradient of an output{here}" + (f"; next used by {label(timeline[later[0]])}" if later else "")
         if storage.born == event.index:
             use = f"; next used by {label(timeline[later[0]])}" if later else ""
             return f"made here{use}"
@@ -248,8 +262,6 @@ class Facts:
             if self.category(storage) == CATEGORIES[2]:
                 return "a gradient, handed to the caller at the end"
             return "nobody reads it any more, but it stays to the end: it is returned, or the step keeps it"
-        if storage.kind == "tangent":
-            return "the gradient of an output"
         if not readers and self._is_added(storage):
             return f"a gradient, until {label(timeline[self.position[storage.last]])} has added it to the one before"
         if not readers:
