@@ -72,6 +72,23 @@ def quits():
 def raises_twice():
     raise RuntimeError("one line\\nand another")
 
+def strange_args():
+    return mlp(), "ab"
+
+def strange_kwargs():
+    return {"model": mlp(), "kwargs": 3}
+
+def strange_loss():
+    return {"model": mlp(), "args": torch.ones(32, 64), "loss": 3}
+
+def sad():
+    model = mlp()
+
+    def loss(out):
+        raise RuntimeError("no loss today")
+
+    return {"model": model, "args": torch.ones(3, 64), "loss": loss, "optimizer": torch.optim.SGD(model.parameters())}
+
 def odd():
     return {"model": mlp(), "arguments": ()}
 """
@@ -258,6 +275,19 @@ WRONG = {
     "a factory that exits": (["train.py:quits"], r"quits\(\) exits by itself \(code 4\)"),
     "no program": (["train.py:number"], "is an int, not a model"),
     "an odd key": (["train.py:odd"], "takes the keys model, args, kwargs, loss, optimizer, but it has 'arguments'"),
+    "no args": (["train.py:strange_args"], "args of train.py:strange_args is a str, not a tensor or a tuple"),
+    "no kwargs": (["train.py:strange_kwargs"], "kwargs of train.py:strange_kwargs is an int, not a dict"),
+    "no loss": (["train.py:strange_loss"], "loss of train.py:strange_loss is an int, not a function"),
+    "a loss that raises": (["train.py:sad"], r"the loss raises RuntimeError at train.py:\d+: no loss today"),
+    "an input for nobody": (["train.py:product", "--input", "3"], "traced: TypeError: product.. is missing 1 required"),
+    "an input too large": (
+        ["train.py:product", "--input", "99999999x99999999"],
+        "cannot be made: with --device nothing",
+    ),
+    "a wrong dtype": (
+        ["train.py:product", "--input", "3x4:int64", "--input", "4x4"],
+        r"traced at \S*train.py:\d+: Runt",
+    ),
     "no inputs": (["train.py:product"], r"comes without arguments for the call \(a, b\)"),
     "inputs twice": (["train.py:build", "--input", "3"], "brings its arguments itself"),
     "no shape": (["train.py:product", "--input", "3xy"], "'3xy' is not a shape"),

@@ -9,6 +9,7 @@ measurement to the byte. On a device simulated by `simulate.py` nothing runs at 
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -291,7 +292,8 @@ def compiled_entry(
     except Exception as error:
         if type(error).__module__.startswith("thunder_mem."):
             raise  # what this package refuses, it says itself
-        cause = textwrap.shorten(str(error), 300, placeholder=" …")  # Thunder's messages can go on for pages
+        cause = re.sub(r"<function (\S+) at 0x[0-9a-f]+>", r"\1", str(error))
+        cause = textwrap.shorten(cause, 300, placeholder=" …")  # Thunder's messages can go on for pages
         where = _users_line(error)
         raise PredictionError(f"the function cannot be traced{where}: {type(error).__name__}: {cause}") from error
     finally:

@@ -130,7 +130,11 @@ def parse_input(text: str, *, grad: bool = False) -> tuple[str, torch.Tensor]:
     dtype = _DTYPES.get(dtype_text) or (getattr(torch, dtype_text, None) if dtype_text else torch.get_default_dtype())
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"--input {text}: unknown dtype {dtype_text!r}; known are float32, bf16, int64, bool, ...")
-    zeros = torch.zeros([int(part) for part in sizes], dtype=dtype)
+    try:
+        zeros = torch.zeros([int(part) for part in sizes], dtype=dtype)
+    except RuntimeError as error:
+        where = "with --device nothing is allocated" if torch.get_default_device().type == "cpu" else "it is too large"
+        raise UsageError(f"--input {text} cannot be made: {where} ({error})") from error
     return name, zeros.requires_grad_() if grad and dtype.is_floating_point else zeros
 
 
@@ -170,8 +174,25 @@ def _from_result(target: str, result: Any) -> Program:
     optimizer = parts.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"the optimizer of {target} is {_article(type(optimizer).__name__)}, not one of torch.optim")
-    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    return Program(model, args, dict(parts.get("kwargs") or {}), parts.get("loss"), optimizer)
+    args = (args,) if isinstance(args, torch.Tensor) else args
+    kwargs, loss = parts.get("kwargs") or {}, parts.get("loss")
+    for what, value, fits, wanted in (
+        ("args", args, isinstance(args, tuple | list), "a tensor or a tuple of tensors"),
+        ("kwargs", kwargs, isinstance(kwargs, Mapping), "a dict"),
+        ("loss", loss, loss is None or callable(loss), "a function of the model's output"),
+    ):
+        if not fits:
+            raise UsageError(f"the {what} of {target} is {_article(type(value).__name__)}, not {wanted}")
+    path = pathlib.Path(target.rpartition(":")[0])
+    return Program(model, tuple(args), dict(kwargs), None if loss is None else _guarded(path, loss), optimizer)
+
+
+def _guarded(path: pathlib.Path, loss: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    def guarded(output: Any) -> torch.Tensor:
+        with _as_users_code(path, "the loss"):
+            return loss(output)
+
+    return guarded
 
 
 def _signature(model: Any) -> str:
