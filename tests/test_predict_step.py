@@ -245,6 +245,18 @@ def test_an_adamw_step_in_every_other_way(case, way):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["many_kernels", "net"])
+def test_a_plan_for_torchcompile_is_no_higher_than_thunders_own(case):
+    """The planner does not see what Inductor keeps between two kernels of a region; here that does not matter."""
+    peaks = []
+    for way in ("torchcompile", "planned torchcompile"):
+        model, args, loss_fn = trained(case)
+        jitted = thunder.jit(model, **WAYS[way]())
+        peaks.append(predict_step(jitted, torch.optim.AdamW(model.parameters()), loss_fn, *args).total_peak_bytes)
+    assert peaks[1] <= peaks[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["torch", "planned pointwise"])
 @pytest.mark.parametrize("case", ["inefficient", "in_place", "views", "net", "gpt_loss"])
 def test_a_step_with_every_optimizer_however_gradients_are_kept(case, way):
