@@ -22,11 +22,14 @@ def test_a_chunk_may_be_all_ignored():
     assert not grads[0][:20].any()
 
 
-def test_a_batch_all_ignored_is_nan_as_in_eager():
-    x, w, t = inputs()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_all_ignored_is_nan_as_in_eager(dtype):
+    x, w, t = inputs(dtype=dtype)
     t[:] = -100
-    loss = chunked(head)[0](x, w, t)
-    assert loss.isnan() and head(x, w, t).isnan()
+    loss, want = chunked(head)[0](x, w, t), head(x, w, t)
+    assert loss.isnan() and want.isnan()
+    for got, ref in zip(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(want, (x, w)), strict=True):
+        torch.testing.assert_close(got, ref, equal_nan=True)
 
 
 @pytest.mark.parametrize(
