@@ -62,7 +62,8 @@ def about_regions(regions: Sequence[PlannedRegion], before: Sequence[int], after
     fused = [r for r in regions if r.executor is not None]
     copies = sum(len(r.copies) for r in regions)
     inside = sum(len(r.ops) for r in fused)
-    how = f"{inside} operations in {len(fused)} regions, {copies} of them copies" if fused else "nothing is fused"
+    where = "1 region" if len(fused) == 1 else f"{len(fused)} regions"
+    how = f"{inside} operations in {where}, {copies} of them copies" if fused else "nothing is fused"
     return Decision("regions", how, "peak", max(before), max(after))
 
 
