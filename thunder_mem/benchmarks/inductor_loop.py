@@ -91,7 +91,8 @@ def _kernels_left_out() -> Iterator[None]:
         return module
 
     with (
-        config.patch(force_disable_caches=True, compile_threads=1),
+        # vec_isa_ok: otherwise a C++ compiler is asked, for a minute, what vectors this CPU has.
+        config.patch({"force_disable_caches": True, "compile_threads": 1, "cpp.vec_isa_ok": True}),
         functorch_config.patch(force_non_lazy_backward_lowering=True),
         mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *args, **kwargs: lambda *tensors: None),
         mock.patch.object(PyCodeCache, "load_by_key_path", classmethod(load_traceable)),

@@ -10,9 +10,11 @@ and its JSON, which also names versions, machine and, where it is known, who is 
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
@@ -20,9 +22,10 @@ from jsonargparse import ArgumentParser
 from thunder_mem.benchmarks.harness import load_thunders, run
 from thunder_mem.benchmarks.options import Options
 
-__all__ = ["main", "make_parser"]
+__all__ = ["main", "make_parser", "parse"]
 
 
+@functools.cache
 def make_parser() -> ArgumentParser:
     """Thunder's own options, read off its class, and ours."""
     parser = ArgumentParser(prog="python -m thunder_mem.benchmarks.litgpt", description=__doc__)
@@ -33,15 +36,19 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
+def parse(arguments: list[str] | None = None) -> tuple[Options, dict[str, Any]]:
+    """Our options, and the keyword arguments of Thunder's `benchmark_main`."""
+    given = vars(make_parser().parse_args(arguments))
+    return Options(**{name: given.pop(name) for name in Options.__dataclass_fields__}), given
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; 0 if it did, 2 if the options have no meaning together."""
-    parser = make_parser()
-    given = vars(parser.parse_args(arguments))
-    options = Options(**{name: given.pop(name) for name in Options.__dataclass_fields__})
+    options, given = parse(arguments)
     try:
         options.check(given["compile"], given["distributed_mode"])
     except ValueError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"thunder_mem.benchmarks.litgpt: {error}", file=sys.stderr)
         return 2
     if given["return_metrics_as_json"] and given["json_path"]:
         Path(given["json_path"]).parent.mkdir(parents=True, exist_ok=True)

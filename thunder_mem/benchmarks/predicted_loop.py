@@ -30,19 +30,22 @@ def predicted_peak(
         optimizer, batch, microbatches: as there; to be called within `simulate`.
     """
     tokens, targets = batch
-    if loss_inside:
-        prediction = predict_step(jitted, optimizer, None, tokens, targets, accumulate=microbatches)
-        return _worst(prediction, 0)
-
-    held: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}  # as the loop's own names hold them, until they are given new ones
+    left: dict[str, int] = {}  # and what those hold in the forward of the next iteration
 
     def loss_of(output: Tensor) -> Tensor:
-        # As the loop's own names: the logits of one microbatch are there until those of the next are.
-        held["logits"] = output.reshape(-1, output.size(-1))
-        return functional.cross_entropy(held["logits"], targets.reshape(-1), ignore_index=-1)
+        if loss_inside:
+            loss = output / microbatches
+        else:
+            held["logits"] = output.reshape(-1, output.size(-1))
+            left["logits"] = output.untyped_storage().nbytes()
+            loss = functional.cross_entropy(held["logits"], targets.reshape(-1), ignore_index=-1) / microbatches
+        left["loss"] = loss.untyped_storage().nbytes()
+        return loss
 
-    prediction = predict_step(jitted, optimizer, loss_of, tokens, accumulate=microbatches)
-    return _worst(prediction, held["logits"].untyped_storage().nbytes())
+    inputs = (tokens, targets) if loss_inside else (tokens,)
+    prediction = predict_step(jitted, optimizer, loss_of, *inputs, accumulate=microbatches)
+    return _worst(prediction, sum(left.values()))
 
 
 def _worst(prediction: Prediction, left_bytes: int) -> LoopPeak:
@@ -56,7 +59,7 @@ def _worst(prediction: Prediction, left_bytes: int) -> LoopPeak:
     event = prediction.timeline[worst]
     alive = [(f"{h.name} {list(h.shape)} {h.dtype}", h.nbytes) for h in prediction.held_at(event.index)]
     if worst < first_loss and left_bytes:
-        alive.insert(0, ("logits of the iteration before", left_bytes))
+        alive.insert(0, ("what the loop holds of the iteration before", left_bytes))
     if event.scratch_bytes:
         alive.insert(0, ("scratch", event.scratch_bytes))
     return LoopPeak(totals[worst], prediction.held_bytes, event.phase, event.name, phases, tuple(alive[:24]))

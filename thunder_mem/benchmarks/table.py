@@ -8,28 +8,20 @@ where it stopped, and runs again what had failed. Beside the JSON: the table in 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from thunder_mem.benchmarks.matrix import COMPILERS, MODELS, Case, cases
+from thunder_mem.benchmarks.matrix import COMPILERS, MODELS, cases
 from thunder_mem.benchmarks.render import draw, markdown
+from thunder_mem.benchmarks.rows import load, run_apart, run_here, save
 
-__all__ = ["load", "main", "run_case"]
-
-Row = dict[str, Any]
+__all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is missing, then render; 1 if a run failed."""
+    """Run what is missing, then render; 1 if a run failed, 2 if there is nothing to run or render."""
     given = _parser().parse_args(arguments)
     try:
         todo = cases(given.models, given.compilers, _choices(given.checkpointing), _choices(given.loss_inside))
@@ -37,17 +29,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     path = Path(given.results) / f"litgpt-{given.device.replace(':', '-')}.json"
-    rows = load(path)
-    console = Console()
-    commands = {case: case.command(given.device, given.iterations) for case in todo}
-    fresh = set() if given.again else {row["command"] for row in rows if "error" not in row}
-    for case, command in commands.items():
-        if command in fresh or given.render:
+    console = Console(soft_wrap=True)
+    done = set() if given.again else {row["command"] for row in load(path) if "error" not in row}
+    for case in todo:
+        if given.render or case.command(given.device, given.iterations) in done:
             continue
-        row = run_case(case, given.device, given.iterations, given.timeout)
+        if given.one_process:
+            row = run_here(case, given.device, given.iterations)
+        else:
+            row = run_apart(case, given.device, given.iterations, given.timeout)
         console.print(f"{case}: {row.get('error') or row['peak_bytes'] / 1e9}")
-        rows = [r for r in load(path) if r["command"] != command] + [row]
-        _write(path, rows)
+        save(path, row)
+    rows = load(path)
     if not rows:
         print(f"no rows in {path}", file=sys.stderr)
         return 2
@@ -65,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpointing", choices=("both", "on", "off"), default="both")
     parser.add_argument("--loss_inside", choices=("both", "on", "off"), default="both")
     parser.add_argument("--iterations", type=int, default=12, help="of each run, where it runs; two are for warming up")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for one run")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one run, in a process of its own")
+    parser.add_argument("--one_process", action="store_true", help="all runs in this process: spares the imports")
     parser.add_argument("--results", default="benchmarks/results", help="the folder for all that is written")
     parser.add_argument("--again", action="store_true", help="run everything, also what has a row")
     parser.add_argument("--render", action="store_true", help="run nothing, write table and chart from the rows")
@@ -74,44 +68,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _choices(word: str) -> tuple[bool, ...]:
     return {"both": (True, False), "on": (True,), "off": (False,)}[word]
-
-
-def run_case(case: Case, device: str, iterations: int, timeout_s: float) -> Row:
-    """Run one case in a process of its own; a row with its figures, or with `error`, the last line it said."""
-    row: Row = {**asdict(case), "command": case.command(device, iterations)}
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "metrics.json"
-        command = [sys.executable, "-m", "thunder_mem.benchmarks.litgpt", *case.arguments(device, iterations)]
-        command += ["--return_metrics_as_json", "True", "--json_path", str(path)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return {**row, "error": f"not done after {timeout_s:.0f} s"}
-        row["wall_s"] = round(time.perf_counter() - start, 1)
-        if done.returncode or not path.exists():
-            said = [line for line in done.stderr.splitlines() if line.strip()]
-            return {**row, "error": (said or [f"exit code {done.returncode}"])[-1][:400]}
-        return {**row, **json.loads(path.read_text())}
-
-
-def load(path: Path) -> list[Row]:
-    """The rows of a results file; none if there is no such file."""
-    return json.loads(path.read_text())["rows"] if path.exists() else []
-
-
-def _write(path: Path, rows: list[Row]) -> None:
-    # In one step, so that a run that is stopped leaves a whole file.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    order = {case: i for i, case in enumerate(cases())}
-    rows = sorted(rows, key=lambda r: order.get(_case(r), len(order)))
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    os.replace(partial, path)
-
-
-def _case(row: Row) -> Case:
-    return Case(row["model"], row["checkpointing"], row["loss_inside"], row["compiler"])
 
 
 if __name__ == "__main__":

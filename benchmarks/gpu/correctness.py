@@ -1,0 +1,84 @@
+"""Are results right on the device: losses and gradients of a small step, compared with eager in float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import thunder
+import torch
+from litgpt import Config
+from torch import nn
+
+from benchmarks.models import gpt_module
+from thunder_mem import MemEfficient
+
+__all__ = ["check"]
+
+_CONFIG = Config(
+    name="small-llama",
+    block_size=256,
+    vocab_size=1000,
+    padded_vocab_size=1000,
+    n_layer=2,
+    n_head=4,
+    n_embd=128,
+    rotary_percentage=1.0,
+    parallel_residual=False,
+    bias=False,
+    norm_class_name="RMSNorm",
+    mlp_class_name="LLaMAMLP",
+    intermediate_size=344,
+)
+_SLACK = 1.5
+"""How many times Thunder's own error in the same dtype MemEfficient's may be: both round, in different places."""
+
+
+def check(device: str) -> list[dict[str, Any]]:
+    """For each dtype, with and without checkpointing and a budget: errors against float64, of Thunder's and ours.
+
+    Returns:
+        Rows with "right": whether our largest error of a gradient, relative to its norm, is at most 1.5 times
+        Thunder's own, or within the dtype's rounding.
+    """
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for checkpointing in (True, False):
+            torch.manual_seed(0)
+            model = gpt_module(_CONFIG, checkpointing, True, device, dtype)
+            tokens, targets = torch.randint(0, 1000, (2, 2, 256), device=device)
+            exact = _gradients(copy.deepcopy(model).double(), tokens, targets)
+            thunders = _error(_gradients(_jit(model), tokens, targets), exact)
+            for name, transform in (
+                ("MemEfficient()", MemEfficient(strict=True, verify=True)),
+                ("MemEfficient(budget=1)", MemEfficient(strict=True, verify=True, budget=1, on_infeasible="warn")),
+            ):
+                ours = _error(_gradients(_jit(model, transform), tokens, targets), exact)
+                rows.append(
+                    {
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "checkpointing": checkpointing,
+                        "transform": name,
+                        "thunders_error": thunders,
+                        "error": ours,
+                        "right": ours <= max(_SLACK * thunders, 8 * torch.finfo(dtype).eps),
+                    }
+                )
+    return rows
+
+
+def _jit(model: nn.Module, *transforms: MemEfficient) -> Any:
+    return thunder.jit(copy.deepcopy(model), transforms=list(transforms))
+
+
+def _gradients(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    loss = model(tokens, targets)
+    loss.backward()
+    named = {name.removeprefix("_model."): p.grad.double() for name, p in model.named_parameters()}
+    return {"loss": loss.detach().double(), **named}
+
+
+def _error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    if found.keys() != exact.keys():
+        raise RuntimeError(f"gradients of other parameters: {sorted(found.keys() ^ exact.keys())}")
+    return max(float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact)

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# The run book for a machine with a GPU: sets up, checks results on the device, then measures the matrix.
+#
+#   bash benchmarks/gpu/run.sh [OUT.json] [MINUTES]     default: benchmarks/results/litgpt-cuda.json, 9
+#
+# Run it again to go on where the time ran out. Environment:
+#   PYTHON   a Python 3.10-3.12 with a CUDA build of torch 2.8-2.11 (default: python3)
+#   WHEELS   a folder of wheels, for a machine without a network; then nothing is downloaded. It holds those of
+#            lightning-thunder, litgpt, lightning, jsonargparse and what they need that PYTHON lacks, and, for
+#            nvFuser (Python 3.10 and 3.12), nvfuser-cu130-torch29 0.2.35. Make one with network by
+#              pip download --no-deps -d WHEELS lightning-thunder==0.2.6 litgpt==0.5.13 ...
+#   SITE     where packages go (default: a new folder under /tmp)
+# Without nvFuser, all runs use thunder_mem's pointwise executor (Inductor), and the JSON says so.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+python=${PYTHON:-python3}
+site=${SITE:-$(mktemp -d /tmp/thunder_mem_gpu.XXXX)}
+out=${1:-$root/benchmarks/results/litgpt-cuda.json}
+minutes=${2:-9}
+nvfuser=nvfuser-cu130-torch29==0.2.35
+install=("$python" -m pip install --quiet --disable-pip-version-check --no-compile --upgrade --target "$site")
+
+if [ -n "${WHEELS:-}" ]; then
+    "${install[@]}" --no-index --no-deps "$WHEELS"/*.whl
+elif ! "$python" -c 'import thunder, litgpt, lightning, jsonargparse, transformers, scipy, rich, matplotlib' 2>/dev/null; then
+    # No dependencies of theirs: pip would bring another torch. What is missing is named by the import below.
+    "${install[@]}" --no-deps lightning-thunder==0.2.6 litgpt==0.5.13 "lightning>=2.4,<3" lightning-utilities \
+        torchmetrics jsonargparse docstring-parser typeshed-client looseversion dill opt-einsum optree \
+        astunparse six wheel importlib-resources tokenizers safetensors "scipy<2" "rich<16" "matplotlib<4" || true
+    "${install[@]}" --no-deps "$nvfuser" || echo "no nvFuser wheel for this Python: going on without"
+fi
+export PYTHONPATH="$root:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+"$python" -c 'import thunder, litgpt, lightning, jsonargparse, scipy, rich, torch; print("torch", torch.__version__)'
+
+# The wheel was built for torch 2.9: beside 2.11 two of its symbols need a stand-in.
+if [ -z "${LD_PRELOAD:-}" ] && "$python" -c 'import sys, torch; sys.exit(torch.__version__ < "2.11")'; then
+    lib=$("$python" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "lib"))')
+    shim=$site/libnvfuser_shim.so
+    if g++ -std=c++17 -O1 -shared -fPIC "$here/nvfuser_torch211_shim.cpp" -o "$shim" -L"$lib" -lc10_cuda \
+        -Wl,-rpath,"$lib" -Wl,--no-as-needed; then
+        # Only if it helps: a preload that cannot be loaded would stop everything.
+        if LD_PRELOAD=$shim "$python" -c 'import nvfuser_direct, nvfuser' 2>/dev/null; then export LD_PRELOAD=$shim; fi
+    fi
+fi
+exec "$python" -m benchmarks.gpu.run --out "$out" --minutes "$minutes"
