@@ -18,13 +18,14 @@ from benchmarks.models import llama_step
 from tests.cases import randn
 from tests.fuzz import uncompiled_regions
 from tests.test_executors import trace_of
-from thunder_mem import MemEfficient, delegate, last_plan, measure_peak
+from thunder_mem import MemEfficient, delegate, last_plan, measure_peak, timeline
 from thunder_mem.executors import RegionFunction, mem_pointwise_ex, new_leaves, region_function
 from thunder_mem.predict import predict
-from thunder_mem.reuse import reuse_and_sort
+from thunder_mem.reuse import reuse_and_sort, reuse_dying
 from thunder_mem.reuse_region import plan_reuse
 from thunder_mem.simulate import simulate
 from thunder_mem.takeover import taken_over
+from thunder_mem.trace_graph import read_trace
 
 KIB = 1024
 SIZE = (64, 256)
@@ -492,6 +493,23 @@ def test_no_half_peaks_higher_for_it(inside):
             predicted = predict(jitted, *program.args)
         peaks.append([predicted.phase(half).peak_bytes for half in ("forward", "backward")])
     assert all(with_it <= without for without, with_it in zip(*peaks, strict=True))
+
+
+@pytest.mark.parametrize("name", ("tanh_chain", "residual_norms", "gated", "softmax"))
+def test_the_graph_with_shared_memory_is_that_of_the_trace(name, monkeypatch):
+    """Made from the graph before, it says what a reading of the new trace says."""
+    seen = []
+    monkeypatch.setattr(delegate, "reuse_and_sort", lambda *given: seen.append(given))
+    jit(globals()[name])(*inputs())
+    (trace, *_) = seen[0]
+    reused = reuse_dying(trace)
+    assert reused is not None and reused.results
+    made, read = reused.graph, read_trace(reused.trace).graph
+    order = range(len(read))
+    assert timeline.simulate(made, order).live_bytes == timeline.simulate(read, order).live_bytes
+    touched = [[{g.storages[s].name for s in op.touches} for op in g.ops] for g in (made, read)]
+    assert touched[0] == touched[1]
+    assert all(set(a) >= set(b) for a, b in zip(made.predecessors, read.predecessors, strict=True))
 
 
 def test_what_would_peak_above_the_plan_is_not_taken(monkeypatch):

@@ -16,6 +16,7 @@ from tests.collectives import tensor, two_groups
 from tests.generate import Profile
 from tests.traces import Traced, body, claimed, ordered, random_order, replaced, run, traced_programs, unfused
 from tests.written_programs import WRITTEN, written
+from thunder_mem import effects as effects_room
 from thunder_mem.timeline import simulate
 from thunder_mem.trace_graph import read_trace
 
@@ -46,6 +47,15 @@ def test_any_legal_order_computes_the_same(anyhow):
             actual = values(traced.trace, source, order, traced.inputs)
             torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, t=traced: t.text)
     assert moved > len(anyhow)
+
+
+def test_the_quick_answer_about_effects_is_the_whole_one(anyhow, monkeypatch):
+    bsyms = [b for traced in anyhow for trace in (traced.trace, claimed(traced.trace)) for b in body(trace)]
+    quick = [effects_room.effects_of(b) for b in bsyms]
+    plain = sum(map(effects_room._only_computes, bsyms))
+    monkeypatch.setattr(effects_room, "_only_computes", lambda bsym: False)
+    assert quick == [effects_room.effects_of(b) for b in bsyms]
+    assert len(bsyms) // 4 < plain < len(bsyms)
 
 
 def test_hazards_are_ordered_and_writes_are_known(anyhow):

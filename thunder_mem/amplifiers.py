@@ -91,33 +91,33 @@ def _choose(graph: Graph, fuse: Fusibility, where: Sequence[int]) -> list[bool]:
 def _reprice(graph: Graph, fuse: Fusibility, where: Sequence[int], absorbed: Sequence[bool]) -> list[bool]:
     end = list(range(len(graph)))  # the last op that needs the value, or its copy
     for i in range(len(graph) - 1, -1, -1):
-        end[i] = max((end[c] if absorbed[c] else where[c] for c in fuse.consumers[i]), default=i)
+        end[i] = max([end[c] if absorbed[c] else where[c] for c in fuse.consumers[i]], default=i)
     last_use = [-1] * len(graph.storages)
     for op in graph.ops:
         if not absorbed[op.index]:
             for s in op.touches:
                 last_use[s] = max(last_use[s], where[op.index])
 
+    allocator, storages, outputs = graph.allocator, graph.storages, graph.outputs
+    stays = [s.held or s.index in outputs for s in storages]
     chosen = [False] * len(graph)
     sources: list[tuple[int, ...]] = [()] * len(graph)
     values: list[frozenset[int]] = [frozenset()] * len(graph)
     for op in graph.ops:
         i = op.index
-        if not fuse.cheap[i] or not graph.outputs.isdisjoint(op.allocates):
+        if not fuse.cheap[i] or not outputs.isdisjoint(op.allocates):
             continue
-        rebuilt = {s for s in op.reads if (maker := graph.allocator[s]) is not None and chosen[maker]}
-        direct = [s for s in op.reads if s not in rebuilt]
-        through = [s for p in fuse.operands[i] if chosen[p] for s in sources[p]]
-        sources[i] = tuple(dict.fromkeys([*direct, *through]))
-        kept_alive = sum(
-            graph.storages[s].nbytes
-            for s in sources[i]
-            if not graph.storages[s].held and s not in graph.outputs and last_use[s] < end[i]
-        )
-        made = sum(graph.storages[s].nbytes for s in op.allocates)
-        values[i] = frozenset(op.allocates).union(*(values[p] for p in fuse.operands[i] if chosen[p]))
-        is_short = len(sources[i]) <= MAX_CHAIN_SOURCES and len(values[i]) <= MAX_CHAIN_VALUES
-        chosen[i] = made == 0 or (made > kept_alive and is_short)
+        direct = [s for s in op.reads if (maker := allocator[s]) is None or not chosen[maker]]
+        rebuilt = [p for p in fuse.operands[i] if chosen[p]]
+        sources[i] = tuple(dict.fromkeys([*direct, *(s for p in rebuilt for s in sources[p])]))
+        made = sum([storages[s].nbytes for s in op.allocates])
+        values[i] = frozenset(op.allocates).union(*[values[p] for p in rebuilt])
+        if made:
+            kept_alive = sum([storages[s].nbytes for s in sources[i] if not stays[s] and last_use[s] < end[i]])
+            is_short = len(sources[i]) <= MAX_CHAIN_SOURCES and len(values[i]) <= MAX_CHAIN_VALUES
+            chosen[i] = made > kept_alive and is_short
+        else:
+            chosen[i] = True
     return chosen
 
 
@@ -136,8 +136,12 @@ def _chain(root: int, fuse: Fusibility, absorbed: Sequence[bool]) -> tuple[int, 
 
 def _with_copies(graph: Graph, fuse: Fusibility, chains: Mapping[int, tuple[int, ...]]) -> Absorbed:
     """Build the graph in which each op that is a key of `chains` stands, its chain copied before it."""
+    standing = [
+        s.index for s, maker in zip(graph.storages, graph.allocator, strict=True) if maker is None or maker in chains
+    ]
+    renumber = {s: i for i, s in enumerate(standing)}
+    storages = [graph.storages[s].at(i) for i, s in enumerate(standing)]
     ops: list[Op] = []
-    storages = list(graph.storages)
     origin: list[int] = []
     copies: set[int] = set()
     operands: list[tuple[int, ...]] = []
@@ -145,31 +149,25 @@ def _with_copies(graph: Graph, fuse: Fusibility, chains: Mapping[int, tuple[int,
     groups: list[tuple[int, ...]] = []
     place: dict[int, int] = {}  # original op -> the new op that stands for it
 
-    def append(old: Op, local: dict[int, int], storage: dict[int, int], copy: bool, backward: bool) -> int:
+    def append(old: Op, local: Mapping[int, int], storage: Mapping[int, int], backward: bool) -> int:
         index = len(ops)
-        if copy:
-            for s in old.allocates:
-                storage[s] = len(storages)
-                storages.append(graph.storages[s].at(len(storages)))
         ops.append(
             Op(
                 index=index,
                 name=old.name,
-                reads=tuple([storage.get(s, s) for s in old.reads]),
-                writes=old.writes,
-                allocates=tuple([storage.get(s, s) for s in old.allocates]),
+                reads=tuple([storage[s] if s in storage else renumber[s] for s in old.reads]),
+                writes=tuple([renumber[s] for s in old.writes]),
+                allocates=tuple([storage[s] if s in storage else renumber[s] for s in old.allocates]),
                 scratch_bytes=old.scratch_bytes,
                 backward=backward,
                 payload=old.index,
             )
         )
         origin.append(old.index)
-        if copy:
-            copies.add(index)
-        operands.append(tuple(local[p] if p in local else place[p] for p in fuse.operands[old.index]))
+        operands.append(tuple([local[p] if p in local else place[p] for p in fuse.operands[old.index]]))
         # A predecessor that no longer runs was pure: it ordered nothing but its own result.
-        before = (local.get(p, place.get(p)) for p in graph.predecessors[old.index])
-        edges.extend((p, index) for p in before if p is not None)
+        before = [local.get(p, place.get(p)) for p in graph.predecessors[old.index]]
+        edges.extend([(p, index) for p in before if p is not None])
         return index
 
     for op in graph.ops:
@@ -178,21 +176,15 @@ def _with_copies(graph: Graph, fuse: Fusibility, chains: Mapping[int, tuple[int,
         local: dict[int, int] = {}
         storage: dict[int, int] = {}
         for member in chains[op.index]:
-            local[member] = append(graph.ops[member], local, storage, copy=True, backward=op.backward)
-        place[op.index] = append(op, local, storage, copy=False, backward=op.backward)
+            for s in graph.ops[member].allocates:
+                storage[s] = len(storages)
+                storages.append(graph.storages[s].at(len(storages)))
+            local[member] = append(graph.ops[member], local, storage, op.backward)
+        copies.update(local.values())
+        place[op.index] = append(op, local, storage, op.backward)
         if fuse.takes[op.index]:
             groups.append((*local.values(), place[op.index]))
 
-    # Storages that no standing op allocates any more go; an op that left takes no part in ordering.
-    born = {s for op in ops for s in op.allocates} | {s for s, a in enumerate(graph.allocator) if a is None}
-    kept = [s for s in range(len(storages)) if s in born]
-    renumber = {s: i for i, s in enumerate(kept)}
-    new_graph = make_graph(
-        [op.renumbered(op.index, renumber, op.payload) for op in ops],
-        [storages[s].at(i) for i, s in enumerate(kept)],
-        edges,
-        [renumber[s] for s in graph.outputs],
-    )
     new_fuse = replace(
         fuse,
         takes=tuple(fuse.takes[o] for o in origin),
@@ -201,4 +193,5 @@ def _with_copies(graph: Graph, fuse: Fusibility, chains: Mapping[int, tuple[int,
         operands=tuple(operands),
         copies=frozenset(copies),
     )
+    new_graph = make_graph(ops, storages, edges, [renumber[s] for s in graph.outputs])
     return Absorbed(new_graph, new_fuse, tuple(origin), tuple(groups))

@@ -8,7 +8,7 @@ claimed `uniform` no tag at all).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,6 +30,10 @@ _RANDOM_NAMES = {"uniform", "randn", "randint", "multinomial", "get_and_update_r
 _COMMUNICATION_NAMES = {
     "torch_all_gather_prim_impl", "torch_all_reduce_prim_impl", "torch_broadcast_prim_impl",
     "torch_reduce_scatter_prim_impl", "torch_wait_prim_impl", "torch_synchronize_prim_impl", "synchronize",
+}  # fmt: skip
+_TAGS_WITHOUT_EFFECT = {
+    OpTags.SHAPE_OP, OpTags.REDUCTION_OP, OpTags.MATMUL_OP, OpTags.DONT_RECOMPUTE_IN_BACKWARD,
+    OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,
 }  # fmt: skip
 _STASHES = {DistributedPrimIDs.STASH_GRAD_FOR_FSDP, DistributedPrimIDs.UPDATE_BUCKET_VIEW}
 
@@ -55,6 +59,9 @@ class Effects:
         return not (self.writes or self.channels or self.barrier)
 
 
+_NONE = Effects()
+
+
 def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
     """The bound symbol's innermost subsymbols; itself if it has none."""
     stack = [bsym]
@@ -68,6 +75,8 @@ def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
 
 def effects_of(bsym: BoundSymbol) -> Effects:
     """The effects of a bound symbol, looked for in all of its subsymbols."""
+    if _only_computes(bsym):
+        return _NONE
     writes: list[str] = []
     channels: list[str] = []
     barrier = False
@@ -87,6 +96,26 @@ def effects_of(bsym: BoundSymbol) -> Effects:
         channels=tuple(dict.fromkeys(channels)),
         barrier=barrier,
     )
+
+
+def _only_computes(bsym: BoundSymbol) -> bool:
+    """Whether it plainly has no effect: the quick answer for nearly every bound symbol; no says nothing."""
+    sym = bsym.sym
+    if sym.executor is not None or not _is_pure_symbol(sym.id, sym.name, frozenset(sym.tags or ())):
+        return False
+    if bsym.subsymbols:
+        return all(map(_only_computes, bsym.subsymbols))
+    return type(bsym.output) is TensorProxy
+
+
+@cache
+def _is_pure_symbol(id: Hashable, name: str, tags: frozenset) -> bool:
+    """Whether no bound symbol of this symbol has an effect of its own where it makes a tensor."""
+    if not tags <= _TAGS_WITHOUT_EFFECT or name in _RANDOM_NAMES | _COMMUNICATION_NAMES:
+        return False
+    if name.endswith("_") or "setitem" in name or "scaled_dot_product" in name or "sdpa" in name:
+        return False
+    return isinstance(id, PrimIDs) or (isinstance(id, str) and not _aten_is_seeded(name))
 
 
 def is_random(bsym: BoundSymbol) -> bool:

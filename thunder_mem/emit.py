@@ -14,6 +14,7 @@ from thunder.extend import FusionExecutor
 
 from thunder_mem.layout import is_view
 from thunder_mem.plan import Plan, PlannedRegion
+from thunder_mem.renaming import named, renamed
 from thunder_mem.trace_graph import BACKWARD, TraceGraph
 
 __all__ = ["emit"]
@@ -67,7 +68,7 @@ def emit(
 
 def _step(source: TraceGraph, region: PlannedRegion) -> _Step:
     copies = set(region.copies)
-    renamed: dict = {}
+    again: dict[str, Proxy] = {}
     made: dict[str, Proxy] = {}
     local: set[str] = set()
     wants: dict[str, Proxy] = {}
@@ -78,9 +79,9 @@ def _step(source: TraceGraph, region: PlannedRegion) -> _Step:
             taken = {p.name for p in bsym.flat_proxy_args}
             for p in bsym.flat_proxy_outs:
                 if p.name not in taken:
-                    renamed[variableify(p)] = p.replace_name(f"re_{p.name}", disambiguate=True)
-        if renamed and any(variableify(p) in renamed for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)):
-            bsym = bsym.from_bsym_swap_proxies(renamed)
+                    again[p.name] = named(p, f"re_{p.name}")
+        if again:
+            bsym = renamed(bsym, again)
         if op in copies and region.backward and BACKWARD not in bsym.tags:
             bsym = bsym.from_bsym(tags=bsym.tags | {BACKWARD})
         for p in bsym.flat_proxy_args:

@@ -83,6 +83,8 @@ class CompileWarning(UserWarning):
 
 
 def _is_fusible_value(x: Any) -> bool:
+    if isinstance(x, tuple | list | dict):  # flattened here, because Thunder's way takes longer than all the rest
+        return all(map(_is_fusible_value, x.values() if isinstance(x, dict) else x))
     if isinstance(x, TensorProxy):
         # A subclass is a tensor of another kind (a DTensor, say).
         known = type(x) is TensorProxy and dtypes.to_strong_dtype(x.dtype) in _DTYPES
@@ -99,7 +101,7 @@ def _is_fusible_value(x: Any) -> bool:
 def _is_fusible_leaf(bsym: BoundSymbol) -> bool:
     if bsym.sym.id not in mem_pointwise_ex.implmap:
         return False
-    if not all(map(_is_fusible_value, (*bsym.flat_args, *bsym.flat_proxy_outs))):
+    if not all(map(_is_fusible_value, (*bsym.args, *bsym.kwargs.values(), *bsym.flat_proxy_outs))):
         return False
     # Under `cache="symbolic values"` there is arithmetic on numbers too, which Python may know how to do.
     return torch_ex.can_execute(bsym) or python_ex.can_execute(bsym)

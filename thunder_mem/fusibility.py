@@ -65,4 +65,4 @@ def _is_cheap(bsym: BoundSymbol) -> bool:
     """Elementwise or a view throughout, with tensors for results."""
     if not all(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):
         return False
-    return not any(b.sym.id in _NOT_CHEAP or has_tags(b, _NOT_CHEAP_TAGS) for b in (bsym, *leaves(bsym)))
+    return not (any(b.sym.id in _NOT_CHEAP for b in (bsym, *leaves(bsym))) or has_tags(bsym, _NOT_CHEAP_TAGS))

@@ -24,7 +24,7 @@ from thunder_mem.fit_budget import Fit, SavingProblem, fit_budget
 from thunder_mem.fusibility import fusibility
 from thunder_mem.overwrites import protect_old_values
 from thunder_mem.plan import Decision, Plan, Refusal
-from thunder_mem.planner import make_plan
+from thunder_mem.planner import cannot_beat, make_plan
 from thunder_mem.recompute import recompute_in_backward, why_not_again
 from thunder_mem.regions import Fusibility
 from thunder_mem.saving import storages_to_rebuild
@@ -90,21 +90,29 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
     choices, asked = _choices(source, fuse, options.recompute)
     names = [str(e.name) for e in executors]
 
-    def plan(rebuilt: frozenset[int]) -> Planned:
-        new, read, takes = trace, source, fuse
-        if rebuilt:
-            new = recompute_in_backward(source, trace, rebuilt)
-            read = read_trace(new, earlier=source)
-            takes = fusibility(read, executors)
+    def rebuilding(rebuilt: frozenset[int]) -> tuple[TraceCtx, TraceGraph, Fusibility]:
+        if not rebuilt:
+            return trace, source, fuse
+        new = recompute_in_backward(source, trace, rebuilt)
+        read = read_trace(new, earlier=source)
+        return new, read, fusibility(read, executors)
+
+    def planned(new: TraceCtx, read: TraceGraph, takes: Fusibility) -> Planned:
         made = make_plan(read.graph, takes, names, sort=options.sort)
         saving = about_saving(source.graph, read.graph)
         planned = _unpinned(Planned(made, read, new, trace), executors, options.sort)
         decisions = (*asked, saving, *planned.plan.decisions)
         return replace(planned, plan=replace(planned.plan, decisions=decisions))
 
-    rebuilt = (_only_offered(source, fuse, choices), storages_to_rebuild(source.graph, fuse, choices))
-    planned = [plan(storages) for storages in dict.fromkeys(rebuilt)]
-    best = min(planned, key=lambda p: (p.peak_bytes, -planned.index(p)))
+    def plan(rebuilt: frozenset[int]) -> Planned:
+        return planned(*rebuilding(rebuilt))
+
+    free, offered = storages_to_rebuild(source.graph, fuse, choices), _only_offered(source, fuse, choices)
+    best = plan(free)
+    if offered != free:
+        new, read, takes = rebuilding(offered)
+        if not cannot_beat(read.graph, takes, best.peak_bytes):
+            best = min(best, planned(new, read, takes), key=lambda p: p.peak_bytes)
     if options.budget is None and options.observe is None:
         return best
     device = device_of(source)

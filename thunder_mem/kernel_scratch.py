@@ -53,8 +53,7 @@ def _multiplies_bfloat16() -> bool:
 
 
 def _is_gemm(bsym: BoundSymbol) -> bool:
-    symbols = (bsym, *bsym.subsymbols)
-    return any(b.sym.id in _GEMMS or has_tags(b, {OpTags.MATMUL_OP}) for b in symbols)
+    return any(b.sym.id in _GEMMS for b in (bsym, *bsym.subsymbols)) or has_tags(bsym, {OpTags.MATMUL_OP})
 
 
 def _float32_bytes(p: TensorProxy) -> int:

@@ -305,13 +305,13 @@ def protect_old_values(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
         source: `trace` as it was read.
         trace: a joint trace before fusion.
     """
+    if not any(effects.writes for effects in source.effects):
+        return trace
     memory = Aliases(source.bsyms)
     writers: dict[str, list[int]] = {}
     for writer, effects in enumerate(source.effects):
         for name in effects.writes:
             writers.setdefault(memory(name), []).append(writer)
-    if not writers:
-        return trace
 
     def first_write(p: Proxy, reader: int) -> int | None:
         made = source.producer_of.get(p.name, -1)

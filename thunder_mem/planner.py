@@ -18,7 +18,7 @@ from thunder_mem.regions import Fusibility, Groups, consecutive_groups, contract
 from thunder_mem.sorting import SortFunction, SortResult, sort_graph
 from thunder_mem.timeline import simulate
 
-__all__ = ["make_plan", "order_halves", "peaks_of"]
+__all__ = ["cannot_beat", "make_plan", "order_halves", "peaks_of"]
 
 
 THUNDERS_OWN = "neighbours, source order"
@@ -69,6 +69,25 @@ def make_plan(graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: st
             about_order(algorithm if best.name == "planned" else "source", in_source_order, best.peaks),
         ),
     )
+
+
+def cannot_beat(graph: Graph, fuse: Fusibility, peak_bytes: int) -> bool:
+    """Whether what the backward receives is so much that `make_plan` need not be asked for a lower peak.
+
+    True only if neither the values as they are, nor those that remain once cheap chains are absorbed,
+    leave the order anything to win: they are all alive where the halves meet.
+    """
+    return _between_halves(graph) >= peak_bytes and _between_halves(absorb_amplifiers(graph, fuse).graph) >= peak_bytes
+
+
+def _between_halves(graph: Graph) -> int:
+    """Bytes alive after the last forward op and before the first backward op, in every order."""
+    nbytes = 0
+    for storage, maker, users in zip(graph.storages, graph.allocator, graph.users, strict=True):
+        if maker is None or not graph.ops[maker].backward:
+            stays = storage.held or storage.index in graph.outputs or not users
+            nbytes += storage.nbytes if stays or graph.ops[users[-1]].backward else 0
+    return nbytes
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from thunder.core.prims import OpTags, PrimIDs
-from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.effects import leaves
+from thunder_mem.renaming import named, renamed
 from thunder_mem.trace_graph import BACKWARD, TraceGraph
 
 __all__ = ["recompute_in_backward", "why_not_again"]
@@ -73,7 +74,7 @@ def recompute_in_backward(source: TraceGraph, trace: TraceCtx, storages: Collect
 
 def _body(source: TraceGraph, storages: frozenset[int]) -> list[BoundSymbol]:
     body: list[BoundSymbol] = []
-    again: dict = {}  # what the backward takes instead of the forward's value
+    again: dict[str, Proxy] = {}  # what the backward takes instead of the forward's value
     repeated: set[int] = set()
 
     def rebuilt(proxies: Iterable[Proxy]) -> list[Proxy]:
@@ -95,13 +96,13 @@ def _body(source: TraceGraph, storages: frozenset[int]) -> list[BoundSymbol]:
             bsym = source.bsyms[op]
             taken = {p.name for p in bsym.flat_proxy_args}
             outs = [p for p in bsym.flat_proxy_outs if p.name not in taken]
-            new = {variableify(p): p.replace_name(f"bw_{p.name}", disambiguate=True) for p in outs}
-            copy = bsym.from_bsym_swap_proxies(again | new)
+            new = {p.name: named(p, f"bw_{p.name}") for p in outs}
+            copy = renamed(bsym, again | new)
             body.append(copy.from_bsym(tags=copy.tags | {BACKWARD}))
-            again.update({variableify(p): new[variableify(p)] for p in rebuilt(outs)})
+            again.update({p.name: new[p.name] for p in rebuilt(outs)})
 
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
         wanted = rebuilt(bsym.flat_proxy_args) if op.backward else []
         repeat(wanted)
-        body.append(bsym.from_bsym_swap_proxies(again, skip_output=True) if wanted else bsym)
+        body.append(renamed(bsym, again, outputs=False) if wanted else bsym)
     return body

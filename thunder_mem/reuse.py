@@ -8,7 +8,7 @@ which of them. An executor that aliases by itself (nvFuser) is left to do so.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from thunder.core import prims
@@ -19,7 +19,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
 from thunder_mem.aliases import Aliases
 from thunder_mem.executors import RegionFunction, mem_pointwise_ex, new_leaves, region_function
-from thunder_mem.graph import Graph
+from thunder_mem.graph import Graph, make_graph
 from thunder_mem.plan import Decision, Plan, PlannedRegion
 from thunder_mem.planner import order_halves, peaks_of
 from thunder_mem.reuse_region import plan_reuse
@@ -70,6 +70,7 @@ def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None) -> Reused | N
     source = source or read_trace(trace)
     memory = _Memory(source, trace)
     swap: dict[int, BoundSymbol] = {}
+    memory_of: dict[int, int] = {}  # the storage that each result's storage becomes
     results = nbytes = 0
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
         if _function(bsym) is None:
@@ -80,6 +81,7 @@ def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None) -> Reused | N
         swap[id(bsym)] = new = _with_reuse(bsym, reuse)
         for name, arg in taken_over(new).items():
             memory.join(name, arg.name)
+            memory_of[source.storage_of[name]] = source.storage_of[arg.name]
             results += 1
             nbytes += source.layout.nbytes(arg.name)
     if not swap:
@@ -87,8 +89,36 @@ def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None) -> Reused | N
     new_trace = from_trace(trace)
     new_trace.bound_symbols = [swap.get(id(b), b) for b in trace.bound_symbols]
     new_trace.set_provenance(TraceProvenance("Results take over the memory of what dies"))
-    graph = read_trace(new_trace).graph
+    graph = _with_shared_storages(source.graph, memory_of)
     return Reused(new_trace, graph, results, nbytes, *peaks_of(graph, range(len(graph))))
+
+
+def _with_shared_storages(graph: Graph, memory_of: Mapping[int, int]) -> Graph:
+    """The graph in which what allocated a key of `memory_of` overwrites the storage that stands there instead."""
+
+    def final(storage: int) -> int:
+        while storage in memory_of:
+            storage = memory_of[storage]
+        return storage
+
+    place = {s.index: i for i, s in enumerate(s for s in graph.storages if s.index not in memory_of)}
+    ops = []
+    for op in graph.ops:
+        over = tuple(place[final(s)] for s in op.allocates if s in memory_of)
+        ops.append(
+            replace(
+                op,
+                reads=tuple(dict.fromkeys(place[final(s)] for s in op.reads)),
+                writes=tuple(dict.fromkeys([*(place[final(s)] for s in op.writes), *over])),
+                allocates=tuple(place[s] for s in op.allocates if s not in memory_of),
+            )
+        )
+    return make_graph(
+        ops,
+        [s.at(place[s.index]) for s in graph.storages if s.index in place],
+        [(before, op) for op, earlier in enumerate(graph.predecessors) for before in earlier],
+        {place[final(s)] for s in graph.outputs},
+    )
 
 
 def with_reuse(plan: Plan, emitted: TraceCtx, reused: Reused) -> Plan:

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from thunder.core import prims
-from thunder.core.proxies import TensorProxy, variableify
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.layout import is_view
 from thunder_mem.plan import Plan
+from thunder_mem.renaming import renamed
 from thunder_mem.trace_graph import BACKWARD, TraceGraph
 
 __all__ = ["Split", "pinned_bases", "with_copied_views"]
@@ -155,7 +156,7 @@ def with_copied_views(source: TraceGraph, trace: TraceCtx, splits: Iterable[Spli
     """
     new = from_trace(trace)
     due: dict[int, list[BoundSymbol]] = {}
-    swap_at: dict[int, dict] = {}
+    swap_at: dict[int, dict[str, Proxy]] = {}
     with tracectx(new):
         for split in splits:
             backward = source.graph.ops[split.readers[0]].backward
@@ -165,11 +166,10 @@ def with_copied_views(source: TraceGraph, trace: TraceCtx, splits: Iterable[Spli
                 copy = prims.clone.bind(view, output=prims.clone.meta(view))
                 due.setdefault(maker, []).append(copy.from_bsym(tags=copy.tags | {BACKWARD}) if backward else copy)
                 for reader in split.readers:
-                    swap_at.setdefault(reader, {})[variableify(view)] = copy.output
+                    swap_at.setdefault(reader, {})[view.name] = copy.output
         body: list[BoundSymbol] = []
         for index, bsym in enumerate(source.bsyms):
-            swap = swap_at.get(index)
-            body.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym)
+            body.append(renamed(bsym, swap_at.get(index, {}), outputs=False))
             body += due.get(index, [])
         new.bound_symbols = [*source.prefix, *body, source.result]
     new.set_provenance(TraceProvenance("Copy small views that hold large tensors"))
