@@ -120,6 +120,14 @@ def test_a_run_that_fails_says_so():
     assert "not done after" in late["error"]
 
 
+def test_a_row_is_named_by_its_case():
+    eager = Case("longchat-7b-16k", True, True, "eager")
+    found = rows.run_here(eager, "cpu", 3)
+    assert Case(*(found[name] for name in ("model", "checkpointing", "loss_inside", "compiler"))) == eager
+    assert found["compile"] == "eager" and found["peak_bytes"] > found["held_bytes"]
+    assert found["command"].endswith("--compile eager") and found["wall_s"] > 0
+
+
 def test_markdown_marks_the_least_and_names_failures(tmp_path):
     made = [row("eager", 4 * 10**9), row("torch.compile"), row("MemEfficient", 3 * 10**9, median_iter_time=12.0)]
     text = markdown(made)
