@@ -188,11 +188,10 @@ def _subclass(module: ModuleType) -> Any:
                 return
             try:
                 self.calculate_model_flops()
+                window = self.max_iters - self.warmup_iters
+                self.throughput = module.Throughput(window_size=window, world_size=module.world_size)
             except Exception as error:  # as Thunder's own loop does
-                print(f"the model's FLOPs are unknown, and so is its throughput: {type(error).__name__}: {error}")
-                return
-            window = self.max_iters - self.warmup_iters
-            self.throughput = module.Throughput(window_size=window, world_size=module.world_size)
+                print(f"the model's throughput is unknown: {type(error).__name__}: {error}")
 
         def _simulate(self) -> None:
             self.throughput = None
