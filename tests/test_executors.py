@@ -16,12 +16,13 @@ from thunder.extend import get_executor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from thunder_mem import executors
+from thunder_mem import compiled_region
 from thunder_mem.attention import mem_attention_ex
-from thunder_mem.executors import CompileWarning, mem_pointwise_ex, region_function
+from thunder_mem.compiled_region import CompileWarning
+from thunder_mem.executors import mem_pointwise_ex, region_function
 
 # A region that silently runs unfused would pass every comparison below.
-pytestmark = pytest.mark.filterwarnings("error::thunder_mem.executors.CompileWarning")
+pytestmark = pytest.mark.filterwarnings("error::thunder_mem.compiled_region.CompileWarning")
 
 
 def tensors(tree):
@@ -268,8 +269,8 @@ def test_functions_live_as_long_as_the_traces_that_call_them():
 
 
 def test_fuse_is_lazy_and_prints_its_body(monkeypatch):
-    monkeypatch.setattr(executors, "_compile", lambda *_: pytest.fail("compiled before the first call"))
-    monkeypatch.setattr(executors, "_python_function", lambda *_: pytest.fail("built before the first call"))
+    monkeypatch.setattr(compiled_region, "_compile", lambda *_: pytest.fail("compiled before the first call"))
+    monkeypatch.setattr(compiled_region, "_python_function", lambda *_: pytest.fail("built before the first call"))
     trace = TraceCtx(None)
     with tracectx(trace):
         x = TensorProxy("x", shape=(4,), dtype=dtypes.float32, device=devices.cpu, requires_grad=False)
@@ -284,7 +285,7 @@ def test_fuse_is_lazy_and_prints_its_body(monkeypatch):
 
 
 def test_each_layout_compiles_once_and_too_many_run_unfused(monkeypatch):
-    monkeypatch.setattr(executors, "MAX_VARIANTS", 2)
+    monkeypatch.setattr(compiled_region, "MAX_VARIANTS", 2)
     function = region_of(lambda x, y: prims.mul(prims.sin(x), y), F32, F32)
     a, b = torch.randn(4, 4), torch.randn(4, 4)
     for x, y, variants in [(a, b, 1), (b, a, 1), (a.t(), b, 2), (a.t(), b, 2), (a.t(), b.t(), 2)]:
@@ -300,7 +301,7 @@ def test_fake_tensors_run_unfused_and_look_like_the_real_thing(monkeypatch):
     function = region_of(make, F32, F32)
     args = [torch.randn(4, 4), torch.randn(4, 4)]
     real = function(*args)
-    monkeypatch.setattr(executors, "_compile", lambda *_: pytest.fail("compiled fake tensors"))
+    monkeypatch.setattr(compiled_region, "_compile", lambda *_: pytest.fail("compiled fake tensors"))
     with FakeTensorMode() as mode:
         fake = function(*map(mode.from_tensor, args))
         iota = region_of(lambda: prims.iota(5, start=0, step=1, device=devices.cpu, dtype=dtypes.int64))()
@@ -315,7 +316,7 @@ def test_where_inductor_fails_the_region_runs_unfused_and_says_why(monkeypatch):
     def fail(*_):
         raise RuntimeError("no compiler here\nand a long trace")
 
-    monkeypatch.setattr(executors, "_compile", fail)
+    monkeypatch.setattr(compiled_region, "_compile", fail)
     jitted = jit(lambda x: x.sin() * 1.9)
     x = torch.randn(3)
     with pytest.warns(CompileWarning, match=r"RuntimeError: no compiler here\)"):
@@ -330,7 +331,7 @@ def test_an_interrupted_compilation_leaves_nothing_behind(monkeypatch):
     function = region_of(lambda x: prims.cos(prims.cos(x)), F32)
     x = torch.randn(4, 4)
     with monkeypatch.context() as m:
-        m.setattr(executors, "_compile", interrupt)
+        m.setattr(compiled_region, "_compile", interrupt)
         with pytest.raises(KeyboardInterrupt):
             function(x)
     torch.testing.assert_close(function(x)[0], x.cos().cos())
@@ -338,8 +339,8 @@ def test_an_interrupted_compilation_leaves_nothing_behind(monkeypatch):
 
 def test_two_threads_compile_once(monkeypatch):
     compilations = []
-    compile_region = executors._compile
-    monkeypatch.setattr(executors, "_compile", lambda *a: compilations.append(1) or compile_region(*a))
+    compile_region = compiled_region._compile
+    monkeypatch.setattr(compiled_region, "_compile", lambda *a: compilations.append(1) or compile_region(*a))
     function = region_of(lambda x: prims.exp(prims.neg(x)), F32)
     x = torch.randn(4, 4)
     results = []

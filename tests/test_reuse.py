@@ -19,7 +19,8 @@ from tests.cases import randn
 from tests.fuzz import uncompiled_regions
 from tests.test_executors import trace_of
 from thunder_mem import MemEfficient, delegate, last_plan, measure_peak, timeline
-from thunder_mem.executors import RegionFunction, mem_pointwise_ex, new_leaves, region_function
+from thunder_mem.compiled_region import RegionFunction
+from thunder_mem.executors import mem_pointwise_ex, new_leaves, region_function
 from thunder_mem.predict import predict
 from thunder_mem.reuse import reuse_and_sort, reuse_dying
 from thunder_mem.reuse_region import plan_reuse

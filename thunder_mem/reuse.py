@@ -18,7 +18,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
 from thunder_mem.aliases import Aliases
-from thunder_mem.executors import RegionFunction, mem_pointwise_ex, new_leaves, region_function
+from thunder_mem.compiled_region import RegionFunction
+from thunder_mem.executors import mem_pointwise_ex, new_leaves, region_function
 from thunder_mem.graph import Graph, make_graph
 from thunder_mem.plan import Decision, Plan, PlannedRegion
 from thunder_mem.planner import order_halves, peaks_of
