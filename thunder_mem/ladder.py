@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
+from thunder_mem.anchors import anchors
 from thunder_mem.choices import UNDECIDED, Choices
 from thunder_mem.graph import Graph
 from thunder_mem.regions import Fusibility
@@ -58,11 +59,11 @@ def ladders(
         repeat_s: per op, the seconds of repeating it; infinite where it may not be.
         choices: what is decided already.
     """
-    anchors = [s for s in _anchors(graph, fuse) if s not in choices.recompute]
+    found = [s for s in anchors(graph, fuse, repeat_s) if s not in choices.recompute]
     spacing = 1
     seen: set[frozenset[int]] = set()
     while True:
-        kept = anchors[::-spacing][::-1] if spacing > 1 else anchors
+        kept = found[::-spacing][::-1] if spacing > 1 else found
         held = replace(choices, keep=choices.keep | frozenset(kept))
         rungs = tuple(_rungs(graph, fuse, repeat_s, held, [graph.allocator[s] or 0 for s in kept]))
         if rungs[-1].rebuilt not in seen:
@@ -71,42 +72,6 @@ def ladders(
         if len(kept) <= 1:
             return
         spacing *= 2
-
-
-def _anchors(graph: Graph, fuse: Fusibility) -> list[int]:
-    """Storages that alone carry the forward past some point, in order.
-
-    What is cheap to make again from the caller's own tensors (masks, rotary tables), and what is
-    small beside the rest, does not count as carrying.
-    """
-    given = [False] * len(graph)  # computed by cheap ops from what the caller holds
-    for op in graph.ops:
-        makers = [graph.allocator[s] for s in op.reads]
-        given[op.index] = fuse.cheap[op.index] and all(m is None or given[m] for m in makers)
-    last = [-1] * len(graph.storages)
-    for op in graph.ops:
-        if not op.backward:
-            for s in op.touches:
-                last[s] = op.index
-    alive: set[int] = set()
-    found: list[int] = []
-    for op in graph.ops:
-        if op.backward:
-            break
-        alive |= {s for s in op.allocates if last[s] > op.index and not given[op.index]}
-        alive -= {s for s in op.touches if last[s] <= op.index}
-        large = max((graph.storages[s].nbytes for s in alive), default=0)
-        carriers = [s for s in alive if graph.storages[s].nbytes * 16 > large]
-        if len(carriers) == 1 and carriers[0] not in found[-1:]:
-            (carrier,) = carriers
-            maker = graph.allocator[carrier]
-            # A cast of the anchor before it: the smaller one of the two is enough.
-            if found and maker is not None and fuse.cheap[maker] and found[-1] in graph.ops[maker].reads:
-                if graph.storages[carrier].nbytes > graph.storages[found[-1]].nbytes:
-                    continue
-                found.pop()
-            found.append(carrier)
-    return list(dict.fromkeys(found))
 
 
 def _rungs(
