@@ -119,11 +119,12 @@ def build_loop(
 def _hold_more_than_logits(region: Region, head: Head) -> bool:
     """Whether gradients computed in the forward would take more memory than the logits, and for long.
 
-    They are held until the backward, over all that the forward computes after the head.
+    They are held until the backward, over all that the forward computes after the head's products.
     """
     logits_bytes = head.n * head.row_bytes
     program = region.program
-    later = (out for leaf in program.leaves[max(region.inside) + 1 :] for out in leaf.outputs)
+    after = range(max(a.leaf.index for a in region.amplifiers) + 1, len(program.leaves))
+    later = (out for i in after if i not in region.inside for out in program.leaves[i].outputs)
     kept = (math.prod(map(int, out.shape)) * out.dtype.bytes for out in later if out.name in program.needs_grad)
     return head.fixed_bytes > logits_bytes and sum(kept) > logits_bytes // 16
 
