@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +46,11 @@ def predicted_peak(
 
     inputs = (tokens, targets) if loss_inside else (tokens,)
     prediction = predict_step(jitted, optimizer, loss_of, *inputs, accumulate=microbatches)
-    return _worst(prediction, sum(left.values()))
+    # Targets that only the loss outside reads are counted from there on.
+    apart = not loss_inside and targets.untyped_storage()._cdata != tokens.untyped_storage()._cdata
+    unread_bytes = targets.untyped_storage().nbytes() if apart else 0
+    peak = _worst(prediction, sum(left.values()))
+    return replace(peak, held_bytes=peak.held_bytes + unread_bytes)
 
 
 def _worst(prediction: Prediction, left_bytes: int) -> LoopPeak:
