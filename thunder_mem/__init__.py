@@ -9,6 +9,7 @@ from thunder_mem.fits import fits, largest_batch, largest_sequence
 from thunder_mem.frontier import memory_time_frontier
 from thunder_mem.graph import Graph, GraphError, Op, Storage
 from thunder_mem.measure import measure_peak
+from thunder_mem.plugin import MemEfficientPlugin
 from thunder_mem.predict import predict
 from thunder_mem.recompute_table import recompute_table
 from thunder_mem.report import explain
@@ -27,6 +28,7 @@ __all__ = [
     "Graph",
     "GraphError",
     "MemEfficient",
+    "MemEfficientPlugin",
     "Op",
     "RecomputeError",
     "Storage",
