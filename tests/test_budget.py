@@ -14,6 +14,7 @@ from thunder_mem.budget import parse_budget
 from thunder_mem.fit_budget import SavingProblem, fit_budget, greedy_fit
 from thunder_mem.ladder import ladders
 from thunder_mem.regions import Fusibility
+from thunder_mem.study import study_program
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,20 @@ def test_no_choice_is_dearer_than_the_ladders_first_rung_that_fits(seed, share):
 def stack() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1)) for _ in range(6)))
+
+
+@pytest.mark.parametrize("activation", [torch.nn.GELU(), torch.nn.Softmax(-1)])
+def test_a_smaller_budget_is_not_cheaper_where_another_spacing_of_what_is_kept_begins(activation):
+    blocks = ((torch.nn.Linear(32, 128), activation, torch.nn.Linear(128, 32), torch.nn.Dropout(0.1)),) * 6
+    model = torch.nn.Sequential(*(layer for block in blocks for layer in block))
+    problem = study_program(model, (torch.randn(512, 32),), {}).problem
+    ends = [level.low_bytes for level in problem.levels()]
+    assert len(ends) > 1
+    high = problem.trial(frozenset()).peak_bytes
+    budgets = sorted({*(end + d for end in ends for d in (-4096, 0, 4096)), (ends[0] + high) // 2, high})
+    fits = [fit_budget(problem, budget) for budget in budgets]
+    for smaller, larger in pairwise(fits):
+        assert larger.seconds <= smaller.seconds and larger.peak_bytes >= smaller.peak_bytes
 
 
 def step(model, compiled, x):

@@ -8,7 +8,7 @@ from math import isfinite
 from thunder_mem.graph import Graph
 from thunder_mem.regions import Fusibility
 
-__all__ = ["anchors"]
+__all__ = ["anchors", "without_first_block"]
 
 
 def anchors(graph: Graph, fuse: Fusibility, repeat_s: Sequence[float]) -> list[int]:
@@ -33,7 +33,19 @@ def anchors(graph: Graph, fuse: Fusibility, repeat_s: Sequence[float]) -> list[i
                 continue
             found.pop()
         found.append(carrier)
-    return _not_inside_a_block(graph, fuse, found)
+    return found
+
+
+def without_first_block(graph: Graph, fuse: Fusibility, found: Sequence[int]) -> list[int]:
+    """Anchors without those inside a first block, past which an argument of the program is handed on."""
+    inside: set[int] = set()
+    for i, anchor in enumerate(found):
+        nbytes = graph.storages[anchor].nbytes
+        for s in _sources(graph, fuse, anchor, found[:i]):
+            if graph.allocator[s] is None and graph.storages[s].nbytes * 2 >= nbytes:
+                first = graph.users[s][0]
+                inside.update(a for a in found[:i] if (graph.allocator[a] or 0) >= first)
+    return [a for a in found if a not in inside]
 
 
 def _given(graph: Graph, fuse: Fusibility, repeat_s: Sequence[float]) -> list[bool]:
@@ -80,15 +92,3 @@ def _sources(graph: Graph, fuse: Fusibility, made: int, known: Iterable[int]) ->
             stack += [r for r in graph.ops[maker].reads if r not in seen]
             seen.update(graph.ops[maker].reads)
     return found
-
-
-def _not_inside_a_block(graph: Graph, fuse: Fusibility, found: Sequence[int]) -> list[int]:
-    """The anchors without those inside a first block, past which an argument of the program is handed on."""
-    inside: set[int] = set()
-    for i, anchor in enumerate(found):
-        nbytes = graph.storages[anchor].nbytes
-        for s in _sources(graph, fuse, anchor, found[:i]):
-            if graph.allocator[s] is None and graph.storages[s].nbytes * 2 >= nbytes:
-                first = graph.users[s][0]
-                inside.update(a for a in found[:i] if (graph.allocator[a] or 0) >= first)
-    return [a for a in found if a not in inside]

@@ -84,6 +84,8 @@ class SavingProblem:
     _levels: list[_Level] = field(default_factory=list, repr=False, compare=False)
     _coming: list[Iterator[tuple[Rung, ...]]] = field(default_factory=list, repr=False, compare=False)
 
+    _next: dict[int, tuple[Fit, ...]] = field(default_factory=dict, repr=False, compare=False)
+
     def trial(self, rebuilt: frozenset[int]) -> Trial:
         """The exact price of a choice; made once."""
         if rebuilt not in self._trials:
@@ -203,13 +205,26 @@ def fit_budget(problem: SavingProblem, budget_bytes: int) -> Fit:
         return _smallest(problem)
     found = _proposals(problem, level, budget_bytes)
     bound = found[0].bound_seconds if found else 0.0
-    found = [fit for fit in (*found, *level.sampled) if fit.peak_bytes <= budget_bytes]
+    found = [fit for fit in (*found, *level.sampled, *_of_the_next(problem, level)) if fit.peak_bytes <= budget_bytes]
     if not found:
         found = [fit for fit in [greedy_fit(problem, level.rungs, budget_bytes)] if fit.peak_bytes <= budget_bytes]
     if not found:
         return _smallest(problem)
     best = min(found, key=lambda f: (f.seconds, f.peak_bytes))
     return replace(best, bound_seconds=min(bound, best.seconds))
+
+
+def _of_the_next(problem: SavingProblem, level: _Level) -> tuple[Fit, ...]:
+    """The cheapest choice of the ladders after this one, which would else make a smaller budget cheaper.
+
+    In large programs this would take too long.
+    """
+    if len(problem.graph) >= _SMALL:
+        return ()
+    if level.low_bytes not in problem._next:
+        fit = fit_budget(problem, level.low_bytes - 1)
+        problem._next[level.low_bytes] = (fit,) if fit.peak_bytes < level.low_bytes else ()
+    return problem._next[level.low_bytes]
 
 
 def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list[Fit]:
@@ -267,7 +282,7 @@ def _smallest(problem: SavingProblem) -> Fit:
     """The smallest peak that is known, and of the choices that reach it the cheapest."""
     levels = list(problem.levels())
     found = [problem.fit(level.rungs[-1].rebuilt, 0.0, "ladder") for level in levels]
-    found += [fit for fit in [levels[-1].answer(0)] if fit is not None]
+    found += [*levels[-1].sampled, *_proposals(problem, levels[-1], levels[-1].low_bytes)]
     return replace(min(found, key=lambda f: (f.peak_bytes, f.seconds)), bound_seconds=0.0)
 
 

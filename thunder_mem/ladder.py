@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from thunder_mem.anchors import anchors
+from thunder_mem.anchors import anchors, without_first_block
 from thunder_mem.choices import UNDECIDED, Choices
 from thunder_mem.graph import Graph
 from thunder_mem.regions import Fusibility
@@ -59,18 +59,24 @@ def ladders(
         repeat_s: per op, the seconds of repeating it; infinite where it may not be.
         choices: what is decided already.
     """
-    found = [s for s in anchors(graph, fuse, repeat_s) if s not in choices.recompute]
-    spacing = 1
+    found = anchors(graph, fuse, repeat_s)
     seen: set[frozenset[int]] = set()
-    while True:
-        kept = found[::-spacing][::-1] if spacing > 1 else found
+    for spaced in _thinned(found, without_first_block(graph, fuse, found)):
+        kept = [s for s in spaced if s not in choices.recompute]
         held = replace(choices, keep=choices.keep | frozenset(kept))
         rungs = tuple(_rungs(graph, fuse, repeat_s, held, [graph.allocator[s] or 0 for s in kept]))
         if rungs[-1].rebuilt not in seen:
             yield rungs
         seen.add(rungs[-1].rebuilt)
-        if len(kept) <= 1:
-            return
+
+
+def _thinned(found: Sequence[int], thinner: Sequence[int]) -> Iterator[Sequence[int]]:
+    """All, the thinner ones, and of these every second, every fourth, ..., counted from the last."""
+    yield found
+    yield thinner
+    spacing = 2
+    while spacing < 2 * len(thinner):
+        yield thinner[::-spacing][::-1]
         spacing *= 2
 
 
