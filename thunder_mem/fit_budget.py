@@ -36,6 +36,8 @@ _CELLS_BELOW = 8
 _EQUAL = 1e-9
 # Programs of fewer ops are solved exactly: there that costs little.
 _SMALL = 2000
+# In programs of fewer ops a budget asks the ladder after its own, too, which doubles the search.
+_TWO_LADDERS = 500
 # Rungs between the ends are tried, too, as long as all trials together run no more ops than this.
 _SAMPLED_OPS = 8000
 # So many of the trials and one more give rows.
@@ -219,7 +221,7 @@ def _of_the_next(problem: SavingProblem, level: _Level) -> tuple[Fit, ...]:
 
     In large programs this would take too long.
     """
-    if len(problem.graph) >= _SMALL:
+    if len(problem.graph) >= _TWO_LADDERS:
         return ()
     if level.low_bytes not in problem._next:
         fit = fit_budget(problem, level.low_bytes - 1)
