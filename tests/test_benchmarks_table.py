@@ -131,7 +131,7 @@ def test_a_row_is_named_by_its_case():
 def test_markdown_marks_the_least_and_names_failures(tmp_path):
     made = [row("eager", 4 * 10**9), row("torch.compile"), row("MemEfficient", 3 * 10**9, median_iter_time=12.0)]
     text = markdown(made)
-    assert "| gpt2-124m | on | outside | 4.000 | failed | **3.000** | 0.750 |" in text
+    assert "| gpt2-124m | on | outside | 4.000 | failed | **3.000** | 0.750 | 0.750 |" in text
     assert "- gpt2-124m, checkpointing on, loss outside, torch.compile: `out of memory`" in text
     assert "| 12.0 |" in text
     draw(made, tmp_path / "chart.png")

@@ -12,11 +12,12 @@ __all__ = ["draw", "markdown"]
 
 Row = dict[str, Any]
 _OURS = ("MemEfficient", "MemEfficient, smallest")
+_RATIOS = ("MemEfficient / best peer", "the same above parameters, state and inputs")
 _COLOURS = dict(zip(COMPILERS, ("#8c8c8c", "#e0a030", "#4477aa", "#66aacc", "#bb3344", "#e58c99"), strict=True))
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The peaks of all rows in decimal GB, the benchmark's unit, with what failed and how, and the step times.
+    """The peaks of all rows in decimal GB, the benchmark's unit (small ones in MB), what failed, and step times.
 
     Example:
         >>> row = {"model": "gpt2-124m", "checkpointing": True, "loss_inside": True, "compiler": "eager"}
@@ -25,11 +26,12 @@ def markdown(rows: Sequence[Row]) -> str:
         True
     """
     machines = sorted({row["device"] for row in rows if "device" in row})
-    lines = [f"Peak of the benchmark's training loop in GB (10^9 bytes) on: {'; '.join(machines)}.", ""]
-    lines += _table(rows, _peak, "least")
+    unit, size = _unit(rows)
+    lines = [f"Peak of the benchmark's training loop in {unit} ({size:,} bytes) on: {'; '.join(machines)}.", ""]
+    lines += _table(rows, lambda row: row["peak_bytes"] / size, "least")
     times = {name: _time_of(rows, name) for name in ("median_iter_time", "roofline_ms")}
     for name, title in (
-        ("median_iter_time", "Median time of a step in ms"),
+        ("median_iter_time", "Median time of a step in ms (each run alone, with whatever else the machine did)"),
         ("roofline_ms", "Forward and backward by the roofline in ms (predicted; what Thunder compiles only)"),
     ):
         if times[name]:
@@ -49,14 +51,15 @@ def _time_of(rows: Sequence[Row], key: str) -> list[Row]:
     return [row for row in rows if row.get(key) is not None]
 
 
-def _peak(row: Row) -> float:
-    return row["peak_bytes"] / 1e9
+def _unit(rows: Sequence[Row]) -> tuple[str, int]:
+    """GB as the benchmark has it, or MB where all rows are small."""
+    return ("GB", 10**9) if max((row.get("peak_bytes", 0) for row in rows), default=0) >= 10**9 else ("MB", 10**6)
 
 
 def _table(rows: Sequence[Row], value: Any, emphasis: str) -> list[str]:
     compilers = [name for name in COMPILERS if any(row["compiler"] == name for row in rows)]
     ratio = bool(emphasis) and "MemEfficient" in compilers and len(compilers) > 1
-    head = ["model", "checkpointing", "loss", *compilers, *(["MemEfficient / best peer"] if ratio else [])]
+    head = ["model", "checkpointing", "loss", *compilers, *(_RATIOS if ratio else ())]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * 3 + "---:|" * (len(head) - 3)]
     for group in _groups(rows):
         by = {row["compiler"]: row for row in group}
@@ -72,11 +75,19 @@ def _table(rows: Sequence[Row], value: Any, emphasis: str) -> list[str]:
                 text = f"{values[name]:.3f}" if emphasis else f"{values[name]:.1f}"
                 cells.append(f"**{text}**" if emphasis and values[name] == best else text)
         if ratio:
-            peers = [v for name, v in values.items() if name not in _OURS]
-            ours = values.get("MemEfficient")
-            cells.append(f"{ours / min(peers):.3f}" if ours is not None and peers else "")
+            cells += [_ratio(by, lambda row: row["peak_bytes"]), _ratio(by, _above)]
         lines.append("| " + " | ".join([*_words(group[0]), *cells]) + " |")
     return lines
+
+
+def _above(row: Row) -> int:
+    return row["peak_bytes"] - row.get("held_bytes", 0)
+
+
+def _ratio(by: dict[str, Row], value: Any) -> str:
+    values = {name: value(row) for name, row in by.items() if "error" not in row}
+    peers = [v for name, v in values.items() if name not in _OURS]
+    return f"{values['MemEfficient'] / min(peers):.3f}" if "MemEfficient" in values and peers else ""
 
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:
@@ -98,7 +109,7 @@ def _name(row: Row) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A panel for each way to train: the peaks of every model as shares of eager's, written above eager's bar in GB."""
+    """A panel for each way to train: the peaks of every model as shares of eager's, in GB or MB below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -106,22 +117,25 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     ways = [way for way in ((True, False), (True, True), (False, False), (False, True)) if _with(rows, *way)]
     compilers = [name for name in COMPILERS if any(row["compiler"] == name for row in rows)]
+    unit, size = _unit(rows)
+    most = max(len({row["model"] for row in _with(rows, *way)}) for way in ways)
     figure, axes = plt.subplots(len(ways), 1, figsize=(11, 2.9 * len(ways) + 0.6), layout="constrained", squeeze=False)
     for axis, (checkpointing, loss_inside) in zip(axes[:, 0], ways, strict=True):
         chosen = [row for row in _with(rows, checkpointing, loss_inside) if "error" not in row]
-        peaks = {(row["model"], row["compiler"]): _peak(row) for row in chosen}
+        peaks = {(row["model"], row["compiler"]): row["peak_bytes"] / size for row in chosen}
         models = [name for name in MODELS if any(row["model"] == name for row in chosen)]
+        models = [name for name in models if (name, "eager") in peaks]  # else there is nothing to be a share of
         for place, model in enumerate(models):
-            mine = {name: peaks[model, name] for name in compilers if (model, name) in peaks}
-            base = mine.get("eager", max(mine.values()))
-            for name, peak in mine.items():
-                x = place + (compilers.index(name) - (len(compilers) - 1) / 2) * 0.14
-                axis.bar(x, peak / base, 0.13, color=_COLOURS[name])
-            axis.annotate(f"{base:.2f} GB", (place, 1), (0, 2), textcoords="offset points", ha="center", fontsize=7)
+            for i, name in enumerate(compilers):
+                if (model, name) in peaks:
+                    share = peaks[model, name] / peaks[model, "eager"]
+                    axis.bar(place + (i - (len(compilers) - 1) / 2) * 0.14, share, 0.13, color=_COLOURS[name])
         axis.axhline(1, color="#8c8c8c", linewidth=0.6)
-        axis.set_xticks(range(len(models)), models, fontsize=8)
+        labels = [f"{name}\neager {peaks[name, 'eager']:.2f} {unit}" for name in models]
+        axis.set_xticks(range(len(models)), labels, fontsize=8)
+        axis.set_xlim(-0.5, most - 0.5)
         axis.set_ylabel("peak / eager's")
-        axis.set_ylim(0, 1.3)
+        axis.set_ylim(bottom=0)
         on, where = ("on" if checkpointing else "off"), ("inside" if loss_inside else "outside")
         axis.set_title(f"checkpointing {on}, loss {where}", loc="left", fontsize=10)
         for side in ("top", "right"):
