@@ -354,7 +354,8 @@ def _lay_out(bsym: BoundSymbol, probe: Probe, env: dict[str, Any], inputs: dict[
             base = made[output.where] = torch.empty(output.storage_bytes // output.dtype.itemsize, dtype=output.dtype)
         # Not `set_`: on a fake tensor it leaves a reference to the storage behind.
         base = base if base.dtype == output.dtype else base.view(output.dtype)
-        env[p.name] = base.as_strided(output.shape, output.stride, output.offset)
+        # Detached: a view would hold its base, and autograd adds in place only to what nobody else holds.
+        env[p.name] = base.as_strided(output.shape, output.stride, output.offset).detach()
 
 
 def _new_bytes(bsym: BoundSymbol, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> int:
