@@ -24,6 +24,7 @@ from thunder_mem.choices import Choices
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.fusibility import fusibility
 from thunder_mem.graph import Graph
+from thunder_mem.joint_plan import PlanningOptions, _with_loss_outside, plan_joint_trace
 from thunder_mem.recompute import recompute_in_backward, why_not_again
 from thunder_mem.regions import Fusibility
 from thunder_mem.saving import Exchange, saved_storages, storages_to_rebuild
@@ -329,3 +330,17 @@ def test_what_must_run_only_once_says_why(fn, name, reason):
     (at,) = (i for i, b in enumerate(source.bsyms) if b.sym.name == name)
     assert reason in why_not_again(source, at)
     assert all(why_not_again(source, i) is None for i, b in enumerate(source.bsyms) if b.sym.name in ("sin", "sum"))
+
+
+@pytest.mark.parametrize("width", (16, 4096))
+def test_what_waits_for_the_callers_loss_counts_as_much_as_the_halves(width):
+    """Logits that are wide: three times their gradient is alive beside what is saved, more than in either half."""
+    x, w, v = (torch.randn(s, requires_grad=True) for s in ((64, 64), (64, 64), (64, width)))
+    trace = unfused(lambda x, w, v: torch.tanh(x @ w) @ v, x, w, v)
+    planned = plan_joint_trace(trace, (mem_pointwise_ex,), PlanningOptions())
+    arguments = sum(t.nbytes for t in (x, w, v))
+    waiting = arguments + 64 * 64 * 4 + 64 * width * 4  # what tanh made, and the logits
+    with_loss, peak = _with_loss_outside(planned)
+    assert peak == planned.peak_bytes
+    assert with_loss == max(peak, waiting + 3 * 64 * width * 4)
+    assert (with_loss > peak) == (width == 4096)

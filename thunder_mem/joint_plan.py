@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 import torch
+from thunder.core import prims
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor
 
@@ -24,7 +25,7 @@ from thunder_mem.fit_budget import Fit, SavingProblem, fit_budget
 from thunder_mem.fusibility import fusibility
 from thunder_mem.overwrites import protect_old_values
 from thunder_mem.plan import Decision, Plan, Refusal
-from thunder_mem.planner import cannot_beat, make_plan
+from thunder_mem.planner import between_halves, cannot_beat, make_plan
 from thunder_mem.recompute import recompute_in_backward, why_not_again
 from thunder_mem.regions import Fusibility
 from thunder_mem.saving import storages_to_rebuild
@@ -38,6 +39,8 @@ __all__ = ["Planned", "PlanningOptions", "device_of", "plan_joint_trace", "with_
 
 # How often the target is moved by what the plan makes of a choice, compared with its trial.
 _ATTEMPTS = 4
+# How often what the backward is handed is alive while the caller computes a loss and its gradient.
+_LOSS_COPIES = 3
 # Where a plan stays this share of the budget below its trial, a higher target is tried.
 _UNUSED_SHARE = 0.005
 # How often more views are copied, as long as that lowers the peak.
@@ -112,7 +115,7 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
     if offered != free:
         new, read, takes = rebuilding(offered)
         if not cannot_beat(read.graph, takes, best.peak_bytes):
-            best = min(best, planned(new, read, takes), key=lambda p: p.peak_bytes)
+            best = min(best, planned(new, read, takes), key=_with_loss_outside)
     if options.budget is None and options.observe is None:
         return best
     device = device_of(source)
@@ -122,6 +125,18 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
     if options.budget is None:
         return best
     return _within_budget(best, plan, problem, parse_budget(options.budget, device), options.on_infeasible)
+
+
+def _with_loss_outside(planned: Planned) -> tuple[int, int]:
+    """The peak, or what is alive while the caller computes a loss of the outputs, if that is more; then the peak.
+
+    What the caller holds then is not known. The usual loss, a cross entropy of logits, holds a normalised copy,
+    and in its backward the gradients of that and of its argument: three times what the backward is handed.
+    """
+    source = planned.source
+    tangents = {s for op in source.graph.ops if source.bsyms[op.index].sym == prims.get_grad for s in op.allocates}
+    tangent_bytes = sum(source.graph.storages[s].nbytes for s in tangents)
+    return max(planned.peak_bytes, between_halves(source.graph) + _LOSS_COPIES * tangent_bytes), planned.peak_bytes
 
 
 def _unpinned(planned: Planned, executors: Sequence[FusionExecutor], sort: str | SortFunction) -> Planned:

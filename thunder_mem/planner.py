@@ -18,7 +18,7 @@ from thunder_mem.regions import Fusibility, Groups, consecutive_groups, contract
 from thunder_mem.sorting import SortFunction, SortResult, sort_graph
 from thunder_mem.timeline import simulate
 
-__all__ = ["cannot_beat", "make_plan", "order_halves", "peaks_of"]
+__all__ = ["between_halves", "cannot_beat", "make_plan", "order_halves", "peaks_of"]
 
 
 THUNDERS_OWN = "neighbours, source order"
@@ -77,10 +77,10 @@ def cannot_beat(graph: Graph, fuse: Fusibility, peak_bytes: int) -> bool:
     True only if neither the values as they are, nor those that remain once cheap chains are absorbed,
     leave the order anything to win: they are all alive where the halves meet.
     """
-    return _between_halves(graph) >= peak_bytes and _between_halves(absorb_amplifiers(graph, fuse).graph) >= peak_bytes
+    return between_halves(graph) >= peak_bytes and between_halves(absorb_amplifiers(graph, fuse).graph) >= peak_bytes
 
 
-def _between_halves(graph: Graph) -> int:
+def between_halves(graph: Graph) -> int:
     """Bytes alive after the last forward op and before the first backward op, in every order."""
     nbytes = 0
     for storage, maker, users in zip(graph.storages, graph.allocator, graph.users, strict=True):
