@@ -5,7 +5,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 
-from thunder_mem import BudgetError, ChunkLossHead, MemEfficient, last_plan, measure_peak
+from thunder_mem import BudgetError, ChunkLossHead, MemEfficient, chunked, last_plan, measure_peak
 from thunder_mem.chunk_loop import is_chunk_loop, loop_of, scratch_bytes
 from thunder_mem.chunk_plan import Head
 from thunder_mem.chunk_size import default_rows, floor_rows, lean_rows, leanest_rows
@@ -228,6 +228,36 @@ def test_a_head_early_in_the_forward_does_not_hold_its_gradients_there():
         (loop,) = loops_of(jitted) if chunk else (None,)
     assert loop.mode == "recompute-in-backward"
     assert peaks[1] < peaks[0]
+
+
+def few_rows(x, w, t):
+    return F.cross_entropy(F.linear(torch.tanh(x), w), t)
+
+
+def few_rows_marked(x, w, t):
+    with chunked():
+        return F.cross_entropy(F.linear(torch.tanh(x), w), t)
+
+
+@pytest.mark.parametrize("frozen", (False, True))
+@pytest.mark.parametrize("fn", (few_rows, few_rows_marked))
+def test_few_rows_before_a_wide_weight_stay_whole_unless_the_weight_is_frozen_or_the_user_asks(fn, frozen):
+    """In one chunk the logits are no smaller, and the weight's gradient, many times larger, waits for the backward."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=generator) / 16 for shape in ((96, 512), (4096, 512)))
+    t = torch.randint(0, 4096, (96,), generator=generator)
+    peaks = {}
+    for chunk in (False, True):
+        args = (x.clone().requires_grad_(), w.clone().requires_grad_(not frozen))
+        jitted = thunder.jit(fn, executors=[], transforms=[MemEfficient(chunk=chunk, strict=True)])
+        jitted(*args, t)
+        peaks[chunk] = last_plan(jitted).candidate.peak_bytes
+    stays = fn is few_rows and not frozen
+    assert bool(loops_of(jitted)) == (not stays)
+    refused = [r for r in last_plan(jitted).refused if "one chunk would save nothing" in r.reason]
+    assert len(refused) == stays
+    if fn is few_rows:
+        assert peaks[True] <= peaks[False]
 
 
 def test_chunk_takes_the_options_of_the_transform_or_a_bool():

@@ -83,6 +83,9 @@ def chunk_trace(
         chosen = (choose_rows or default_rows)(head)
         return None if chosen is None else (chosen, "head")
 
+    def decide_marked(head: Head) -> tuple[int, str]:
+        return decide(head) or (default_rows(head), "head")
+
     loops: list[LoopPlan] = []
     refusals: dict[str, Refusal] = {}  # by the name of the product's result
     tried: set[str] = set()
@@ -96,9 +99,10 @@ def chunk_trace(
             break
         region, found_in, leaf = found
         try:
-            loop = build_loop(region, decide, accumulate, executors, f"chunk_loop{len(loops)}")
+            rows_of = decide_marked if marked & _products(region, leaf) else decide
+            loop = build_loop(region, rows_of, accumulate, executors, f"chunk_loop{len(loops)}")
             if loop is None:
-                continue
+                raise Refused(leaf, "one chunk would save nothing: its gradients are much larger than its logits")
             new = splice(found_in, region, loop)
         except Exception as e:
             first = region.amplifiers[0].leaf
