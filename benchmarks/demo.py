@@ -18,6 +18,7 @@ from typing import Any
 import matplotlib
 import thunder
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -84,10 +85,12 @@ def measure(program: Program, peer: str) -> Row:
 
 
 def table(rows: list[Row]) -> Table:
-    view = Table(title="Peak memory above the start, MiB (measured)", title_justify="left")
-    view.add_column("program", min_width=20)
+    """Narrow enough for 80 columns: the last one is what the others are compared with."""
+    view = Table(title="Peak memory above the start, MiB (measured)", title_justify="left", box=SIMPLE_HEAD)
+    view.add_column("program", min_width=16)
     for peer in PEERS:
-        view.add_column(peer, justify="right")
+        words = peer.replace(".", ". ").split()
+        view.add_column("\n".join(words), justify="right", no_wrap=True, min_width=max(map(len, words)))
     for name in dict.fromkeys(row.program for row in rows):
         peaks = {row.peer: row.peak_bytes / MIB for row in rows if row.program == name}
         best = min(peaks.values())
