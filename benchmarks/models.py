@@ -39,6 +39,7 @@ __all__ = [
     "llama_step",
     "shared_efficient",
     "shared_inefficient",
+    "small_llama",
 ]
 
 
@@ -143,6 +144,25 @@ class _WithLoss(nn.Module):
         return cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
 
 
+def small_llama(*, vocab: int, layers: int, tokens: int, width: int, heads: int, mlp_width: int) -> Config:
+    """A LLaMA-style litgpt configuration; sizes as in `llama_step`."""
+    return Config(
+        name="small-llama",
+        block_size=tokens,
+        vocab_size=vocab,
+        padded_vocab_size=vocab,
+        n_layer=layers,
+        n_head=heads,
+        n_embd=width,
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+        intermediate_size=mlp_width,
+    )
+
+
 def llama_step(
     *,
     vocab: int = 256,
@@ -180,21 +200,7 @@ def llama_step(
             raise ValueError(f"{name} is a size of at least 1, not {value}")
     if width % heads:
         raise ValueError(f"{heads} heads do not divide a width of {width}")
-    config = Config(
-        name="small-llama",
-        block_size=tokens,
-        vocab_size=vocab,
-        padded_vocab_size=vocab,
-        n_layer=layers,
-        n_head=heads,
-        n_embd=width,
-        rotary_percentage=1.0,
-        parallel_residual=False,
-        bias=False,
-        norm_class_name="RMSNorm",
-        mlp_class_name="LLaMAMLP",
-        intermediate_size=mlp_width,
-    )
+    config = small_llama(vocab=vocab, layers=layers, tokens=tokens, width=width, heads=heads, mlp_width=mlp_width)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         gpt = GPT(config).to(dtype)

@@ -7,29 +7,14 @@ from typing import Any
 
 import thunder
 import torch
-from litgpt import Config
 from torch import nn
 
-from benchmarks.models import gpt_module
+from benchmarks.models import gpt_module, small_llama
 from thunder_mem import MemEfficient
 
 __all__ = ["check"]
 
-_CONFIG = Config(
-    name="small-llama",
-    block_size=256,
-    vocab_size=1000,
-    padded_vocab_size=1000,
-    n_layer=2,
-    n_head=4,
-    n_embd=128,
-    rotary_percentage=1.0,
-    parallel_residual=False,
-    bias=False,
-    norm_class_name="RMSNorm",
-    mlp_class_name="LLaMAMLP",
-    intermediate_size=344,
-)
+_CONFIG = small_llama(vocab=1000, layers=2, tokens=256, width=128, heads=4, mlp_width=344)
 _SLACK = 1.5
 """How many times Thunder's own error in the same dtype MemEfficient's may be: both round, in different places."""
 
