@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 
 import torch
 from thunder.core import prims
@@ -115,7 +116,9 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
     if offered != free:
         new, read, takes = rebuilding(offered)
         if not cannot_beat(read.graph, takes, best.peak_bytes):
-            best = min(best, planned(new, read, takes), key=_with_loss_outside)
+            # A budget limits the halves alone, so there nothing else may decide what is free.
+            rank = _with_loss_outside if options.budget is None else attrgetter("peak_bytes")
+            best = min(best, planned(new, read, takes), key=rank)
     if options.budget is None and options.observe is None:
         return best
     device = device_of(source)
