@@ -1,10 +1,16 @@
-"""Communication on trace level, in process groups that are not there."""
+"""Communication on trace level, in process groups that are not there, and in graphs."""
+
+import random
+from dataclasses import replace
 
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 
-__all__ = ["tensor", "two_groups"]
+from tests.graphs import SIZES, Builder
+from thunder_mem.link_model import Collective
+
+__all__ = ["in_place", "sharded_layers", "tensor", "two_groups"]
 
 
 def tensor(name, *shape):
@@ -31,3 +37,69 @@ def two_groups(groups):
         c = dist.wait(third)  # 8
         prims.python_return((a, b, c, more))
     return trace
+
+
+def in_place(group):
+    """A sum that is read, and then reduced over ranks in its own memory."""
+    from thunder.distributed import prims as dist
+
+    trace = TraceCtx(None)
+    with tracectx(trace):
+        x = tensor("x", 4, 4)
+        trace.args = (x,)
+        busy = prims.sin(x)
+        seen = prims.cos(busy)
+        reduced = dist.wait(dist.all_reduce(busy, dist.DistributedReduceOps.SUM, group, True, True))
+        prims.python_return((seen, reduced))
+    return trace
+
+
+def sharded_layers(seed, layers, backward=False):
+    """A graph of layers whose weights are gathered, and in a backward whose gradients are reduced.
+
+    Returns:
+        The graph, its collectives in the order of their starts, and the seconds of each op.
+    """
+    rng = random.Random(seed)
+    b = Builder()
+    seconds, collectives, last_start = [], [], None
+    shards = [b.storage(rng.choice(SIZES), held=True) for _ in range(layers)]
+    value = b.storage(rng.choice(SIZES), held=True)
+
+    def op(reads, nbytes=None, took=0.0, after=()):
+        made = b.op(reads, nbytes, backward=backward)
+        b.edges.extend((a, len(b.ops) - 1) for a in after)
+        seconds.append(took)
+        return made
+
+    def start(reads, nbytes, gather):
+        nonlocal last_start
+        made = op(reads, nbytes, after=() if last_start is None else (last_start,))
+        last_start = len(b.ops) - 1
+        collectives.append(Collective(last_start, None, rng.choice((0.5, 1.0, 2.0)), gather))
+        return made
+
+    def wait(k, reads):
+        op(reads, after=(collectives[k].start,))
+        collectives[k] = replace(collectives[k], wait=len(b.ops) - 1)
+        return len(b.ops) - 1
+
+    pending, outputs = [], []
+    for shard in shards:
+        weight = start((shard,), 4 * b.storages[shard].nbytes, True)
+        arrived = wait(len(collectives) - 1, (weight, shard))
+        for _ in range(rng.randint(0, 2)):
+            op((value,), rng.choice(SIZES), rng.choice((0.0, 0.5, 1.0)))
+        old = value
+        value = op((value, weight), rng.choice(SIZES), rng.choice((0.5, 1.0, 3.0)), after=(arrived,))
+        if backward:
+            gradient = op((old, value), 4 * b.storages[shard].nbytes, 1.0)
+            reduced = start((gradient,), b.storages[shard].nbytes, False)
+            outputs.append(reduced)
+            pending.append((len(collectives) - 1, (reduced, gradient)))
+            if rng.random() < 0.5:
+                wait(*pending.pop(0))
+    for reduction in pending:
+        wait(*reduction)
+    outputs.append(value)
+    return b.build(outputs), collectives, seconds

@@ -1,0 +1,118 @@
+"""`ddp` and `fsdp` with `MemEfficient` in real processes: the same losses and gradients as eager PyTorch alone.
+
+The ranks run all cases of `distributed_cases.py` one after the other, once for all tests here.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from tests.distributed_cases import CASES, SLOW_CASES, run_rank
+
+LIMIT_S = 600  # for all cases; a rank that hangs does not hang the tests
+
+
+def _run(world: int, folder: Path, slow: bool) -> list[dict[str, dict]]:
+    """What each case gave back, per rank."""
+    context = multiprocessing.start_processes(
+        run_rank, (world, str(folder), slow), nprocs=world, join=False, start_method="spawn"
+    )
+    ends = time.monotonic() + (5 * LIMIT_S if slow else LIMIT_S)
+    try:
+        while not context.join(timeout=1):
+            assert time.monotonic() < ends, "the ranks hang"
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return _run(2, tmp_path_factory.mktemp("ranks"), slow=False)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return _run(4, tmp_path_factory.mktemp("four"), slow=True)
+
+
+def _agrees(found: list[dict], tolerance: float = 1e-5) -> None:
+    assert max(rank["error"] for rank in found) < tolerance
+    assert len({rank["digest"] for rank in found}) == 1
+
+
+COMPARED = [name for name in CASES if name not in ("different_models", "one_rank_fails")]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_losses_and_gradients_are_eagers(ranks, name):
+    _agrees([rank[name] for rank in ranks])
+
+
+def test_every_gradient_is_reduced_once(ranks):
+    whole, tied = (ranks[0][name] for name in ("ddp_whole", "ddp_chunked"))
+    assert whole["forward"] == [] and whole["backward"].count("all_reduce") == whole["backward"].count("wait") == 8
+    assert tied["backward"].count("all_reduce") == 7
+
+
+def test_zero3_gathers_again_and_saves_no_parameter(ranks):
+    two, three = (ranks[0][name] for name in ("zero2", "zero3_layer"))
+    assert two["forward"].count("all_gather") == three["forward"].count("all_gather") == 8
+    assert "all_gather" not in two["backward"] and three["backward"].count("all_gather") >= 3
+    assert three["backward"].count("reduce_scatter") == 8
+    assert three["saved_bytes"] < two["saved_bytes"] and three["peaks"][1] < two["peaks"][1]
+
+
+def test_heads_are_chunked_under_ddp_and_fsdp(ranks):
+    for name in ("ddp_chunked", "zero3_block_chunked_late"):
+        assert any(what == "loss head" and "4 chunks" in how for what, how in ranks[0][name]["decisions"])
+
+
+def test_a_head_whose_vocabulary_is_shared_out_is_refused(ranks):
+    assert any("sharded over ranks by tensor parallelism" in why for why in ranks[0]["tensor_parallel_head"]["refused"])
+
+
+def test_parameters_are_gathered_in_the_order_of_use(ranks):
+    wanted = ["embedding_weight", *(f"blocks_0_{n}" for n in (0, 1, 3)), "head_weight"]
+    starts = [name.removeprefix("t_") for name in ranks[0]["zero2"]["starts"]]
+    order = [next(i for i, w in enumerate(wanted) if name.startswith(w)) for name in starts]
+    assert order == sorted(order) and len(order) == 8
+
+
+def test_ranks_that_would_communicate_differently_are_told(ranks):
+    for me, other in ((0, 1), (1, 0)):
+        message = ranks[me]["different_models"]["message"]
+        assert f"on rank {me}" in message and f"on rank {other}" in message and "collective 7" in message
+
+
+def test_a_rank_that_cannot_compile_does_not_hang_the_others(ranks):
+    waiting, failing = (rank["one_rank_fails"] for rank in ranks)
+    assert waiting["type"] == "RanksDifferError" and "rank 1 compiles nothing" in waiting["message"]
+    assert failing["type"] == "BudgetError"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SLOW_CASES if name not in ("different_models", "peaks")])
+def test_four_ranks_with_fused_regions(four, name):
+    _agrees([rank[name] for rank in four], 1e-4)
+
+
+@pytest.mark.slow
+def test_the_measured_peak_is_the_plans_but_for_what_gloo_still_holds(four):
+    for rank in four:
+        found = rank["peaks"]
+        assert found["zero3"] < found["thunder"]
+        for name in ("zero2", "zero3"):
+            assert found[f"{name} planned"] <= found[name] < 1.1 * found[f"{name} planned"]
+
+
+@pytest.mark.slow
+def test_four_ranks_that_would_communicate_differently_are_told(four):
+    assert all("would communicate differently" in rank["different_models"]["message"] for rank in four)
