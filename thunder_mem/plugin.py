@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from thunder.core.recipe import Plugin, PluginPolicy
+import thunder.recipes
+from thunder.core.recipe import Lookaside, Plugin, PluginPolicy, Recipe
 from thunder.core.transform_common import Transform
-from thunder.extend import Executor
+from thunder.extend import Executor, get_executor
 from thunder.plugins import register_plugin
 
 from thunder_mem.attention import mem_attention_ex
@@ -19,8 +20,8 @@ __all__ = ["MemEfficientPlugin"]
 class MemEfficientPlugin(Plugin):
     """`MemEfficient` and its executors, for any of Thunder's recipes.
 
-    The recipe's own fuser is asked first; `mem_pointwise` fuses what that leaves (on a CPU without nvFuser,
-    everything). Transforms of other plugins that change what a model computes (quantization, sharding) stand
+    The recipe's own fuser is asked first; `mem_pointwise` fuses what that leaves (without nvFuser, everything).
+    Transforms of other plugins that change what a model computes (quantization, sharding) stand
     before this one, whose planning they so become part of.
 
     Args:
@@ -32,9 +33,7 @@ class MemEfficientPlugin(Plugin):
     Example:
         >>> import thunder, torch
         >>> from thunder_mem import MemEfficientPlugin
-        >>> from thunder.recipes import BaseRecipe
-        >>> recipe = BaseRecipe(fuser="torch.compile")
-        >>> model = thunder.compile(torch.nn.Linear(4, 2), recipe, plugins=MemEfficientPlugin(budget="1GiB"))
+        >>> model = thunder.compile(torch.nn.Linear(4, 2), plugins=MemEfficientPlugin(budget="1GiB"))
         >>> model(torch.zeros(3, 4)).shape
         torch.Size([3, 2])
     """
@@ -44,6 +43,13 @@ class MemEfficientPlugin(Plugin):
     def __init__(self, **options: Any) -> None:
         self._transform = MemEfficient(**options)
 
+    def setup_lookasides(self: Any = None) -> list[Lookaside] | None:
+        if self is None:  # asked of the class: Thunder's first question to a plugin
+            raise TypeError(
+                "plugins= takes objects: write plugins=MemEfficientPlugin() with parentheses, not the class"
+            )
+        return None
+
     def setup_transforms(self) -> list[Transform]:
         return [self._transform]
 
@@ -51,4 +57,28 @@ class MemEfficientPlugin(Plugin):
         return [mem_attention_ex, mem_pointwise_ex]
 
 
+class _WithoutMissingFuser(thunder.recipes.BaseRecipe):
+    """A recipe of Thunder's which, beside this plugin, does without nvFuser where that is not installed.
+
+    Thunder's default recipe asks for nvFuser, and fails without it, even for a model on a CPU.
+    """
+
+    def setup_executors(self) -> list[Executor]:
+        planned = any(isinstance(plugin, MemEfficientPlugin) for plugin in self.plugins)
+        if planned and "nvfuser" in self.executor_names and get_executor("nvfuser") is None:
+            self.executor_names.remove("nvfuser")
+        return super().setup_executors()
+
+
+class _Default(_WithoutMissingFuser):
+    """Thunder's default recipe."""
+
+
+class _HFTransformers(_WithoutMissingFuser, thunder.recipes.HFTransformers):
+    """Thunder's recipe for Hugging Face models."""
+
+
 register_plugin("mem-efficient", MemEfficientPlugin)
+for _recipe, _name, _models in ((_Default, "default", ""), (_HFTransformers, "hf-transformers", "hf-transformers")):
+    thunder.recipes.register_recipe(_name, _recipe)
+    Recipe.register(_models)(_recipe)

@@ -1,0 +1,128 @@
+"""What users write by mistake, and where they may find themselves: each is answered by a sentence that helps."""
+
+import sys
+from importlib import metadata
+
+import pytest
+import thunder
+import torch
+from thunder.dynamo import thunderfx
+from torch import nn
+
+from tests.fuzz import uncompiled_regions
+from thunder_mem import ChunkLossHead, MemEfficient, MemEfficientPlugin, explain, last_plan, versions
+
+X = torch.ones(4, 4)
+BRACKETS = r"transforms= takes a list: write transforms=\[MemEfficient\(...\)\] with brackets"
+PARENTHESES = r"write transforms=\[MemEfficient\(\)\] with parentheses"
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    torch._dynamo.reset()
+
+
+def of_a_function(transforms):
+    thunder.jit(torch.sin, transforms=transforms)(X)
+
+
+def of_a_module(transforms):
+    thunder.jit(nn.Linear(4, 4), transforms=transforms)(X)
+
+
+def of_thunderfx(transforms):
+    thunderfx(nn.Linear(4, 4), transforms=transforms)(X)
+
+
+@pytest.mark.parametrize("way", [of_a_function, of_a_module, of_thunderfx])
+def test_a_transform_without_its_list(way):
+    with pytest.raises(Exception, match=BRACKETS):
+        way(MemEfficient())
+
+
+@pytest.mark.parametrize("way", [of_a_function, of_a_module, of_thunderfx])
+def test_a_class_in_place_of_its_object(way):
+    with pytest.raises(Exception, match=PARENTHESES):
+        way([MemEfficient])
+
+
+def test_it_is_the_class_that_is_named():
+    with pytest.raises(TypeError, match=r"write transforms=\[ChunkLossHead\(...\)\] with brackets"):
+        of_a_function(ChunkLossHead())
+    with pytest.raises(ValueError, match=r"ChunkLossHead'> is a class, write transforms=\[ChunkLossHead\(\)\]"):
+        of_a_function([ChunkLossHead])
+    assert repr(MemEfficient) == "<class 'thunder_mem.transforms.mem_efficient.MemEfficient'>"
+
+
+def test_a_plugin_that_is_a_transform_or_a_class():
+    with pytest.raises(AttributeError, match=r'MemEfficient is a transform.* write plugins="mem-efficient" or'):
+        thunder.compile(nn.Linear(4, 4), plugins=MemEfficient())
+    with pytest.raises(TypeError, match=r"write plugins=MemEfficientPlugin\(\) with parentheses"):
+        thunder.compile(nn.Linear(4, 4), plugins=MemEfficientPlugin)
+
+
+def test_no_fusion_executor():
+    with uncompiled_regions():
+        bare, fused = (
+            thunder.jit(nn.Linear(4, 4), transforms=[MemEfficient()], **way) for way in ({"executors": []}, {})
+        )
+        bare(X), fused(X)
+    assert last_plan(bare) is not None
+    told = "no executor of this compilation fuses operations, so none is rebuilt at no cost: leave executors= out"
+    assert any(note.startswith(told) for note in explain(bare, bounds=False).notes)
+    assert not any(note.startswith(told) for note in explain(fused, bounds=False).notes)
+
+
+# --- versions ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("distribution", "installed", "said"),
+    [
+        ("torch", "2.13.0+cu130", "works with torch>=2.8,<2.12, not with 2.13.0+cu130: pip install 'torch>=2.8,<2.12'"),
+        ("torch", "2.7.1", "not with 2.7.1"),
+        ("torch", "2.12.0a0+git1f2e", "not with 2.12.0a0"),
+        ("torch", None, "needs torch>=2.8,<2.12, which is not installed: pip install"),
+        ("lightning-thunder", "0.2.5", "works with lightning-thunder>=0.2.6,<0.3, not with 0.2.5"),
+        ("lightning-thunder", "0.3.0", "not with 0.3.0"),
+        ("torch", "2.8.0", ""),
+        ("torch", "2.11.0a0+git1f2e", ""),
+        ("lightning-thunder", "0.2.7.dev20260101", ""),
+    ],
+)
+def test_versions_that_are_not_known(distribution, installed, said):
+    told = versions.mismatch(distribution, installed)
+    assert (said in told) if said else (told == "")
+
+
+def test_the_versions_are_those_of_the_package():
+    wanted = {r.split(";")[0].replace(" ", "") for r in metadata.requires("thunder-mem") or ()}
+    for name, first, end in versions.KNOWN:
+        assert {f"{name}>={first},<{end}", f"{name}<{end},>={first}"} & wanted
+
+
+def _other_torch(monkeypatch):
+    real = metadata.version
+    monkeypatch.setattr(versions.metadata, "version", lambda name: "2.13.0" if name == "torch" else real(name))
+
+
+def test_an_unknown_version_is_warned_of(monkeypatch):
+    _other_torch(monkeypatch)
+    with pytest.warns(UserWarning, match=r"not with 2\.13\.0: pip install"):
+        versions.check_versions()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_where_thunder_cannot_be_imported_the_versions_are_named(monkeypatch, known):
+    if not known:
+        _other_torch(monkeypatch)
+    monkeypatch.setitem(sys.modules, "thunder", None)
+    said = "`import thunder` fails" if known else r"not with 2\.13\.0: pip install"
+    with pytest.raises(ImportError, match=said) as raised:
+        versions.check_versions()
+    assert isinstance(raised.value.__cause__, ImportError)
+
+
+def test_known_versions_are_silent(recwarn):
+    versions.check_versions()
+    assert not recwarn.list

@@ -1,0 +1,49 @@
+"""Give ThunderFX's pruning of checks to the subgraph that it is for, and to nobody else.
+
+For each graph of Dynamo `ThunderCompiler` appends a transform that removes checks from the prologue to the list
+that the caller gave as ``transforms=``, and leaves it there (Thunder 0.2.6). In later graphs, whose shapes may be
+dynamic, and wherever else the list is used, checks then are missing that are needed: `thunder.jit` runs for one
+shape what it compiled for another. Here a subgraph takes that transform out of the list when it is jitted, and
+prunes when it is compiled.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import thunder
+from thunder.core.trace import TraceCtx
+from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
+from torch._guards import CompileContext
+
+__all__ = ["pruned", "take_back_pruning"]
+
+# Of the latest graph, by Dynamo's number of the compilation: its subgraphs are jitted one after the other.
+_latest: ContextVar[tuple[object, ExtractionOnlyPrologueTransform] | None] = ContextVar("latest", default=None)
+
+
+def take_back_pruning(module: Any) -> None:
+    """Take out of the list of transforms of a module what ThunderFX appended, and keep it with the module.
+
+    Args:
+        module: what `thunder.jit` is about to return; nothing happens if that was not called by ThunderFX.
+    """
+    data: Any = thunder.compile_data(module)
+    if data is None or "is_differentiable_outputs" not in data.compile_options:  # which only ThunderFX gives
+        return
+    graph = CompileContext.current_compile_id()
+    transforms = data.transforms
+    if isinstance(transforms, list) and transforms and isinstance(transforms[-1], ExtractionOnlyPrologueTransform):
+        data.thunder_mem_pruning = transforms.pop()
+        _latest.set((graph, data.thunder_mem_pruning))
+    elif (latest := _latest.get()) is not None and graph is not None and latest[0] == graph:
+        data.thunder_mem_pruning = latest[1]
+
+
+def pruned(data: Any, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None) -> TraceCtx:
+    """The prologue without the checks that ThunderFX can do without."""
+    pruning = getattr(data, "thunder_mem_pruning", None)
+    if pruning is None:
+        return prologue
+    return pruning.transform_traces_pre_prologue(prologue, computation, epilogue)[0]
