@@ -340,7 +340,7 @@ def test_what_waits_for_the_callers_loss_counts_as_much_as_the_halves(width):
     planned = plan_joint_trace(trace, (mem_pointwise_ex,), PlanningOptions())
     arguments = sum(t.nbytes for t in (x, w, v))
     waiting = arguments + 64 * 64 * 4 + 64 * width * 4  # what tanh made, and the logits
-    with_loss, peak = _with_loss_outside(planned)
+    with_loss, peak = _with_loss_outside(reuse=False)(planned)
     assert peak == planned.peak_bytes
     assert with_loss == max(peak, waiting + 3 * 64 * width * 4)
     assert (with_loss > peak) == (width == 4096)

@@ -1,6 +1,9 @@
 """thunder_mem: make programs compiled by lightning-thunder use less memory."""
 
-from thunder_mem import policies
+import thunder_mem.versions  # noqa: F401 - first: it says what to do where the rest cannot be imported
+
+# isort: split
+from thunder_mem import fx, policies
 from thunder_mem.budget import BudgetError
 from thunder_mem.choices import RecomputeError
 from thunder_mem.chunk_mark import chunked
@@ -9,8 +12,10 @@ from thunder_mem.fits import fits, largest_batch, largest_sequence
 from thunder_mem.frontier import memory_time_frontier
 from thunder_mem.graph import Graph, GraphError, Op, Storage
 from thunder_mem.measure import measure_peak
+from thunder_mem.plan_file import PlanFileError, save_plan
 from thunder_mem.plugin import MemEfficientPlugin
 from thunder_mem.predict import predict
+from thunder_mem.ranks import RanksDifferError
 from thunder_mem.recompute_table import recompute_table
 from thunder_mem.report import explain
 from thunder_mem.simulate import simulate
@@ -30,12 +35,15 @@ __all__ = [
     "MemEfficient",
     "MemEfficientPlugin",
     "Op",
+    "PlanFileError",
+    "RanksDifferError",
     "RecomputeError",
     "Storage",
     "WhatIf",
     "chunked",
     "explain",
     "fits",
+    "fx",
     "largest_batch",
     "largest_sequence",
     "last_plan",
@@ -46,6 +54,7 @@ __all__ = [
     "predict_step",
     "recompute_table",
     "register_sort",
+    "save_plan",
     "simulate",
     "sort_bound_symbols",
 ]

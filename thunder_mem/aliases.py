@@ -18,6 +18,7 @@ from thunder.core.symbol import BoundSymbol
 
 from thunder_mem.chunk_loop import is_chunk_loop, shared_memory
 from thunder_mem.layout import is_view, torch_view
+from thunder_mem.offload_exec import is_transfer
 from thunder_mem.takeover import taken_over
 
 __all__ = ["Aliases", "may_share_memory"]
@@ -43,7 +44,8 @@ def _makes_fresh_memory(name: str) -> bool:
     # What is composed of other operators may hand out whatever those return.
     composed = "CompositeImplicitAutograd"
     names = (getattr(packet, overload).name() for overload in packet.overloads())
-    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(n, composed) for n in names)
+    known = [n for n in names if torch._C._dispatch_has_kernel(n)]  # TorchScript's own overloads, on numbers, are not
+    return bool(known) and not any(torch._C._dispatch_has_kernel_for_dispatch_key(n, composed) for n in known)
 
 
 class Aliases:
@@ -94,6 +96,9 @@ class Aliases:
         elif is_chunk_loop(bsym):
             for name, arg in shared_memory(bsym).items():
                 self.join(name, arg.name)
+        elif is_transfer(bsym):
+            if bsym.sym.name in ("offload_wait", "prefetch_wait"):
+                self.join(outs[0].name, args[0].name)
         elif args and may_share_memory(bsym):
             casts = bool(bsym.subsymbols) or bsym.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE
             for out in outs:

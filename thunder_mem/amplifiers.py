@@ -22,6 +22,8 @@ MAX_CHAIN_SOURCES = 6
 # And it computes at most this many values: a reduction at every link of a long chain would otherwise
 # rebuild all links before it, quadratic work. Attention's and GELU's chains have up to 16.
 MAX_CHAIN_VALUES = 32
+# Views cost nothing, but copying them does take planning time: nor may more than so many stand upon each other.
+MAX_CHAIN_VIEWS = 16
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Absorbed:
     groups: Groups
 
 
-def absorb_amplifiers(graph: Graph, fuse: Fusibility, *, fused_late: bool = False) -> Absorbed:
+def absorb_amplifiers(graph: Graph, fuse: Fusibility, *, fused_late: bool = False, joining: bool = False) -> Absorbed:
     """Give every fusible op its own copies of the cheap chains that feed it, wherever materialising
     them would hold more bytes than recomputing them keeps alive.
 
@@ -51,8 +53,10 @@ def absorb_amplifiers(graph: Graph, fuse: Fusibility, *, fused_late: bool = Fals
 
     How long a storage is alive anyway is read off the source order. With `fused_late` a cheap op with one
     consumer counts as run where that one runs, as if all of them were fused: what it reads lives longer.
+    With `joining`, what the copies read counts as alive until they run, and a value joins them if what it is
+    rebuilt from is there for their sake.
     """
-    absorbed = _choose(graph, fuse, _where_fused(graph, fuse) if fused_late else range(len(graph)))
+    absorbed = _choose(graph, fuse, _where_fused(graph, fuse) if fused_late else range(len(graph)), joining)
     chains: dict[int, tuple[int, ...]] = {}
     wanted = [op for op in range(len(graph)) if not absorbed[op] or not fuse.consumers[op]]
     while wanted:
@@ -77,32 +81,37 @@ def _where_fused(graph: Graph, fuse: Fusibility) -> Sequence[int]:
     return where
 
 
-def _choose(graph: Graph, fuse: Fusibility, where: Sequence[int]) -> list[bool]:
+def _choose(graph: Graph, fuse: Fusibility, where: Sequence[int], joining: bool) -> list[bool]:
     """Which ops are recomputed in their consumers: repriced from the most optimistic choice until stable."""
     absorbed = list(fuse.cheap)
-    for _ in range(4):
-        chosen = _reprice(graph, fuse, where, absorbed)
-        if chosen == absorbed:
-            break
-        absorbed = chosen
+    for joins in (False, True)[: 1 + joining]:
+        for _ in range(4):
+            chosen = _reprice(graph, fuse, where, absorbed, joins)
+            if chosen == absorbed:
+                break
+            absorbed = chosen
     return absorbed
 
 
-def _reprice(graph: Graph, fuse: Fusibility, where: Sequence[int], absorbed: Sequence[bool]) -> list[bool]:
+def _reprice(
+    graph: Graph, fuse: Fusibility, where: Sequence[int], absorbed: Sequence[bool], joining: bool
+) -> list[bool]:
     end = list(range(len(graph)))  # the last op that needs the value, or its copy
     for i in range(len(graph) - 1, -1, -1):
         end[i] = max([end[c] if absorbed[c] else where[c] for c in fuse.consumers[i]], default=i)
     last_use = [-1] * len(graph.storages)
     for op in graph.ops:
-        if not absorbed[op.index]:
+        if joining or not absorbed[op.index]:
+            use = end[op.index] if absorbed[op.index] else where[op.index]
             for s in op.touches:
-                last_use[s] = max(last_use[s], where[op.index])
+                last_use[s] = max(last_use[s], use)
 
     allocator, storages, outputs = graph.allocator, graph.storages, graph.outputs
     stays = [s.held or s.index in outputs for s in storages]
-    chosen = [False] * len(graph)
+    chosen = list(absorbed) if joining else [False] * len(graph)
     sources: list[tuple[int, ...]] = [()] * len(graph)
     values: list[frozenset[int]] = [frozenset()] * len(graph)
+    views = [0] * len(graph)
     for op in graph.ops:
         i = op.index
         if not fuse.cheap[i] or not outputs.isdisjoint(op.allocates):
@@ -115,9 +124,10 @@ def _reprice(graph: Graph, fuse: Fusibility, where: Sequence[int], absorbed: Seq
         if made:
             kept_alive = sum([storages[s].nbytes for s in sources[i] if not stays[s] and last_use[s] < end[i]])
             is_short = len(sources[i]) <= MAX_CHAIN_SOURCES and len(values[i]) <= MAX_CHAIN_VALUES
-            chosen[i] = made > kept_alive and is_short
+            chosen[i] = chosen[i] or (made > kept_alive and is_short)
         else:
-            chosen[i] = True
+            views[i] = 1 + max([views[p] for p in rebuilt], default=0)
+            chosen[i] = views[i] <= MAX_CHAIN_VIEWS
     return chosen
 
 

@@ -45,9 +45,15 @@ class BudgetOutcome:
         budget_bytes: the limit.
         peak_bytes: the exact peak of the plan.
         recompute_ms: what the repetitions cost by the cost model, beyond those that are free.
-        bound_ms: no choice within the budget is known to cost less than this.
+        bound_ms: no choice within the budget is known to cost less than this, repetitions and what is exposed of
+            copies to the host together.
         method: "free" (it fits without repeating anything costly), "ladder", "milp", or "smallest"
             where nothing fits.
+        offloaded: names of the values that the backward fetches from the host, in the order in which they leave.
+        host_bytes: what they take there, which is part of no peak.
+        link_ms: how long their copies take, both ways.
+        exposed_ms: how much of that is not hidden behind other work.
+        without_offload_ms: what repetitions alone would cost; None if those do not fit, or nothing is offloaded.
     """
 
     budget_bytes: int
@@ -55,11 +61,21 @@ class BudgetOutcome:
     recompute_ms: float
     bound_ms: float
     method: str
+    offloaded: tuple[str, ...] = ()
+    host_bytes: int = 0
+    link_ms: float = 0.0
+    exposed_ms: float = 0.0
+    without_offload_ms: float | None = None
+
+    @property
+    def cost_ms(self) -> float:
+        """What the budget costs in all."""
+        return self.recompute_ms + self.exposed_ms
 
     @property
     def gap(self) -> float:
-        """How far `recompute_ms` may be above the least, relative to it."""
-        return 0.0 if self.recompute_ms <= self.bound_ms else 1.0 - self.bound_ms / self.recompute_ms
+        """How far `cost_ms` may be above the least, relative to it."""
+        return 0.0 if self.cost_ms <= self.bound_ms else 1.0 - self.bound_ms / self.cost_ms
 
 
 def parse_budget(budget: int | str, device: torch.device | None = None) -> int:

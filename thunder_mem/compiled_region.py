@@ -35,6 +35,7 @@ from torch._guards import TracingContext, active_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from thunder_mem.fusible_prims import VIEWS
+from thunder_mem.region_sums import split_long_sums
 from thunder_mem.takeover import Reuse, fits, interleave, never, own_inputs, show_over, write_late
 
 __all__ = ["MAX_VARIANTS", "CompileWarning", "RegionFunction", "literal"]
@@ -223,6 +224,7 @@ def _compile(
         fakes = [mode.from_tensor(args[i], static_shapes=True) for i in slots]
         with mode:
             graph = make_fx(of_tensors, decomposition_table=select_decomp_table())(*fakes)
+        split_long_sums(graph)
         # Inductor may choose other strides, unless it is told that somebody sees them.
         returned = graph.graph.output_node()
         nodes: Any = returned.args[0]

@@ -46,6 +46,8 @@ class DeviceModel:
         peak_flops: matrix products per dtype name ("bfloat16", ...), in operations a second, dense.
         vector_flops: everything else, in operations a second.
         launch_s: what starting one kernel costs, in seconds.
+        link_bytes_per_s: of copies to the host's pinned memory, and as fast back.
+        copy_s: what starting one such copy costs, in seconds.
     """
 
     name: str
@@ -54,45 +56,66 @@ class DeviceModel:
     peak_flops: Mapping[str, float]
     vector_flops: float
     launch_s: float = 5e-6
+    link_bytes_per_s: float = 2.5e10
+    copy_s: float = 1e-5
 
     def __post_init__(self) -> None:
-        rates = (self.bandwidth_bytes_per_s, self.vector_flops, *self.peak_flops.values())
-        if min(rates) <= 0 or self.launch_s < 0 or self.memory_bytes < 0:
-            raise ValueError(f"device {self.name!r}: rates must be positive, memory and launch not negative: {self}")
+        rates = (self.bandwidth_bytes_per_s, self.vector_flops, self.link_bytes_per_s, *self.peak_flops.values())
+        if min(rates) <= 0 or min(self.launch_s, self.copy_s, self.memory_bytes) < 0:
+            raise ValueError(f"device {self.name!r}: rates must be positive, memory and starts not negative: {self}")
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
+
+    @property
+    def least_copy_bytes(self) -> int:
+        """Of what is smaller, the start of a copy takes longer than the copy."""
+        return int(self.copy_s * self.link_bytes_per_s)
+
+    def copy_seconds(self, nbytes: int) -> float:
+        """Seconds of a copy to the host or back."""
+        return self.copy_s + nbytes / self.link_bytes_per_s
 
     def matmul_flops(self, dtype: str) -> float:
         """Operations a second of a matrix product in `dtype`; the vector rate where the device has no better."""
         return self.peak_flops.get(dtype, self.vector_flops)
 
 
-def _gpu(spec: DeviceSpec, gb_per_s: float, half: float, single: float, double: float, bfloat: float) -> DeviceModel:
+def _gpu(
+    spec: DeviceSpec, gb_per_s: float, half: float, single: float, double: float, bfloat: float, link: float
+) -> DeviceModel:
     # float32 without TF32, which PyTorch leaves off by default.
     tera = {"float16": half, "bfloat16": bfloat, "float32": single, "float64": double}
     peaks = {dtype: rate * 1e12 for dtype, rate in tera.items()}
-    return DeviceModel(spec.name, spec.memory_bytes, gb_per_s * 1e9, peaks, single * 1e12)
+    return DeviceModel(spec.name, spec.memory_bytes, gb_per_s * 1e9, peaks, single * 1e12, link_bytes_per_s=link * 1e9)
 
 
-# Vendors' data sheets: GB/s, then dense Tflop/s of float16, float32, float64 and bfloat16.
+# Vendors' data sheets: GB/s, then dense Tflop/s of float16, float32, float64 and bfloat16; and GB/s of the link to
+# the host, four fifths of what 16 lanes of its generation of PCIe (3, 4 or 5) carry in one direction.
 _SHEETS = {
-    "V100-16GB": (900, 125, 15.7, 7.8, 15.7),
-    "V100-32GB": (900, 125, 15.7, 7.8, 15.7),
-    "T4": (320, 65, 8.1, 0.25, 8.1),
-    "RTX3090": (936, 71, 35.6, 0.56, 71),
-    "RTX4090": (1008, 165, 82.6, 1.29, 165),
-    "A10G": (600, 70, 31.5, 0.49, 70),
-    "L4": (300, 121, 30.3, 0.49, 121),
-    "L40S": (864, 362, 91.6, 1.43, 362),
-    "A100-40GB": (1555, 312, 19.5, 19.5, 312),
-    "A100-80GB": (2039, 312, 19.5, 19.5, 312),
-    "H100-80GB": (3350, 989, 67, 67, 989),
-    "H200-141GB": (4800, 989, 67, 67, 989),
-    "B200-180GB": (7700, 2250, 75, 37, 2250),
+    "V100-16GB": (900, 125, 15.7, 7.8, 15.7, 12.6),
+    "V100-32GB": (900, 125, 15.7, 7.8, 15.7, 12.6),
+    "T4": (320, 65, 8.1, 0.25, 8.1, 12.6),
+    "RTX3090": (936, 71, 35.6, 0.56, 71, 25.2),
+    "RTX4090": (1008, 165, 82.6, 1.29, 165, 25.2),
+    "A10G": (600, 70, 31.5, 0.49, 70, 25.2),
+    "L4": (300, 121, 30.3, 0.49, 121, 25.2),
+    "L40S": (864, 362, 91.6, 1.43, 362, 25.2),
+    "A100-40GB": (1555, 312, 19.5, 19.5, 312, 25.2),
+    "A100-80GB": (2039, 312, 19.5, 19.5, 312, 25.2),
+    "H100-80GB": (3350, 989, 67, 67, 989, 50.4),
+    "H200-141GB": (4800, 989, 67, 67, 989, 50.4),
+    "B200-180GB": (7700, 2250, 75, 37, 2250, 50.4),
 }
 
 # A desktop CPU in round figures, fixed so that plans do not depend on the machine they are made on.
 _CPU = DeviceModel(
-    "cpu", 0, 2e10, {"float64": 5e10, "float32": 1e11, "bfloat16": 1e11, "float16": 2e10}, 1e10, launch_s=3e-6
+    "cpu",
+    0,
+    2e10,
+    {"float64": 5e10, "float32": 1e11, "bfloat16": 1e11, "float16": 2e10},
+    1e10,
+    launch_s=3e-6,
+    link_bytes_per_s=1e10,
+    copy_s=1e-6,
 )
 
 DEVICE_MODELS: Mapping[str, DeviceModel] = MappingProxyType(
@@ -140,6 +163,8 @@ _VIEWS = frozenset(
 )
 # Bookkeeping: runs on the host and moves no data.
 _HOST = ("unpack", "check", "python_", "clear_", "get_grad", "put_grad", "comment", "construct", "pack_")
+# Runs beside everything else; what of it does not is counted apart (`offload_schedule.py`).
+_TRANSFERS = ("offload", "prefetch")
 # Reads as many rows as it gives, not the whole table.
 _GATHERS = frozenset({"embedding", "gather", "index_select", "take", "take_along_axis", "take_along_dim"})
 _MOVES = frozenset({"cat", "clone", "contiguous", "convert_element_type", "copy_", "empty", "full", "pad", "to"})
@@ -177,7 +202,7 @@ def _dtype(t: TensorProxy) -> str:
 def is_free(bsym: BoundSymbol) -> bool:
     """Whether it moves no data: a view, a cast to the same dtype, or bookkeeping."""
     name = _name(bsym)
-    if name in _VIEWS or bsym.sym.name.startswith(_HOST):
+    if name in _VIEWS or bsym.sym.name.startswith(_HOST + _TRANSFERS):
         return True
     ins, outs = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
     if name in _CASTS and name != "contiguous" and len(ins) == len(outs) == 1:

@@ -33,6 +33,7 @@ from thunder_mem.cost import DeviceModel, is_free
 __all__ = ["MeasuredCosts", "cache_directory", "measured_cpu"]
 
 VERSION = 1
+MAX_BYTES = 2**26
 _REPEATS = 7
 
 Timer = Callable[[Callable[..., Any], Sequence[Any]], float]
@@ -200,8 +201,10 @@ def _load(path: Path) -> dict[str, float]:
     if not path.exists():
         return {}
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a file of measured times: {error}") from error
     seconds = content.get("seconds") if isinstance(content, dict) and content.get("version") == VERSION else None
     if not isinstance(seconds, dict):

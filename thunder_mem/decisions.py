@@ -83,5 +83,11 @@ def about_views(copied: int, before_bytes: int, after_bytes: int) -> Decision:
     )
 
 
+def about_remakes(remade: int, before_bytes: int, after_bytes: int) -> Decision:
+    """Values that are made a second time instead of being held over the peak: peaks without and with that."""
+    how = f"{_count(remade, 'idle value')} made again after the peak"
+    return Decision("rematerialized", how, "peak", before_bytes, after_bytes)
+
+
 def _count(n: int, what: str) -> str:
     return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"

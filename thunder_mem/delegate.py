@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from thunder.core.compile_data import _compile_data
+from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceTag
 from thunder.extend import Executor, FusionExecutor
@@ -23,14 +23,19 @@ from thunder_mem.budget import BudgetError
 from thunder_mem.choices import RecomputeError
 from thunder_mem.chunk_fit import fit_loops, leaner_loops, with_fitted_loops
 from thunder_mem.chunk_narrow import narrow_sums
+from thunder_mem.cost import device_model_of
+from thunder_mem.distributed import prepared, with_overlap
 from thunder_mem.emit import emit
-from thunder_mem.joint_plan import Planned, PlanningOptions, plan_joint_trace, with_checkpoints
+from thunder_mem.fx import highest_peak, is_fx
+from thunder_mem.joint_plan import Planned, PlanningOptions, device_of, plan_joint_trace, with_checkpoints
 from thunder_mem.measure import collector_off
+from thunder_mem.offload_schedule import schedule_transfers, with_transfers
 from thunder_mem.plan import Plan
+from thunder_mem.ranks import agree
 from thunder_mem.reuse import reuse_and_sort, with_reuse
 from thunder_mem.verify import is_verified, verify_final, verify_rewrite
 
-__all__ = ["PlanningExecutor", "check_final_trace", "last_failure", "last_plan", "seat", "unseat"]
+__all__ = ["PlanningExecutor", "check_final_trace", "last_failure", "last_plan", "latest", "seat", "unseat"]
 
 
 class _Session:
@@ -78,7 +83,7 @@ class PlanningExecutor(FusionExecutor):
             try:
                 # Planning makes many small objects that live until its end: collecting meanwhile finds nothing.
                 with collector_off():
-                    return _plan_and_emit(trace, session)
+                    planned = _plan_and_emit(trace, session)
             except (BudgetError, RecomputeError):  # the user asked for what cannot be
                 raise
             except Exception as error:
@@ -90,6 +95,10 @@ class PlanningExecutor(FusionExecutor):
                 warnings.warn(f"MemEfficient left this program as Thunder compiles it: {cause}", stacklevel=2)
                 with suppress(Exception):
                     trace = with_checkpoints(trace)
+                agree(trace, get_compile_data())
+            else:
+                agree(planned, get_compile_data())
+                return planned
         return self.inner.fusion_pass(trace) if session.failed and self.inner else trace
 
 
@@ -113,17 +122,28 @@ def unseat(executors: Sequence[Executor]) -> tuple[Executor, ...]:
 
 
 def last_plan(jitted) -> Plan | None:
-    """The plan of the last compilation of a jitted function or module; None if there was none, or it failed."""
-    import thunder
+    """The plan of the last compilation of a jitted function or module; None if there was none, or it failed.
 
-    return getattr(thunder.compile_stats(jitted), "thunder_mem_plan", None)
+    Of the subgraphs of a program of ThunderFX the plan that peaks highest; `thunder_mem.fx.subgraphs` has all.
+    """
+    return getattr(_stats(jitted), "thunder_mem_plan", None)
 
 
 def last_failure(jitted) -> str:
     """Why planning failed in the last compilation of a jitted function or module; "" if it did not."""
+    return getattr(_stats(jitted), "thunder_mem_failure", "")
+
+
+def _stats(jitted):
     import thunder
 
-    return getattr(thunder.compile_stats(jitted), "thunder_mem_failure", "")
+    return thunder.compile_stats(highest_peak(jitted) if is_fx(jitted) else jitted)
+
+
+def latest() -> tuple[Plan | None, str]:
+    """The plan of the compilation that is under way, and why there is none."""
+    stats = _compile_data.get()[1]
+    return getattr(stats, "thunder_mem_plan", None), getattr(stats, "thunder_mem_failure", "")
 
 
 def check_final_trace(trace: TraceCtx) -> None:
@@ -147,6 +167,7 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
         from thunder.core.rematerialization import replace_uniform
 
         trace = replace_uniform(trace)
+    given, trace = trace, prepared(trace)
     planned = _planned(trace, session)
     plan = replace(
         planned.plan,
@@ -158,6 +179,13 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     new = emit(planned.source, planned.trace, plan, executors, f"Memory planning (took {took_ms} milliseconds)")
     if session.options.reuse and (reused := reuse_and_sort(new, session.options.sort, plan)):
         new, plan = reused.trace, with_reuse(plan, new, reused)
+    new, plan = with_overlap(new, plan, given)
+    device = device_model_of(device_of(planned.source))
+    if plan.budget and (scheduled := schedule_transfers(new, device, plan.budget.budget_bytes)):
+        new, plan = scheduled.trace, with_transfers(plan, new, scheduled)
+        if _is_dearer_than_recomputing(plan):
+            session.options = replace(session.options, offload=None)
+            return _plan_and_emit(given, session)
     if is_verified(planned.original, plan.fingerprint, session.options.verify):
         verify_rewrite(planned.original, new)
     if fitted := fit_loops(new, plan.budget.budget_bytes if plan.budget else None):
@@ -165,6 +193,14 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     session.plan = plan
     _remember(plan, took_ms=took_ms)
     return new
+
+
+def _is_dearer_than_recomputing(plan: Plan) -> bool:
+    """Whether copies turn out to hold up more than repetitions would that fit the budget as well."""
+    bought = plan.budget
+    if bought is None or bought.method == "smallest" or bought.without_offload_ms is None:
+        return False
+    return bought.cost_ms > bought.without_offload_ms
 
 
 def _planned(trace: TraceCtx, session: _Session) -> Planned:

@@ -14,23 +14,26 @@ from functools import cache
 
 import torch
 from thunder.core.prims import OpTags, PrimIDs
-from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.distributed.prims import PrimIDs as DistributedPrimIDs
 
 from thunder_mem.chunk_loop import overwritten
+from thunder_mem.communication import START_NAMES, awaited_futures, overwritten_by, starts
 from thunder_mem.takeover import taken_over
 
-__all__ = ["Effects", "effects_of", "is_random", "leaves"]
+__all__ = ["COMMUNICATION", "Effects", "effects_of", "is_random", "leaves"]
+
+# The channel of all collectives' starts, whatever their group: with two communicators in use, an order of each
+# that ranks agree on does not suffice (NCCL's guide, "Using multiple NCCL communicators concurrently"). A wait
+# blocks its own rank alone. It is ordered by its future, and has a channel of its own only because it may not be
+# repeated: as long as all ranks start all collectives in one order, waits in any order end.
+COMMUNICATION = "communication"
 
 _PURE_WITHOUT_TENSORS = {
     PrimIDs.SHAPE, PrimIDs.CONSTRUCT_TUPLE, PrimIDs.PACK_LIST, PrimIDs.COMMENT, PrimIDs.CONVERT_ELEMENT_TYPE,
 }  # fmt: skip
 _RANDOM_NAMES = {"uniform", "randn", "randint", "multinomial", "get_and_update_rng_state", "set_rng_state"}
-_COMMUNICATION_NAMES = {
-    "torch_all_gather_prim_impl", "torch_all_reduce_prim_impl", "torch_broadcast_prim_impl",
-    "torch_reduce_scatter_prim_impl", "torch_wait_prim_impl", "torch_synchronize_prim_impl", "synchronize",
-}  # fmt: skip
 _TAGS_WITHOUT_EFFECT = {
     OpTags.SHAPE_OP, OpTags.REDUCTION_OP, OpTags.MATMUL_OP, OpTags.DONT_RECOMPUTE_IN_BACKWARD,
     OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,
@@ -88,8 +91,9 @@ def effects_of(bsym: BoundSymbol) -> Effects:
         writes += [p.name for p in (*overwritten(b), *taken_over(b).values())]
         if is_random(b):
             channels.append(f"rng:{_device(bsym)}")
-        if _communicates(b):
-            channels.append(f"communication:{_group(b)}")
+        if starts(b):
+            channels.append(COMMUNICATION)
+        channels += [f"wait:{future}" for future in awaited_futures(b)]
     own = {p.name for p in bsym.flat_proxy_args}
     return Effects(
         writes=tuple(name for name in dict.fromkeys(writes) if name in own),
@@ -111,7 +115,7 @@ def _only_computes(bsym: BoundSymbol) -> bool:
 @cache
 def _is_pure_symbol(id: Hashable, name: str, tags: frozenset) -> bool:
     """Whether no bound symbol of this symbol has an effect of its own where it makes a tensor."""
-    if not tags <= _TAGS_WITHOUT_EFFECT or name in _RANDOM_NAMES | _COMMUNICATION_NAMES:
+    if not tags <= _TAGS_WITHOUT_EFFECT or name in _RANDOM_NAMES | START_NAMES:
         return False
     if name.endswith("_") or "setitem" in name or "scaled_dot_product" in name or "sdpa" in name:
         return False
@@ -149,6 +153,8 @@ def _dropout_probability(bsym: BoundSymbol) -> float:
 def _written(bsym: BoundSymbol) -> TensorProxy | None:
     if bsym.subsymbols:
         return None
+    if (reduced := overwritten_by(bsym)) is not None:
+        return reduced
     name, tensors = bsym.sym.name, [p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
     if not tensors:
         return None
@@ -177,27 +183,6 @@ def _is_barrier(bsym: BoundSymbol) -> bool:
     produces = {p.name for p in bsym.flat_proxy_outs} - {p.name for p in bsym.flat_proxy_args}
     # Without a result it runs for what it does; a write that is known is ordered by its storage alone.
     return not produces and _written(bsym) is None
-
-
-def _communicates(bsym: BoundSymbol) -> bool:
-    if isinstance(bsym.sym.id, DistributedPrimIDs):
-        return bsym.sym.id in (
-            DistributedPrimIDs.ALL_GATHER, DistributedPrimIDs.ALL_REDUCE, DistributedPrimIDs.BROADCAST,
-            DistributedPrimIDs.REDUCE_SCATTER, DistributedPrimIDs.SYNCHRONIZE, DistributedPrimIDs.WAIT,
-            DistributedPrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_INPUT, DistributedPrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_OUTPUT,
-        )  # fmt: skip
-    if bsym.sym.name in _COMMUNICATION_NAMES:
-        return True
-    return any(isinstance(p, FutureTensorProxy) for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs))
-
-
-def _group(bsym: BoundSymbol) -> str:
-    """The process group's name. Waits name no group and share one channel with every group: the
-    order in which ranks block is what deadlocks."""
-    for value in (*bsym.args, *bsym.kwargs.values()):
-        if isinstance(value, torch.distributed.ProcessGroup):
-            return str(value.group_name)
-    return "all"
 
 
 def _device(bsym: BoundSymbol) -> str:

@@ -73,8 +73,9 @@ def _is_fusible_leaf(bsym: BoundSymbol) -> bool:
 
 
 def _is_fusible(bsym: BoundSymbol) -> bool:
-    subsymbols = bsym.subsymbols
-    return _is_fusible_leaf(bsym) or (bool(subsymbols) and not bsym.sym.is_fusion and all(map(_is_fusible, subsymbols)))
+    # What an executor has claimed, or registered as its own operation, is its to run: not what it decomposes into.
+    open_to_all = bool(bsym.subsymbols) and bsym.sym.executor is None
+    return _is_fusible_leaf(bsym) or (open_to_all and all(map(_is_fusible, bsym.subsymbols)))
 
 
 def _has_effect(bsym: BoundSymbol) -> bool:

@@ -19,6 +19,7 @@ from thunder_mem.choices import UNDECIDED, Choices
 from thunder_mem.graph import Graph
 from thunder_mem.ladder import Rung, ladders, repeat_seconds
 from thunder_mem.memory_rows import Candidates, MemoryRow, calibrated, memory_rows
+from thunder_mem.offload_link import Moves
 from thunder_mem.regions import Fusibility
 from thunder_mem.saving_milp import Solution, solve
 from thunder_mem.sorting import SortFunction
@@ -56,6 +57,10 @@ class Fit:
         seconds: of all repetitions.
         bound_seconds: a lower bound on it, under the model of the integer program.
         method: "ladder" or "milp", whichever found it.
+        offloaded: the storages that it fetches from the host.
+        exposed_seconds: the part of `seconds` that waits for copies to the host and back.
+        without_seconds: of the cheapest choice found that offloads nothing and fits; None if none does, or was
+            looked for.
     """
 
     rebuilt: frozenset[int]
@@ -63,6 +68,9 @@ class Fit:
     seconds: float
     bound_seconds: float
     method: str
+    offloaded: frozenset[int] = frozenset()
+    exposed_seconds: float = 0.0
+    without_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ class SavingProblem:
         repeat_s: per op, the seconds of repeating it in the backward; infinite where it may not be.
         choices: what is decided already.
         sort: how plans are ordered.
+        moves: what may be offloaded, and what that takes.
     """
 
     graph: Graph
@@ -82,26 +91,36 @@ class SavingProblem:
     repeat_s: Sequence[float] = field(repr=False)
     choices: Choices = UNDECIDED
     sort: str | SortFunction = "auto"
-    _trials: dict[frozenset[int], Trial] = field(default_factory=dict, repr=False, compare=False)
+    moves: Moves | None = None
+    _trials: dict[tuple[frozenset[int], frozenset[int]], Trial] = field(default_factory=dict, repr=False, compare=False)
     _levels: list[_Level] = field(default_factory=list, repr=False, compare=False)
     _coming: list[Iterator[tuple[Rung, ...]]] = field(default_factory=list, repr=False, compare=False)
 
     _next: dict[int, tuple[Fit, ...]] = field(default_factory=dict, repr=False, compare=False)
 
-    def trial(self, rebuilt: frozenset[int]) -> Trial:
+    def trial(self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Trial:
         """The exact price of a choice; made once."""
-        if rebuilt not in self._trials:
-            self._trials[rebuilt] = try_rebuilding(self.graph, self.fuse, rebuilt, self.sort)
-        return self._trials[rebuilt]
+        if (rebuilt, offloaded) not in self._trials:
+            found = try_rebuilding(self.graph, self.fuse, rebuilt, self.sort, offloaded)
+            self._trials[rebuilt, offloaded] = found
+        return self._trials[rebuilt, offloaded]
 
-    def seconds(self, rebuilt: frozenset[int]) -> float:
-        """Of running once more every op that makes one of `rebuilt`."""
-        return repeat_seconds(self.graph, rebuilt, self.repeat_s)
+    def seconds(self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> float:
+        """Of running once more every op that makes one of `rebuilt`, and of copies that no other work hides."""
+        return repeat_seconds(self.graph, rebuilt, self.repeat_s) + self.exposed_seconds(offloaded)
 
-    def fit(self, rebuilt: frozenset[int], bound_seconds: float, method: str) -> Fit:
+    def exposed_seconds(self, offloaded: frozenset[int]) -> float:
+        """Of copies that no other work hides."""
+        return self.moves.exposed_seconds(offloaded) if self.moves is not None else 0.0
+
+    def fit(
+        self, rebuilt: frozenset[int], bound_seconds: float, method: str, offloaded: frozenset[int] = frozenset()
+    ) -> Fit:
         """A choice with its prices."""
-        seconds = self.seconds(rebuilt)
-        return Fit(rebuilt, self.trial(rebuilt).peak_bytes, seconds, min(bound_seconds, seconds), method)
+        seconds = self.seconds(rebuilt, offloaded)
+        peak_bytes = self.trial(rebuilt, offloaded).peak_bytes
+        exposed = self.exposed_seconds(offloaded)
+        return Fit(rebuilt, peak_bytes, seconds, min(bound_seconds, seconds), method, offloaded, exposed)
 
     def levels(self) -> Iterator[_Level]:
         """The ladders, narrowest spacing of the anchors first, as long as a wider one has a lower end."""

@@ -30,6 +30,7 @@ class Storage:
         name: the proxy that first named it; for people, not for algorithms.
         device: where it lives, as torch prints it.
         held: the caller keeps it for the whole run (a parameter, an input), so nothing frees it.
+        host_bytes: size of what lives in the host's memory instead; `nbytes` is 0 then.
     """
 
     index: int
@@ -37,10 +38,13 @@ class Storage:
     name: str = ""
     device: str = "cpu"
     held: bool = False
+    host_bytes: int = 0
 
     def at(self, index: int) -> Storage:
         """The same storage at another position."""
-        return self if index == self.index else Storage(index, self.nbytes, self.name, self.device, self.held)
+        if index == self.index:
+            return self
+        return Storage(index, self.nbytes, self.name, self.device, self.held, self.host_bytes)
 
 
 @dataclass(frozen=True, slots=True)

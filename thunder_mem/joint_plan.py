@@ -1,7 +1,8 @@
 """Decide everything about a joint trace: what its backward rebuilds, and the plan of what results.
 
-Free choices come first: the program as the user's checkpoints have it, and the same with all rebuilt that
-fused code rebuilds at no price. Only if a budget is given and neither fits, costly work is bought.
+Free choices come first: the program as the user's checkpoints have it, that with all rebuilt that fused code
+rebuilds from what those keep, and the least cut through both. Only if a budget is given and none fits, costly
+work is bought.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ from thunder_mem.budget import BudgetError, BudgetOutcome, parse_budget
 from thunder_mem.checkpoint import checkpointed_storages
 from thunder_mem.choices import Choices, Chooser
 from thunder_mem.cost import cost_s, device_model_of
-from thunder_mem.decisions import about_recompute, about_saving, about_views
+from thunder_mem.decisions import about_recompute, about_saving
 from thunder_mem.fit_budget import Fit, SavingProblem, fit_budget
 from thunder_mem.fusibility import fusibility
+from thunder_mem.offload import offloading
+from thunder_mem.offload_exec import offloaded_names
+from thunder_mem.offload_fit import fit_with_offload
+from thunder_mem.offload_option import OffloadOption, moves_for
 from thunder_mem.overwrites import protect_old_values
-from thunder_mem.plan import Decision, Plan, Refusal
+from thunder_mem.plan import Decision, Refusal
 from thunder_mem.planner import between_halves, cannot_beat, make_plan
-from thunder_mem.recompute import recompute_in_backward, why_not_again
+from thunder_mem.recompute import gathers_of_held, recompute_in_backward, why_not_again
+from thunder_mem.refine import Planned, refined
 from thunder_mem.regions import Fusibility
-from thunder_mem.saving import storages_to_rebuild
+from thunder_mem.saving import saved_storages, storages_to_rebuild
 from thunder_mem.sizes import size
 from thunder_mem.sorting import SortFunction
 from thunder_mem.timeline import Timeline
 from thunder_mem.trace_graph import TraceGraph, read_trace
-from thunder_mem.unpin import pinned_bases, with_copied_views
 
 __all__ = ["Planned", "PlanningOptions", "device_of", "plan_joint_trace", "with_checkpoints"]
 
@@ -44,8 +49,6 @@ _ATTEMPTS = 4
 _LOSS_COPIES = 3
 # Where a plan stays this share of the budget below its trial, a higher target is tried.
 _UNUSED_SHARE = 0.005
-# How often more views are copied, as long as that lowers the peak.
-_UNPINNINGS = 4
 
 
 @dataclass(frozen=True)
@@ -57,29 +60,13 @@ class PlanningOptions:
     budget: int | str | None = None
     on_infeasible: str = "error"
     recompute: Chooser | None = None
+    offload: OffloadOption | None = None
     reuse: bool = True
     # Is shown what there is to decide, and the function that plans a choice of storages to rebuild.
     observe: Callable[[SavingProblem, Callable[[frozenset[int]], Planned]], object] | None = None
     verify: bool | None = None
     refused: tuple[Refusal, ...] = ()  # by what ran before
     decisions: tuple[Decision, ...] = ()  # of what ran before
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan, the joint trace that it is for, and that trace as it was read.
-
-    `original` is the trace before anything was chosen to be computed again: what `verify` compares with.
-    """
-
-    plan: Plan
-    source: TraceGraph
-    trace: TraceCtx
-    original: TraceCtx
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.plan.candidate.peak_bytes
 
 
 def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
@@ -91,33 +78,38 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
     """
     trace, source = _read(trace)
     fuse = fusibility(source, executors)
-    choices, asked = _choices(source, fuse, options.recompute)
+    gathered = gathers_of_held(source)
+    choices, asked = _choices(source, fuse, gathered, options.recompute)
     names = [str(e.name) for e in executors]
 
-    def rebuilding(rebuilt: frozenset[int]) -> tuple[TraceCtx, TraceGraph, Fusibility]:
-        if not rebuilt:
-            return trace, source, fuse
-        new = recompute_in_backward(source, trace, rebuilt)
-        read = read_trace(new, earlier=source)
-        return new, read, fusibility(read, executors)
+    def rebuilding(
+        rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()
+    ) -> tuple[TraceCtx, TraceGraph, Fusibility]:
+        new, read = trace, source
+        if rebuilt:
+            new = recompute_in_backward(source, trace, rebuilt)
+            read = read_trace(new, earlier=source)
+        if offloaded:
+            new, read = offloading(source, read, new, offloaded)
+        return new, read, fuse if read is source else fusibility(read, executors)
 
     def planned(new: TraceCtx, read: TraceGraph, takes: Fusibility) -> Planned:
         made = make_plan(read.graph, takes, names, sort=options.sort)
         saving = about_saving(source.graph, read.graph)
-        planned = _unpinned(Planned(made, read, new, trace), executors, options.sort)
+        planned = refined(Planned(made, read, takes, new, trace), executors, options.sort)
         decisions = (*asked, saving, *planned.plan.decisions)
         return replace(planned, plan=replace(planned.plan, decisions=decisions))
 
-    def plan(rebuilt: frozenset[int]) -> Planned:
-        return planned(*rebuilding(rebuilt))
+    def plan(rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Planned:
+        return planned(*rebuilding(rebuilt, offloaded))
 
-    free, offered = storages_to_rebuild(source.graph, fuse, choices), _only_offered(source, fuse, choices)
+    # A budget limits the halves alone, so there nothing else may decide what is free.
+    rank = _with_loss_outside(options.reuse) if options.budget is None else attrgetter("peak_bytes")
+    free, *others = _free_choices(source, fuse, choices, gathered)
     best = plan(free)
-    if offered != free:
-        new, read, takes = rebuilding(offered)
+    for other in others:
+        new, read, takes = rebuilding(other)
         if not cannot_beat(read.graph, takes, best.peak_bytes):
-            # A budget limits the halves alone, so there nothing else may decide what is free.
-            rank = _with_loss_outside if options.budget is None else attrgetter("peak_bytes")
             best = min(best, planned(new, read, takes), key=rank)
     if options.budget is None and options.observe is None:
         return best
@@ -127,43 +119,35 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
         options.observe(problem, plan)
     if options.budget is None:
         return best
+    if options.offload is not None:
+        moves = moves_for(options.offload, source, fuse, choices, free, device_model_of(device), str(device))
+        problem = replace(problem, moves=moves)
     return _within_budget(best, plan, problem, parse_budget(options.budget, device), options.on_infeasible)
 
 
-def _with_loss_outside(planned: Planned) -> tuple[int, int]:
+def _with_loss_outside(reuse: bool) -> Callable[[Planned], tuple[int, int]]:
     """The peak, or what is alive while the caller computes a loss of the outputs, if that is more; then the peak.
 
     What the caller holds then is not known. The usual loss, a cross entropy of logits, holds a normalised copy,
-    and in its backward the gradients of that and of its argument: three times what the backward is handed.
+    and in its backward the gradients of that and of its argument: three times what the backward is handed. With
+    `reuse` the peak is what it would be if all results went over what dies.
     """
-    source = planned.source
-    tangents = {s for op in source.graph.ops if source.bsyms[op.index].sym == prims.get_grad for s in op.allocates}
-    tangent_bytes = sum(source.graph.storages[s].nbytes for s in tangents)
-    return max(planned.peak_bytes, between_halves(source.graph) + _LOSS_COPIES * tangent_bytes), planned.peak_bytes
+
+    def rank(planned: Planned) -> tuple[int, int]:
+        source, plan = planned.source, planned.plan
+        tangents = {s for op in source.graph.ops if source.bsyms[op.index].sym == prims.get_grad for s in op.allocates}
+        tangent_bytes = sum(source.graph.storages[s].nbytes for s in tangents)
+        outside_bytes = between_halves(source.graph) + _LOSS_COPIES * tangent_bytes
+        return max(plan.overwritten_peak_bytes if reuse else planned.peak_bytes, outside_bytes), planned.peak_bytes
+
+    return rank
 
 
-def _unpinned(planned: Planned, executors: Sequence[FusionExecutor], sort: str | SortFunction) -> Planned:
-    """The plan with small views copied, as long as that lowers the peak."""
-    before, copied = planned, 0
-    for _ in range(_UNPINNINGS):
-        if not (splits := pinned_bases(planned.source, planned.plan)):
-            break
-        new = with_copied_views(planned.source, planned.trace, splits)
-        read = read_trace(new, earlier=planned.source)
-        made = make_plan(read.graph, fusibility(read, executors), [str(e.name) for e in executors], sort=sort)
-        if made.candidate.peak_bytes >= planned.peak_bytes:
-            break
-        planned = replace(planned, plan=made, source=read, trace=new)
-        copied += sum(len(split.views) for split in splits)
-    if planned is before:
-        return planned
-    decision = about_views(copied, before.peak_bytes, planned.peak_bytes)
-    return replace(planned, plan=replace(planned.plan, decisions=(*planned.plan.decisions, decision)))
-
-
-def _choices(source: TraceGraph, fuse: Fusibility, recompute: Chooser | None) -> tuple[Choices, tuple[Decision, ...]]:
+def _choices(
+    source: TraceGraph, fuse: Fusibility, gathered: frozenset[int], recompute: Chooser | None
+) -> tuple[Choices, tuple[Decision, ...]]:
     """What is not left to the minimum cut: the user's checkpoints, and what `MemEfficient(recompute=...)` asks for."""
-    choices = Choices(offered=checkpointed_storages(source))
+    choices = Choices(offered=checkpointed_storages(source) | gathered)
     if recompute is None or not any(op.backward for op in source.graph.ops):
         return choices, ()
     free = storages_to_rebuild(source.graph, fuse, choices)
@@ -173,19 +157,20 @@ def _choices(source: TraceGraph, fuse: Fusibility, recompute: Chooser | None) ->
 
 
 def _within_budget(
-    free: Planned, plan: Callable[[frozenset[int]], Planned], problem: SavingProblem, budget_bytes: int, infeasible: str
+    free: Planned, plan: Callable[..., Planned], problem: SavingProblem, budget_bytes: int, infeasible: str
 ) -> Planned:
     """`free` if it fits, else the cheapest plan that does; the trial proposes, the final plan decides."""
     if free.peak_bytes <= budget_bytes:
         return _with_outcome(free, free, BudgetOutcome(budget_bytes, free.peak_bytes, 0.0, 0.0, "free"))
     target_bytes = budget_bytes
-    tried: dict[frozenset[int], tuple[Planned, Fit]] = {}
+    tried: dict[tuple[frozenset[int], frozenset[int]], tuple[Planned, Fit]] = {}
     for _ in range(_ATTEMPTS):
-        fit = fit_budget(problem, target_bytes)
-        if fit.rebuilt in tried:
+        fit = (fit_budget if problem.moves is None else fit_with_offload)(problem, target_bytes)
+        choice = fit.rebuilt, fit.offloaded
+        if choice in tried:
             break
-        planned = plan(fit.rebuilt)
-        tried[fit.rebuilt] = planned, fit
+        planned = plan(*choice)
+        tried[choice] = planned, fit
         saved_bytes = fit.peak_bytes - planned.peak_bytes  # by merges, or by another arrangement
         if planned.peak_bytes <= budget_bytes and saved_bytes <= _UNUSED_SHARE * budget_bytes:
             break
@@ -195,9 +180,8 @@ def _within_budget(
         planned, fit = min(fitting, key=lambda f: (f[1].seconds, f[0].peak_bytes))
         return _with_outcome(free, planned, _outcome(budget_bytes, planned, fit, fit.method))
     planned, fit = min(tried.values(), key=lambda t: (t[0].peak_bytes, t[1].seconds))
-    error = BudgetError(
-        budget_bytes, min(planned.peak_bytes, free.peak_bytes), _held(problem.trial(fit.rebuilt).timeline)
-    )
+    held = _held(problem.trial(fit.rebuilt, fit.offloaded).timeline)
+    error = BudgetError(budget_bytes, min(planned.peak_bytes, free.peak_bytes), held)
     if infeasible == "error":
         raise error
     warnings.warn(str(error), stacklevel=2)
@@ -207,7 +191,17 @@ def _within_budget(
 
 
 def _outcome(budget_bytes: int, planned: Planned, fit: Fit, method: str) -> BudgetOutcome:
-    return BudgetOutcome(budget_bytes, planned.peak_bytes, fit.seconds * 1e3, fit.bound_seconds * 1e3, method)
+    recompute_ms = (fit.seconds - fit.exposed_seconds) * 1e3
+    return BudgetOutcome(
+        budget_bytes,
+        planned.peak_bytes,
+        recompute_ms,
+        fit.bound_seconds * 1e3,
+        method,
+        offloaded_names(planned.source.bsyms),
+        exposed_ms=fit.exposed_seconds * 1e3,
+        without_offload_ms=None if fit.without_seconds is None else fit.without_seconds * 1e3,
+    )
 
 
 def _with_outcome(free: Planned, planned: Planned, outcome: BudgetOutcome) -> Planned:
@@ -215,7 +209,8 @@ def _with_outcome(free: Planned, planned: Planned, outcome: BudgetOutcome) -> Pl
         how = "fits without recomputing anything costly" if outcome.method == "free" else "nothing smaller was found"
     else:
         least = f" (at least {outcome.bound_ms:.3g} ms)" if outcome.bound_ms else ""
-        how = f"recompute for {outcome.recompute_ms:.3g} ms{least}, by {outcome.method}"
+        moved = f" and offload {len(outcome.offloaded):,} values" if outcome.offloaded else ""
+        how = f"recompute for {outcome.recompute_ms:.3g} ms{moved}{least}, by {outcome.method}"
     bought = Decision("budget", how, "peak", free.peak_bytes, planned.peak_bytes)
     plan = replace(planned.plan, budget=outcome, decisions=(*planned.plan.decisions, bought))
     return replace(planned, plan=plan)
@@ -258,6 +253,25 @@ def _read(trace: TraceCtx) -> tuple[TraceCtx, TraceGraph]:
     source = read_trace(trace)
     safe = protect_old_values(source, trace)
     return safe, source if safe is trace else read_trace(safe, earlier=source)
+
+
+def _free_choices(
+    source: TraceGraph, fuse: Fusibility, choices: Choices, gathered: frozenset[int]
+) -> list[frozenset[int]]:
+    """What the backward may rebuild at no price beyond what the user's checkpoints say: the least cut, and others.
+
+    The least cut ignores where checkpoints begin and end: it may run the forward of many again at once, from very
+    little. The second keeps what they keep, but for what cheap work makes of that; the third is the user's own.
+    """
+    graph = source.graph
+    cut = storages_to_rebuild(graph, fuse, choices)
+    if choices.offered <= gathered and not choices.recompute:
+        return [cut]
+    offered = _only_offered(source, fuse, choices)
+    kept = saved_storages(graph, offered)
+    cheap = storages_to_rebuild(graph, fuse, replace(choices, offered=gathered), needed=kept)
+    read = {r for s in cheap for r in graph.ops[graph.allocator[s]].reads} - cheap  # type: ignore[index]
+    return list(dict.fromkeys([cut, offered - read | cheap, offered]))
 
 
 def _only_offered(source: TraceGraph, fuse: Fusibility, choices: Choices) -> frozenset[int]:

@@ -21,7 +21,9 @@ from thunder.core.symbol import BoundSymbol
 from torch._prims_common import compute_elementwise_output_strides
 
 from thunder_mem.chunk_loop import shared_memory
+from thunder_mem.communication import overwritten_by
 from thunder_mem.effects import leaves
+from thunder_mem.offload_exec import is_transfer
 from thunder_mem.takeover import taken_over
 from thunder_mem.views import VIEWS, slice_view
 
@@ -53,6 +55,7 @@ _VIEW_NAMES: dict[str, Callable] = {
     "update_aliases": lambda aliases: aliases,
     "contiguous": lambda a, *, memory_format=torch.contiguous_format: a.contiguous(memory_format=memory_format),
     "detach": lambda a: a.detach(),
+    "prefetch_wait": lambda a: a,
     "wait": lambda a: a,
     "torch_wait_prim_impl": lambda a: a,
     "torch_prims_reshape_impl": VIEWS[PrimIDs.RESHAPE],
@@ -114,6 +117,12 @@ class Layout:
         t = self._tensors[name]
         return t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.itemsize
 
+    def is_dense(self, name: str) -> bool:
+        """Whether the proxy shows all of its storage, in whatever order, each element once."""
+        t = self._tensors[name]
+        filled = t.untyped_storage().nbytes() == t.numel() * t.itemsize
+        return filled and torch.empty_like(t).stride() == t.stride()
+
     def storage_key(self, name: str) -> int:
         return self._tensors[name].untyped_storage()._cdata
 
@@ -128,6 +137,9 @@ class Layout:
     def run(self, bsym: BoundSymbol) -> None:
         """Follow one bound symbol: views share, everything else allocates."""
         if is_view(bsym) and self._run_view(bsym):
+            return
+        if is_transfer(bsym):
+            self._run_transfer(bsym)
             return
         known = {p.name for p in bsym.flat_proxy_args}
         outs = [
@@ -144,6 +156,16 @@ class Layout:
                 self._tensors[p.name] = self._tensors[taken[p.name].name].view(tuple(map(int, p.shape)))
             elif p.name not in self._tensors:
                 self._tensors[p.name] = self._fresh(bsym, p)
+
+    def _run_transfer(self, bsym: BoundSymbol) -> None:
+        """A copy to the host or back is laid out as what is copied; the end of one is the copy itself."""
+        source = bsym.args[0]
+        self.define((source,))
+        t = self._tensors[source.name]
+        if bsym.sym.name == "offload_wait":
+            self._tensors[bsym.output[0].name] = t
+        else:
+            self._tensors[bsym.output.name] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
     def _run_view(self, bsym: BoundSymbol) -> bool:
         if not any(isinstance(p, TensorProxy | FutureTensorProxy) for p in bsym.flat_proxy_outs):
@@ -203,7 +225,7 @@ class Layout:
 def _in_place_target(bsym: BoundSymbol) -> TensorProxy | None:
     if bsym.sym.id is PrimIDs.COPY_ or bsym.sym.name == "copy_":
         return bsym.args[1]
-    return None
+    return overwritten_by(bsym)
 
 
 def _empty(p: TensorProxy | FutureTensorProxy) -> torch.Tensor:

@@ -1,16 +1,17 @@
-"""What is alive at a step of a trial, as a function of what is kept and what is computed again.
+"""What is alive at a step of a trial, as a function of what is kept, what is computed again and what is offloaded.
 
 A kept storage is alive from its last use in the forward to its first use in the backward, beyond which it
 is alive whatever was decided. A storage that is computed again is alive from then on, too: its op runs
 just before the first use of anything that depends on it, which may be earlier than its own first use.
-Both are linear in the decisions (`saving_milp.py`), and each row is exact for the trial that it comes
+What is offloaded is fetched just before its first use, by the backward itself or by an op that is repeated.
+All are linear in the decisions (`saving_milp.py`), and each row is exact for the trial that it comes
 from: whatever this model does not explain there is its `fixed_bytes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from thunder_mem.graph import Graph
@@ -23,13 +24,17 @@ __all__ = ["Candidates", "MemoryRow", "calibrated", "memory_rows"]
 
 @dataclass(frozen=True)
 class Candidates:
-    """What a program decides: `storages` may be rebuilt, `forced` are, and each op that makes them costs `repeat_s`."""
+    """What a program decides: `storages` may be rebuilt, `forced` are, and each op that makes them costs `repeat_s`.
+
+    What is `movable` may be offloaded.
+    """
 
     graph: Graph
     fuse: Fusibility
     storages: frozenset[int]
     repeat_s: Sequence[float]
     forced: frozenset[int] = frozenset()
+    movable: frozenset[int] = frozenset()
 
     @cached_property
     def maker(self) -> dict[int, int]:
@@ -57,6 +62,11 @@ class Candidates:
                 if graph.allocator[s] is not None and not graph.storages[s].held and s not in graph.outputs
             )
         )
+
+    @cached_property
+    def decided(self) -> tuple[int, ...]:
+        """All that may be kept, or not."""
+        return tuple(dict.fromkeys((*sorted(self.storages), *self.pinned, *sorted(self.movable))))
 
     @cached_property
     def needed(self) -> frozenset[int]:
@@ -91,6 +101,7 @@ class MemoryRow:
         fixed_bytes: alive in any case.
         bytes_of: alive if kept.
         again: of these, the ones that are alive, too, if they have been computed again by then.
+        fetched: of these, the ones that may be offloaded, each with those of `started` that fetch it.
         started: the ops on which that depends and that may have been repeated by then, users first, each
             with its results that the backward itself has used by then.
     """
@@ -100,12 +111,24 @@ class MemoryRow:
     bytes_of: Mapping[int, int]
     again: frozenset[int]
     started: Mapping[int, tuple[int, ...]]
+    fetched: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
-    def live_bytes(self, candidates: Candidates, rebuilt: Collection[int], kept: Collection[int]) -> int:
+    def live_bytes(
+        self,
+        candidates: Candidates,
+        rebuilt: Collection[int],
+        kept: Collection[int],
+        offloaded: Collection[int] = frozenset(),
+    ) -> int:
         """The row's prediction for another choice."""
         repeated = self._repeated(candidates, rebuilt)
-        alive = (s for s in self.bytes_of if s in kept or (s in self.again and candidates.maker[s] in repeated))
-        return self.fixed_bytes + sum(self.bytes_of[s] for s in alive)
+
+        def is_alive(s: int) -> bool:
+            if s in offloaded:
+                return not repeated.isdisjoint(self.fetched.get(s, ()))
+            return s in kept or (s in self.again and candidates.maker[s] in repeated)
+
+        return self.fixed_bytes + sum(nbytes for s, nbytes in self.bytes_of.items() if is_alive(s))
 
     def _repeated(self, candidates: Candidates, rebuilt: Collection[int]) -> set[int]:
         found: set[int] = set()
@@ -126,21 +149,24 @@ def memory_rows(candidates: Candidates, trial: Trial, count: int = 16) -> list[M
     if 0 < first_backward < len(timeline.order):
         steps.append(first_backward)
     lives = _Lives(candidates, trial)
-    kept = saved_storages(candidates.graph, trial.rebuilt)
+    kept = saved_storages(candidates.graph, trial.rebuilt) - trial.offloaded
     rows = []
     for step in dict.fromkeys(steps):
         row = lives.row(step, trial.names[step], in_backward=step >= first_backward)
-        unexplained = timeline.live_bytes[step] - row.live_bytes(candidates, trial.rebuilt, kept)
+        unexplained = timeline.live_bytes[step] - row.live_bytes(candidates, trial.rebuilt, kept, trial.offloaded)
         rows.append(replace(row, fixed_bytes=unexplained))
     return rows
 
 
 def calibrated(candidates: Candidates, rows: Iterable[MemoryRow], trials: Sequence[Trial]) -> list[MemoryRow]:
     """The rows, each lowered until it claims no more for any of the trials than that trial's peak."""
-    choices = [(t.rebuilt, saved_storages(candidates.graph, t.rebuilt), t.peak_bytes) for t in trials]
+    kept = [saved_storages(candidates.graph, t.rebuilt) - t.offloaded for t in trials]
 
     def excess(row: MemoryRow) -> int:
-        return max(row.live_bytes(candidates, rebuilt, kept) - peak for rebuilt, kept, peak in choices)
+        return max(
+            row.live_bytes(candidates, t.rebuilt, k, t.offloaded) - t.peak_bytes
+            for t, k in zip(trials, kept, strict=True)
+        )
 
     return [replace(row, fixed_bytes=row.fixed_bytes - max(0, excess(row))) for row in rows]
 
@@ -158,16 +184,19 @@ class _Lives:
 
     def row(self, step: int, key: int, in_backward: bool) -> MemoryRow:
         candidates, trial = self.candidates, self.trial
-        decided = sorted({*candidates.storages, *candidates.pinned})
         bytes_of = {
-            s: candidates.graph.storages[s].nbytes for s in decided if trial.forward_end[s] < step < self._end(s)
+            s: candidates.graph.storages[s].nbytes
+            for s in candidates.decided
+            if trial.forward_end[s] < step < self._end(s)
         }
         if not in_backward:
             return MemoryRow(key, 0, bytes_of, frozenset(), {})
         outlives = candidates.outlives_region
         again = frozenset(s for s in bytes_of if s in outlives and trial.backward_end[s] >= step)
-        started = self._started({candidates.maker[s] for s in again}, step)
-        return MemoryRow(key, 0, bytes_of, again, started)
+        readers = {s: candidates.readers.get(s, ()) for s in bytes_of if s in candidates.movable}
+        started = self._started({candidates.maker[s] for s in again}.union(*readers.values()), step)
+        fetched = {s: found for s, ops in readers.items() if (found := tuple(op for op in ops if op in started))}
+        return MemoryRow(key, 0, bytes_of, again, started, fetched)
 
     def _end(self, s: int) -> int:
         """Until when `s` is alive only if it is kept: its first use, or, if repetitions alone use it, theirs."""

@@ -196,6 +196,7 @@ class _Rewriter:
         """The return statement. Thunder drops a write through a view, or runs it in the backward, where
         nothing in the forward uses its result; so one output is made to use them all."""
         self._append(result)
+        self._tell_outputs_apart()
         returned = self.done[-1].args[0] if self.done[-1].args else None
         outputs = _tensors(returned["output"]) if isinstance(returned, dict) else []
         anchor = next((p for p in outputs if p.name not in self.arguments), None)
@@ -204,6 +205,21 @@ class _Rewriter:
             news = tuple(TensorProxy(like=p, requires_grad=p.requires_grad) for p in olds)
             self.done.insert(-1, prims.update_aliases.bind(olds, output=news))
             self.done[-1] = self.done[-1].from_bsym_swap_proxies({variableify(anchor): news[-1]})
+
+    def _tell_outputs_apart(self) -> None:
+        """Give a value that is returned under two names two names: autograd asks each for its gradient."""
+        result = self.done[-1]
+        returned = result.args[0] if result.args else None
+        if not isinstance(returned, dict) or not isinstance(returned["output"], tuple):
+            return
+        outputs: list[object] = []
+        for p in returned["output"]:
+            if isinstance(p, TensorProxy) and any(p is o or p.name == getattr(o, "name", None) for o in outputs):
+                new = TensorProxy(like=p, requires_grad=p.requires_grad)
+                self.done.insert(-1, prims.update_aliases.bind((p,), output=(new,)))
+                p = new
+            outputs.append(p)
+        self.done[-1] = result.from_bsym(args=({**returned, "output": tuple(outputs)}, *result.args[1:]))
 
     def _replaces(self, name: str) -> bool:
         return self.memory(name) in self.classes
@@ -220,19 +236,28 @@ class _Rewriter:
 
     def _now(self, p: TensorProxy) -> TensorProxy:
         """What memory holds where `p` looks; an old view of what was written since is taken again."""
-        view = self._view(p.name)
         if not self._replaces(p.name):
             return p
-        if self.as_of.get(view, 0) < self.writes[self.memory(view)]:
-            recipe = self.recipes[view]
-            (base,) = recipe.flat_proxy_args
-            self.trace.push_scope([])
-            again = recipe.from_bsym_swap_proxies({variableify(base): self._now(base)}, skip_output=True)
-            outs = again.sym(*again.args, **again.kwargs)
-            self.done += [b.from_bsym(tags=recipe.tags | b.tags) for b in self.trace.pop_scope()]
-            for old, new in zip(_tensors(recipe.output), _tensors(outs), strict=True):
-                self._set(old.name, new)
-        return self.current.get(view, p)
+        stale, base = [], p  # from `p` up to a view that is as new as what was written last
+        while self.as_of.get(view := self._view(base.name), 0) < self.writes[self.memory(view)]:
+            stale.append(self.recipes[view])
+            (base,) = stale[-1].flat_proxy_args
+        for recipe in reversed(stale):
+            self._take_again(recipe)
+        return self._known(p)
+
+    def _known(self, p: TensorProxy) -> TensorProxy:
+        return self.current.get(self._view(p.name), p)
+
+    def _take_again(self, recipe: BoundSymbol) -> None:
+        """Take a view of what its base, which is up to date, has become."""
+        (base,) = recipe.flat_proxy_args
+        self.trace.push_scope([])
+        again = recipe.from_bsym_swap_proxies({variableify(base): self._known(base)}, skip_output=True)
+        outs = again.sym(*again.args, **again.kwargs)
+        self.done += [b.from_bsym(tags=recipe.tags | b.tags) for b in self.trace.pop_scope()]
+        for old, new in zip(_tensors(recipe.output), _tensors(outs), strict=True):
+            self._set(old.name, new)
 
     def _set(self, view: str, value: TensorProxy) -> None:
         self.current[view] = value
@@ -298,7 +323,8 @@ def _made_in(bsym: BoundSymbol, memory: Aliases) -> set[str]:
 def protect_old_values(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
     """The joint trace in which the backward reads copies of what the forward overwrites before that.
 
-    A name stands for what its memory held when the name was made. Where something is written to that
+    A name stands for what its memory held when the forward first read it: a view that Thunder took before a
+    write through another, and reads after it, is of the new content. Where something is written to that
     memory since, the backward gets a copy that is made just before the first such write.
 
     Args:
@@ -313,14 +339,22 @@ def protect_old_values(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
         for name in effects.writes:
             writers.setdefault(memory(name), []).append(writer)
 
+    first_read: dict[str, int] = {}
+    for op, bsym, effects in zip(source.graph.ops, source.bsyms, source.effects, strict=True):
+        if not op.backward and (op.allocates or effects.writes):  # not a view, which reads nothing
+            for p in bsym.flat_proxy_args:
+                if p.name not in effects.writes:
+                    first_read.setdefault(p.name, op.index)
+
     def first_write(p: Proxy, reader: int) -> int | None:
-        made = source.producer_of.get(p.name, -1)
-        return next((w for w in writers.get(memory(p.name), ()) if made < w < reader), None)
+        since = first_read.get(p.name, source.producer_of.get(p.name, -1))
+        return next((w for w in writers.get(memory(p.name), ()) if since < w < reader), None)
 
     copies: dict[str, tuple[int, TensorProxy]] = {}  # of a name: before which op
     readers: set[int] = set()
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
-        for p in bsym.flat_proxy_args if op.backward else ():
+        # A `get_grad` names a result of the forward, and reads nothing.
+        for p in bsym.flat_proxy_args if op.backward and bsym.sym.id is not PrimIDs.GET_GRAD else ():
             if isinstance(p, TensorProxy) and (write := first_write(p, op.index)) is not None:
                 copies[p.name] = (write, p)
                 readers.add(op.index)

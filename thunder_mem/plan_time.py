@@ -11,7 +11,7 @@ from thunder_mem.cost import DeviceModel, cost_s, region_cost_s
 from thunder_mem.plan import Plan
 from thunder_mem.trace_graph import TraceGraph
 
-__all__ = ["plan_seconds", "trace_seconds"]
+__all__ = ["bound_symbol_seconds", "plan_seconds", "trace_seconds"]
 
 
 def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
@@ -31,7 +31,7 @@ def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
     for region in plan.regions:
         bsyms = [source.bsyms[op] for op in region.ops]
         if region.executor is None:
-            total += sum(_seconds(b, device) for b in bsyms)
+            total += sum(bound_symbol_seconds(b, device) for b in bsyms)
             continue
         inside = frozenset(region.ops)
         made = {p.name for b in bsyms for p in b.flat_proxy_outs}
@@ -49,10 +49,11 @@ def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
 
 def trace_seconds(trace: TraceCtx, device: DeviceModel) -> float:
     """Seconds of a final trace, whoever made it, by the same count: every bound symbol one kernel."""
-    return sum(_seconds(bsym, device) for bsym in trace.bound_symbols)
+    return sum(bound_symbol_seconds(bsym, device) for bsym in trace.bound_symbols)
 
 
-def _seconds(bsym: BoundSymbol, device: DeviceModel) -> float:
+def bound_symbol_seconds(bsym: BoundSymbol, device: DeviceModel) -> float:
+    """Seconds of one bound symbol of a final trace."""
     return _loop_seconds(bsym, device) if is_chunk_loop(bsym) else cost_s(bsym, device)
 
 

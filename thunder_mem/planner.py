@@ -7,8 +7,10 @@ by default, neighbours fused in source order, is always among the candidates.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from thunder_mem.amplifiers import Absorbed, absorb_amplifiers
 from thunder_mem.decisions import about_order, about_regions
@@ -33,6 +35,27 @@ class _Arrangement:
     groups: Groups
     peaks: tuple[int, int]
 
+    @cached_property
+    def overwritten_peak_bytes(self) -> int:
+        """The peak, if every region wrote its results over inputs of the same bytes that die there.
+
+        `reuse.py` knows which really can be, but only of the final trace. A value that another region reads later as
+        well does not die, so what looks lower without this may end higher.
+        """
+        regions = self.base.graph.contract(self.groups)
+        position = {op.payload: op.index for op in regions.ops}
+        timeline = simulate(regions, [position[group] for group in self.groups])
+        peak_bytes = 0
+        for step, (op, live_bytes) in enumerate(zip(timeline.order, timeline.live_bytes, strict=True)):
+            saved_bytes = 0
+            if len(self.groups[step]) > 1:
+                made, read = regions.ops[op].allocates, regions.ops[op].reads
+                dying = [s for s in read if timeline.live_range(s)[1] == step and regions.allocator[s] is not None]
+                sizes = [Counter(regions.storages[s].nbytes for s in side) for side in (made, dying)]
+                saved_bytes = sum((sizes[0] & sizes[1]).elements())
+            peak_bytes = max(peak_bytes, live_bytes - saved_bytes)
+        return peak_bytes
+
 
 def make_plan(graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: str | SortFunction = "auto") -> Plan:
     """Plan a trace's graph.
@@ -49,11 +72,17 @@ def make_plan(graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: st
     plain = Absorbed(graph, fuse, tuple(range(len(graph))), ())
     neighbours = graph.contract(g for g in consecutive_groups(graph, fuse) if fuse.executors(g))
     own = _arrange(THUNDERS_OWN, plain, neighbours, range(len(neighbours)))
-    proposed = _propose(absorb_amplifiers(graph, fuse) if any(fuse.takes) else plain, sort)
+    absorbed = absorb_amplifiers(graph, fuse) if any(fuse.takes) else plain
+    proposed = _propose(absorbed, sort)
     best = _choose([*proposed.arrangements, own])
     if best is own and any(fuse.takes):  # another pricing takes time, and is seldom needed
         second = _propose(absorb_amplifiers(graph, fuse, fused_late=True), sort)
         if (other := _choose([*second.arrangements, own])) is not own:
+            proposed, best = second, other
+    elif any(fuse.takes) and (joined := absorb_amplifiers(graph, fuse, joining=True)).origin != absorbed.origin:
+        second = _propose(joined, sort)
+        other = _choose([best, *second.arrangements])
+        if other is not best and other.overwritten_peak_bytes <= best.overwritten_peak_bytes:
             proposed, best = second, other
     algorithm, arrangements = proposed.algorithm, (*proposed.arrangements, own)
     planned = tuple(_planned_region(group, best.base, executors) for group in best.groups)
@@ -64,6 +93,7 @@ def make_plan(graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: st
         candidates=tuple(Candidate(a.name, *a.peaks, len(a.groups)) for a in arrangements),
         sort=algorithm if best.name == "planned" else "source",
         fingerprint=fingerprint(graph),
+        overwritten_peak_bytes=best.overwritten_peak_bytes,
         decisions=(
             about_regions(planned, own.peaks, in_source_order),
             about_order(algorithm if best.name == "planned" else "source", in_source_order, best.peaks),

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_mem.accumulate import accumulate
+from thunder_mem.fx import is_fx, only_subgraph
 from thunder_mem.region_model import empty_like_proxy
 from thunder_mem.replay import Block, Event, Ledger, PredictionError, Runner, replay
 from thunder_mem.scratch import ProbingRunner, SimulatedRunner
@@ -107,6 +108,11 @@ class Prediction:
         return self.total_peak_bytes - self.held_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """The most bytes of the host's memory that offloaded values take at once; part of no other figure."""
+        return max((e.host_bytes for e in self.timeline), default=0)
+
+    @property
     def held_at_peak(self) -> tuple[Held, ...]:
         """Every storage alive at `peak_event`, the largest first."""
         return () if self.peak_event is None else self.held_at(self.peak_event.index)
@@ -147,7 +153,8 @@ def predict(
 
     Args:
         jitted: what `thunder.jit` returned. It is compiled for `args` if it has not been yet, but not run;
-            on a CPU single operations run, each once, on zeros, to learn what they hold inside themselves.
+            on a CPU single operations run, each once, on zeros, to learn what they hold inside themselves. Of
+            ThunderFX a program of one subgraph, which has been called, and is predicted without arguments.
         args: the call's arguments, real or (under `simulate`) fake. Without any, the last compilation
             is predicted, with inputs that are dense and share no memory.
         kwargs: the call's keyword arguments.
@@ -272,6 +279,12 @@ def compiled_entry(
 
     With `call` false it is the last compilation's, whatever its arguments were.
     """
+    if is_fx(jitted):
+        if call:
+            raise ValueError(
+                "ThunderFX compiles when it runs: call the program once, then predict it without arguments"
+            )
+        jitted = only_subgraph(jitted)
     data: Any = thunder.compile_data(jitted)
     stats = thunder.compile_stats(jitted)
     if data is None or stats is None:

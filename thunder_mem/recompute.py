@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
@@ -17,7 +17,9 @@ from thunder_mem.effects import leaves
 from thunder_mem.renaming import named, renamed
 from thunder_mem.trace_graph import BACKWARD, TraceGraph
 
-__all__ = ["recompute_in_backward", "why_not_again"]
+__all__ = ["gathers_of_held", "recompute_in_backward", "repeat_late", "why_not_again"]
+
+_GATHERS = {PrimIDs.EMBEDDING, PrimIDs.TAKE, PrimIDs.TAKE_ALONG_AXIS, PrimIDs.GATHER}
 
 # A second run may differ from the first: which of equal elements comes first, or the order in which
 # atomics add up (the list of `torch.use_deterministic_algorithms`). By prim, and by the name of the
@@ -54,35 +56,77 @@ def why_not_again(source: TraceGraph, op: int) -> str | None:
     return None
 
 
+def gathers_of_held(source: TraceGraph) -> frozenset[int]:
+    """The storages that are rows of what the caller holds anyway, as of an embedding's table.
+
+    To gather them again costs what writing and reading them would: their own bytes, no work.
+    """
+    graph = source.graph
+    return frozenset(
+        s
+        for op in graph.ops
+        if op.allocates
+        and all(graph.allocator[r] is None and graph.storages[r].held for r in op.reads)
+        and any(b.sym.id in _GATHERS for b in (source.bsyms[op.index], *leaves(source.bsyms[op.index])))
+        and why_not_again(source, op.index) is None
+        for s in op.allocates
+    )
+
+
 def recompute_in_backward(source: TraceGraph, trace: TraceCtx, storages: Collection[int]) -> TraceCtx:
     """The joint trace in which the backward computes `storages` itself, from what remains saved.
-
-    The bound symbols that make them are repeated under new names just before their first use in the
-    backward, once each, with the views that the backward uses of them.
 
     Args:
         source: `trace` as it was read.
         trace: a joint trace.
         storages: forward storages of `source.graph`, each made by an op that may be repeated.
     """
+    chosen = frozenset(storages)
+    late = {op.index: chosen for op in source.graph.ops if op.backward}
+    return repeat_late(source, trace, late, chosen, "Recompute in the backward what fused code rebuilds for free")
+
+
+def repeat_late(
+    source: TraceGraph,
+    trace: TraceCtx,
+    late: Mapping[int, Collection[int]],
+    storages: Collection[int],
+    why: str,
+) -> TraceCtx:
+    """The trace in which late readers of some storages read second ones.
+
+    The bound symbols that make them are repeated under new names just before their first late use, once each, with
+    the views of them that are used late.
+
+    Args:
+        source: `trace` as it was read.
+        late: per op the storages of which it shall use the second ones. All users of a storage after a late one
+            must be late too.
+        storages: those that may be made again, also on the way to others; each made by an op that may be repeated.
+        why: for the trace's provenance.
+    """
     new = from_trace(trace)
     with tracectx(new):
-        new.bound_symbols = [*source.prefix, *_body(source, frozenset(storages)), source.result]
-    new.set_provenance(TraceProvenance("Recompute in the backward what fused code rebuilds for free"))
+        new.bound_symbols = [*source.prefix, *_body(source, late, frozenset(storages)), source.result]
+    new.set_provenance(TraceProvenance(why))
     return new
 
 
-def _body(source: TraceGraph, storages: frozenset[int]) -> list[BoundSymbol]:
+def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: frozenset[int]) -> list[BoundSymbol]:
     body: list[BoundSymbol] = []
-    again: dict[str, Proxy] = {}  # what the backward takes instead of the forward's value
+    again: dict[str, Proxy] = {}  # what late readers take instead of the first value
     repeated: set[int] = set()
 
-    def rebuilt(proxies: Iterable[Proxy]) -> list[Proxy]:
-        makers = ((p, source.producer_of.get(p.name)) for p in proxies)
-        made = [p for p, maker in makers if maker is not None and not source.graph.ops[maker].backward]
-        return [p for p in made if source.storage_of.get(p.name) in storages]
+    def made_early(proxies: Iterable[Proxy], of: Collection[int]) -> list[Proxy]:
+        """Those that belong to a storage of these, and are not views that a late reader made of the second one."""
+        found = []
+        for p in proxies:
+            s, maker = source.storage_of.get(p.name), source.producer_of.get(p.name)
+            if s in of and maker is not None and s not in late.get(maker, ()):
+                found.append(p)
+        return found
 
-    def repeat(wanted: Iterable[Proxy]) -> None:
+    def repeat(wanted: Iterable[Proxy], backward: bool) -> None:
         """Append once more, in source order, what makes `wanted` and is not there yet, with what that needs."""
         missing: set[int] = set()
         stack = [source.producer_of[p.name] for p in wanted]
@@ -90,19 +134,20 @@ def _body(source: TraceGraph, storages: frozenset[int]) -> list[BoundSymbol]:
             op = stack.pop()
             if op not in missing and op not in repeated:
                 missing.add(op)
-                stack += [source.producer_of[p.name] for p in rebuilt(source.bsyms[op].flat_proxy_args)]
+                stack += [source.producer_of[p.name] for p in made_early(source.bsyms[op].flat_proxy_args, storages)]
         repeated.update(missing)
         for op in sorted(missing):
             bsym = source.bsyms[op]
             taken = {p.name for p in bsym.flat_proxy_args}
             outs = [p for p in bsym.flat_proxy_outs if p.name not in taken]
-            new = {p.name: named(p, f"bw_{p.name}") for p in outs}
+            new = {p.name: named(p, f"bw_{p.name}" if backward else f"again_{p.name}") for p in outs}
             copy = renamed(bsym, again | new)
-            body.append(copy.from_bsym(tags=copy.tags | {BACKWARD}))
-            again.update({p.name: new[p.name] for p in rebuilt(outs)})
+            body.append(copy.from_bsym(tags=copy.tags | {BACKWARD}) if backward else copy)
+            again.update({p.name: new[p.name] for p in made_early(outs, storages)})
 
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
-        wanted = rebuilt(bsym.flat_proxy_args) if op.backward else []
-        repeat(wanted)
-        body.append(renamed(bsym, again, outputs=False) if wanted else bsym)
+        wanted = made_early(bsym.flat_proxy_args, late[op.index]) if op.index in late else []
+        repeat(wanted, op.backward)
+        second = {p.name: again[p.name] for p in wanted}
+        body.append(renamed(bsym, second, outputs=False) if wanted else bsym)
     return body

@@ -9,9 +9,11 @@ prices what they propose with the timeline.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from thunder_mem.graph import Graph
 from thunder_mem.timeline import simulate
@@ -22,6 +24,23 @@ Groups = tuple[tuple[int, ...], ...]
 
 # How many regions to look at when the question is who must run after one.
 MAX_SEARCH = 200
+
+
+class Traits(NamedTuple):
+    """What of some ops decides whether they may be one region; that of more ops follows from their parts'.
+
+    Attributes:
+        takes: bits of the executors that fuse every one of them.
+        required: bits of the executors for which there is a required op among them.
+        copies: there is a copy among them.
+    """
+
+    takes: int
+    required: int
+    copies: bool
+
+    def joined(self, other: Traits) -> Traits:
+        return Traits(self.takes & other.takes, self.required | other.required, self.copies or other.copies)
 
 
 @dataclass(frozen=True)
@@ -54,35 +73,44 @@ class Fusibility:
                 consumers[p].append(op)
         return tuple(map(tuple, consumers))
 
-    def executors(self, ops: Iterable[int]) -> int:
-        """The executors that take these ops as one region, as bits."""
-        takes, required = ~0, 0
+    def traits(self, ops: Iterable[int]) -> Traits:
+        """What decides about these ops as one region."""
+        takes, required, copies = ~0, 0, False
         for op in ops:
             takes &= self.takes[op]
             required |= self.required[op]
+            copies = copies or op in self.copies
+        return Traits(takes, required, copies)
+
+    def executors(self, ops: Iterable[int]) -> int:
+        """The executors that take these ops as one region, as bits."""
+        takes, required, _ = self.traits(ops)
         return takes & (~self.selective | required)
 
     def joinable(self, ops: Iterable[int]) -> int:
         """The executors that these ops may go on growing towards: a required op may still come, as
         long as the ops could run apart without it."""
-        ops = tuple(ops)
-        takes = ~0
-        for op in ops:
-            takes &= self.takes[op]
-        return self.executors(ops) if not self.copies.isdisjoint(ops) else takes
+        return self.may_grow(self.traits(ops))
+
+    def may_grow(self, traits: Traits) -> int:
+        """`joinable`, of ops with these traits."""
+        return traits.takes & (~self.selective | traits.required) if traits.copies else traits.takes
 
 
 def consecutive_groups(graph: Graph, fuse: Fusibility) -> Groups:
     """Neighbours in the source order that one executor takes together (what Thunder does by default)."""
     groups: list[tuple[int, ...]] = []
     current: list[int] = []
+    traits = nothing = fuse.traits(())
     for op in graph.ops:
-        joins = current and graph.ops[current[0]].backward == op.backward and fuse.joinable((*current, op.index))
+        grown = traits.joined(fuse.traits((op.index,)))
+        joins = current and graph.ops[current[0]].backward == op.backward and fuse.may_grow(grown)
         if current and not joins:
             groups.append(tuple(current))
-            current = []
+            current, traits = [], nothing
         if fuse.takes[op.index]:
             current.append(op.index)
+            traits = traits.joined(fuse.traits((op.index,)))
     if current:
         groups.append(tuple(current))
     return tuple(groups)
@@ -118,8 +146,8 @@ class _Chains:
 
     def __init__(self, regions: Graph, fuse: Fusibility) -> None:
         self.regions, self.fuse = regions, fuse
-        self.members: list[tuple[int, ...]] = [op.payload for op in regions.ops]  # type: ignore[misc]
-        self.takes = [fuse.joinable(members) for members in self.members]
+        self.members: list[list[int]] = [list(op.payload) for op in regions.ops]  # type: ignore[call-overload]
+        self.traits = [fuse.traits(members) for members in self.members]
         self.before = list(map(set, regions.predecessors))
         self.after = list(map(set, regions.successors))
         self.users = list(map(set, regions.users))
@@ -135,11 +163,13 @@ class _Chains:
         if len(users) != 1:
             return None
         (c,) = users
-        if not self.takes[p] & self.takes[c] or self.regions.ops[p].backward != self.regions.ops[c].backward:
+        if self.regions.ops[p].backward != self.regions.ops[c].backward:
+            return None
+        if not self.fuse.may_grow(self.traits[p]) & self.fuse.may_grow(self.traits[c]):
             return None
         if not self.after[p] - {c} <= self.after[c] or not self._dominates(p, c):
             return None
-        return c if self.fuse.joinable(self.members[p] + self.members[c]) else None
+        return c if self.fuse.may_grow(self.traits[p].joined(self.traits[c])) else None
 
     def _dominates(self, p: int, c: int) -> bool:
         """Whether `p` makes at least the bytes that it frees where it runs last of all that could.
@@ -182,9 +212,11 @@ class _Chains:
                     mirrored[n].add(c)
             neighbours[c] |= neighbours[p]
             neighbours[c] -= {p, c}
-        self.members[c] += self.members[p]
-        self.takes[c] = self.fuse.joinable(self.members[c])
-        self.members[p], self.makes[p], self.before[p], self.after[p] = (), set(), set(), set()
+        smaller, larger = sorted((self.members[p], self.members[c]), key=len)
+        larger += smaller
+        self.members[c] = larger
+        self.traits[c] = self.traits[c].joined(self.traits[p])
+        self.members[p], self.makes[p], self.before[p], self.after[p] = [], set(), set(), set()
 
 
 # How far apart in the order two regions may stand to be merged.
@@ -224,7 +256,9 @@ class _Merger:
         for slot, op in enumerate(order):
             self.slot_of[op] = slot
         self.slots: list[tuple[int, ...]] = [(op,) for op in order]
-        self.takes = [fuse.joinable(regions.ops[op].payload) for op in order]  # type: ignore[arg-type]
+        self.slots_of = [sorted(self.slot_of[op] for op in users) for users in regions.users]  # of each storage
+        self.traits = [fuse.traits(regions.ops[op].payload) for op in order]  # type: ignore[arg-type]
+        self.takes = list(map(fuse.may_grow, self.traits))
         self.live_bytes = list(simulate(regions, order).live_bytes)
         self.large = [s.nbytes > 8 for s in regions.storages]
 
@@ -251,7 +285,7 @@ class _Merger:
             joining = self.slots[there]
             if not self.takes[here] & self.takes[there]:
                 continue
-            if not self.fuse.joinable(self._members(here) + self._members(there)):
+            if not self.fuse.may_grow(self.traits[here].joined(self.traits[there])):
                 continue
             for target in (here, there):
                 if self._legal(here, there, target) and self._try(here, there, target, limit):
@@ -268,8 +302,9 @@ class _Merger:
         for op in ops:
             for s in self.graph.ops[op].touches:
                 if self.large[s]:
-                    found.update(self.slot_of[u] for u in self.graph.users[s])
-        return sorted(slot for slot in found if here < slot <= here + MERGE_WINDOW)
+                    slots = self.slots_of[s]
+                    found.update(slots[bisect_right(slots, here) : bisect_right(slots, here + MERGE_WINDOW)])
+        return sorted(found)
 
     def _legal(self, here: int, there: int, target: int) -> bool:
         """Nothing between the two slots needs the early region (if it moves) or feeds the late one."""
@@ -296,29 +331,36 @@ class _Merger:
             return False
         other = here if target == there else there
         self.live_bytes[here : there + 1] = live
+        for op in self.slots[other]:
+            self.slot_of[op] = target
+            for s in self.graph.ops[op].touches:
+                self._move(self.slots_of[s], other, target)
         self.slots[target] = (*self.slots[here], *self.slots[there])
         self.takes[target] = self.takes[here] & self.takes[there]
+        self.traits[target] = self.traits[here].joined(self.traits[there])
         self.slots[other] = ()
-        for op in self.slots[target]:
-            self.slot_of[op] = target
         return True
+
+    @staticmethod
+    def _move(slots: list[int], source: int, target: int) -> None:
+        """Put `target` in the place of `source`, in an ascending list without repetitions."""
+        at = bisect_left(slots, source)
+        if at < len(slots) and slots[at] == source:
+            del slots[at]
+            at = bisect_left(slots, target)
+            if at == len(slots) or slots[at] != target:
+                slots.insert(at, target)
 
     def _add_change(self, change: list[int], s: int, moved: set[int], here: int, there: int, target: int) -> None:
         """Add how a storage's live range changes, as differences over the slots `here`..`there`."""
         graph = self.graph
         nbytes = graph.storages[s].nbytes
-        users, allocator = graph.users[s], graph.allocator[s]
+        used, allocator = self.slots_of[s], graph.allocator[s]
         stays = graph.storages[s].held or s in graph.outputs
         if stays and allocator is None:
             return
-        if not stays and allocator is not None:
-            slot = self.slot_of[allocator]
-            if len(self.slots[slot]) > 1 and all(self.slot_of[u] == slot for u in users):
-                return  # an earlier merge made it disappear
-
-        def span(slot: Callable[[int], int]) -> tuple[int, int]:
-            born = here - 1 if allocator is None else slot(allocator)
-            return born, there + 1 if stays else max(map(slot, users))
+        if not (stays or allocator is None) and len(used) == 1 and len(self.slots[used[0]]) > 1:
+            return  # an earlier merge made it disappear
 
         def add(born: int, dies: int, amount: int) -> None:
             first, last = max(born, here), min(dies, there)
@@ -326,7 +368,9 @@ class _Merger:
                 change[first - here] += amount
                 change[last - here + 1] -= amount
 
-        add(*span(self.slot_of.__getitem__), -nbytes)
-        inside = not stays and allocator in moved and all(u in moved for u in users)
-        if not inside:
-            add(*span(lambda op: target if op in moved else self.slot_of[op]), nbytes)
+        born = here - 1 if allocator is None else self.slot_of[allocator]
+        add(born, there + 1 if stays else used[-1], -nbytes)
+        if not stays and allocator in moved and all(slot in (here, there) for slot in used[:3]):
+            return  # nobody else uses it, so it will live inside the region
+        others_last = next((slot for slot in reversed(used) if slot not in (here, there)), -1)
+        add(target if allocator in moved else born, there + 1 if stays else max(target, others_last), nbytes)

@@ -5,8 +5,8 @@ Trying a choice on the graph costs far less than rewriting and reading the trace
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from thunder_mem.graph import Graph, Op, Storage, make_graph
 from thunder_mem.regions import Fusibility
@@ -22,11 +22,13 @@ class Repeated:
         graph: like the original, with the repeated ops just before their first use in the backward.
         fuse: the same facts about its ops.
         source: per op, the op of the original graph that it is or repeats.
+        moves: the ops that copy a storage to the host or back, and that storage of the original graph.
     """
 
     graph: Graph
     fuse: Fusibility
     source: tuple[int, ...]
+    moves: Mapping[int, int] = field(default_factory=dict)
 
 
 def repeat_in_backward(graph: Graph, fuse: Fusibility, storages: Collection[int]) -> Repeated:

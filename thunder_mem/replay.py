@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from thunder_mem.offload_exec import host_proxies, is_transfer
+
 __all__ = ["Block", "Event", "Ledger", "PredictionError", "Runner", "replay"]
 
 _BOOKKEEPING = (
@@ -54,6 +56,7 @@ class Event:
         live_bytes: all storages alive while it runs, its outputs and the caller's tensors included.
         allocated_bytes: storages that come into being with it and outlive it.
         scratch_bytes: what it holds beyond that, only while it runs.
+        host_bytes: what is in the host's memory meanwhile because it was offloaded; part of nothing above.
         bsym: the bound symbol, or None where there is no trace (an eager loss, an optimizer).
     """
 
@@ -65,6 +68,7 @@ class Event:
     live_bytes: int = 0
     allocated_bytes: int = 0
     scratch_bytes: int = 0
+    host_bytes: int = 0
     bsym: BoundSymbol | None = field(default=None, compare=False, repr=False)
 
 
@@ -116,6 +120,7 @@ class Ledger:
         self.blocks: list[Block] = []
         self.live_bytes = 0
         self._ignored: dict[int, StorageWeakRef] = {}
+        self._on_host: dict[int, tuple[StorageWeakRef, int]] = {}
         self._alive: dict[int, tuple[StorageWeakRef, Block]] = {}
         self._refs: dict[int, int] = {}
 
@@ -148,6 +153,17 @@ class Ledger:
         storage = tensor.untyped_storage()
         self._ignored[storage._cdata] = StorageWeakRef(storage)
 
+    def add_host(self, tensor: torch.Tensor) -> None:
+        """Take note of memory of the host, which is counted apart."""
+        self.ignore(tensor)
+        storage = tensor.untyped_storage()
+        self._on_host[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+    def host_bytes(self) -> int:
+        """What was offloaded and is still there."""
+        self._on_host = {key: entry for key, entry in self._on_host.items() if not entry[0].expired()}
+        return sum(nbytes for _, nbytes in self._on_host.values())
+
     def _follow(self, storage: torch.UntypedStorage, block: Block) -> None:
         self._alive[storage._cdata] = (StorageWeakRef(storage), block)
         self._refs[id(block)] = self._refs.get(id(block), 0) + 1
@@ -177,7 +193,8 @@ class Ledger:
 
     def record(self, phase: str, name: str, **details: Any) -> Event:
         """Append an event at the present number of live bytes."""
-        event = Event(len(self.events), phase, name, live_bytes=self.live_bytes, **details)
+        host_bytes = self.host_bytes() if self._on_host else 0
+        event = Event(len(self.events), phase, name, live_bytes=self.live_bytes, host_bytes=host_bytes, **details)
         self.events.append(event)
         return event
 
@@ -235,7 +252,7 @@ def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, ru
             ledger.sweep(dropped)
         return result
     try:
-        scratch_bytes = runner(bsym, run, env)
+        scratch_bytes = runner(bsym, run, env) if not is_transfer(bsym) else _transfer(bsym, run, env, ledger)
     except Exception as error:
         raise PredictionError(
             f"cannot follow the memory of {bsym.sym.name} ({_source(bsym) or 'no source line'}): "
@@ -253,6 +270,14 @@ def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, ru
         bsym=bsym,
     )
     return None
+
+
+def _transfer(bsym: BoundSymbol, run: Callable[[dict[str, Any]], Any], env: dict[str, Any], ledger: Ledger) -> int:
+    """Run a copy to the host or back, which needs nothing but its ends; what is on the host is counted apart."""
+    run(env)
+    for p in host_proxies(bsym):
+        ledger.add_host(env[p.name])
+    return 0
 
 
 def _executable(bsym: BoundSymbol) -> Callable[[dict[str, Any]], Any] | None:

@@ -28,7 +28,7 @@ from thunder_mem.sorting import SortFunction
 from thunder_mem.takeover import Reuse, taken_over
 from thunder_mem.trace_graph import UNPACKING, TraceGraph, proxies_in, read_trace
 
-__all__ = ["Reused", "reuse_and_sort", "reuse_dying", "with_reuse"]
+__all__ = ["Reused", "regions_in_order", "reuse_and_sort", "reuse_dying", "with_reuse"]
 
 # Whose results are known to be memory of their own, where they are no views.
 _FRESH_EXECUTORS = {"torch", "sdpa", "mem_attention", "python"}
@@ -135,14 +135,14 @@ def with_reuse(plan: Plan, emitted: TraceCtx, reused: Reused) -> Plan:
     how = f"{reused.results} results written over values that die, {reused.nbytes:,} bytes"
     return replace(
         plan,
-        regions=_in_order(plan.regions, emitted, reused.trace),
+        regions=regions_in_order(plan.regions, emitted, reused.trace),
         candidates=tuple(new if c.name == plan.chosen else c for c in plan.candidates),
         decisions=(*plan.decisions, Decision("reuse", how, "peak", old.peak_bytes, new.peak_bytes)),
         budget=plan.budget and replace(plan.budget, peak_bytes=new.peak_bytes),
     )
 
 
-def _in_order(regions: Sequence[PlannedRegion], emitted: TraceCtx, final: TraceCtx) -> tuple[PlannedRegion, ...]:
+def regions_in_order(regions: Sequence[PlannedRegion], emitted: TraceCtx, final: TraceCtx) -> tuple[PlannedRegion, ...]:
     """The regions of an emitted trace in the order in which a later trace, of the same steps, runs them."""
     runs_at = {_key(b): i for i, b in enumerate(final.bound_symbols)}
     body = iter([b for b in emitted.bound_symbols if b.sym.id not in UNPACKING])

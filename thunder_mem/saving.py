@@ -8,7 +8,7 @@ it, and a second view then costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -41,7 +41,11 @@ class Exchange:
 
 
 def storages_to_rebuild(
-    graph: Graph, fuse: Fusibility, choices: Choices = UNDECIDED, exchange: Exchange | None = None
+    graph: Graph,
+    fuse: Fusibility,
+    choices: Choices = UNDECIDED,
+    exchange: Exchange | None = None,
+    needed: Collection[int] | None = None,
 ) -> frozenset[int]:
     """The storages that the backward should compute again instead of receiving them.
 
@@ -58,9 +62,11 @@ def storages_to_rebuild(
         choices: what is decided already. What it offers or demands to recompute may be repeated
             whatever that costs, so it must be known to be repeatable; what it keeps may not.
         exchange: prices; without it bytes are worth any work that is cheap or offered, and no other.
+        needed: the forward's storages that must be received or rebuilt; by default what the backward touches.
     """
     forward = [s for s, a in enumerate(graph.allocator) if a is not None and not graph.ops[a].backward]
-    needed = [s for s in forward if any(graph.ops[op].backward for op in graph.users[s])]
+    if needed is None:
+        needed = [s for s in forward if any(graph.ops[op].backward for op in graph.users[s])]
     if not needed:
         return frozenset()
     if exchange is None:
@@ -111,7 +117,7 @@ def _sink_side(nodes: int, arcs: list[tuple[int, int, float]]) -> np.ndarray:
     return reaches
 
 
-def _reached_back(graph: Graph, needed: list[int], rebuilt: set[int]) -> set[int]:
+def _reached_back(graph: Graph, needed: Collection[int], rebuilt: set[int]) -> set[int]:
     """Those of `rebuilt` that the needed values really go through."""
     found: set[int] = set()
     stack = [s for s in needed if s in rebuilt]

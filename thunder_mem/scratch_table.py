@@ -27,6 +27,7 @@ __all__ = ["Output", "Probe", "Table", "save_tables", "table"]
 
 _FORMAT = 1
 _MOST = 50_000  # about 10 MB; beyond it a file begins anew
+_MOST_BYTES = 2**26  # a larger file is none of ours
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,16 @@ class Table:
                 raise
 
     def _read(self) -> dict[str, Probe]:
+        if self.path is None:
+            return {}
         try:
-            data = json.loads(self.path.read_text(encoding="utf-8")) if self.path is not None else {}
+            if self.path.stat().st_size > _MOST_BYTES:
+                return {}
+            data = json.loads(self.path.read_text(encoding="utf-8"))
             if data["format"] != _FORMAT or data["machine"] != self.machine:
                 return {}
             return {_checked(digest, str): _from_json(entry) for digest, entry in data["probes"].items()}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return {}
 
 

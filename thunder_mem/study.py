@@ -80,6 +80,7 @@ def _watched(fn: Callable[..., Any], watcher: _Watcher, executors: Sequence[Any]
     transforms = list(thunder.list_transforms(fn)) if compiled is not None else []
     own = next((t for t in transforms if isinstance(t, MemEfficient)), None)
     watching = copy.copy(own) if own is not None else MemEfficient()
+    watching._plan = None  # what is studied is no longer the plan of a file
     watcher.inner = watching._options.recompute
     watching._options = replace(watching._options, recompute=watcher, observe=watcher.observe, strict=True, budget=None)
     others = [t for t in transforms if t is not own]

@@ -81,8 +81,9 @@ def taken_over(bsym: BoundSymbol) -> dict[str, TensorProxy]:
 
 
 def _alike(value: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Whether `value` may stand where `memory` is, at their strides."""
-    return value.is_contiguous() and memory.is_contiguous() and value.dtype == memory.dtype
+    """Whether `value` may stand where `memory` is, at their sizes and strides."""
+    same = value.dtype == memory.dtype and value.numel() == memory.numel()  # sizes can be symbolic to Thunder
+    return same and value.is_contiguous() and memory.is_contiguous()
 
 
 def _write_over(value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

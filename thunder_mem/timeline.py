@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 from thunder_mem.graph import Graph
 from thunder_mem.liveness import liveness, profile
@@ -48,6 +49,17 @@ class Timeline:
             born = 0 if allocator is None else position[allocator]
             ranges.append((born, last if stays else max(position[op] for op in users)))
         return tuple(ranges)
+
+    @cached_property
+    def host_peak_bytes(self) -> int:
+        """The most bytes that offloaded values take at once in the host's memory, which is part of no other figure."""
+        offloaded = [s for s in self.graph.storages if s.host_bytes]
+        changes = [0] * (len(self.order) + 1)
+        for s in offloaded:
+            born, dies = self._ranges[s.index]
+            changes[born] += s.host_bytes
+            changes[dies + 1] -= s.host_bytes
+        return max(accumulate(changes), default=0)
 
     def live_range(self, storage: int) -> tuple[int, int]:
         """The first and the last step, both included, at which `storage` is alive.

@@ -23,6 +23,7 @@ from thunder_mem.effects import Effects, effects_of
 from thunder_mem.graph import Graph, Op, Storage, make_graph
 from thunder_mem.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.layout import Layout
+from thunder_mem.offload_exec import host_proxies
 
 __all__ = ["BACKWARD", "UNPACKING", "TraceGraph", "proxies_in", "read_trace"]
 
@@ -154,6 +155,7 @@ def _storages(
     layout: Layout, arguments: Sequence[Proxy], body: Sequence[BoundSymbol], held: set[str]
 ) -> tuple[list[Storage], dict[str, int]]:
     proxies = [*arguments, *(p for b in body for p in (*b.flat_proxy_args, *b.flat_proxy_outs))]
+    on_host = {p.name for b in body for p in host_proxies(b)}
     by_key: dict[int, int] = {}
     storages: list[Storage] = []
     storage_of: dict[str, int] = {}
@@ -165,8 +167,9 @@ def _storages(
         key = layout.storage_key(p.name)
         if key not in by_key:
             by_key[key] = len(storages)
-            device = p.device.device_str()
-            storages.append(Storage(len(storages), layout.nbytes(p.name), p.name, device, p.name in held))
+            device, nbytes = p.device.device_str(), layout.nbytes(p.name)
+            device_bytes, host_bytes = (0, nbytes) if p.name in on_host else (nbytes, 0)
+            storages.append(Storage(len(storages), device_bytes, p.name, device, p.name in held, host_bytes))
         storage_of[p.name] = by_key[key]
     return storages, storage_of
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from thunder_mem.amplifiers import absorb_amplifiers
 from thunder_mem.graph import Graph
+from thunder_mem.offload_graph import move_in_backward
 from thunder_mem.planner import order_halves
 from thunder_mem.regions import Fusibility, contract_chains
 from thunder_mem.repeat import repeat_in_backward
@@ -20,7 +21,8 @@ class Trial:
     """What a choice costs in memory.
 
     Attributes:
-        rebuilt: the choice.
+        rebuilt: what the backward computes again.
+        offloaded: what it fetches from the host.
         timeline: of its regions as they are ordered, not yet merged for speed (which never raises the peak).
         names: per step, the first op of the original graph in it, which names the step across trials.
         forward_end: per storage of the original graph, the last step of the forward that uses it; -1 if none does.
@@ -34,15 +36,24 @@ class Trial:
     forward_end: tuple[int, ...]
     backward_start: tuple[int, ...]
     backward_end: tuple[int, ...]
+    offloaded: frozenset[int] = frozenset()
 
     @property
     def peak_bytes(self) -> int:
         return self.timeline.peak_bytes
 
 
-def try_rebuilding(graph: Graph, fuse: Fusibility, rebuilt: frozenset[int], sort: str | SortFunction = "auto") -> Trial:
-    """Price the program in which the backward rebuilds these storages."""
+def try_rebuilding(
+    graph: Graph,
+    fuse: Fusibility,
+    rebuilt: frozenset[int],
+    sort: str | SortFunction = "auto",
+    offloaded: frozenset[int] = frozenset(),
+) -> Trial:
+    """Price the program in which the backward rebuilds some storages and fetches others from the host."""
     repeated = repeat_in_backward(graph, fuse, rebuilt)
+    if offloaded:
+        repeated = move_in_backward(repeated, offloaded)
     absorbed = absorb_amplifiers(repeated.graph, repeated.fuse)
     regions = absorbed.graph.contract(contract_chains(absorbed.graph, absorbed.groups, absorbed.fuse))
     timeline = simulate(regions, order_halves(regions, sort)[0])
@@ -55,6 +66,10 @@ def try_rebuilding(graph: Graph, fuse: Fusibility, rebuilt: frozenset[int], sort
         members = [absorbed.origin[m] for m in region.payload]  # type: ignore[attr-defined]
         names.append(min(repeated.source[m] for m in members))
         for m in members:
+            if m in repeated.moves:
+                if not region.backward:
+                    forward_end[repeated.moves[m]] = step
+                continue
             op = graph.ops[repeated.source[m]]
             if not region.backward:
                 for s in op.touches:
@@ -63,4 +78,6 @@ def try_rebuilding(graph: Graph, fuse: Fusibility, rebuilt: frozenset[int], sort
                 for s in op.touches:
                     backward_start[s] = min(step, backward_start[s])
                     backward_end[s] = step
-    return Trial(rebuilt, timeline, tuple(names), tuple(forward_end), tuple(backward_start), tuple(backward_end))
+    return Trial(
+        rebuilt, timeline, tuple(names), tuple(forward_end), tuple(backward_start), tuple(backward_end), offloaded
+    )

@@ -18,6 +18,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.layout import is_view
 from thunder_mem.plan import Plan
+from thunder_mem.plan_steps import plan_steps
 from thunder_mem.renaming import renamed
 from thunder_mem.trace_graph import BACKWARD, TraceGraph
 
@@ -59,24 +60,16 @@ def pinned_bases(source: TraceGraph, plan: Plan) -> tuple[Split, ...]:
     Args:
         source: what `plan` was made for.
     """
-    step_of, live_bytes = _steps(source, plan)
-    half = plan.candidate.backward_peak_bytes >= plan.candidate.forward_peak_bytes
-    steps = [i for i, r in enumerate(plan.regions) if r.backward == half]
-    if not steps:
+    steps = plan_steps(source.graph, plan)
+    if (peak := steps.peak) is None:
         return ()
-    peak = max(steps, key=lambda i: (live_bytes[i], -i))
-    graph, uses = source.graph, _uses(source)
-
-    def first(storage: int) -> int:
-        made = graph.allocator[storage]
-        return min(step_of[made], default=peak) if made is not None else peak
-
+    step_of, uses = steps.of_op, _uses(source)
     splits: dict[tuple, int] = {}  # by how a base is used: how many of its uses come before its copies
     for s, of_base in uses.items():
         if not all(step_of[u.op] for u in of_base):
             continue
         before = [u for u in of_base if max(step_of[u.op]) < peak]
-        if len(before) < len(of_base) and first(s) < peak:
+        if len(before) < len(of_base) and (first := steps.first(s)) is not None and first < peak:
             split = _split(source, s, of_base, len(before))
             # The source order says which uses are late, for all bases alike.
             if split and of_base[: len(before)] == before:
@@ -95,32 +88,6 @@ def _split(source: TraceGraph, storage: int, uses: Sequence[_Use], early: int) -
     saved_bytes = source.graph.storages[storage].nbytes - sum(views.values())
     readers = tuple(dict.fromkeys(use.op for use in late))
     return Split(storage, readers, tuple(views), saved_bytes) if saved_bytes > 0 else None
-
-
-def _steps(source: TraceGraph, plan: Plan) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Per op, the steps of the plan that run it; and per step, the bytes alive then, regions taken as units."""
-    graph = source.graph
-    step_of: list[tuple[int, ...]] = [()] * len(graph)
-    for i, region in enumerate(plan.regions):
-        for op in region.ops:
-            step_of[op] += (i,)
-    change = [0] * (len(plan.regions) + 1)
-    for s in graph.storages:
-        used = [step for op in graph.users[s.index] for step in step_of[op]]
-        if not used:
-            continue
-        made = graph.allocator[s.index]
-        if made is not None and len(set(used)) == 1 and s.index not in graph.outputs:
-            continue  # inside one region
-        first = 0 if made is None else min(step_of[made])
-        last = len(plan.regions) - 1 if s.held or s.index in graph.outputs else max(used)
-        change[first] += s.nbytes
-        change[last + 1] -= s.nbytes
-    live, total = [], 0
-    for delta in change[:-1]:
-        total += delta
-        live.append(total)
-    return step_of, live
 
 
 def _uses(source: TraceGraph) -> dict[int, list[_Use]]:

@@ -27,6 +27,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.aliases import Aliases
 from thunder_mem.effects import Effects, effects_of
+from thunder_mem.offload_exec import is_transfer
 from thunder_mem.trace_graph import proxies_in
 
 __all__ = ["VerificationError", "is_verified", "verify_final", "verify_rewrite"]
@@ -112,6 +113,7 @@ class _Run:
         self.memory: dict[str, int] = {}
         self.channels: dict[str, list[int]] = {}
         self.barriers = self.contexts = 0
+        self.away: dict[str, str] = {}  # names that nothing but a transfer may use, and which transfer that is
 
     def outcome(self) -> _Outcome:
         arguments = proxies_in((self.trace.args, self.trace.kwargs))
@@ -134,27 +136,48 @@ class _Run:
         if not bsym.sym.is_fusion:
             self._execute(bsym)
             return
-        outer = set(self.values)
         handed_in = {p.name for p in bsym.flat_proxy_args}
         for name in handed_in:
             self._value(name, bsym)
         if not bsym.subsymbols:  # an executor that does not tell what it fused
             self.values.update({p.name: self._trust(p.name, bsym) for p in bsym.flat_proxy_outs})
             return
+        names = {p.name for part in bsym.subsymbols for p in (*part.flat_proxy_args, *part.flat_proxy_outs)}
+        outer = {name for name in names if name in self.values}  # which does not look at all that there is
         for part in bsym.subsymbols:
             for p in part.flat_proxy_args:
                 if p.name in outer and p.name not in handed_in:
                     raise VerificationError(f"{bsym.sym.name} uses {p.name}, which it is not given")
             self._execute(part)
         handed_out = {p.name for p in bsym.flat_proxy_outs}
-        if missing := sorted(handed_out - set(self.values)):
+        if missing := sorted(name for name in handed_out if name not in self.values):
             raise VerificationError(f"{bsym.sym.name} hands out {missing[0]}, which it does not make")
-        for name in set(self.values) - outer - handed_out:
-            del self.values[name]
+        for name in names - outer - handed_out:
+            self.values.pop(name, None)
+
+    def _transfer(self, bsym: BoundSymbol) -> None:
+        """What is offloaded and fetched again is the same value; in between only the next transfer may use it."""
+        name, made = bsym.sym.name, bsym.flat_proxy_outs[0].name
+        source, *kept = (p.name for p in bsym.flat_proxy_args)
+        if (expected := self.away.get(source, "offload")) != name:
+            raise VerificationError(f"{name} takes {source}, which is for {expected}")
+        if name == "offload_wait" and self._value(kept[0], bsym) != self._value(source, bsym):
+            raise VerificationError(f"offload_wait ends the copy of {kept[0]} in {source}, which is of another value")
+        if self.aliases(source) in self.written:
+            raise VerificationError(f"{name} moves {source}, which is overwritten")
+        self._define(made, self._value(source, bsym), bsym)
+        following = {"offload": "offload_wait", "offload_wait": "prefetch", "prefetch": "prefetch_wait"}
+        if name in following:
+            self.away[made] = following[name]
 
     def _execute(self, bsym: BoundSymbol) -> None:
         if bsym.sym.id in _NO_VALUES:
             return
+        if is_transfer(bsym):
+            self._transfer(bsym)
+            return
+        if self.away and (away := next((p.name for p in bsym.flat_proxy_args if p.name in self.away), None)):
+            raise VerificationError(f"{bsym.sym.name} uses {away}, which is on its way to the host or back")
         effects = self.numbers.effects_of(bsym)
         order: list[Hashable] = [self.contexts]
         if effects.writes or effects.channels or effects.barrier:

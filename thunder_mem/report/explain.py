@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import thunder
@@ -10,13 +11,17 @@ import torch
 
 from thunder_mem.budget import parse_budget
 from thunder_mem.delegate import last_failure, last_plan
+from thunder_mem.fx import highest_peak, is_fx
 from thunder_mem.predict import Prediction, compiled_entry, predict
 from thunder_mem.report.bound import Optimality, optimality
+from thunder_mem.report.circumstances import about_compilation, about_subgraphs
 from thunder_mem.report.report import NO_PLAN, Report
 
 __all__ = ["explain"]
 
 FAILED = "MemEfficient could not plan this function, and this is the memory of what Thunder compiled instead: "
+NEVER_CALLED = "the jitted function has never been called, so there is nothing to explain: call it once"
+LATE = "ThunderFX compiles when it runs: call the program once"
 OLDER = "these arguments were compiled for earlier than others: what MemEfficient decided then is not kept"
 
 
@@ -32,7 +37,8 @@ def explain(
 
     Args:
         jitted: what `thunder.jit` returned; with `transforms=[MemEfficient()]` the report also shows what
-            was decided.
+            was decided. Of a program of ThunderFX that subgraph is explained whose plan peaks highest, as last
+            compiled; notes name the others, those that Thunder did not compile, and why.
         args: the arguments of a call, for which it is compiled if it has not been yet. Without any, the last
             compilation is explained, with inputs that are dense and share no memory.
         kwargs: the call's keyword arguments.
@@ -57,15 +63,20 @@ def explain(
     """
     if budget_bytes is not None:
         parse_budget(budget_bytes)  # what is wrong with it is said before the long work
+    if is_fx(jitted):
+        if args or kwargs:
+            raise ValueError(f"{LATE}, then explain it without arguments")
+        shown = highest_peak(jitted)
+        if shown is None:
+            raise ValueError(f"{NEVER_CALLED}, then explain it without arguments")
+        report = explain(shown, prediction=prediction, budget_bytes=budget_bytes, bounds=bounds)
+        return replace(report, notes=(*report.notes, *about_subgraphs(jitted)))
     stats: Any = thunder.compile_stats(jitted)
     if thunder.compile_data(jitted) is None or stats is None:
         raise TypeError(f"explain takes what thunder.jit returned, not {type(jitted).__name__}")
     called = bool(args or kwargs)
     if not called and not stats.interpreter_cache:
-        raise ValueError(
-            "the jitted function has never been called, so there is nothing to explain: "
-            "call it once, or give explain the arguments of a call"
-        )
+        raise ValueError(f"{NEVER_CALLED}, or give explain the arguments of a call")
     alone = prediction is None
     if prediction is None:
         prediction = predict(jitted, *args, kwargs=kwargs)
@@ -79,6 +90,8 @@ def explain(
         notes.append(OLDER)
     elif failure:
         notes.append(f"{FAILED}{failure}")
+    if last_plan(jitted) is not None:
+        notes += about_compilation(jitted)
     found: list[Optimality] = []
     if bounds:
         traces = {"forward": entry.computation_traces, "backward": entry.backward_traces}

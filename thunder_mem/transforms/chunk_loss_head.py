@@ -6,18 +6,21 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from thunder.core.compile_data import get_compile_data
 from thunder.core.trace import TraceCtx
-from thunder.core.transform_common import Transform
 
 from thunder_mem.chunk_fit import write_over_dead_rows
 from thunder_mem.chunk_plan import ChunkRecord, Refusal
 from thunder_mem.chunking import ChunkingError, check_options, chunk_trace
+from thunder_mem.composition import rewriting_after, with_whole_heads
 from thunder_mem.overwrites import without_writes
+from thunder_mem.pruning import pruned
+from thunder_mem.transforms.listed import ListedTransform
 
 __all__ = ["ChunkLossHead"]
 
 
-class ChunkLossHead(Transform):
+class ChunkLossHead(ListedTransform):
     """Run loss heads chunk by chunk, so that no (rows, vocabulary) value ever exists whole.
 
     Args:
@@ -63,14 +66,20 @@ class ChunkLossHead(Transform):
         **kwargs: Any,
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         """Thunder's hook before autograd."""
+        data: Any = get_compile_data()
+        other = rewriting_after(self, data.transforms) if data is not None else ""
         try:
-            computation_trace, record = chunk_trace(
-                without_writes(computation_trace),
-                chunks=self.chunks,
-                rows=self.rows,
-                accumulate=self.accumulate,
-                executors_list=executors_list,
-            )
+            if other:
+                computation_trace, reason = with_whole_heads(computation_trace, type(self).__name__, other)
+                record = ChunkRecord(refusals=(Refusal("of the program", "", other, "", reason),))
+            else:
+                computation_trace, record = chunk_trace(
+                    without_writes(computation_trace),
+                    chunks=self.chunks,
+                    rows=self.rows,
+                    accumulate=self.accumulate,
+                    executors_list=executors_list,
+                )
         except ChunkingError:  # the user marked this head by `with chunked():`
             raise
         except Exception as error:
@@ -78,6 +87,7 @@ class ChunkLossHead(Transform):
             warnings.warn(f"ChunkLossHead left the program as it is: {cause}", stacklevel=2)
             record = ChunkRecord(refusals=(Refusal("of the whole program", "", "the program", "", cause),))
         self.records.append(record)
+        prologue_trace = pruned(data, prologue_trace, computation_trace, epilogue_trace)
         return prologue_trace, computation_trace, epilogue_trace
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:

@@ -6,11 +6,11 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
 from thunder.core.trace import TraceCtx
-from thunder.core.transform_common import Transform
 from thunder.extend import FusionExecutor, TemporaryExecutor, get_always_executors, get_default_executors
 
 from thunder_mem.attention import mem_attention_ex
@@ -19,23 +19,28 @@ from thunder_mem.checkpoint import take_over_checkpoints
 from thunder_mem.choices import Chooser
 from thunder_mem.chunk_size import lean_rows, leanest_rows
 from thunder_mem.chunking import ChunkingError, chunk_trace
+from thunder_mem.composition import check_sort, composed, rewriting_after, with_whole_heads
 from thunder_mem.decisions import about_chunks
-from thunder_mem.delegate import check_final_trace, seat, unseat
+from thunder_mem.delegate import check_final_trace, latest, seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.joint_plan import PlanningOptions
+from thunder_mem.offload_option import parse_offload
 from thunder_mem.origins import name_origins
 from thunder_mem.overwrites import without_writes
 from thunder_mem.plan import Refusal
+from thunder_mem.plan_file import note_program, program_of, read_plan
 from thunder_mem.policies import Policy, PolicyChooser
+from thunder_mem.pruning import pruned
 from thunder_mem.recompute_config import Written, from_environment, parse_config
-from thunder_mem.sorting import SORTS, SortFunction
+from thunder_mem.sorting import SortFunction
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
+from thunder_mem.transforms.listed import ListedTransform
 from thunder_mem.verify import VerificationError
 
 __all__ = ["MemEfficient"]
 
 
-class MemEfficient(Transform):
+class MemEfficient(ListedTransform):
     """Compile for a lower peak of memory, with the same results.
 
     Plans on the joint forward and backward trace which values are kept and which are rebuilt inside
@@ -46,7 +51,7 @@ class MemEfficient(Transform):
     Args:
         sort: the algorithm that orders the program: a name of `thunder_mem.SORTS`, or your own
             function `(Graph) -> Sequence[int]`, whose order is checked and refused if it breaks a
-            dependency.
+            dependency. The compile option ``mem_efficient_sort`` says the same, where this does not.
         chunk: run large loss heads chunk by chunk, so that logits never exist whole, with chunks as large
             as the rest of the program's peak allows. A `thunder_mem.ChunkLossHead` (which does this alone)
             says instead how: ``chunk=ChunkLossHead(rows=1024, accumulate="input")``.
@@ -60,6 +65,9 @@ class MemEfficient(Transform):
             patterns of a program), or a policy `(op, graph) -> "keep" | "recompute" | "auto"` (ready ones
             are in `thunder_mem.policies`). Without it, what the environment variable
             THUNDER_MEM_RECOMPUTE says when this object is made.
+        offload: under a budget, values that the backward receives may wait in the host's memory (pinned, for a
+            GPU), where that is cheaper than to compute them again, or where nothing else fits: True, or
+            "only:PATTERN" for values of one pattern as `recompute_table` names them. Copies run beside other work.
         on_infeasible: "error" raises `BudgetError` if nothing fits the budget, "warn" compiles the
             smallest plan found.
         reuse: let results of `mem_pointwise` regions be written over values that nobody reads any more.
@@ -69,13 +77,16 @@ class MemEfficient(Transform):
             up to 2,000 operations are, and of longer ones a share. A plan that fails is a failure of planning.
         strict: raise when planning fails. By default a warning names the cause, and the program is
             compiled as Thunder alone would.
+        plan: a file of `thunder_mem.save_plan`: compile this plan, or nothing. Another program, versions or
+            options than the file's, and a plan that comes out otherwise, are errors.
 
     Raises:
-        ValueError: `sort` is an unknown name, or `budget`, `recompute` or `on_infeasible` is none of the
-            above.
+        ValueError: `sort` is an unknown name, or `budget`, `recompute`, `offload` or `on_infeasible` is none of
+            the above; or `offload` without a budget.
         RecomputeError: when compiling: `recompute` asks for what this program does not have, or for what
             must not be computed again.
         BudgetError: when compiling: no plan fits the budget.
+        PlanFileError: `plan` is no plan file; when compiling: it is of something else.
         TypeError: an argument of another type than documented.
 
     Example:
@@ -93,16 +104,14 @@ class MemEfficient(Transform):
         chunk: bool | ChunkLossHead = True,
         budget: int | str | None = None,
         recompute: Written | Policy | None = None,
+        offload: bool | str = False,
         on_infeasible: str = "error",
         reuse: bool = True,
         verify: bool | None = None,
         strict: bool = False,
+        plan: str | os.PathLike[str] | None = None,
     ) -> None:
-        if isinstance(sort, str):
-            if sort not in SORTS:
-                raise ValueError(f"sort={sort!r} is not known; known are {', '.join(SORTS)}, or give a function")
-        elif not callable(sort):
-            raise TypeError(f"sort is a name or a function (Graph) -> Sequence[int], not {sort!r}")
+        check_sort(sort)
         if not isinstance(chunk, bool | ChunkLossHead):
             raise TypeError(f"chunk is True or False, or a ChunkLossHead, not {chunk!r}")
         if not isinstance(strict, bool):
@@ -113,6 +122,11 @@ class MemEfficient(Transform):
             raise TypeError(f"verify is True, False or None, not {verify!r}")
         if budget is not None:
             parse_budget(budget)
+        moved = parse_offload(offload)
+        if moved is not None and budget is None:
+            raise ValueError(
+                f"offload={offload!r} moves values to the host to fit a budget, and there is none: give budget=, too"
+            )
         if on_infeasible not in ("error", "warn"):
             raise ValueError(f'on_infeasible is "error" or "warn", not {on_infeasible!r}')
         self._options = PlanningOptions(
@@ -120,26 +134,40 @@ class MemEfficient(Transform):
             strict=strict,
             budget=budget,
             recompute=from_environment() if recompute is None else _chooser(recompute),
+            offload=moved,
             on_infeasible=on_infeasible,
             reuse=reuse,
             verify=verify,
         )
         self._chunk = chunk
         self._recompute = recompute
+        self._plan = None if plan is None else read_plan(plan)
+        self._offload = offload
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
     ):
         compile_data: Any = get_compile_data()
         executors = _with_defaults(compile_data.executors_list)
+        program, asked = program_of(computation_trace), self._asked(unseat(executors))
+        note_program(program, asked)
+        if self._plan is not None:
+            self._plan.check_program(program, asked)
         computation_trace = self._prepared(computation_trace, prologue_trace)
         options = self._options
-        if self._chunk:
+        if self._chunk and (other := rewriting_after(self, compile_data.transforms)):
+            computation_trace, reason = with_whole_heads(computation_trace, type(self).__name__, other)
+            options = replace(options, refused=(Refusal("loss heads", reason),))
+        elif self._chunk:
             computation_trace, options = self._chunked(computation_trace, unseat(executors))
+        options = composed(options, compile_data, computation_trace)
         compile_data.executors_list = seat(executors, options)
+        prologue_trace = pruned(compile_data, prologue_trace, computation_trace, epilogue_trace)
         return prologue_trace, computation_trace, epilogue_trace
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs) -> TraceCtx:
+        if self._plan is not None:
+            self._plan.check_plan(*latest())
         if self._options.verify is not False:  # which costs little, however long the trace
             try:
                 check_final_trace(computation_trace)
@@ -149,10 +177,31 @@ class MemEfficient(Transform):
                 warnings.warn(f"the final trace is broken: {error}", stacklevel=2)
         return computation_trace
 
+    def _asked(self, executors: tuple) -> dict[str, str]:
+        """The options that decide about a plan, and the executors, as text."""
+        given, options = [e for e in executors if not isinstance(e, TemporaryExecutor)], self._options
+        sort, recompute = options.sort, self._recompute
+        return {
+            "sort": sort if isinstance(sort, str) else getattr(sort, "__qualname__", type(sort).__qualname__),
+            "chunk": repr(self._chunk),
+            "budget": repr(options.budget),
+            "on_infeasible": options.on_infeasible,
+            "recompute": getattr(recompute, "__qualname__", type(recompute).__qualname__)
+            if callable(recompute)
+            else str(options.recompute),
+            "offload": repr(self._offload),
+            "reuse": repr(options.reuse),
+            "executors": ", ".join(str(e.name) for e in given),
+        }
+
+    @property
+    def _names_nothing(self) -> bool:
+        return self._options.recompute is None and not (self._options.offload and self._options.offload.pattern)
+
     def _prepared(self, trace: TraceCtx, prologue_trace: TraceCtx) -> TraceCtx:
         """The trace as planning wants it, with values in place of writes; as it was where that does not work."""
         try:
-            named = trace if self._options.recompute is None else name_origins(trace, prologue_trace)
+            named = trace if self._names_nothing else name_origins(trace, prologue_trace)
             return take_over_checkpoints(without_writes(named))
         except Exception as error:
             if self._options.strict:
@@ -187,8 +236,9 @@ class MemEfficient(Transform):
     def __repr__(self) -> str:
         return (
             f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, "
-            f"budget={self._options.budget!r}, recompute={self._recompute!r}, reuse={self._options.reuse}, "
-            f"verify={self._options.verify}, strict={self._options.strict})"
+            f"budget={self._options.budget!r}, recompute={self._recompute!r}, offload={self._offload!r}, "
+            f"reuse={self._options.reuse}, verify={self._options.verify}, strict={self._options.strict}"
+            + (f", plan={self._plan.path!r})" if self._plan else ")")
         )
 
 
@@ -203,7 +253,8 @@ def _chooser(recompute: Written | Policy) -> Chooser:
 def _with_defaults(executors: tuple) -> tuple:
     """Add the package's executors to Thunder's own default list where it has no general fusion executor."""
     always = get_always_executors()
-    own = sum(isinstance(e, TemporaryExecutor) for e in executors[:1])  # Thunder puts one of this function's in front
+    # Thunder puts one in front for each time it takes the function up: again for `ddp`, `fsdp`, `add_transform`.
+    own = sum(1 for _ in takewhile(lambda e: isinstance(e, TemporaryExecutor), executors))
     given = executors[own:]
     if tuple(given) != (*get_default_executors(), *always):
         return executors

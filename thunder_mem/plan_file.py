@@ -1,0 +1,216 @@
+"""A plan as a file: what was reviewed and measured is what runs, on every rank and every machine, or nothing does.
+
+Planning is deterministic, so a file does not replace it: the program is planned as always, verified as always,
+and then held against the file. Another program, other versions, other options or a plan that came out
+otherwise are refused, each by name. A file is read as data, strictly; nothing in it is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import thunder
+import torch
+from thunder.core.compile_data import _compile_data
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
+from thunder.core.pytree import tree_flatten
+from thunder.core.trace import TraceCtx
+
+from thunder_mem.plan import Plan
+
+__all__ = ["PlanFile", "PlanFileError", "note_program", "program_of", "read_plan", "save_plan"]
+
+FORMAT = 1
+MAX_BYTES = 2**26  # of a file; a plan of 100,000 operations takes about a tenth
+_FIELDS = {"format": int, "versions": dict, "options": dict, "program": dict, "plan": dict}
+
+
+class PlanFileError(ValueError):
+    """A plan file that is none, or that belongs to another program, version or choice of options."""
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """What a plan file says.
+
+    Attributes:
+        path: of the file.
+        versions: of this package, Thunder and PyTorch.
+        options: how `MemEfficient` was asked, and the executors.
+        program: "digest" and "operations" of what Thunder traced.
+        plan: `Plan.to_json()`, without places in source files.
+    """
+
+    path: str
+    versions: Mapping[str, str]
+    options: Mapping[str, str]
+    program: Mapping[str, Any]
+    plan: Mapping[str, Any]
+
+    def check_program(self, program: Mapping[str, Any], options: Mapping[str, str]) -> None:
+        """Refuse a program, options or versions that are not the file's.
+
+        Raises:
+            PlanFileError: names the first difference.
+        """
+        for what, here, there in (
+            ("versions", _versions(), self.versions),
+            ("options", options, self.options),
+            ("a program", program, self.program),
+        ):
+            for key in sorted({*here, *there}):
+                if here.get(key) != there.get(key):
+                    raise PlanFileError(
+                        f"{self.path} is for other {what}: {key} is {there.get(key)!r} there, {here.get(key)!r} here"
+                        if what != "a program"
+                        else f"{self.path} is for another program: {there['operations']} operations with the digest "
+                        f"{there['digest']} there, {here['operations']} with {here['digest']} here"
+                    )
+
+    def check_plan(self, plan: Plan | None, failure: str = "") -> None:
+        """Refuse a plan that is not the file's.
+
+        Raises:
+            PlanFileError: names the first difference.
+        """
+        if plan is None:
+            raise PlanFileError(f"{self.path} holds a plan, but here planning failed: {failure or 'there was none'}")
+        here = _plan_json(plan)
+        for key in sorted({*here, *self.plan}):
+            mine, theirs = here.get(key), self.plan.get(key)
+            if mine == theirs:
+                continue
+            if isinstance(mine, list) and isinstance(theirs, list):
+                at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+                where = f"{len(theirs)} there, {len(mine)} here" if at is None else f"the first is number {at}"
+                raise PlanFileError(f"{self.path} holds another plan: its {key} differ, {where}")
+            raise PlanFileError(f"{self.path} holds another plan: {key} is {theirs!r} there, {mine!r} here")
+
+
+def save_plan(jitted: Callable[..., Any], path: str | os.PathLike[str]) -> None:
+    """Write the plan of the last compilation, for `MemEfficient(plan=path)` with the same other options.
+
+    Args:
+        jitted: what `thunder.jit` made with `MemEfficient`, after a call.
+        path: of the file, which is replaced as a whole.
+
+    Raises:
+        ValueError: nothing was planned yet, or planning failed.
+
+    Example:
+        >>> import pathlib, tempfile, thunder, torch
+        >>> from thunder_mem import MemEfficient, save_plan
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "plan.json"
+        >>> compile = lambda **options: thunder.jit(torch.sin, executors=[], transforms=[MemEfficient(**options)])
+        >>> jitted = compile()
+        >>> _ = jitted(torch.zeros(3))
+        >>> save_plan(jitted, path)
+        >>> compile(plan=path)(torch.zeros(3))
+        tensor([0., 0., 0.])
+        >>> compile(plan=path)(torch.zeros(4))  # doctest: +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        thunder_mem.plan_file.PlanFileError: plan.json is for another program
+    """
+    stats: Any = thunder.compile_stats(jitted)
+    plan = getattr(stats, "thunder_mem_plan", None)
+    if plan is None:
+        failure = getattr(stats, "thunder_mem_failure", "")
+        raise ValueError(f"there is no plan to save: {failure or 'nothing was compiled with MemEfficient yet'}")
+    program, options = stats.thunder_mem_program
+    data = {
+        "format": FORMAT,
+        "versions": _versions(),
+        "options": options,
+        "program": program,
+        "plan": _plan_json(plan),
+    }
+    new = Path(f"{os.fspath(path)}.{os.getpid()}.new")
+    new.write_text(json.dumps(data, indent=None, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+def read_plan(path: str | os.PathLike[str]) -> PlanFile:
+    """Read what `save_plan` wrote.
+
+    Raises:
+        PlanFileError: it is something else.
+        OSError: it cannot be read.
+    """
+    name = os.fspath(path)
+    with Path(path).open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise PlanFileError(f"{name} has more than {MAX_BYTES:,} bytes, which is no plan")
+    try:
+        data = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise PlanFileError(f"{name} is not JSON: {error}") from error
+    if not isinstance(data, dict) or data.keys() != _FIELDS.keys():
+        raise PlanFileError(f"{name} is no plan file, which holds {', '.join(_FIELDS)} and nothing else")
+    for key, kind in _FIELDS.items():
+        if type(data[key]) is not kind:
+            raise PlanFileError(f"{name} is no plan file: its {key} are no {kind.__name__}")
+    if data["format"] != FORMAT:
+        raise PlanFileError(f"{name} has the format {data['format']}, and this version of thunder_mem reads {FORMAT}")
+    for key in ("versions", "options"):
+        if not all(isinstance(v, str) for v in data[key].values()):
+            raise PlanFileError(f"{name} is no plan file: its {key} are no texts")
+    if data["program"].keys() != {"digest", "operations"}:
+        raise PlanFileError(f"{name} is no plan file: its program is no digest and a number of operations")
+    return PlanFile(name, data["versions"], data["options"], data["program"], data["plan"])
+
+
+def note_program(program: Mapping[str, Any], options: Mapping[str, str]) -> None:
+    """Keep what is being compiled, and how, with the compilation, where `save_plan` finds it."""
+    if (stats := _compile_data.get()[1]) is not None:
+        stats.thunder_mem_program = program, options
+
+
+def program_of(trace: TraceCtx) -> dict[str, Any]:
+    """What tells a trace from others: its operations, how they are wired, shapes, dtypes, devices and constants.
+
+    Names of variables and places in source files play no part.
+    """
+    number: dict[str, int] = {}
+    digest = hashlib.sha256()
+
+    def text(x: Any) -> str:
+        if isinstance(x, NumberProxy):
+            return f"{type(x).__name__} {x.value}"
+        if not isinstance(x, Proxy):
+            return repr(x) if isinstance(x, int | float | complex | bool | str | None) else _plain(x)
+        i = number.setdefault(x.name, len(number))
+        if isinstance(x, TensorProxy):
+            return f"%{i} {tuple(map(int, x.shape))} {x.dtype} {x.device} {x.requires_grad}"
+        return f"%{i}"
+
+    for bsym in trace.bound_symbols:
+        flat = tree_flatten((bsym.args, bsym.kwargs, bsym.output))[0]
+        digest.update(f"{bsym.sym.name}({', '.join(map(text, flat))})\n".encode())
+    return {"digest": digest.hexdigest()[:16], "operations": len(trace.bound_symbols)}
+
+
+def _plain(x: Any) -> str:
+    """A dtype, a device, ... without an address in memory."""
+    said = str(x)
+    return type(x).__name__ if " at 0x" in said else said
+
+
+def _versions() -> dict[str, str]:
+    from thunder_mem import __version__
+
+    return {"thunder_mem": __version__, "thunder": str(thunder.__version__), "torch": str(torch.__version__)}
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    found = plan.to_json()
+    for decision in found["decisions"]:
+        del decision["source"]
+    found["refused"] = [refused["what"] for refused in found["refused"]]  # whose reasons name places
+    return json.loads(json.dumps(found))
