@@ -11,14 +11,16 @@ from random import Random
 
 import torch
 
-from tests.program_ops import FAMILIES, OPS, OVERWRITES, Values
-from tests.programs import Input, Program, Region, Step, constructs, defined, free, walk
+from tests.program_effects import OVERWRITES
+from tests.program_inputs import KITS, LAYOUTS, draw_inputs, materialise, storage
+from tests.program_ops import FAMILIES, OPS
+from tests.program_table import Values
+from tests.programs import Program, Region, Step, constructs, defined, free, walk
 
-__all__ = ["Profile", "generate", "materialise", "validate"]
+__all__ = ["Profile", "generate", "prune", "validate"]
 
 # In place, with a derivative that needs the value that is overwritten.
-NEEDS_OLD = ("mul_", "sin_")
-LAYOUTS = ("transposed", "strided", "offset", "expanded")
+NEEDS_OLD = ("mul_", "imul", "sin_", "clamp_")
 WEIGHTS = {
     "elementwise": 8,
     "logic": 2,
@@ -27,9 +29,14 @@ WEIGHTS = {
     "matmul": 3,
     "view": 5,
     "join": 2,
+    "loss": 1,
+    "norm": 1,
+    "attention": 1,
     "in-place": 3,
     "random": 1,
 }
+KIT_WEIGHT = 12  # of the family that the inputs were drawn for
+REPEATS = 0.06  # of the statements are one that stands there already
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Profile:
         input_writes: statements in place may overwrite inputs.
         aliases: an input may be a view of another, or be passed twice.
         layouts: inputs may be non-contiguous.
+        kits: inputs may be drawn that fit a loss head, attention, a norm or an embedding.
     """
 
     steps: int = 12
@@ -54,60 +62,12 @@ class Profile:
     ops_without: tuple[str, ...] = ()
     regions: tuple[str, ...] = ("checkpoint", "no_grad", "autocast")
     in_checkpoint: tuple[str, ...] = tuple(f for f in WEIGHTS if f not in ("in-place", "random"))
-    in_no_grad: tuple[str, ...] = tuple(f for f in WEIGHTS if f not in ("in-place", "view"))
+    in_no_grad: tuple[str, ...] = tuple(f for f in WEIGHTS if f not in ("in-place", "view", "cast"))
     overwrites_needed: bool = False
     input_writes: bool = True
     aliases: bool = True
     layouts: tuple[str, ...] = LAYOUTS
-
-
-def materialise(inputs: tuple[Input, ...], double: bool = False) -> dict[str, torch.Tensor]:
-    """The arguments, in order, the same at each call; `double` widens every float to float64.
-
-    Values are multiples of 1/8 in [-2, 2], exact in every float dtype here.
-    """
-    generator = torch.Generator().manual_seed(len(inputs))
-    tensors: dict[str, torch.Tensor] = {}
-    for i in inputs:
-        if i.alias:
-            t = eval(i.alias, dict(tensors))
-        else:
-            t = _fresh(i, generator, double)
-        tensors[i.name] = t if i.alias else t.requires_grad_(i.grad)
-    return tensors
-
-
-def _fresh(i: Input, generator: torch.Generator, double: bool) -> torch.Tensor:
-    dtype = getattr(torch, i.dtype)
-    shape = list(i.shape)
-    if i.layout == "transposed":
-        shape[-1], shape[-2] = shape[-2], shape[-1]
-    elif i.layout == "strided":
-        shape[-1] *= 2
-    elif i.layout == "offset":
-        shape[0] += 2
-    elif i.layout == "expanded":
-        shape[0] = 1
-    if dtype == torch.bool:
-        values = torch.randint(0, 2, shape, generator=generator)
-    elif dtype.is_floating_point:
-        values = torch.randint(-16, 17, shape, generator=generator) / 8
-    else:
-        values = torch.randint(0, 3, shape, generator=generator)
-    t = values.to(torch.float64 if double and dtype.is_floating_point else dtype)
-    if i.layout == "transposed":
-        return t.transpose(-1, -2)
-    if i.layout == "strided":
-        return t[..., ::2]
-    if i.layout == "offset":
-        return t[1:-1]
-    if i.layout == "expanded":
-        return t.expand(i.shape)
-    return t
-
-
-def storage(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
+    kits: bool = True
 
 
 def _dims(t: torch.Tensor) -> zip[tuple[int, int]]:
@@ -123,7 +83,10 @@ class _Builder:
     tensors: dict[str, torch.Tensor]
     frozen: set[int]  # storages that no statement may overwrite
     input_storages: frozenset[int]
+    inputs_writable: bool = True
+    kit: str = ""  # the family that the inputs fit
     count: int = 0
+    said: list[tuple[str, tuple[str, ...], tuple]] = field(default_factory=list)  # the statements so far
     random: bool = False  # a random value has been drawn
     outside: frozenset[str] | None = None  # in a checkpoint's body: the names from before the outermost
     alive: list = field(default_factory=list)  # so that no storage's address is used twice
@@ -135,20 +98,24 @@ class _Builder:
     def writes_input(self, name: str) -> bool:
         return storage(self.tensors[name]) in self.input_storages
 
-    def loses_dims(self, name: str, result: torch.Tensor) -> bool:
+    def loses_dims(self, name: str, dims: int) -> bool:
         t = self.tensors[name]
-        return t.requires_grad and t.numel() == 1 and t.dim() < result.dim()
+        return t.requires_grad and t.numel() == 1 and t.dim() < dims
 
     def step(self, families: tuple[str, ...]) -> Step | None:
-        """One statement that torch accepts, already run; None after a few refusals."""
-        for _ in range(8):
-            family = self.rng.choices(families, [WEIGHTS[f] for f in families])[0]
-            op = self.rng.choice([o for o in FAMILIES[family] if o not in self.profile.ops_without])
-            if self.random and op in OVERWRITES:
-                continue  # may overwrite a random value; see `prune`
-            drawn = OPS[op].draw(self.rng, Values(self.tensors, self.writable))
-            if drawn and (step := self._run(op, *drawn)):
-                return step
+        """One statement that torch accepts, already run; None after some refusals."""
+        again = [s for s in self.said if all(name in self.tensors for name in s[1])]
+        if again and self.rng.random() < REPEATS and (step := self._run(*self.rng.choice(again))):
+            return step
+        for _ in range(4):
+            family = self.rng.choices(families, [KIT_WEIGHT if f == self.kit else WEIGHTS[f] for f in families])[0]
+            for _ in range(5):  # of the same family, or those whose arguments rarely fit would be rare
+                op = self.rng.choice([o for o in FAMILIES[family] if o not in self.profile.ops_without])
+                if self.random and op in OVERWRITES:
+                    continue  # may overwrite a random value; see `prune`
+                drawn = OPS[op].draw(self.rng, Values(self.tensors, self.writable))
+                if drawn and (step := self._run(op, *drawn)):
+                    return step
         return None
 
     def _run(self, op: str, args: tuple[str, ...], params: tuple) -> Step | None:
@@ -159,6 +126,8 @@ class _Builder:
             return None  # Thunder writes by copy_, which refuses what is expanded; eager's zero_ does not
         if op in NEEDS_OLD and self.tensors[args[-1]].requires_grad and not self.profile.overwrites_needed:
             return None  # Thunder: the backward reads what was overwritten
+        if spec.writes and self.input_storages and not self.inputs_writable:
+            return None
         text = spec.text.format(*args, p=params)
         scope = {**self.scope, **self.tensors}
         try:
@@ -176,7 +145,8 @@ class _Builder:
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         if not results or any(t.dim() > 5 or t.numel() > 4096 for t in results):
             return None
-        if len(args) > 1 and any(self.loses_dims(name, results[0]) for name in args):
+        dims = max(t.dim() for t in (*results, *(self.tensors[name] for name in args)))
+        if len(args) > 1 and any(self.loses_dims(name, dims) for name in args):
             return None  # Thunder: the gradient of one element that is broadcast keeps the dims it was broadcast to
         if op == "unbind" and self.outside is not None:
             return None  # Thunder: KeyError where the backward needs an unused piece
@@ -185,6 +155,8 @@ class _Builder:
         targets = tuple(f"v{self.count + i}" for i in range(len(results)))
         self.count += len(results)
         self.tensors.update(zip(targets, results, strict=True))
+        if spec.kind in ("fresh", "view") and not spec.writes:
+            self.said.append((op, args, params))
         return Step(op, targets, args, params)
 
     def block(self, steps: int, families: tuple[str, ...], regions: tuple[str, ...]) -> tuple[Step | Region, ...]:
@@ -238,43 +210,10 @@ class _Builder:
         return Region(kind, body, results)
 
 
-def _draw_inputs(rng: Random, profile: Profile) -> tuple[Input, ...]:
-    sizes = [rng.choice([1, 2, 3, 4, 4, 6, 8, 8]) for _ in range(3)]
-    if rng.random() < 0.06:
-        sizes[rng.randrange(3)] = 0
-    main = rng.choices(["float32", "bfloat16", "float64", "float16"], [6, 3, 2, 1])[0]
-    inputs: list[Input] = []
-    for k in range(rng.randint(1, 4)):
-        name = f"x{k}"
-        earlier = [i for i in inputs if not i.alias]
-        if profile.aliases and earlier and rng.random() < 0.12:
-            inputs.append(_draw_alias(rng, name, rng.choice(earlier)))
-            continue
-        dtype = rng.choices([main, "float32", "int64", "bool"], [8, 2, 1, 1])[0]
-        shape = tuple(rng.choice([*sizes, 1]) if rng.random() < 0.3 else sizes[d] for d in range(3))
-        shape = shape[: rng.choice([0, 1, 2, 2, 2, 3, 3])] if rng.random() < 0.5 else shape[3 - rng.choice([1, 2, 3]) :]
-        layout = rng.choice(profile.layouts) if profile.layouts and rng.random() < 0.2 else "contiguous"
-        if len(shape) < (2 if layout == "transposed" else 1):
-            layout = "contiguous"
-        if layout == "expanded" and shape[0] == 0:
-            layout = "contiguous"
-        grad = dtype not in ("int64", "bool") and rng.random() < 0.6
-        inputs.append(Input(name, shape, dtype, grad, layout))
-    return tuple(inputs)
-
-
-def _draw_alias(rng: Random, name: str, base: Input) -> Input:
-    views = [base.name, f"{base.name}.detach()"]
-    if base.shape and not base.grad:
-        views += [f"{base.name}[..., ::2]", f"{base.name}[:1]", f"{base.name}.transpose(0, -1)"]
-    alias = rng.choice(views)
-    shape = tuple(materialise((base, Input(name, (), alias=alias)))[name].shape)
-    return Input(name, shape, base.dtype, base.grad and alias == base.name, alias=alias)
-
-
 def generate(rng: Random, profile: Profile = Profile()) -> Program:
     """Draw one program. It may still be refused by `validate`, or by eager's backward."""
-    inputs = _draw_inputs(rng, profile)
+    kit = rng.choice(list(KITS)) if profile.kits and rng.random() < 0.35 else ""
+    inputs = draw_inputs(rng, profile.aliases, profile.layouts, kit)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         tensors = materialise(inputs)
@@ -282,19 +221,28 @@ def generate(rng: Random, profile: Profile = Profile()) -> Program:
         families = profile.families
         aliases = sum(bool(i.alias) or 0 in i.shape for i in inputs) > any(0 in i.shape for i in inputs)
         plain = all(i.alias in ("", "x0", "x0.detach()") for i in inputs) and not any(i.grad for i in inputs)
-        if aliases and not (len(inputs) == 2 and plain):
+        writable = not aliases or (len(inputs) == 2 and plain)
+        if not writable:
             # Thunder mixes up the arguments. It takes all empty ones for aliases, having no address.
             families = tuple(f for f in families if f != "in-place")
-        builder = _Builder(rng, profile, tensors, set() if profile.input_writes else set(storages), storages)
+        frozen = set() if profile.input_writes else set(storages)
+        builder = _Builder(
+            rng, profile, tensors, frozen, storages, writable, "attention" if kit == "embedding" else kit
+        )
         body = builder.block(rng.randint(1, profile.steps), families, profile.regions)
     made = defined(body)
     used = {name for item in body for name in (item.args if isinstance(item, Step) else free(item.body))}
     ends = [name for name in made if name not in used]
-    outputs = (
-        [rng.choice(ends if ends and rng.random() < 0.7 else made) for _ in range(rng.randint(1, 3))] if made else []
-    )
+    count = rng.randint(1, 4) if made else 0
+    if len(ends) >= count and rng.random() < 0.8:
+        outputs = rng.sample(ends, count)
+    else:
+        outputs = [rng.choice(made) for _ in range(count)]
     if not made or rng.random() < 0.12:
         outputs.append(rng.choice(inputs).name)
+    fitting = [i.targets[0] for i in body if isinstance(i, Step) and kit and OPS[i.op].family == KITS[kit][0]]
+    if fitting and rng.random() < 0.8:
+        outputs.append(rng.choice(fitting))
     return prune(Program(inputs, body, tuple(outputs)), keep_dead=rng.random() < 0.1)
 
 
@@ -317,10 +265,11 @@ def prune(program: Program, keep_dead: bool = False) -> Program:
                 if not item.body:
                     continue
             else:
-                write = OPS[item.op].kind == "in-place"
-                if not (aliases[item.args[0]] & (live | names) if write else live & set(item.targets)):
+                written = [item.args[k] for k in OPS[item.op].written]
+                seen = any(aliases[name] & (live | names) for name in written)
+                if not (seen or (OPS[item.op].kind != "in-place" and live & set(item.targets))):
                     continue
-                if write and not live & set(item.targets):
+                if OPS[item.op].kind == "in-place" and not live & set(item.targets):
                     item = Step(item.op, (), item.args, item.params)
                 live.update(item.args)
             kept.append(item)

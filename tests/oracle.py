@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.generate import materialise
+from tests.program_inputs import materialise
 from tests.programs import Program, constructs, function, reference_source, source
 
 __all__ = ["Expectation", "Invalid", "Result", "check", "expect", "run"]
@@ -59,9 +59,16 @@ def _tangent(t: torch.Tensor) -> torch.Tensor:
 
 
 def run(
-    program: Program, fn: Callable, inputs: dict[str, torch.Tensor], asks: tuple[bool, ...] | None = None
+    program: Program,
+    fn: Callable,
+    inputs: dict[str, torch.Tensor],
+    asks: tuple[bool, ...] | None = None,
+    retain: bool = False,
 ) -> Result:
-    """Call `fn`, go backward from the outputs that ask for it (`asks`: those of another run), collect all effects."""
+    """Call `fn`, go backward from the outputs that ask for it (`asks`: those of another run), collect all effects.
+
+    With `retain` it goes backward twice, and `tensors` holds the first gradients as "first gradient x0" too.
+    """
     torch.manual_seed(SEED)
     outputs = fn(*inputs.values())
     forward_rng = torch.get_rng_state()
@@ -70,8 +77,14 @@ def run(
     roots = [o for o, ask in zip(outputs, asks or asks_gradient, strict=True) if ask and o.requires_grad]
     leaves = {i.name: inputs[i.name] for i in program.inputs if i.grad and not i.alias}
     grads: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
-    if roots and leaves:
-        grads = torch.autograd.grad(roots, list(leaves.values()), [_tangent(o) for o in roots], allow_unused=True)
+    for more in (True, False) if retain else (False,):
+        if not (roots and leaves):
+            break
+        tangents = [_tangent(o) for o in roots]
+        grads = torch.autograd.grad(roots, list(leaves.values()), tangents, allow_unused=True, retain_graph=more)
+        if more:
+            named = zip(leaves, grads, strict=True)
+            tensors.update((f"first gradient {name}", g.clone()) for name, g in named if g is not None)
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         tensors[f"gradient {name}"] = torch.zeros_like(leaf) if grad is None else grad
     for name, t in inputs.items():
@@ -218,20 +231,22 @@ def differences(expected: Expectation, got: Result) -> list[str]:
     and one whose gradient is zero need not. A gradient that is lost shows in the gradients.
     """
     found: list[str] = []
-    for name, eager in expected.eager.tensors.items():
-        value = got.tensors.get(name)
+    compared = [(name, name) for name in expected.eager.tensors]
+    compared += [(name, name.removeprefix("first ")) for name in got.tensors if name.startswith("first ")]
+    for name, wanted in compared:
+        eager, value = expected.eager.tensors[wanted], got.tensors.get(name)
         if value is None:
             found.append(f"{name}: missing")
         elif (value.shape, value.dtype) != (eager.shape, eager.dtype):
             found.append(f"{name}: {value.dtype}{list(value.shape)}, not {eager.dtype}{list(eager.shape)}")
         elif not eager.is_floating_point():
-            wrong = (value != eager) & ~expected.loose[name]
+            wrong = (value != eager) & ~expected.loose[wanted]
             if wrong.any():
                 found.append(f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ")
         else:
-            distance = _distance(value, expected.reference[name])
-            if not distance <= expected.tolerance[name]:
-                found.append(f"{name}: off by {distance:.3g}, allowed {expected.tolerance[name]:.3g}")
+            distance = _distance(value, expected.reference[wanted])
+            if not distance <= expected.tolerance[wanted]:
+                found.append(f"{name}: off by {distance:.3g}, allowed {expected.tolerance[wanted]:.3g}")
     if not torch.equal(got.forward_rng, expected.eager.forward_rng):
         found.append("random state after the forward")
     elif not torch.equal(got.backward_rng, expected.eager.backward_rng):
@@ -240,18 +255,37 @@ def differences(expected: Expectation, got: Result) -> list[str]:
 
 
 def check(
-    program: Program, compile_with: Callable[[Callable], Callable], expected: tuple[Expectation, ...] | None = None
+    program: Program,
+    compile_with: Callable[[Callable], Callable],
+    expected: tuple[Expectation, ...] | None = None,
+    fn: Callable | None = None,
+    retain: bool = False,
 ) -> list[str]:
-    """Compile the program and compare: its differences from eager, or the exception it raises, in words."""
+    """Compile the program and compare: its differences from eager, or the exception it raises, in words.
+
+    What was compiled runs twice, on equal arguments.
+
+    Args:
+        program: what to run.
+        compile_with: from a function to a compiled one.
+        expected: what `expect` gives.
+        fn: the program as a function, where it is at hand.
+        retain: go backward twice in the first run.
+    """
     expected = expected or expect(program)
+    asks = expected[0].eager.asks_gradient
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compiled = compile_with(function(source(program)))
-            got = run(program, compiled, materialise(program.inputs), expected[0].eager.asks_gradient)
+            compiled = compile_with(fn or function(source(program)))
+            first = run(program, compiled, materialise(program.inputs), asks, retain)
+            found = min((differences(e, first) for e in expected), key=len)
+            if found:
+                return found
+            second = run(program, compiled, materialise(program.inputs), asks)
     except Exception as error:
         return [f"raises {describe(error)}"]
-    return min((differences(e, got) for e in expected), key=len)
+    return [f"second run, {d}" for d in min((differences(e, second) for e in expected), key=len)]
 
 
 def describe(error: Exception) -> str:

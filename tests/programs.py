@@ -110,6 +110,8 @@ def constructs(program: Program) -> tuple[str, ...]:
         for item in body:
             kind = item.kind if isinstance(item, Region) else OPS[item.op].kind
             found.add(kind)
+            if isinstance(item, Step):
+                found.add(f"{OPS[item.op].family} op")
             found.update(f"{kind} in {outer}" for outer in inside)
             if isinstance(item, Region):
                 visit(item.body, (*inside, item.kind))

@@ -1,11 +1,14 @@
 """Random programs give what eager gives, and the parts of the fuzzer catch what they claim to catch.
 
 The default run takes a few hundred small programs, split over hypothesis (which shrinks) and seeds;
-the slow ones take 2,000, and `python -m tests.fuzz` as many as asked for.
+the slow ones take 2,000, and `make fuzz` as many as asked for.
 """
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -15,79 +18,93 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from tests import fuzz_campaign, fuzz_configs
 from tests.defects import DEFECTS, UNSUPPORTED
-from tests.fuzz import (
+from tests.fuzz import PROFILES, main
+from tests.fuzz_campaign import Campaign, campaign, judge, kind, verdict
+from tests.fuzz_configs import (
     CONFIGS,
-    PROFILES,
+    EXECUTORS,
+    POLICIES,
     Config,
-    available,
-    campaign,
-    judge,
-    kind,
-    regression,
-    shrink,
+    Options,
+    configured,
+    draw_options,
+    traced_once,
     uncompiled_regions,
 )
-from tests.generate import Profile, generate, materialise, prune, validate
+from tests.fuzz_record import done, record
+from tests.fuzz_shrink import regression, shrink
+from tests.generate import Profile, generate, prune, validate
 from tests.minimise import minimise
 from tests.oracle import Invalid, check, differences, expect, run
+from tests.program_inputs import materialise
+from tests.program_ops import FAMILIES
 from tests.programs import Input, Program, Region, Step, constructs, function, source
+from thunder_mem import SORTS
 
-MEM = [c for c in available() if c.name.startswith("mem")]
-QUICK = [c for c in available() if c.name not in ("pointwise", "dataflow")]
+MEM = CONFIGS["mem"]
 SMALL = Profile(steps=7)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _uncompiled():
-    with uncompiled_regions():
-        yield
 
 
 def programs(profile: Profile) -> st.SearchStrategy[Program]:
     return st.randoms(use_true_random=False).map(lambda rng: generate(rng, profile))
 
 
-@pytest.mark.parametrize("config", QUICK, ids=lambda c: c.name)
+def run_campaign(programs: int, *arguments, **options) -> Campaign:
+    steps = campaign(*arguments, log=lambda *_, **__: None, **options)
+    return next(islice(steps, programs - 1, None))
+
+
+def report(result: Campaign) -> str:
+    return "\n".join(
+        f"seed {f.seed}: {f.config.name}: {f.differences[0]}\n{source(f.program)}" for f in result.failures.values()
+    )
+
+
 @settings(
-    max_examples=15,
+    max_examples=30,
     phases=(Phase.generate,),  # `shrink` knows programs, hypothesis does not
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
 )
 @given(program=programs(SMALL))
-def test_small_programs(config: Config, program: Program):
+def test_small_programs(program: Program):
     try:
-        found = judge(program, config)
+        found = judge(program, MEM)
     except Invalid:
         assume(False)
     if found:
-        small = shrink(program, config, kind(found[0]), True, 60)
+        _, small = shrink(program, MEM, kind(found[0]), True, 60)
         pytest.fail(f"{found[0]}\n{source(small)}{small!r}")
 
 
-def report(result) -> str:
-    return "\n".join(f"seed {s}: {name}: {d[0]}\n{source(p)}" for (name, _), (s, p, d) in result.failures.items())
-
-
-@pytest.mark.parametrize("config", QUICK, ids=lambda c: c.name)
-def test_seeded_programs(config: Config):
-    result = campaign(60, 0, SMALL, [config], log=lambda *_, **__: None)
+@pytest.mark.parametrize("start", [0, 1_000, 2_000])
+def test_seeded_programs(start: int):
+    """Each through the default and through options that are drawn for it."""
+    result = run_campaign(40, start, SMALL, [MEM], drawn=1)
     assert not result.failures, report(result)
     assert sum(result.refused.values()) <= 5, result.refused
+    assert result.verdicts["mem", "right"] > 30 and result.verdicts["drawn", "right"] > 20, result.verdicts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 2000, 250))
-def test_two_thousand_programs(start: int):
-    result = campaign(250, 100_000 + 2 * start, PROFILES["thunder"], available(), log=lambda *_, **__: None)
+@pytest.mark.parametrize("profile", ["checkpoint", "overwritten"])
+def test_programs_that_thunder_alone_gets_wrong(profile: str):
+    result = run_campaign(30, 0, PROFILES[profile], [MEM], excuse=False)
     assert not result.failures, report(result)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MEM, reason="MemEfficient is not there yet")
+@pytest.mark.parametrize("start", range(0, 1600, 200))
+def test_two_thousand_programs(start: int):
+    configs = [MEM, CONFIGS[("pointwise", "dataflow", "mem-no-fusion")[start // 200 % 3]]]
+    result = run_campaign(200, 100_000 + 2 * start, PROFILES["thunder"], configs, drawn=1, compiled_share=0.01)
+    assert not result.failures, report(result)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["checkpoint", "overwritten"])
-def test_programs_that_thunder_alone_gets_wrong(profile: str):
-    result = campaign(300, 500_000, PROFILES[profile], MEM, excuse=False, log=lambda *_, **__: None)
+def test_more_programs_that_thunder_alone_gets_wrong(profile: str):
+    result = run_campaign(200, 500_000, PROFILES[profile], [MEM], drawn=1, excuse=False)
     assert not result.failures, report(result)
 
 
@@ -109,7 +126,7 @@ def test_thunder_still_refuses(name: str):
 
 # The fuzzer itself.
 def test_a_seed_gives_one_program():
-    script = "import random, tests.generate as g; print([g.generate(random.Random(s)) for s in range(40)])"
+    script = "import random, tests.generate as g; print([g.generate(random.Random(s)) for s in range(25)])"
     root = Path(__file__).parents[1]
     texts = {
         subprocess.run(
@@ -136,6 +153,7 @@ def test_programs_are_valid_and_varied():
         *("view", "fresh", "in-place", "random", "checkpoint", "no_grad", "autocast", "gradient"),
         *("transposed input", "strided input", "offset input", "expanded input", "aliased inputs", "zero-size input"),
         *("bfloat16 input", "float16 input", "float64 input", "int64 input", "bool input"),
+        *(f"{family} op" for family in FAMILIES),
         *("input is output", "repeated output", "view in checkpoint", "checkpoint in checkpoint"),
     }
     assert "random in checkpoint" not in seen and "in-place in checkpoint" not in seen
@@ -200,7 +218,7 @@ def test_the_oracle_refuses_what_eager_refuses():
 
 
 def test_minimise_finds_the_one_statement():
-    program = next(p for s in range(1000) if len((p := generate(Random(s))).body) > 9 and "softmax" in source(p))
+    program = next(p for s in range(1000) if len((p := generate(Random(s))).body) > 6 and "softmax" in source(p))
     small = minimise(program, lambda p: "softmax" in source(p))
     assert [s.op for s in small.body] == ["softmax"] or [s.op for s in small.body] == ["log_softmax"]
     validate(small)
@@ -211,12 +229,90 @@ def test_a_failure_is_shrunk_and_saved_as_a_test_that_fails(monkeypatch):
         return lambda *inputs: tuple(o * 2 if o.is_floating_point() else o for o in fn(*inputs))
 
     config = Config("broken", broken)
-    result = campaign(3, 0, SMALL, [config], log=lambda *_, **__: None)
-    (alike, (_, program, found)) = next((k, f) for (_, k), f in result.failures.items())
-    small = shrink(program, config, alike, True, 60)
-    assert len(source(small)) <= len(source(program))
+    (failure,) = list(run_campaign(3, 0, SMALL, [config]).failures.values())[:1]
+    _, small = shrink(failure.program, config, failure.alike, True, 60)
+    assert len(source(small)) <= len(source(failure.program))
     monkeypatch.setitem(CONFIGS, "broken", config)
     scope: dict = {}
-    exec(regression(small, config, found, True), scope)
+    exec(regression(small, config, failure.differences, True), scope)
     with pytest.raises(AssertionError):
         next(v for k, v in scope.items() if k.startswith("test_"))()
+
+
+def test_options_are_shrunk_to_those_that_matter(monkeypatch):
+    sorted_wrong = Options(sort="lpmf", reuse=False, executors="none")
+
+    def broken(options):
+        return (lambda fn: lambda *inputs: 1 / 0) if options.sort == "lpmf" else (lambda fn: fn)
+
+    monkeypatch.setattr(fuzz_configs, "_compile", broken)
+    config = configured(sorted_wrong)
+    program = replace(CHAIN, body=CHAIN.body[:2], outputs=("v1",))
+    smaller, small = shrink(program, config, kind(judge(program, config)[0]), True, 20)
+    assert smaller.options == Options(sort="lpmf") and len(small.body) <= 1
+    assert "configured(Options(sort='lpmf'))" in regression(small, smaller, ["wrong"], True)
+
+
+def test_every_option_is_drawn():
+    drawn = [draw_options(Random(seed), generate(Random(seed)), 0.02) for seed in range(400)]
+    assert {o.sort for o in drawn} == {*SORTS, *fuzz_configs.SORT_FUNCTIONS}
+    assert {o.executors for o in drawn} == set(EXECUTORS)
+    assert {o.recompute for o in drawn} >= {None, "layerwise", *(f"policy {name}" for name in POLICIES)}
+    assert any("+:" in (o.recompute or "") for o in drawn)
+    for name in ("reuse", "alone", "retain", "compiled", "on_infeasible", "offload"):
+        assert len({getattr(o, name) for o in drawn}) == 2, name
+    assert {type(o.chunk) for o in drawn} == {bool, tuple} and {o.budget is None for o in drawn} == {True, False}
+    for options in drawn[:50]:
+        assert eval(repr(options)) == options
+
+
+def test_a_shared_trace_compiles_to_the_same():
+    for seed in range(6):
+        program = generate(Random(seed))
+        fn = function(source(program))
+
+        def final(fn=fn, program=program):
+            jitted = MEM.compile(fn)
+            with uncompiled_regions():
+                jitted(*materialise(program.inputs).values())
+            traces = [t[-1] for t in (thunder.last_traces(jitted), thunder.last_backward_traces(jitted)) if t]
+            return [line for t in traces for line in str(t).splitlines() if not line.startswith("# Constructed by")]
+
+        alone = final()
+        with traced_once():
+            assert [final(), final()] == [alone, alone]
+
+
+def test_what_options_ask_too_much_is_refused_and_what_hangs_raises(monkeypatch):
+    program = replace(CHAIN, body=CHAIN.body[:2], outputs=("v1",))
+    assert verdict(program, configured(Options(budget=1, on_infeasible="error"))) == ("refused", [])
+    assert verdict(program, configured(Options(recompute="Gelu+:recompute:-1"))) == ("refused", [])
+    assert verdict(program, configured(Options(budget=1, retain=True))) == ("right", [])
+
+    def hangs(fn):
+        while True:
+            pass
+
+    monkeypatch.setattr(fuzz_campaign, "MOST_SECONDS", 0.2)
+    came_to, found = verdict(program, Config("hangs", hangs))
+    assert came_to == "raises" and "TimeoutError" in found[0]
+
+
+def test_counts_are_recorded(tmp_path):
+    file = tmp_path / "fuzz.json"
+    result = Campaign(next_seed=14, programs=10)
+    result.refused["not finite"] = 4
+    result.verdicts["mem", "right"] = 10
+    for programs in (10, 20):
+        result.programs = programs
+        result.next_seed = programs + 4
+        record(file, "fuzz", "thunder", result, 5.0)
+    record(file, "fuzz", "checkpoint", result, 5.0)
+    assert done(file, "thunder", 0) == (20, 24) and done(file, "thunder", 24) == (0, 24)
+    assert main(["--programs", "20", "--json", str(file), "--resume"]) == 0  # there is nothing left to do
+    written = json.loads(file.read_text())
+    assert [(r["profile"], r["first_seed"], r["programs"]) for r in written["runs"]] == [
+        ("thunder", 0, 20),
+        ("checkpoint", 0, 20),
+    ]
+    assert written["totals"]["programs"] == 40 and written["totals"]["verdicts"] == {"mem: right": 20}

@@ -14,7 +14,8 @@ import thunder_mem.delegate
 import thunder_mem.transforms.mem_efficient as mem_efficient
 from tests.cases import randn
 from tests.fuzz import uncompiled_regions
-from thunder_mem import SORTS, Graph, GraphError, MemEfficient, last_plan
+from tests.orders import latest_first
+from thunder_mem import SORTS, GraphError, MemEfficient, last_plan
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.sorting import _REGISTRY, register_sort
 
@@ -128,19 +129,6 @@ def test_a_failure_does_not_outlast_its_compilation(monkeypatch, thunders_own):
         got, jitted = run([transform])
     assert_same(got, thunders_own)
     assert last_plan(jitted) is not None
-
-
-# Orders of the user's own.
-def latest_first(graph: Graph) -> list[int]:
-    order, waiting = [], [len(before) for before in graph.predecessors]
-    ready = [op for op, count in enumerate(waiting) if not count]
-    while ready:
-        order.append(ready.pop())
-        for after in graph.successors[order[-1]]:
-            waiting[after] -= 1
-            if not waiting[after]:
-                ready.append(after)
-    return order
 
 
 def names(jitted) -> list[str]:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from tests.cases import randn
 from tests.fuzz import uncompiled_regions
-from tests.test_mem_efficient_arguments import latest_first
+from tests.orders import latest_first
 from thunder_mem import ChunkLossHead, MemEfficient, last_plan
 from thunder_mem.attention import mem_attention_ex
 from thunder_mem.executors import mem_pointwise_ex

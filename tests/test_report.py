@@ -214,7 +214,7 @@ def test_after_a_failed_plan_the_cause_is_reported_and_no_earlier_plan():
     assert "compile with transforms=[MemEfficient()]" not in str(report)
     fails = False
     report = explain(jitted, torch.randn(32), bounds=False)
-    assert report.plan is not None and report.notes == ()
+    assert report.plan is not None and not any("could not plan" in note for note in report.notes)
 
 
 def test_after_a_budget_that_nothing_fits_the_last_compilation_is_reported():

@@ -10,7 +10,8 @@ from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 
 from tests.generate import Profile
-from tests.traces import random_order, run, traced_programs
+from tests.orders import random_order
+from tests.traces import run, traced_programs
 from thunder_mem import sort_bound_symbols
 from thunder_mem.graph import Graph, GraphError
 from thunder_mem.sorting import SORTS

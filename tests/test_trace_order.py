@@ -12,17 +12,20 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.custom_op_ex import custom_op_ex
 from torch.nn import functional as F
 
-from tests.collectives import tensor, two_groups
+from tests.collectives import in_place, tensor, two_groups
 from tests.generate import Profile
-from tests.traces import Traced, body, claimed, ordered, random_order, replaced, run, traced_programs, unfused
+from tests.orders import random_order
+from tests.traces import Traced, body, claimed, ordered, replaced, run, traced_programs, unfused
 from tests.written_programs import WRITTEN, written
 from thunder_mem import effects as effects_room
+from thunder_mem.effects import COMMUNICATION
 from thunder_mem.timeline import simulate
 from thunder_mem.trace_graph import read_trace
 
 # Every layout of arguments, some of them aliases; values that the backward needs are overwritten; more
 # writes and random numbers than usual.
-EFFECTS = Profile(families=("elementwise", "view", "in-place", "random", "reduce"), overwrites_needed=True)
+# Without regions: Thunder's own checkpoints leave names undefined once its executors have claimed the trace.
+EFFECTS = Profile(families=("elementwise", "view", "in-place", "random", "reduce"), regions=(), overwrites_needed=True)
 
 
 @pytest.fixture(scope="module")
@@ -208,15 +211,31 @@ def test_a_write_is_no_barrier():
 
 
 @pytest.mark.parametrize("claim", [False, True], ids=["open", "claimed"])
-def test_collectives_of_a_group_and_waits_keep_their_order(groups, claim):
+def test_collectives_of_all_groups_start_in_one_order_and_waits_follow_their_own(groups, claim):
     trace = two_groups(groups)
     source = read_trace(claimed(trace) if claim else trace)
     before = ordered(source.graph)
-    assert 1 in before[4] and {2, 5, 6} <= before[8] and 5 in before[6]
-    assert 1 not in before[2] and 2 not in before[4]  # another group
+    assert 1 in before[2] and {1, 2} <= before[4]  # starts, whatever their group
+    assert 2 in before[5] and 1 in before[6] and 4 in before[8]
+    assert not {5, 6} & before[8] and 5 not in before[6]  # no wait waits for another
     assert not {1, 2, 4, 5, 6, 8} & (before[3] | before[7])  # what else there is moves freely
-    one, other = (f"communication:{g.group_name}" for g in groups)
-    assert [source.effects[i].channels for i in (1, 2, 4)] == [(one,), (other,), (one,)]
+    assert [source.effects[i].channels for i in (1, 2, 4)] == [(COMMUNICATION,)] * 3
+    assert not any(source.effects[i].pure for i in (5, 6, 8))
+
+
+@pytest.mark.parametrize("claim", [False, True], ids=["open", "claimed"])
+def test_a_reduction_in_place_overwrites_what_it_reduces(groups, claim):
+    trace = in_place(groups[0])
+    source = read_trace(claimed(trace) if claim else trace)
+    (start,) = (i for i, e in enumerate(source.effects) if COMMUNICATION in e.channels)
+    (read,) = (i for i, b in enumerate(source.bsyms) if b.sym.name == "cos")
+    wait = next(
+        b for b, e in zip(source.bsyms, source.effects, strict=True) if e.channels and COMMUNICATION not in e.channels
+    )
+    reduced = source.bsyms[start].args[0].name
+    assert source.effects[start].writes == (reduced,)
+    assert read in ordered(source.graph)[start]
+    assert source.storage_of[wait.output.name] == source.storage_of[reduced]
 
 
 def test_what_a_collective_reads_stays_until_its_wait(groups):

@@ -36,7 +36,6 @@ __all__ = [
     "body",
     "claimed",
     "ordered",
-    "random_order",
     "replaced",
     "run",
     "traced_programs",
@@ -173,20 +172,6 @@ def _proxies(trace: TraceCtx) -> list[Proxy]:
     for b in trace.bound_symbols:
         found += [*b.flat_proxy_args, *b.flat_proxy_outs]
     return list({p.name: p for p in found}.values())
-
-
-def random_order(graph: Graph, rng: Random) -> list[int]:
-    """A legal order of the ops, drawn step by step."""
-    waits = [len(p) for p in graph.predecessors]
-    ready = [op for op, count in enumerate(waits) if not count]
-    order = []
-    while ready:
-        order.append(ready.pop(rng.randrange(len(ready))))
-        for after in graph.successors[order[-1]]:
-            waits[after] -= 1
-            if not waits[after]:
-                ready.append(after)
-    return order
 
 
 def ordered(graph: Graph) -> list[set[int]]:
