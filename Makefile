@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One thread a worker; a file stays with one worker, whose fixtures and compiled programs it shares.
 PARALLEL := -n 2 --dist loadfile
 
-.PHONY: demo test test-long fuzz lint
+.PHONY: demo test test-long fuzz upstream-tests lint docs notebooks
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)  ## the main job: issue 1337's functions and a small training step, before and after
@@ -19,16 +19,30 @@ test-long: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PARALLEL)
 
 # A third each of what Thunder gets right, of checkpoints, and of overwritten values; FROM is the first seed.
+# The counts are kept in FUZZ, so that the same command goes on where it stopped.
 N ?= 3000
 FROM ?= 0
+FUZZ ?= build/fuzz.json
 fuzz: $(STAMP)  ## N random programs against eager: make fuzz N=50000; failing ones are saved as tests
-	for profile in thunder checkpoint overwritten; do \
-	  $(BIN)/python -m tests.fuzz --profile $$profile --programs $$(( ($(N) + 2) / 3 )) --seed $(FROM) || exit 1; \
-	done
+	status=0; for profile in thunder checkpoint overwritten; do \
+	  $(BIN)/python -m tests.fuzz --profile $$profile --programs $$(( ($(N) + 2) / 3 )) --seed $(FROM) \
+	    --json $(FUZZ) --resume || status=1; \
+	done; exit $$status
+
+# What ran is kept in build/upstream, so that it goes on where it stopped: make upstream-tests ARGS="--share 0.1"
+ARGS ?=
+upstream-tests: $(STAMP)  ## Thunder's own tests with MemEfficient in every thunder.jit; fails if one fails only with it
+	$(BIN)/python -m tests.upstream.run $(ARGS)
+
+docs: $(STAMP)  ## the site in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+notebooks: $(STAMP)  ## run the notebooks and keep their outputs; ONLY="01 03" for those two
+	$(BIN)/python -m notebooks.run $(ONLY)
 
 lint: $(STAMP)
-	$(BIN)/ruff check thunder_mem tests benchmarks
-	$(BIN)/ruff format --check thunder_mem tests benchmarks
+	$(BIN)/ruff check thunder_mem tests benchmarks docs notebooks
+	$(BIN)/ruff format --check thunder_mem tests benchmarks docs notebooks
 	$(BIN)/mypy
 
 # torch first and alone, so that nothing resolves it to a version that Thunder does not know.
@@ -36,5 +50,5 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.11.0
-	$(BIN)/python -m pip install --quiet -e ".[test,plot]"
+	$(BIN)/python -m pip install --quiet -e ".[test,plot,docs]"
 	touch $@
