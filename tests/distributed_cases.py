@@ -104,6 +104,26 @@ def names(trace) -> list[str]:
     return [n for n in short if n in ("all_gather", "all_reduce", "reduce_scatter", "wait")]
 
 
+def every_bucketing_mode() -> dict:
+    """Those that no other case has, on the smallest model; Thunder builds no buckets in any."""
+    wraps = {
+        "zero2 LAYER": (sharding(ZERO2, LAYER), True),
+        "zero2 BLOCK": (sharding(ZERO2, BLOCK), True),
+        "zero3 NONE": (sharding(ZERO3, NONE), True),
+        "ddp 0 MB": (lambda jitted: ddp(jitted, bucket_size_in_mb=0), False),
+        "ddp 1 MB": (lambda jitted: ddp(jitted, bucket_size_in_mb=1), False),
+    }
+    found = {
+        name: step(wrap, original=model(layers=0), sharded=sharded, options={"chunk": False})
+        for name, (wrap, sharded) in wraps.items()
+    }
+    return {
+        "error": max(case["error"] for case in found.values()),
+        "digest": "".join(case["digest"] for case in found.values()),
+        "collectives": {name: len(case["forward"] + case["backward"]) for name, case in found.items()},
+    }
+
+
 def step(
     wrap: Callable, *, original: nn.Module | None = None, sharded: bool = True, rows=lambda rank, step: 12,
     steps: int = 1, options: dict | None = None, executors: list | None = None,
@@ -285,6 +305,17 @@ def tensor_parallel_head() -> dict:
     }
 
 
+def different_plans() -> dict:
+    """Rank 1 orders the same program in another way."""
+    order = "source" if distributed.get_rank() == 1 else "auto"
+    compiled = sharding(ZERO2, NONE)(thunder.jit(model(), executors=[], transforms=[MemEfficient(sort=order)]))
+    try:
+        compiled(*batch(0))
+    except RanksDifferError as difference:
+        return {"message": str(difference)}
+    return {"message": ""}
+
+
 def different_models() -> dict:
     """Rank 1 has one layer more than the others."""
     compiled = sharding(ZERO3, NONE)(
@@ -305,7 +336,7 @@ def one_rank_fails() -> dict:
     compiled = sharding(ZERO2, NONE)(
         thunder.jit(model(), executors=[], transforms=[MemEfficient(budget=1 if last else None)])
     )
-    store.set_timeout(timedelta(seconds=4))
+    store.set_timeout(timedelta(seconds=1))
     try:
         compiled(*batch(0))
     except Exception as error:
@@ -329,13 +360,14 @@ def fused(strategy: FSDPType | None, bucketing: FSDPBucketingStrategy = NONE) ->
 CASES: dict[str, Callable[[], dict]] = {
     f.__name__: f
     for f in (
-        ddp_whole,
         ddp_chunked,
         zero2,
         zero3_layer,
         zero3_block_chunked_late,
+        every_bucketing_mode,
         tensor_parallel_head,
         different_models,
+        different_plans,
         one_rank_fails,
     )
 }
@@ -349,8 +381,10 @@ SLOW_CASES: dict[str, Callable[[], dict]] = {
     **{
         f.__name__: f
         for f in (
+            ddp_whole,
             ddp_chunked,
             zero3_block_chunked_late,
+            every_bucketing_mode,
             zero3_checkpointed_tied,
             zero3_budget,
             peaks,

@@ -5,6 +5,7 @@ The ranks run all cases of `distributed_cases.py` one after the other, once for 
 
 from __future__ import annotations
 
+import multiprocessing as forkserver
 import time
 from pathlib import Path
 
@@ -19,8 +20,9 @@ LIMIT_S = 600  # for all cases; a rank that hangs does not hang the tests
 
 def _run(world: int, folder: Path, slow: bool) -> list[dict[str, dict]]:
     """What each case gave back, per rank."""
+    forkserver.set_forkserver_preload(["tests.distributed_cases"])  # imported once, for all ranks
     context = multiprocessing.start_processes(
-        run_rank, (world, str(folder), slow), nprocs=world, join=False, start_method="spawn"
+        run_rank, (world, str(folder), slow), nprocs=world, join=False, start_method="forkserver"
     )
     ends = time.monotonic() + (5 * LIMIT_S if slow else LIMIT_S)
     try:
@@ -48,7 +50,8 @@ def _agrees(found: list[dict], tolerance: float = 1e-5) -> None:
     assert len({rank["digest"] for rank in found}) == 1
 
 
-COMPARED = [name for name in CASES if name not in ("different_models", "one_rank_fails")]
+RAISING = ("different_models", "different_plans", "one_rank_fails")
+COMPARED = [name for name in CASES if name not in RAISING]
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -57,9 +60,15 @@ def test_losses_and_gradients_are_eagers(ranks, name):
 
 
 def test_every_gradient_is_reduced_once(ranks):
-    whole, tied = (ranks[0][name] for name in ("ddp_whole", "ddp_chunked"))
-    assert whole["forward"] == [] and whole["backward"].count("all_reduce") == whole["backward"].count("wait") == 8
-    assert tied["backward"].count("all_reduce") == 7
+    tied = ranks[0]["ddp_chunked"]
+    assert tied["forward"] == [] and tied["backward"].count("all_reduce") == tied["backward"].count("wait") == 7
+
+
+def test_no_mode_has_buckets(ranks):
+    """Each parameter has collectives of its own, and a wait for each."""
+    counts = ranks[0]["every_bucketing_mode"]["collectives"]
+    assert {n for name, n in counts.items() if name.startswith("ddp")} == {2 * 2}
+    assert {n for name, n in counts.items() if name.startswith("zero2")} == {2 * 4}
 
 
 def test_zero3_gathers_again_and_saves_no_parameter(ranks):
@@ -92,6 +101,12 @@ def test_ranks_that_would_communicate_differently_are_told(ranks):
         assert f"on rank {me}" in message and f"on rank {other}" in message and "collective 7" in message
 
 
+def test_ranks_that_plan_differently_are_told(ranks):
+    for rank in ranks:
+        message = rank["different_plans"]["message"]
+        assert "other plans for the same program" in message and "on rank 0 and" in message
+
+
 def test_a_rank_that_cannot_compile_does_not_hang_the_others(ranks):
     waiting, failing = (rank["one_rank_fails"] for rank in ranks)
     assert waiting["type"] == "RanksDifferError" and "rank 1 compiles nothing" in waiting["message"]
@@ -99,7 +114,7 @@ def test_a_rank_that_cannot_compile_does_not_hang_the_others(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SLOW_CASES if name not in ("different_models", "peaks")])
+@pytest.mark.parametrize("name", [name for name in SLOW_CASES if name not in (*RAISING, "peaks")])
 def test_four_ranks_with_fused_regions(four, name):
     _agrees([rank[name] for rank in four], 1e-4)
 

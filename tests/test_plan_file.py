@@ -76,11 +76,11 @@ def test_what_is_not_the_files_is_refused(saved, make, args, says):
     [
         (lambda d: d["versions"].update(torch="1.0"), "torch is '1.0' there"),
         (lambda d: d["program"].update(digest="0" * 16), "another program"),
-        (lambda d: d["plan"]["regions"].reverse(), "its regions differ, the first is number 0"),
-        (lambda d: d["plan"]["regions"].pop(), "its regions differ"),
-        (lambda d: d["plan"].update(sort="none"), "sort is 'none' there"),
+        (lambda d: d["plan"]["regions"].reverse(), "number 0 of its regions is"),
+        (lambda d: d["plan"]["regions"].pop(), "the number of its regions is"),
+        (lambda d: d["plan"].update(sort="none"), 'its sort is "none" there'),
         (lambda d: d["plan"]["candidates"][0].update(forward_peak_bytes=1), "candidates"),
-        (lambda d: d["plan"].update(extra=1), "extra is 1 there, None here"),
+        (lambda d: d["plan"].update(extra=1), "its extra is 1 there, null here"),
     ],
 )
 def test_an_edited_file_is_refused(saved, tmp_path, change, says):

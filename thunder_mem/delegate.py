@@ -24,7 +24,7 @@ from thunder_mem.choices import RecomputeError
 from thunder_mem.chunk_fit import fit_loops, leaner_loops, with_fitted_loops
 from thunder_mem.chunk_narrow import narrow_sums
 from thunder_mem.cost import device_model_of
-from thunder_mem.distributed import prepared, with_overlap
+from thunder_mem.distributed import buckets_not_built, prepared, with_overlap
 from thunder_mem.emit import emit
 from thunder_mem.fx import highest_peak, is_fx
 from thunder_mem.joint_plan import Planned, PlanningOptions, device_of, plan_joint_trace, with_checkpoints
@@ -97,7 +97,7 @@ class PlanningExecutor(FusionExecutor):
                     trace = with_checkpoints(trace)
                 agree(trace, get_compile_data())
             else:
-                agree(planned, get_compile_data())
+                agree(planned, get_compile_data(), session.plan)
                 return planned
         return self.inner.fusion_pass(trace) if session.failed and self.inner else trace
 
@@ -171,7 +171,7 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     planned = _planned(trace, session)
     plan = replace(
         planned.plan,
-        refused=(*session.options.refused, *planned.plan.refused),
+        refused=(*session.options.refused, *buckets_not_built(), *planned.plan.refused),
         decisions=(*session.options.decisions, *planned.plan.decisions),
     )
     took_ms = (time.perf_counter_ns() - start) // 1_000_000

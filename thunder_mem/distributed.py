@@ -5,9 +5,11 @@ Nothing here happens to a program that does not communicate.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
+from thunder.core.compile_data import get_compile_data
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
 from thunder_mem.communication import awaited_futures, starts
@@ -16,13 +18,16 @@ from thunder_mem.cost import device_model_of
 from thunder_mem.joint_plan import device_of
 from thunder_mem.link_model import collectives_of, computing_seconds, exposed_s
 from thunder_mem.overlap import overlapped
-from thunder_mem.plan import Decision, Plan
+from thunder_mem.plan import Decision, Plan, Refusal
 from thunder_mem.planner import THUNDERS_OWN, peaks_of
 from thunder_mem.regather import asks_for_zero3, with_parameters_gathered_again
 from thunder_mem.reuse import regions_in_order
 from thunder_mem.trace_graph import TraceGraph, read_trace
 
-__all__ = ["communicating", "prepared", "with_overlap"]
+__all__ = ["buckets_not_built", "communicating", "prepared", "with_overlap"]
+
+# What `ddp` is given if nobody says anything; 0 asks for no buckets.
+_UNASKED_MB = (0, 25.0)
 
 # What of the way from the plan's own peak to Thunder's is tried, where the first hides less than Thunder does.
 _SHARES = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
@@ -31,6 +36,28 @@ _SHARES = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 def communicating(trace: TraceCtx) -> bool:
     """Whether the trace starts a collective."""
     return any(map(starts, trace.bound_symbols))
+
+
+def buckets_not_built() -> tuple[Refusal, ...]:
+    """What the program that is being compiled was asked to put into buckets, with a warning.
+
+    Thunder 0.2.6 has passes that build buckets, and calls none of them.
+    """
+    from thunder.distributed import FSDPBucketingStrategy
+
+    module = getattr(get_compile_data(), "fn", None)
+    strategy = getattr(module, "bucketing_strategy", FSDPBucketingStrategy.NONE)
+    size_mb = getattr(module, "bucket_size_in_mb", 0)
+    asked = []
+    if strategy is not FSDPBucketingStrategy.NONE:
+        asked.append(f"bucketing_strategy={strategy}")
+    if size_mb not in _UNASKED_MB:
+        asked.append(f"bucket_size_in_mb={size_mb}")
+    if not asked:
+        return ()
+    reason = "Thunder 0.2.6 builds no buckets, nor does MemEfficient: each parameter has collectives of its own"
+    warnings.warn(f"{' and '.join(asked)} changes nothing and can be left out: {reason}", stacklevel=2)
+    return tuple(Refusal(what, reason) for what in asked)
 
 
 def prepared(trace: TraceCtx) -> TraceCtx:

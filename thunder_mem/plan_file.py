@@ -24,7 +24,17 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.plan import Plan
 
-__all__ = ["PlanFile", "PlanFileError", "note_program", "program_of", "read_plan", "save_plan"]
+__all__ = [
+    "PlanFile",
+    "PlanFileError",
+    "differing_part",
+    "note_program",
+    "noted_program",
+    "plan_json",
+    "program_of",
+    "read_plan",
+    "save_plan",
+]
 
 FORMAT = 1
 MAX_BYTES = 2**26  # of a file; a plan of 100,000 operations takes about a tenth
@@ -81,16 +91,9 @@ class PlanFile:
         """
         if plan is None:
             raise PlanFileError(f"{self.path} holds a plan, but here planning failed: {failure or 'there was none'}")
-        here = _plan_json(plan)
-        for key in sorted({*here, *self.plan}):
-            mine, theirs = here.get(key), self.plan.get(key)
-            if mine == theirs:
-                continue
-            if isinstance(mine, list) and isinstance(theirs, list):
-                at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
-                where = f"{len(theirs)} there, {len(mine)} here" if at is None else f"the first is number {at}"
-                raise PlanFileError(f"{self.path} holds another plan: its {key} differ, {where}")
-            raise PlanFileError(f"{self.path} holds another plan: {key} is {theirs!r} there, {mine!r} here")
+        if (difference := differing_part(plan_json(plan), self.plan)) is not None:
+            what, mine, theirs = difference
+            raise PlanFileError(f"{self.path} holds another plan: {what} is {theirs} there, {mine} here")
 
 
 def save_plan(jitted: Callable[..., Any], path: str | os.PathLike[str]) -> None:
@@ -128,7 +131,7 @@ def save_plan(jitted: Callable[..., Any], path: str | os.PathLike[str]) -> None:
         "versions": _versions(),
         "options": options,
         "program": program,
-        "plan": _plan_json(plan),
+        "plan": plan_json(plan),
     }
     new = Path(f"{os.fspath(path)}.{os.getpid()}.new")
     new.write_text(json.dumps(data, indent=None, sort_keys=True) + "\n", encoding="utf-8")
@@ -172,6 +175,12 @@ def note_program(program: Mapping[str, Any], options: Mapping[str, str]) -> None
         stats.thunder_mem_program = program, options
 
 
+def noted_program() -> str:
+    """The digest of what is being compiled; "" if nobody noted it."""
+    noted: Any = getattr(_compile_data.get()[1], "thunder_mem_program", None)
+    return noted[0]["digest"] if noted else ""
+
+
 def program_of(trace: TraceCtx) -> dict[str, Any]:
     """What tells a trace from others: its operations, how they are wired, shapes, dtypes, devices and constants.
 
@@ -208,9 +217,30 @@ def _versions() -> dict[str, str]:
     return {"thunder_mem": __version__, "thunder": str(thunder.__version__), "torch": str(torch.__version__)}
 
 
-def _plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data, without places in source files."""
     found = plan.to_json()
     for decision in found["decisions"]:
         del decision["source"]
     found["refused"] = [refused["what"] for refused in found["refused"]]  # whose reasons name places
     return json.loads(json.dumps(found))
+
+
+def differing_part(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """What is the first to differ between two plans as `plan_json` gives them, and what it is in each; None if equal.
+
+    Example:
+        >>> differing_part({"sort": "lpmf", "regions": [1, 2]}, {"sort": "lpmf", "regions": [1, 3]})
+        ('number 1 of its regions', '2', '3')
+    """
+    for key in sorted({*mine, *theirs}):
+        here, there = mine.get(key), theirs.get(key)
+        if here == there:
+            continue
+        if isinstance(here, list) and isinstance(there, list):
+            at = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)
+            if at is None:
+                return f"the number of its {key}", str(len(here)), str(len(there))
+            return f"number {at} of its {key}", json.dumps(here[at]), json.dumps(there[at])
+        return f"its {key}", json.dumps(here), json.dumps(there)
+    return None

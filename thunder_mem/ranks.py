@@ -1,19 +1,24 @@
-"""Do all ranks communicate alike? Asked when a program is compiled, and again only for what is new.
+"""Do all ranks plan and communicate alike? Asked when a program is compiled, and again only for what is new.
 
 Ranks that start different collectives, or the same in another order, hang or mix up their data. Every
-rank publishes what its program is about to communicate, as a hash and as words, in the store through which the
-process groups were set up, and reads what the others publish: an all-gather that has a timeout, and
-that cannot be mistaken for a collective of a rank that does not compile. A function is asked about when
-it is compiled for the first time, which is on all ranks at once, and then only if it would communicate in a new
-way: a rank that compiles it for a batch of another size communicates as before, and the others need not wait.
+rank publishes hashes of what its program is about to communicate, of the program and of its plan, in the store
+through which the process groups were set up, and reads what the others publish: an all-gather that has a timeout,
+and that cannot be mistaken for a collective of a rank that does not compile. Ranks that differ then publish the
+words behind the hashes, so that all of them name the same first difference.
+
+Plans are compared where programs are equal: a rank whose batch has another size may plan otherwise, and
+communicates as the others do. A function is asked about when it is compiled for the first time, which is on
+all ranks at once, and then only if it would communicate in a new way: a rank that compiles it for a batch of
+another size communicates as before, and the others need not wait.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from itertools import combinations
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,12 +30,14 @@ from torch import distributed
 from torch.distributed import distributed_c10d
 
 from thunder_mem.communication import group_of, starts
+from thunder_mem.plan import Plan
+from thunder_mem.plan_file import differing_part, noted_program, plan_json
 
 __all__ = ["RanksDifferError", "Schedule", "agree", "first_difference", "schedule_of"]
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks would start different collectives; says which step is the first to differ, and between whom."""
+    """Ranks would start different collectives, or plan one program differently; says what differs first, and where."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Schedule:
     @property
     def digest(self) -> str:
         """A hash of the steps."""
-        return hashlib.sha256("\n".join(self.steps).encode()).hexdigest()
+        return _digest("\n".join(self.steps))
 
 
 def schedule_of(trace: TraceCtx) -> Schedule:
@@ -102,14 +109,15 @@ class _Agreements:
 _agreements = _Agreements(None)
 
 
-def agree(trace: TraceCtx, function: object) -> None:
-    """Make sure that all ranks that this program communicates with are about to communicate alike.
+def agree(trace: TraceCtx, function: object, plan: Plan | None = None) -> None:
+    """Make sure that all ranks that this program communicates with are about to communicate, and plan, alike.
 
     Waits for the other ranks as long as the store does (the `timeout` of `torch.distributed.init_process_group`).
 
     Args:
         trace: what is about to run, plain or joint.
         function: what is compiled, the same object for all its compilations (Thunder's `CompileData`).
+        plan: that `trace` follows; None where planning failed.
 
     Raises:
         RanksDifferError: on all ranks of a group, if one of them differs or does not answer.
@@ -125,12 +133,27 @@ def agree(trace: TraceCtx, function: object) -> None:
     known = _agreements.known.setdefault(function, set())
     if schedule.digest in known:
         return
+    words = {"steps": schedule.steps, "plan": {} if plan is None else plan_json(plan)}
+    hashes = _Hashes(schedule.digest, noted_program(), _digest(json.dumps(words["plan"], sort_keys=True)))
     for group in groups:
-        _ask(group, schedule)
+        _ask(group, hashes, words)
     known.add(schedule.digest)
 
 
-def _ask(group: torch.distributed.ProcessGroup, schedule: Schedule) -> None:
+@dataclass(frozen=True)
+class _Hashes:
+    """What a rank publishes of what it is about to run."""
+
+    communication: str
+    program: str
+    plan: str
+
+    def contradicts(self, other: _Hashes) -> bool:
+        """Whether ranks with these two must not run together."""
+        return self.communication != other.communication or (self.program == other.program and self.plan != other.plan)
+
+
+def _ask(group: torch.distributed.ProcessGroup, mine: _Hashes, words: Mapping[str, Any]) -> None:
     store = distributed_c10d._get_default_store()
     name, me = group.group_name, distributed.get_rank()
     turn = _agreements.asked.get(name, 0)
@@ -140,22 +163,40 @@ def _ask(group: torch.distributed.ProcessGroup, schedule: Schedule) -> None:
     def key(rank: int, turn: int = turn) -> str:
         return f"thunder_mem/{name}/{turn}/{rank}"
 
-    store.set(key(me), json.dumps([schedule.digest, schedule.steps]))
+    def read(key: str, rank: int) -> Any:
+        try:
+            return json.loads(store.get(key))
+        except RuntimeError as error:
+            steps = words["steps"]
+            raise RanksDifferError(
+                f"rank {rank} compiles nothing that communicates as rank {me} is about to ({len(steps)} "
+                f"collectives, first {steps[0]}): it failed, or runs another program"
+            ) from error
+
+    store.set(key(me), json.dumps(astuple(mine)))
     if turn > 1:  # that all are at the last turn says that all have read the one before
         store.delete_key(key(me, turn - 2))
-    differs: list[str] = []
-    for rank in members:
-        if rank == me:
-            continue
-        try:
-            digest, steps = json.loads(store.get(key(rank)))
-        except RuntimeError as error:
-            raise RanksDifferError(
-                f"rank {rank} compiles nothing that communicates as rank {me} is about to ({len(schedule.steps)} "
-                f"collectives, first {schedule.steps[0]}): it failed, or runs another program"
-            ) from error
-        if digest != schedule.digest:
-            step, here, there = first_difference(schedule.steps, steps)
-            differs.append(f"collective {step} is {here} on rank {me} and {there} on rank {rank}")
-    if differs:
-        raise RanksDifferError(f"ranks would communicate differently, and hang or mix up their data: {differs[0]}")
+    hashes = {rank: mine if rank == me else _Hashes(*read(key(rank), rank)) for rank in members}
+    pairs = ((a, b) for a, b in combinations(members, 2) if hashes[a].contradicts(hashes[b]))
+    if (pair := next(pairs, None)) is None:
+        return
+    store.set(f"{key(me)}/words", json.dumps(words))
+    a, b = pair
+    said = [words if rank == me else read(f"{key(rank)}/words", rank) for rank in pair]
+    if hashes[a].communication != hashes[b].communication:
+        step, here, there = first_difference(said[0]["steps"], said[1]["steps"])
+        raise RanksDifferError(
+            "ranks would communicate differently, and hang or mix up their data: "
+            f"collective {step} is {here} on rank {a} and {there} on rank {b}"
+        )
+    difference = differing_part(said[0]["plan"], said[1]["plan"])
+    assert difference is not None  # as the hashes differ
+    what, here, there = difference
+    raise RanksDifferError(
+        f"ranks have other plans for the same program: {what} is {here} on rank {a} and {there} on rank {b}; "
+        "give all ranks the same options, and devices with the same memory"
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
