@@ -46,6 +46,18 @@ def _one_batch_norm_twice():
 
 
 @case(PROGRAMS)
+def _batch_norm_whose_statistics_are_computed_and_read():
+    """Eager updates them outside of autograd: they hand no gradient to what they are statistics of."""
+
+    def forward(x, y):
+        mean, var = y * 2, y * y
+        normed = F.batch_norm(x, mean, var, training=True, momentum=0.25)
+        return normed + mean, var * x
+
+    return forward, (randn(3, 5), randn(5, grad=False))
+
+
+@case(PROGRAMS)
 def _batch_norm_without_gradient():
     return Net(lambda m, x: m.norm(x) * 2, norm=nn.BatchNorm1d(5, affine=False)), (randn(6, 5, grad=False),)
 

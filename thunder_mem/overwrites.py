@@ -39,6 +39,13 @@ def _copies(bsym: BoundSymbol) -> list[BoundSymbol]:
     return [leaf for leaf in leaves(bsym) if _is_copy(leaf)]
 
 
+def _updates_of_statistics(bsym: BoundSymbol) -> list[BoundSymbol]:
+    """The writes by which a normalisation updates its running statistics, which have no gradient in eager."""
+    if bsym.sym.name in ("batch_norm", "_native_batch_norm"):
+        return _copies(bsym)
+    return [copy for part in bsym.subsymbols for copy in _updates_of_statistics(part)]
+
+
 def without_writes(trace: TraceCtx) -> TraceCtx:
     """The trace in which a write to an intermediate value is a new value, where nobody could tell.
 
@@ -120,6 +127,7 @@ def _replaceable(
     writer: dict[str, BoundSymbol] = {}  # a class -> the last bound symbol that wrote what has a gradient
     missed: BoundSymbol | None = None
     own = {memory(p.name) for p in arguments}
+    statistics = {id(copy) for bsym in trace.bound_symbols for copy in _updates_of_statistics(bsym)}
     for now, (bsym, leaf) in enumerate((b, part) for b in trace.bound_symbols for part in leaves(b)):
         args = [p.name for p in leaf.flat_proxy_args]
         handed_in = [p.name for p in bsym.flat_proxy_args]
@@ -132,7 +140,7 @@ def _replaceable(
         if _is_copy(leaf):
             source, target = leaf.args[:2]
             reads = [source.name]
-            if needs_grad and not leaf.kwargs.get("grad_enabled", True):
+            if needs_grad and (not leaf.kwargs.get("grad_enabled", True) or id(leaf) in statistics):
                 kept.add(memory(target.name))  # what autograd must not see
         for name in reads:
             view = same_view.get(name, name)
