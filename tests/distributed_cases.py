@@ -284,25 +284,121 @@ def peaks() -> dict:
     return found
 
 
-def tensor_parallel_head() -> dict:
-    """The head's vocabulary is split over ranks; all ranks have the same batch."""
+class Head(nn.Module):
+    """A head with a loss of its logits (B, T, V) and the targets."""
+
+    def __init__(self, loss: Callable, vocabulary: int = VOCABULARY, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.head = nn.Linear(width, vocabulary)
+        self.scale = nn.Parameter(torch.rand(vocabulary))
+        self.register_buffer("weights", torch.rand(vocabulary))
+        self.loss = loss
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.loss(self, self.head(self.embedding(tokens)).flatten(0, 1), targets.flatten())
+
+
+def _of_everything(module: Head, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """All that crosses a vocabulary: sums and log-sum-exps over it, picks, and a parameter and a buffer along it."""
+    capped = 5 * torch.tanh(logits * module.scale / 5)
+    z = torch.logsumexp(capped, -1)
+    loss = cross_entropy(capped, targets, weight=module.weights, ignore_index=3, label_smoothing=0.1)
+    return loss + 0.1 * (z * z).mean()
+
+
+def _plain(module: Head, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits, targets) + 0 * module.scale.sum()
+
+
+def _accuracy(module: Head, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """An argmax needs all logits of a row."""
+    hits = (logits.argmax(-1) == targets).float().mean()
+    return cross_entropy(logits, targets) + hits + 0 * module.scale.sum()
+
+
+def _each_row(module: Head, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits * module.scale, targets, reduction="none")
+
+
+def _entropy(module: Head, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    log_p = torch.log_softmax(logits * module.scale, -1)
+    return -(log_p.exp() * log_p).sum(-1).mean()
+
+
+def _squares(module: Head, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The gradient of a maximum over the vocabulary is none of its parts'."""
+    return torch.softmax(logits * module.scale, -1).square().sum()
+
+
+def column_parallel(jitted):
+    """As Thunder's, which knows CUDA alone."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    original = model()
-    (loss_wanted,), wanted = eager(original, [batch(0)])
     transform = TransformForColumnWiseParallel(
         rank=rank, world_size=world, process_group=distributed.new_group(), target_modules=("head",)
     )
-    transform.device = CPU  # `column_parallel` knows CUDA alone
-    jitted = thunder.jit(original, executors=[], transforms=[MemEfficient(strict=True, chunk=ChunkLossHead(chunks=4))])
-    compiled = add_transform(jitted, transform=[transform])
-    loss = compiled(*batch(0))
-    loss.backward()
-    wanted["head.weight"] = wanted["head.weight"].chunk(world)[rank]
+    transform.device = CPU
+    return add_transform(jitted, transform=[transform])
+
+
+def tensor_parallel_head(loss: Callable = _of_everything, chunk: bool | ChunkLossHead | None = None) -> dict:
+    """The head's vocabulary is split over ranks; all ranks have the same batch."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(0)
+    original = Head(loss)
+    reference = copy.deepcopy(original).double()
+    loss_wanted = reference(*batch(0)).sum()
+    loss_wanted.backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    chunk = ChunkLossHead(chunks=4) if chunk is None else chunk
+    compiled = column_parallel(thunder.jit(original, executors=[], transforms=[MemEfficient(strict=True, chunk=chunk)]))
+    found = compiled(*batch(0)).sum()
+    found.backward()
+    for name in ("head.weight", "head.bias"):
+        wanted[name] = wanted[name].chunk(world)[rank]
+    gradients = gradient_error(compiled, wanted, sharded=False)
+    plan, trace = last_plan(compiled), thunder.last_traces(compiled)[-1]
     return {
-        "error": max(abs(loss.item() - loss_wanted) / loss_wanted, gradient_error(compiled, wanted, sharded=False)),
-        "refused": [f"{r.what}: {r.reason}" for r in last_plan(compiled).refused],
-        "digest": schedule_of(thunder.last_traces(compiled)[-1]).digest,
+        "error": max((abs(found - loss_wanted) / loss_wanted).item(), gradients),
+        "loops": [d.how for d in plan.decisions if d.what == "loss head"],
+        "refused": [f"{r.what}: {r.reason}" for r in plan.refused],
+        "text": str(trace),
+        "digest": schedule_of(trace).digest,
     }
+
+
+def tensor_parallel_losses() -> dict:
+    """Every loss, its logits in chunks and whole."""
+    found = [
+        tensor_parallel_head(loss, chunk)
+        for loss in (_of_everything, _plain, _accuracy, _each_row, _entropy, _squares)
+        for chunk in (None, True, False)
+    ]
+    return {key: max(f[key] for f in found) for key in ("error",)} | {"digest": "".join(f["digest"] for f in found)}
+
+
+def tensor_parallel_peaks() -> dict:
+    """Measured bytes of a step: of Thunder alone, with the logits in parts, and these in chunks."""
+    found = {}
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = (torch.randint(8192, (2, 512), generator=generator) for _ in range(2))
+    for name, transforms in (
+        ("thunder", []),
+        ("in parts", [MemEfficient(strict=True, chunk=ChunkLossHead(chunks=1))]),
+        ("in chunks", [MemEfficient(strict=True, chunk=ChunkLossHead(chunks=8))]),
+    ):
+        module = Head(_plain, vocabulary=8192, width=32)
+        compiled = column_parallel(thunder.jit(module, executors=[], transforms=transforms))
+
+        def run(compiled=compiled):
+            compiled(tokens, targets).backward()
+
+        run()
+        for parameter in compiled.parameters():
+            parameter.grad = None
+        found[name] = measure_peak(run)
+    return found
 
 
 def different_plans() -> dict:
@@ -389,6 +485,8 @@ SLOW_CASES: dict[str, Callable[[], dict]] = {
             zero3_budget,
             peaks,
             tensor_parallel_head,
+            tensor_parallel_losses,
+            tensor_parallel_peaks,
             different_models,
         )
     },

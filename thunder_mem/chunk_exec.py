@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup
 
 from thunder_mem.chunk_body import Body
 from thunder_mem.chunk_gemm import gemm, scratch_bytes_of
@@ -36,6 +38,15 @@ class ChunkLoop:
 
     def __init__(self, plan: LoopPlan, forward: dict[int, Body], backward: dict[int, Body]):
         self.plan, self.forward, self.backward = plan, forward, backward
+
+    @cached_property
+    def group(self) -> ProcessGroup | None:
+        """The process group that its blocks communicate with; None if they do not."""
+        for body in (*self.forward.values(), *self.backward.values()):
+            for bsym in body.trace.bound_symbols:
+                if (found := next((a for a in bsym.flat_args if isinstance(a, ProcessGroup)), None)) is not None:
+                    return found
+        return None
 
     def with_plan(self, plan: LoopPlan) -> ChunkLoop:
         """The same loop under another plan of the same region.

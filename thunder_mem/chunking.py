@@ -26,9 +26,9 @@ from thunder_mem.chunk_region import Refused, Region, candidates, grow
 from thunder_mem.chunk_size import default_rows
 from thunder_mem.chunk_splice import splice
 from thunder_mem.chunk_trim import trim
-from thunder_mem.tensor_parallel import parameters_to_shard
 from thunder_mem.thunder_grads import register_missing
 from thunder_mem.user_lines import name_user_lines
+from thunder_mem.vocabulary import with_vocabulary_in_parts
 
 __all__ = ["ChunkRecord", "ChunkingError", "Head", "LoopPlan", "Refusal", "check_options", "chunk_trace"]
 
@@ -91,6 +91,7 @@ def chunk_trace(
     refusals: dict[str, Refusal] = {}  # by the name of the product's result
     tried: set[str] = set()
     new, marks = strip_marks(trace)
+    new = with_vocabulary_in_parts(new)
     marked = frozenset().union(*(m.names for m in marks)) if marks else frozenset()
     done: set[str] = set()
     while True:
@@ -104,9 +105,7 @@ def chunk_trace(
             loop = build_loop(region, rows_of, accumulate, executors, f"chunk_loop{len(loops)}")
             if loop is None:
                 raise Refused(leaf, "one chunk would save nothing: its gradients are much larger than its logits")
-            spliced = splice(found_in, region, loop)
-            _refuse_sharded(leaf, spliced)
-            new = spliced
+            new = splice(found_in, region, loop)
         except Exception as e:
             first = region.amplifiers[0].leaf
             refused = e if isinstance(e, Refused) else _puzzled(first, e)
@@ -145,17 +144,6 @@ def _refusal(leaf: Leaf, e: Refused) -> Refusal:
 
 def _puzzled(leaf: Leaf, e: Exception) -> Refused:
     return Refused(leaf, f"the chunker does not understand it: {e!r}")
-
-
-def _refuse_sharded(leaf: Leaf, trace: TraceCtx) -> None:
-    """A loss over a vocabulary of which every rank has a part needs sums over ranks that a loop does not make."""
-    sharded = parameters_to_shard()
-    for bsym in trace.bound_symbols if sharded else ():
-        for name in sorted(sharded.intersection(p.name for p in bsym.flat_proxy_args)):
-            if is_chunk_loop(bsym):
-                raise Refused(
-                    leaf, f"{name} is sharded over ranks by tensor parallelism, so its logits are gathered whole"
-                )
 
 
 def _products(region: Region, leaf: Leaf) -> set[str]:

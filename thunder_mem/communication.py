@@ -16,6 +16,7 @@ from thunder.distributed.prims import PrimIDs
 __all__ = [
     "START_NAMES",
     "awaited_futures",
+    "group_inside",
     "group_of",
     "is_gather",
     "is_reduction",
@@ -28,12 +29,17 @@ _STARTS = {
     PrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_INPUT, PrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_OUTPUT,
 }  # fmt: skip
 _KINDS = ("all_gather", "all_reduce", "broadcast", "reduce_scatter", "synchronize")
-START_NAMES = {*_KINDS, *(f"torch_{kind}_prim_impl" for kind in _KINDS)}
+START_NAMES = {
+    *_KINDS,
+    *(f"torch_{kind}_prim_impl" for kind in _KINDS),
+    "sum_over_ranks",
+    "log_sum_over_ranks",
+}
 
 
 def starts(bsym: BoundSymbol) -> bool:
     """Whether it starts a collective itself; what a composite's subsymbols do is not looked at."""
-    if bsym.sym.id in _STARTS or bsym.sym.name in START_NAMES:
+    if bsym.sym.id in _STARTS or bsym.sym.name in START_NAMES or group_inside(bsym) is not None:
         return True
     return any(isinstance(p, FutureTensorProxy) for p in bsym.flat_proxy_outs)
 
@@ -57,7 +63,14 @@ def is_reduction(bsym: BoundSymbol) -> bool:
 def group_of(bsym: BoundSymbol) -> torch.distributed.ProcessGroup | None:
     """The process group that it names, if any."""
     values = (*bsym.args, *bsym.kwargs.values())
-    return next((v for v in values if isinstance(v, torch.distributed.ProcessGroup)), None)
+    return next((v for v in values if isinstance(v, torch.distributed.ProcessGroup)), group_inside(bsym))
+
+
+def group_inside(bsym: BoundSymbol) -> torch.distributed.ProcessGroup | None:
+    """The process group that a chunk loop's blocks communicate with, chunk by chunk."""
+    if not bsym.sym.name.startswith("chunk_loop") or bsym.sym.name == "chunk_loop_finish":
+        return None
+    return bsym.args[0].group
 
 
 def overwritten_by(bsym: BoundSymbol) -> TensorProxy | None:

@@ -66,6 +66,7 @@ def composed(options: PlanningOptions, data: Any, trace: TraceCtx) -> PlanningOp
     if any(isinstance(t, CUDAGraphTransform) for t in data.transforms):
         if not any(isinstance(a, TensorProxy) and a.device.type == "cuda" for a in trace.args):
             warnings.warn(NO_CUDA, stacklevel=3)
+        options = replace(options, redraw=False)
         if options.reuse:
             # Recording a graph runs it several times on the memory where the forward left what the backward reads.
             options = replace(options, reuse=False)
@@ -97,7 +98,7 @@ def rewriting_after(transform: Transform, transforms: Sequence[Any]) -> str:
     Thunder's distributed ones are none: they replace parameters, wherever these are read.
     """
     places = [i for i, other in enumerate(transforms) if other is transform]
-    for other in transforms[places[0] + 1 :] if places else ():
+    for other in transforms[places[-1] + 1 :] if places else ():
         kind = type(other)
         if getattr(kind, "transform_traces_pre_prologue", None) is Transform.transform_traces_pre_prologue:
             continue

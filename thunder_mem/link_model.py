@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_mem.communication import awaited_futures, group_of, is_gather, starts
+from thunder_mem.communication import awaited_futures, group_inside, group_of, is_gather, starts
 from thunder_mem.cost import DeviceModel, cost_s, tensor_bytes
 from thunder_mem.trace_graph import TraceGraph
 
@@ -48,8 +48,10 @@ class Collective:
 
 
 def transfer_s(bsym: BoundSymbol, device: DeviceModel) -> float:
-    """Seconds that a collective takes by itself."""
+    """Seconds that a collective takes by itself; a loop that communicates a few numbers a row takes its latencies."""
     group = group_of(bsym)
+    if group_inside(bsym) is not None:
+        return _LATENCY_S * -(-bsym.args[0].plan.n // bsym.args[0].plan.block_rows)
     ranks = group.size() if group is not None else 2
     tensors = [
         p for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs) if isinstance(p, TensorProxy | FutureTensorProxy)
@@ -73,7 +75,11 @@ def collectives_of(source: TraceGraph, device: DeviceModel) -> list[Collective]:
 
 def computing_seconds(source: TraceGraph, device: DeviceModel) -> list[float]:
     """Seconds that each op computes; none for what communicates."""
-    return [0.0 if starts(b) or any(True for _ in awaited_futures(b)) else cost_s(b, device) for b in source.bsyms]
+    return [0.0 if _only_communicates(b) else cost_s(b, device) for b in source.bsyms]
+
+
+def _only_communicates(bsym: BoundSymbol) -> bool:
+    return group_inside(bsym) is None and (starts(bsym) or any(True for _ in awaited_futures(bsym)))
 
 
 def exposed_s(order: Sequence[int], seconds: Sequence[float], collectives: Sequence[Collective]) -> float:

@@ -29,7 +29,7 @@ from thunder.core.trace import TraceCtx
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from thunder_mem.communication import group_of, starts
+from thunder_mem.communication import group_inside, group_of, starts
 from thunder_mem.plan import Plan
 from thunder_mem.plan_file import differing_part, noted_program, plan_json
 
@@ -78,6 +78,9 @@ def _in_words(bsym: BoundSymbol, group: torch.distributed.ProcessGroup | None) -
         if isinstance(p, TensorProxy | FutureTensorProxy)
     )
     how = "".join(f", {a.name}" for a in bsym.flat_args if type(a).__name__ == "DistributedReduceOps")
+    if group_inside(bsym) is not None:
+        plan = bsym.args[0].plan
+        how += f", in {plan.chunks} chunks of {plan.chunk_rows} rows, {plan.block_rows} at once"
     members = f" over ranks {distributed.get_process_group_ranks(group)}" if group is not None else ""
     return f"{name} of {given}{how}{members}"
 

@@ -15,6 +15,7 @@ from thunder_mem.chunking import ChunkingError, check_options, chunk_trace
 from thunder_mem.composition import rewriting_after, with_whole_heads
 from thunder_mem.overwrites import without_writes
 from thunder_mem.pruning import pruned
+from thunder_mem.tensor_parallel import waits_for_shards
 from thunder_mem.transforms.listed import ListedTransform
 
 __all__ = ["ChunkLossHead"]
@@ -67,6 +68,8 @@ class ChunkLossHead(ListedTransform):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         """Thunder's hook before autograd."""
         data: Any = get_compile_data()
+        if data is not None and waits_for_shards(self, data.transforms, computation_trace):
+            return prologue_trace, computation_trace, epilogue_trace
         other = rewriting_after(self, data.transforms) if data is not None else ""
         try:
             if other:

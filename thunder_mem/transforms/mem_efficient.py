@@ -33,6 +33,7 @@ from thunder_mem.policies import Policy, PolicyChooser
 from thunder_mem.pruning import pruned
 from thunder_mem.recompute_config import Written, from_environment, parse_config
 from thunder_mem.sorting import SortFunction
+from thunder_mem.tensor_parallel import waits_for_shards
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.listed import ListedTransform
 from thunder_mem.verify import VerificationError
@@ -148,6 +149,8 @@ class MemEfficient(ListedTransform):
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
     ):
         compile_data: Any = get_compile_data()
+        if waits_for_shards(self, compile_data.transforms, computation_trace):
+            return prologue_trace, self._prepared(computation_trace, prologue_trace), epilogue_trace
         executors = _with_defaults(compile_data.executors_list)
         program, asked = program_of(computation_trace), self._asked(unseat(executors))
         note_program(program, asked)
