@@ -19,6 +19,7 @@ test-long: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PARALLEL)
 
 # A third each of what Thunder gets right, of checkpoints, and of overwritten values; FROM is the first seed.
+# Every second program runs with the default options, the others with some that are drawn for them.
 # The counts are kept in FUZZ, so that the same command goes on where it stopped.
 N ?= 3000
 FROM ?= 0
@@ -26,7 +27,7 @@ FUZZ ?= build/fuzz.json
 fuzz: $(STAMP)  ## N random programs against eager: make fuzz N=50000; failing ones are saved as tests
 	status=0; for profile in thunder checkpoint overwritten; do \
 	  $(BIN)/python -m tests.fuzz --profile $$profile --programs $$(( ($(N) + 2) / 3 )) --seed $(FROM) \
-	    --json $(FUZZ) --resume || status=1; \
+	    --in-turn --compiled-share 0.004 --json $(FUZZ) --resume || status=1; \
 	done; exit $$status
 
 # What ran is kept in build/upstream, so that it goes on where it stopped: make upstream-tests ARGS="--share 0.1"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--profile", choices=sorted(PROFILES), default="thunder")
     parser.add_argument("--configs", default="mem", help="comma separated, for every program (default: %(default)s)")
     parser.add_argument("--drawn", type=int, default=1, help="option sets that are drawn for each program")
+    parser.add_argument("--in-turn", action="store_true", help="each program through --configs or what is drawn for it")
+    parser.add_argument("--whole-share", type=float, default=0.1, help="of programs that Thunder's interpreter traces")
     parser.add_argument("--compiled-share", type=float, default=0.002, help="of drawn ones that compile their regions")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--attempts", type=int, default=300, help="most runs spent on minimising one failure")
@@ -81,7 +84,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
     started, result = time.perf_counter(), Campaign(seed)
-    steps = campaign(seed, PROFILES[options.profile], configs, options.drawn, options.compiled_share, excuse)
+    gc.freeze()  # torch's and Thunder's own objects, or a tenth of the time goes into looking at them
+    gc.set_threshold(50_000, 10, 10)
+    steps = campaign(
+        seed,
+        PROFILES[options.profile],
+        configs,
+        options.drawn,
+        options.compiled_share,
+        excuse,
+        in_turn=options.in_turn,
+        whole_share=options.whole_share,
+    )
     command = f"python -m tests.fuzz {' '.join(sys.argv[1:] if arguments is None else arguments)}"
     for result in islice(steps, programs):
         seconds = time.perf_counter() - started

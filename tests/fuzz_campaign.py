@@ -23,6 +23,7 @@ from tests.fuzz_configs import (
     traced_once,
     uncompiled_regions,
 )
+from tests.fuzz_quick import quickly
 from tests.generate import Profile, generate
 from tests.oracle import Expectation, Invalid, check, expect
 from tests.programs import Program, function, source
@@ -55,6 +56,7 @@ class Campaign:
     Attributes:
         next_seed: where to go on.
         programs: how many valid ones ran.
+        whole: how many of these through Thunder's interpreter.
         verdicts: by name of the configuration ("drawn" for all that are drawn) and verdict.
         options: how often each option was drawn with each value.
         refused: what eager or the oracle refused, by reason.
@@ -65,6 +67,7 @@ class Campaign:
 
     next_seed: int
     programs: int = 0
+    whole: int = 0
     verdicts: Counter = field(default_factory=Counter)
     options: Counter = field(default_factory=Counter)
     refused: Counter = field(default_factory=Counter)
@@ -146,6 +149,8 @@ def campaign(
     compiled_share: float = 0.0,
     excuse: bool = True,
     log: Callable = print,
+    in_turn: bool = False,
+    whole_share: float = 1.0,
 ) -> Iterator[Campaign]:
     """Run valid programs drawn from `seed`, `seed + 1`, ... without end; after each, all that was found so far.
 
@@ -157,6 +162,8 @@ def campaign(
         compiled_share: of those that are drawn, with fusion regions really compiled.
         excuse: differences of plain Thunder excuse the same program's.
         log: is called with a line for each failure.
+        in_turn: every second program through `configs`, the others through what is drawn for them.
+        whole_share: of the programs that take Thunder's own way, through its interpreter, instead of `quickly`.
     """
     result = Campaign(seed)
     while True:
@@ -172,7 +179,10 @@ def campaign(
         more = [configured(draw_options(rng, program, compiled_share)) for _ in range(drawn)]
         fn = function(source(program))
         named = [*((c.name, c) for c in configs), *(("drawn", c) for c in more)]
-        with traced_once():
+        if in_turn:
+            named = [(name, c) for name, c in named if (name == "drawn") == bool(seed % 2)]
+        result.whole += (whole := rng.random() < whole_share)
+        with nullcontext() if whole else quickly(), traced_once():
             found = [(name, c, *verdict(program, c, expected, excuse, fn)) for name, c in named]
         for name, config, came_to, differences in found:
             if name == "drawn":

@@ -40,10 +40,12 @@ def record(file: Path, command: str, profile: str, result: Campaign, seconds: fl
         "first_seed": first,
         "next_seed": result.next_seed,
         "programs": result.programs,
+        "through_thunders_interpreter": result.whole,
         "refused_by_eager_or_oracle": sum(result.refused.values()),
         "seconds": round(seconds, 1),
         "verdicts": {},
         "options": dict(sorted(result.options.items())),
+        "excused": {what: {"programs": n, "seed": result.excused[what]} for what, n in result.excuses.most_common()},
         "failures": [{"seed": f.seed, "config": f.config.name, "what": f.alike} for f in result.failures.values()],
     }
     for (name, came_to), n in sorted(result.verdicts.items()):
