@@ -8,7 +8,8 @@ import thunder
 import torch
 
 from thunder_mem import predict, scratch, scratch_table
-from thunder_mem.scratch_table import Output, Probe, Table
+from thunder_mem.output_layout import Output
+from thunder_mem.scratch_table import Probe, Table
 
 PROBE = Probe(4096, 1024, (None, Output(("new", 1), 1024, (16, 16), (16, 1), 0, torch.float32)))
 

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from thunder.executors.sdpaex import sdpa_ex
 from torch import nn
 
+from thunder_mem import MemEfficient, last_plan
 from thunder_mem.allocator import CachingAllocator, allocate, rounded
 from thunder_mem.devices import DEVICES, device_spec
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.fits import fits, largest_batch, largest_sequence
+from thunder_mem.measure import measure_peak
 from thunder_mem.predict import PredictionError, predict
 from thunder_mem.scratch import PRODUCTS, REGIONS
 from thunder_mem.simulate import simulate, simulated_device
@@ -138,26 +140,55 @@ def test_views_that_leave_a_region_cost_nothing(fusion):
     assert prediction.measured_bytes == 4 * MIB + 2 * MIB
 
 
+def mixed(model, x):
+    q, k, v = model(x).view(-1, 3, 32).unbind(1)
+    return (q.softmax(-1) * k.t().contiguous().t() + v.float().exp()).sum(0), q * 2, k[::2] + 1
+
+
+def rotary(model, x):
+    """As litgpt once had it: the rotated heads keep the strides of their projection, so that nothing is copied."""
+    q, k, v = model(x).view(16, 3, 4, 8).permute(1, 2, 0, 3)
+    turn = torch.arange(16, device=x.device).outer(torch.arange(8, device=x.device)).cos()
+    return ((q * turn + k * turn) * v.relu()).transpose(0, 1).reshape(16, 32) @ x.t()
+
+
 @pytest.mark.slow
-def test_modelled_regions_are_what_inductor_makes_of_them():
+@pytest.mark.parametrize("program", [mixed, rotary])
+def test_modelled_regions_are_what_inductor_makes_of_them(program):
     """Event by event, the model of a region on a GPU agrees with the regions that ran on the CPU."""
 
     def run(device):
         with torch.device(device):
-            model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.GELU(), nn.Unflatten(1, (3, 32)))
+            model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.GELU())
             x = torch.ones(16, 32)
-
-        def f(x):
-            q, k, v = model(x).unbind(1)
-            return (q.softmax(-1) * k.t().contiguous().t() + v.float().exp()).sum(0), q * 2, k[::2] + 1
-
-        return predict(thunder.jit(f, executors=[mem_pointwise_ex]), x)
+        jitted = thunder.jit(lambda x: program(model, x), executors=[mem_pointwise_ex])
+        prediction = predict(jitted, x)
+        if device == "cpu":
+            assert prediction.phase("forward").measured_bytes == measure_peak(jitted, x)
+        return prediction
 
     on_cpu = run("cpu")
     with simulate("H100-80GB", fusion=None):
         on_cuda = run("cuda")
     assert any(e.bsym.sym.is_fusion for e in on_cpu.timeline)
     assert [(e.name, e.live_bytes) for e in on_cpu.timeline] == [(e.name, e.live_bytes) for e in on_cuda.timeline]
+
+
+def test_a_plan_counts_on_the_strides_that_regions_keep():
+    """Heads that are rotated as views of their projection: attention's result is reshaped without a copy."""
+
+    def attend(w, x, turn):
+        q, k, v = (x @ w).view(1, 1024, 3, 4, 64).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q * turn + q, k * turn + k, v, is_causal=True)
+        return y.transpose(1, 2).reshape(1024, 256) @ x.t()
+
+    with simulate("H100-80GB"):
+        w, x, turn = (torch.empty(shape, device="cuda") for shape in ((256, 768), (1024, 256), (1024, 64)))
+        half = [t.bfloat16() for t in (w, x, turn)]
+        jitted = thunder.jit(attend, transforms=[MemEfficient(strict=True, chunk=False)])
+        prediction = predict(jitted, *half)
+    assert any(e.bsym.sym.is_fusion for e in prediction.timeline)
+    assert last_plan(jitted).candidate.forward_peak_bytes == prediction.peak_bytes
 
 
 def test_flash_attention_backward_has_its_scratch():

@@ -2,13 +2,15 @@
 
 Whether a reshape copies depends on strides, which Thunder's proxies do not carry. So the ops that
 may return a view are run on meta tensors, where PyTorch itself answers without memory or
-arithmetic; every other op gives fresh storages. The result is exact for the unfused trace as long as
-operators return the layouts assumed here (dense, elementwise results laid out like their operands).
+arithmetic; every other op gives fresh storages. The result is exact as long as operators return the
+layouts assumed here (dense, elementwise results laid out like their operands). Inductor returns what the
+operations of a region would return if they ran one by one, strides and aliases included: so a fused
+region is followed operation by operation, too, and its outputs are what counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -22,9 +24,10 @@ from torch._prims_common import compute_elementwise_output_strides
 
 from thunder_mem.chunk_loop import shared_memory
 from thunder_mem.communication import overwritten_by
+from thunder_mem.compiled_region import RegionFunction
 from thunder_mem.effects import leaves
 from thunder_mem.offload_exec import is_transfer
-from thunder_mem.takeover import taken_over
+from thunder_mem.takeover import may_stand_in, taken_over
 from thunder_mem.views import VIEWS, slice_view
 
 __all__ = ["Layout", "is_view", "torch_view"]
@@ -55,6 +58,7 @@ _VIEW_NAMES: dict[str, Callable] = {
     "update_aliases": lambda aliases: aliases,
     "contiguous": lambda a, *, memory_format=torch.contiguous_format: a.contiguous(memory_format=memory_format),
     "detach": lambda a: a.detach(),
+    "repeat": lambda a, *sizes: a.repeat(*sizes),  # a copy, where Thunder's decomposition may show a single row anew
     "prefetch_wait": lambda a: a,
     "wait": lambda a: a,
     "torch_wait_prim_impl": lambda a: a,
@@ -93,6 +97,20 @@ def is_view(bsym: BoundSymbol) -> bool:
     return all(_view_function(leaf) is not None or not leaf.flat_proxy_outs for leaf in leaves(bsym))
 
 
+def region_steps(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+    """What a fused region runs, one after the other: `mem_pointwise` takes operations apart, others do not."""
+    apart = isinstance(next(iter((bsym._call_ctx or {}).values()), None), RegionFunction)
+    known = {p.name for p in bsym.flat_proxy_args}
+    stack = list(reversed(bsym.subsymbols))
+    while stack:
+        step = stack.pop()
+        if apart and step.subsymbols and step.sym.name != "contiguous":
+            stack += reversed(step.subsymbols)
+        elif not (made := {p.name for p in step.flat_proxy_outs}) <= known:  # a name means one value
+            known |= made
+            yield step
+
+
 class Layout:
     """A meta tensor for every tensor proxy seen so far, those of an `earlier` layout included.
 
@@ -103,8 +121,18 @@ class Layout:
     def __init__(self, earlier: Layout | None = None) -> None:
         self._tensors: dict[str, torch.Tensor] = dict(earlier._tensors) if earlier else {}
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """A layout that knows these meta tensors."""
+        layout = cls()
+        layout._tensors.update(tensors)
+        return layout
+
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
 
     def define(self, proxies: Iterable[Proxy]) -> None:
         """Give each proxy that is still unknown a fresh, contiguous storage."""
@@ -136,6 +164,9 @@ class Layout:
 
     def run(self, bsym: BoundSymbol) -> None:
         """Follow one bound symbol: views share, everything else allocates."""
+        if bsym.sym.is_fusion:
+            self._run_region(bsym)
+            return
         if is_view(bsym) and self._run_view(bsym):
             return
         if is_transfer(bsym):
@@ -146,16 +177,28 @@ class Layout:
             p for p in bsym.flat_proxy_outs if p.name not in known and isinstance(p, TensorProxy | FutureTensorProxy)
         ]
         written = _in_place_target(bsym)
-        shared, taken = shared_memory(bsym), taken_over(bsym)
+        shared = shared_memory(bsym)
         for position, p in enumerate(outs):
             if written is not None and position == 0:
                 self._tensors[p.name] = self._tensors[written.name]
             elif p.name in shared:  # another dtype, or a part of what the result will fill
                 self._tensors[p.name] = self._tensors[shared[p.name].name]
-            elif p.name in taken:
-                self._tensors[p.name] = self._tensors[taken[p.name].name].view(tuple(map(int, p.shape)))
             elif p.name not in self._tensors:
                 self._tensors[p.name] = self._fresh(bsym, p)
+
+    def _run_region(self, bsym: BoundSymbol) -> None:
+        args = [p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
+        outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
+        self.define(args)
+        inside = Layout.of({p.name: self._tensors[p.name] for p in args})
+        for step in region_steps(bsym):
+            inside.run(step)
+        inside.define(outs)
+        shown = {p.name: inside[p.name] for p in outs}
+        for name, arg in taken_over(bsym).items():
+            if may_stand_in(shown[name], memory := self._tensors[arg.name]):
+                shown[name] = memory.view(shown[name].shape)
+        self._tensors |= shown
 
     def _run_transfer(self, bsym: BoundSymbol) -> None:
         """A copy to the host or back is laid out as what is copied; the end of one is the copy itself."""

@@ -1,24 +1,24 @@
 """A fused region that is not there to run: what it returns, and nothing of what happens inside.
 
-While such a region runs its inputs and outputs are alive together and its internals are free. An
-output is a view of an input, or of another output, when the region makes it by views alone; every
-other output is a dense tensor of its own.
+While such a region runs its inputs and outputs are alive together and its internals are free. Its outputs
+have the strides, and share memory with its inputs and with each other, as if its operations ran one by one
+(`layout.py`), which is what Inductor makes of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
-from thunder.core.pytree import tree_flatten, tree_unflatten
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
+from torch.utils._python_dispatch import _disable_current_modes
 
-from thunder_mem.takeover import taken_over
-from thunder_mem.views import VIEWS
+from thunder_mem.layout import Layout
+from thunder_mem.output_layout import describe, lay_out, meta_like
 
 __all__ = ["empty_like_proxy", "modelled_region", "run_region"]
 
@@ -37,32 +37,8 @@ def run_region(bsym: BoundSymbol, env: dict[str, Any]) -> None:
         bsym: a bound symbol with `sym.is_fusion`, whose subsymbols say what it does.
         env: tensors (fake ones, under their mode) by name; holds the region's inputs.
     """
-    local = {p.name: env[p.name] for p in bsym.flat_proxy_args if p.name in env}
-    outputs = _outputs(bsym.subsymbols, local, bsym.flat_proxy_outs)
-    for name, arg in taken_over(bsym).items():
-        if env[arg.name].is_contiguous():
-            outputs[name] = env[arg.name].view(outputs[name].shape)
-    env.update(outputs)
-
-
-def _follow_views(bsyms: Iterable[BoundSymbol], local: dict[str, Any], wanted: dict[str, TensorProxy]) -> None:
-    for bsym in bsyms:
-        if bsym.sym.id in VIEWS:
-            flat, spec = tree_flatten((bsym.args, bsym.kwargs))
-            args, kwargs = tree_unflatten([_value(x, local) for x in flat], spec)
-            if isinstance(args[0], torch.Tensor):
-                local.setdefault(bsym.output.name, VIEWS[bsym.sym.id](*args, **kwargs))
-        elif bsym.subsymbols:
-            _follow_views(bsym.subsymbols, local, wanted)
-        for p in bsym.flat_proxy_outs:
-            if p.name in wanted and p.name not in local:
-                local[p.name] = empty_like_proxy(wanted[p.name])
-
-
-def _value(x: Any, local: dict[str, Any]) -> Any:
-    if isinstance(x, NumberProxy):
-        return x.value
-    return local.get(x.name, x) if isinstance(x, Proxy) else x
+    inputs = {p.name: env[p.name] for p in bsym.flat_proxy_args if isinstance(env.get(p.name), torch.Tensor)}
+    env.update(_outputs([bsym], inputs, bsym.flat_proxy_outs))
 
 
 def modelled_region(
@@ -76,13 +52,24 @@ def modelled_region(
     names = [p.name for p in inputs]
 
     def region(*args: Any) -> list[Any]:
-        local = dict(zip(names, args, strict=True))
-        return list(_outputs(bsyms, local, outputs).values())
+        given = {name: x for name, x in zip(names, args, strict=True) if isinstance(x, torch.Tensor)}
+        return list(_outputs(bsyms, given, outputs).values())
 
     return region
 
 
-def _outputs(bsyms: Iterable[BoundSymbol], local: dict[str, Any], outputs: Iterable[Proxy]) -> dict[str, Any]:
-    wanted = {p.name: p for p in outputs if isinstance(p, TensorProxy)}
-    _follow_views(bsyms, local, wanted)
-    return {name: local[name] if name in local else empty_like_proxy(proxy) for name, proxy in wanted.items()}
+def _outputs(
+    bsyms: Iterable[BoundSymbol], inputs: Mapping[str, torch.Tensor], outputs: Iterable[Proxy]
+) -> dict[str, torch.Tensor | None]:
+    """The tensors that the bound symbols make of the inputs, by name."""
+    wanted = [p for p in outputs if isinstance(p, TensorProxy)]
+    given = list(inputs.values())
+    with _disable_current_modes():  # meta tensors answer alone
+        metas = meta_like(given)
+        layout = Layout.of(dict(zip(inputs, metas, strict=True)))
+        for bsym in bsyms:
+            layout.run(bsym)
+        layout.define(wanted)
+        found = describe([layout[p.name] for p in wanted], metas)
+    made = lay_out(found, given, [to_torch_device(p.device) for p in wanted])
+    return dict(zip([p.name for p in wanted], made, strict=True))

@@ -23,23 +23,13 @@ from typing import Any
 import thunder
 import torch
 
-__all__ = ["Output", "Probe", "Table", "save_tables", "table"]
+from thunder_mem.output_layout import Output
+
+__all__ = ["Probe", "Table", "save_tables", "table"]
 
 _FORMAT = 1
 _MOST = 50_000  # about 10 MB; beyond it a file begins anew
 _MOST_BYTES = 2**26  # a larger file is none of ours
-
-
-@dataclass(frozen=True)
-class Output:
-    """How a real output lies: in which storage ("input", i) or ("new", i), and how it shows it."""
-
-    where: tuple[str, int]
-    storage_bytes: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

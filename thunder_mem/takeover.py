@@ -31,6 +31,7 @@ __all__ = [
     "TakeOver",
     "fits",
     "interleave",
+    "may_stand_in",
     "never",
     "own_inputs",
     "show_over",
@@ -80,7 +81,7 @@ def taken_over(bsym: BoundSymbol) -> dict[str, TensorProxy]:
     return {bsym.output[t.output].name: bsym.args[t.input] for t in reuse.takes} if reuse else {}
 
 
-def _alike(value: torch.Tensor, memory: torch.Tensor) -> bool:
+def may_stand_in(value: torch.Tensor, memory: torch.Tensor) -> bool:
     """Whether `value` may stand where `memory` is, at their sizes and strides."""
     same = value.dtype == memory.dtype and value.numel() == memory.numel()  # sizes can be symbolic to Thunder
     return same and value.is_contiguous() and memory.is_contiguous()
@@ -151,7 +152,7 @@ def show_over(outputs: Sequence[torch.Tensor], inputs: Sequence[Any], reuse: Reu
     shown = list(outputs)
     for take in reuse.takes:
         value, memory = shown[take.output], inputs[take.input]
-        if _alike(value, memory):
+        if may_stand_in(value, memory):
             shown[take.output] = memory.view(value.shape)
     return shown
 
@@ -161,7 +162,7 @@ def fits(unfused: Callable[[list[Any]], Sequence[torch.Tensor]], args: tuple[Any
     with torch.utils._python_dispatch._disable_current_modes(), FakeTensorMode() as mode:
         fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in args]
         outputs = unfused(list(fakes))
-    return all(_alike(outputs[take.output], fakes[take.input]) for take in reuse.takes)
+    return all(may_stand_in(outputs[take.output], fakes[take.input]) for take in reuse.takes)
 
 
 def own_inputs(inputs: tuple[Any, ...], reuse: Reuse) -> tuple[Any, ...]:
