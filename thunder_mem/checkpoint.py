@@ -4,8 +4,8 @@ Thunder repeats in the backward whatever stands inside a checkpoint: random numb
 writes in place are repeated or left out. Here its marks are replaced by one of our own before autograd,
 so that the joint trace arrives without repetitions, and the marks say what the user allows to be
 computed again. `saving.py` then cuts: the least bytes are kept from which everything else can be
-rebuilt. What cannot be repeated is kept in the smallest form that serves (of a dropout the boolean mask,
-with nvFuser the seed), and what is alive anyway is not computed again.
+rebuilt. Random numbers are drawn again from the state that they were drawn from (`redraw.py`). What cannot be
+repeated is kept in the smallest form that serves, and what is alive anyway is not computed again.
 
 What is recomputed never has an effect, so a BatchNorm inside a checkpoint updates its statistics once a
 step, as without the checkpoint, in Thunder and in torch.compile. (Eager PyTorch runs it again in the
@@ -44,8 +44,12 @@ def take_over_checkpoints(trace: TraceCtx) -> TraceCtx:
     if not any(_is_marked(b) or b.sym == ltorch.checkpoint for b in trace.bound_symbols):
         return trace
     new = from_trace(trace)
+    internal = {p.name for b in trace.bound_symbols for p in b.flat_proxy_outs if _THUNDERS_ON_PROXY in p.tags}
     for bsym in trace.bound_symbols:
-        new.bound_symbols += _taken_over(bsym, frozenset(), False)
+        taken_over = _taken_over(bsym, frozenset(), False)
+        # Thunder leaves out what makes a checkpoint's result. It reads what exists only in there, so it is in there.
+        last = not _is_marked(bsym) and any(p.name in internal for p in bsym.flat_proxy_args)
+        new.bound_symbols += [_with_marked_parts(b) for b in taken_over] if last else taken_over
     new.set_provenance(TraceProvenance("Checkpoints are planned"))
     return new
 
@@ -62,8 +66,20 @@ def _taken_over(bsym: BoundSymbol, stays: Collection[str], inside: bool) -> list
     if bsym.sym == ltorch.checkpoint:
         results = {p.name for p in bsym.flat_proxy_outs} if not inside else stays
         return [new for part in bsym.subsymbols for new in _taken_over(part, results, True)]
-    marked = _is_marked(bsym) or (inside and not any(p.name in stays for p in bsym.flat_proxy_outs))
-    return [_marked(bsym) if marked else bsym]
+    if _is_marked(bsym) or (inside and not _makes(bsym, stays)):
+        return [_marked(bsym)]
+    return [_with_marked_parts(bsym) if inside else bsym]
+
+
+def _with_marked_parts(bsym: BoundSymbol) -> BoundSymbol:
+    """The bound symbol, whose result is kept, with our mark on all that it makes on the way there."""
+    stays = {p.name for p in bsym.flat_proxy_outs}
+    parts = tuple(_with_marked_parts(b) if _makes(b, stays) else _marked(b) for b in bsym.subsymbols)
+    return bsym.from_bsym(subsymbols=parts)
+
+
+def _makes(bsym: BoundSymbol, names: Collection[str]) -> bool:
+    return any(p.name in names for p in bsym.flat_proxy_outs)
 
 
 def _marked(bsym: BoundSymbol) -> BoundSymbol:
@@ -77,8 +93,7 @@ def _marked(bsym: BoundSymbol) -> BoundSymbol:
 def checkpointed_storages(source: TraceGraph) -> frozenset[int]:
     """The storages of a joint graph's forward that a checkpoint allows the backward to compute again.
 
-    Never what a repetition would change: random numbers, what is overwritten, communication, results
-    that differ from run to run.
+    Never what a repetition would change: what is overwritten, communication, results that differ from run to run.
     """
     return frozenset(
         s

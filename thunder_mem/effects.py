@@ -20,6 +20,7 @@ from thunder.distributed.prims import PrimIDs as DistributedPrimIDs
 
 from thunder_mem.chunk_loop import overwritten
 from thunder_mem.communication import START_NAMES, awaited_futures, overwritten_by, starts
+from thunder_mem.redraw import is_noted, is_redrawn, original
 from thunder_mem.takeover import taken_over
 
 __all__ = ["COMMUNICATION", "Effects", "effects_of", "is_random", "leaves"]
@@ -78,8 +79,10 @@ def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
 
 def effects_of(bsym: BoundSymbol) -> Effects:
     """The effects of a bound symbol, looked for in all of its subsymbols."""
-    if _only_computes(bsym):
+    if _only_computes(bsym) or is_redrawn(bsym):
         return _NONE
+    if is_noted(bsym):
+        return effects_of(original(bsym))
     writes: list[str] = []
     channels: list[str] = []
     barrier = False

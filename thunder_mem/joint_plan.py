@@ -33,6 +33,7 @@ from thunder_mem.overwrites import protect_old_values
 from thunder_mem.plan import Decision, Refusal
 from thunder_mem.planner import between_halves, cannot_beat, make_plan
 from thunder_mem.recompute import gathers_of_held, recompute_in_backward, why_not_again
+from thunder_mem.redraw import draws_once
 from thunder_mem.refine import Planned, refined
 from thunder_mem.regions import Fusibility
 from thunder_mem.saving import saved_storages, storages_to_rebuild
@@ -62,6 +63,7 @@ class PlanningOptions:
     recompute: Chooser | None = None
     offload: OffloadOption | None = None
     reuse: bool = True
+    redraw: bool = True
     # Is shown what there is to decide, and the function that plans a choice of storages to rebuild.
     observe: Callable[[SavingProblem, Callable[[frozenset[int]], Planned]], object] | None = None
     verify: bool | None = None
@@ -76,7 +78,7 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
         BudgetError: nothing fits and `options.on_infeasible` is "error".
         RecomputeError: `options.recompute` makes no sense for this program.
     """
-    trace, source = _read(trace)
+    trace, source = _read(trace if options.redraw else draws_once(trace))
     fuse = fusibility(source, executors)
     gathered = gathers_of_held(source)
     choices, asked = _choices(source, fuse, gathered, options.recompute)

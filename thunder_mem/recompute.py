@@ -14,6 +14,7 @@ from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.effects import leaves
+from thunder_mem.redraw import noted, redrawn, why_not_redrawn
 from thunder_mem.renaming import named, renamed
 from thunder_mem.trace_graph import BACKWARD, TraceGraph
 
@@ -39,10 +40,10 @@ def why_not_again(source: TraceGraph, op: int) -> str | None:
     bsym, effects = source.bsyms[op], source.effects[op]
     if effects.writes:
         return f"it overwrites {effects.writes[0]}"
-    if any(channel.startswith("rng") for channel in effects.channels):
-        return "it draws random numbers"
-    if effects.channels:
+    if any(not channel.startswith("rng") for channel in effects.channels):
         return "it communicates"
+    if effects.channels and (reason := why_not_redrawn(bsym)):
+        return reason
     if effects.barrier:
         return "it may do more than compute its result"
     if changed := [s for s in source.graph.ops[op].touches if s in source.overwritten]:
@@ -96,7 +97,7 @@ def repeat_late(
     """The trace in which late readers of some storages read second ones.
 
     The bound symbols that make them are repeated under new names just before their first late use, once each, with
-    the views of them that are used late.
+    the views of them that are used late. What draws random numbers draws the same ones (`redraw.py`).
 
     Args:
         source: `trace` as it was read.
@@ -116,6 +117,7 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
     body: list[BoundSymbol] = []
     again: dict[str, Proxy] = {}  # what late readers take instead of the first value
     repeated: set[int] = set()
+    placed: dict[int, int] = {}  # where in the body an op's first run stands
 
     def made_early(proxies: Iterable[Proxy], of: Collection[int]) -> list[Proxy]:
         """Those that belong to a storage of these, and are not views that a late reader made of the second one."""
@@ -142,6 +144,9 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
             outs = [p for p in bsym.flat_proxy_outs if p.name not in taken]
             new = {p.name: named(p, f"bw_{p.name}" if backward else f"again_{p.name}") for p in outs}
             copy = renamed(bsym, again | new)
+            if source.effects[op].channels:  # of random numbers, or it could not be repeated
+                first = body[placed[op]] = noted(body[placed[op]])
+                copy = redrawn(copy, first.output[0])
             body.append(copy.from_bsym(tags=copy.tags | {BACKWARD}) if backward else copy)
             again.update({p.name: new[p.name] for p in made_early(outs, storages)})
 
@@ -149,5 +154,6 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
         wanted = made_early(bsym.flat_proxy_args, late[op.index]) if op.index in late else []
         repeat(wanted, op.backward)
         second = {p.name: again[p.name] for p in wanted}
+        placed[op.index] = len(body)
         body.append(renamed(bsym, second, outputs=False) if wanted else bsym)
     return body

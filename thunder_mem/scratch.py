@@ -31,9 +31,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from thunder_mem import scratch_table
 from thunder_mem.measure import collector_off, record_curve
+from thunder_mem.output_layout import describe, lay_out
+from thunder_mem.redraw import with_valid_state
 from thunder_mem.region_model import run_region
 from thunder_mem.replay import proxies, tensor_proxies
-from thunder_mem.scratch_table import Output, Probe
+from thunder_mem.scratch_table import Probe
 
 __all__ = ["KERNEL_SCRATCH", "ProbingRunner", "SimulatedRunner"]
 
@@ -114,14 +116,15 @@ class ProbingRunner:
         # A mode left standing, such as the one that watches a training step, would change what is measured.
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), collector_off():
             try:
-                run({**env, **_real_like(inputs)})  # what a first call does once does not count
-                real = _real_like(inputs)
+                run({**env, **with_valid_state(bsym, _real_like(inputs))})  # what a first call does once does not count
+                real = with_valid_state(bsym, _real_like(inputs))
                 probe_env = {**env, **real}
                 curve = record_curve(lambda: run(probe_env))
             except Exception as error:
                 cause = f"{type(error).__name__}: {error}"
                 return _Failed(f"{bsym.sym.name}: its scratch is unknown, it does not run on zeros ({cause})")
-            return Probe(curve.peak_bytes, curve.end_bytes, _outputs(bsym, probe_env, real))
+            outputs = [probe_env.get(p.name) for p in tensor_proxies(bsym.flat_outs)]
+            return Probe(curve.peak_bytes, curve.end_bytes, describe(outputs, list(real.values())))
 
 
 REGIONS = (
@@ -322,40 +325,11 @@ def _real_like(fakes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return real
 
 
-def _outputs(bsym: BoundSymbol, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> tuple[Output | None, ...]:
-    known: dict[int, tuple[str, int]] = {}
-    for i, t in enumerate(inputs.values()):
-        known.setdefault(t.untyped_storage()._cdata, ("input", i))
-    outputs: list[Output | None] = []
-    for p in tensor_proxies(bsym.flat_outs):
-        out = env.get(p.name)
-        if not isinstance(out, torch.Tensor):
-            outputs.append(None)
-            continue
-        storage, offset = out.untyped_storage(), int(out.storage_offset())
-        where = known.setdefault(storage._cdata, ("new", len(known)))
-        outputs.append(Output(where, storage.nbytes(), tuple(out.shape), out.stride(), offset, out.dtype))
-    return tuple(outputs)
-
-
 def _lay_out(bsym: BoundSymbol, probe: Probe, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> None:
     """Give `env` fake outputs that lie exactly as the real ones did."""
-    given = list(inputs.values())
-    made: dict[tuple[str, int], torch.Tensor] = {}
-    for p, output in zip(tensor_proxies(bsym.flat_outs), probe.outputs, strict=True):
-        if output is None:
-            env[p.name] = None
-            continue
-        if output.where[0] == "input":
-            base = given[output.where[1]]
-        elif output.where in made:
-            base = made[output.where]
-        else:
-            base = made[output.where] = torch.empty(output.storage_bytes // output.dtype.itemsize, dtype=output.dtype)
-        # Not `set_`: on a fake tensor it leaves a reference to the storage behind.
-        base = base if base.dtype == output.dtype else base.view(output.dtype)
-        # Detached: a view would hold its base, and autograd adds in place only to what nobody else holds.
-        env[p.name] = base.as_strided(output.shape, output.stride, output.offset).detach()
+    outs = tensor_proxies(bsym.flat_outs)
+    made = lay_out(probe.outputs, list(inputs.values()), ["cpu"] * len(outs))
+    env.update((p.name, t) for p, t in zip(outs, made, strict=True))
 
 
 def _new_bytes(bsym: BoundSymbol, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> int:

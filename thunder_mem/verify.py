@@ -28,6 +28,7 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.aliases import Aliases
 from thunder_mem.effects import Effects, effects_of
 from thunder_mem.offload_exec import is_transfer
+from thunder_mem.redraw import is_noted, is_redrawn, original
 from thunder_mem.trace_graph import proxies_in
 
 __all__ = ["VerificationError", "is_verified", "verify_final", "verify_rewrite"]
@@ -113,6 +114,7 @@ class _Run:
         self.memory: dict[str, int] = {}
         self.channels: dict[str, list[int]] = {}
         self.barriers = self.contexts = 0
+        self.noted: dict[int, tuple[Hashable, int]] = {}  # a generator's state: what drew from it, and its number
         self.away: dict[str, str] = {}  # names that nothing but a transfer may use, and which transfer that is
 
     def outcome(self) -> _Outcome:
@@ -178,6 +180,39 @@ class _Run:
             return
         if self.away and (away := next((p.name for p in bsym.flat_proxy_args if p.name in self.away), None)):
             raise VerificationError(f"{bsym.sym.name} uses {away}, which is on its way to the host or back")
+        if is_redrawn(bsym):
+            self._redraw(bsym)
+            return
+        if is_noted(bsym):
+            self._note(bsym)
+            return
+        self._number(bsym)
+
+    def _note(self, bsym: BoundSymbol) -> None:
+        """A draw that hands out the state it drew from: the draw, and a value that stands for it."""
+        draw, (state, *outs) = original(bsym), bsym.flat_proxy_outs
+        if (bsym.flat_proxy_args, tuple(outs)) != (draw.flat_proxy_args, draw.flat_proxy_outs):
+            raise VerificationError(f"{bsym.sym.name} is not the {draw.sym.name} that it says it is")
+        drawn = self._drawn(draw)
+        number = self._number(draw)
+        value = self.numbers.number(("state before", number), state.name)
+        self.noted[value] = drawn, number
+        self._define(state.name, value, bsym)
+
+    def _redraw(self, bsym: BoundSymbol) -> None:
+        """A draw from a state: the same numbers, if the same operation drew from that state."""
+        draw, state = original(bsym), bsym.flat_proxy_args[0]
+        drawn, number = self.noted.get(self._value(state.name, bsym), (None, -1))
+        if drawn != self._drawn(draw) or bsym.flat_proxy_outs != draw.flat_proxy_outs:
+            raise VerificationError(f"{bsym.sym.name} draws other numbers than were drawn from {state.name}")
+        for i, p in enumerate(bsym.flat_proxy_outs):
+            self._define(p.name, self.numbers.number((number, i), p.name), bsym)
+
+    def _drawn(self, draw: BoundSymbol) -> Hashable:
+        return _operation(draw), self._content(draw.args), self._content(draw.kwargs)
+
+    def _number(self, bsym: BoundSymbol) -> int:
+        """Number what the operation makes and does; the number of the operation itself."""
         effects = self.numbers.effects_of(bsym)
         order: list[Hashable] = [self.contexts]
         if effects.writes or effects.channels or effects.barrier:
@@ -187,8 +222,9 @@ class _Run:
         passed_on = tuple(i for i, p in enumerate(outs) if p.name in taken)
         content = (_operation(bsym), self._content(bsym.args), self._content(bsym.kwargs), passed_on, tuple(order))
         if self._is_added_copy(bsym, content):
-            self._define(outs[0].name, self._value(bsym.args[0].name), bsym)
-            return
+            value = self._value(bsym.args[0].name)
+            self._define(outs[0].name, value, bsym)
+            return value
         number = self.numbers.number(content, outs[0].name if outs else bsym.sym.name)
         if self.known is not None and number >= self.known:
             what = outs[0].name if outs else "a step"
@@ -205,6 +241,7 @@ class _Run:
         for i, p in enumerate(outs):
             if i not in passed_on:
                 self._define(p.name, self.numbers.number((number, i), p.name), bsym)
+        return number
 
     def _is_added_copy(self, bsym: BoundSymbol, content: Hashable) -> bool:
         """A copy that the program does not make, of memory that nobody overwrites: the same value once more."""
