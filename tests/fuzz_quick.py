@@ -7,22 +7,17 @@ what runs in which order, stays; `tests/test_fuzz.py` compares.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
-import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import optree
 import thunder
 from thunder.core import pytree
-from thunder.core.proxies import Proxy, ProxyInterface, TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.executors import passes
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
 
 from tests.fuzz_trace import called
+from tests.quick_thunder import looked_up_once
 
 __all__ = ["quickly"]
 
@@ -31,7 +26,7 @@ __all__ = ["quickly"]
 def quickly() -> Iterator[None]:
     """Within, programs compile in about a third of the time; for small programs on one process alone."""
     with ExitStack() as stack:
-        for context in (_directly_traced, _stepwise_regions, _looked_up_once):
+        for context in (_directly_traced, _stepwise_regions, looked_up_once):
             stack.enter_context(context())
         yield
 
@@ -101,61 +96,3 @@ def _kind(x: Proxy) -> Hashable:
     if isinstance(x, TensorProxy):
         return tuple(x.shape), x.dtype, str(x.device), x.requires_grad
     return type(x), repr(getattr(x, "value", None))
-
-
-# ---- what Thunder finds out again and again ----
-
-
-@contextmanager
-def _looked_up_once() -> Iterator[None]:
-    """Signatures, which classes are trees, and the caller's source; and a pass whose result is not used."""
-    flatten, flatten_dataclasses = pytree.tree_flatten, pytree.tree_flatten_with_dataclass
-    normalize, stack = Symbol.normalize, inspect.stack
-    claim = passes._transform_for_operator_executor_execution
-    plain = {tuple, list, dict, str, int, bool, float, type(None)}
-    signature, is_dataclass = functools.cache(inspect.signature), functools.cache(dataclasses.is_dataclass)
-
-    def quick_flatten(tree: Any, namespace: str = pytree.OPTREE_NAMESPACE) -> Any:
-        if type(tree) in plain or isinstance(tree, ProxyInterface):
-            return optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
-        return flatten(tree, namespace)
-
-    def quick_flatten_dataclasses(tree: Any) -> Any:
-        leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=pytree.OPTREE_NAMESPACE)
-        return flatten_dataclasses(tree) if any(is_dataclass(type(x)) for x in leaves) else (leaves, spec)
-
-    def quick_normalize(self: Symbol, *args: Any, **kwargs: Any) -> Any:
-        bound = signature(self.meta).bind(*args, **kwargs)
-        bound.apply_defaults()
-        return bound.args, bound.kwargs
-
-    def quick_stack(context: int = 1) -> list[inspect.FrameInfo]:
-        frames, frame = [], sys._getframe(1)
-        while frame is not None:
-            frames.append(inspect.FrameInfo(frame, frame.f_code.co_filename, frame.f_lineno, "", None, None))
-            frame = frame.f_back
-        return frames
-
-    def quick_claim(trace: Any, executors: Any) -> Any:
-        # For waits of collectives alone, which are not there: `transform_for_execution` does it again.
-        return trace if sys._getframe(1).f_code.co_name.startswith("apply_transforms") else claim(trace, executors)
-
-    quick = {flatten: quick_flatten, flatten_dataclasses: quick_flatten_dataclasses, claim: quick_claim}
-    for old, new in quick.items():
-        for module, name in _places(old):
-            setattr(module, name, new)
-    Symbol.normalize, inspect.stack = quick_normalize, quick_stack  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for old in quick:
-            for module, name in _places(old):
-                setattr(module, name, old)
-        Symbol.normalize, inspect.stack = normalize, stack  # type: ignore[method-assign]
-
-
-@functools.cache
-def _places(value: Callable) -> list[tuple[Any, str]]:
-    """The modules that have it, and by what name."""
-    modules = list(sys.modules.values())
-    return [(m, name) for m in modules for name, v in list(getattr(m, "__dict__", {}).items()) if v is value]

@@ -9,7 +9,7 @@ from thunder.extend import get_executor
 
 from tests.upstream import excluded
 from tests.upstream.inject import injected
-from tests.upstream.records import Record, append, close, falls_in, read
+from tests.upstream.records import Record, append, close, falls_in, own_sides, read
 from tests.upstream.run import Runner, imported, verdict
 from thunder_mem import MemEfficient, last_plan
 
@@ -99,19 +99,26 @@ def test_a_regression_a_crash_and_nothing_else_is_found(tmp_path, monkeypatch):
     ids = [f"test_it.py::test_{name}" for name in names]
     monkeypatch.setenv("COLUMNS", "200")
     runner.run(ids)
+    runner.run(ids[6:], "--upstream-all")  # as one that died is tried once more
     known = runner.known("test_it.py")
-    assert [known[id, "without"].outcome for id in ids] == ["passed"] * 3 + ["failed"] * 2 + ["skipped", "passed"]
+    assert (ids[0], "without") not in known  # it passes with it
+    assert [known[id, "without"].outcome for id in ids[1:]] == ["passed"] * 2 + ["failed"] * 2 + ["skipped", "passed"]
     assert known[ids[3], "without"].cause == "AssertionError: assert tensor(0.) == 1"
-    assert not any((id, "default") in known for id in ids[3:6])
     assert known[ids[0], "default"].programs == known[ids[0], "pointwise"].programs == 1
     found = verdict(known, ids, "default")
     worse = "failed: AssertionError: this is with it"
     assert found["regressions"] == {ids[1]: worse, ids[2]: worse, ids[6]: "crashed: the process died"}
     assert (found["passed"], found["in which a program was compiled"]) == (1, 3)
 
-    runner.run(ids[3:5], plain=True)
+    runner.run(ids[3:5], "--upstream-plain")
     found = imported(runner.known("test_it.py"), ids)
     assert list(found["fail without it"]) == [ids[3]] and list(found["regressions"]) == [ids[4]]
+
+
+def test_files_of_thousands_are_shared_out():
+    sides = [own_sides(f"test_ops.py::test_{i}") for i in range(100)]
+    assert set(sides) == {("default",), ("pointwise",)} and 35 < sides.count(("default",)) < 65
+    assert own_sides("test_core.py::test_1") == ("default", "pointwise")
 
 
 def test_an_exclusion_that_is_not_needed_is_named(monkeypatch):

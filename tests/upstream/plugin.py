@@ -2,8 +2,9 @@
 
 ``pytest -p tests.upstream.plugin --upstream-record FOLDER --upstream-only FILE ...``
 
-The sides follow each other within one test, so that importing and collecting, which take longer than many
-tests, happen once. A test that does not pass without runs no further.
+A test runs with the transform first: what passes is no regression, and need not run without. What does not
+pass runs without, and if it passes there, on all sides. The sides follow each other within one test, so that
+importing and collecting, which take longer than many tests, happen once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pytest
 import torch
 from _pytest.runner import runtestprotocol
 
-from tests.upstream.records import PLAIN, SIDES, Record, append, falls_in
+from tests.upstream.records import PLAIN, SIDES, Record, append, falls_in, own_sides
 
 if TYPE_CHECKING:
     from tests.upstream.inject import Injection
@@ -37,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--upstream-only", type=Path, help="a file of test ids, one a line; others are deselected")
     group.addoption("--upstream-list", type=Path, help="write the ids of all tests to this file")
     group.addoption("--upstream-compiled", type=float, default=0.0, help="share of tests with compiled regions")
+    group.addoption("--upstream-all", action="store_true", help="without first, then all sides, whatever passes")
     group.addoption("--upstream-plain", action="store_true", help="without even importing thunder_mem")
     group.addoption("--upstream-seconds", type=int, default=120, help="of the processor, after which a test has failed")
 
@@ -72,10 +74,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.upstream_plain:
         config.pluginmanager.register(_Recorder(config))
     elif config.option.upstream_record:
+        from tests.quick_thunder import looked_up_once
         from tests.upstream.inject import injected
 
         stack = ExitStack()
         config.add_cleanup(stack.close)
+        stack.enter_context(looked_up_once())
         config.pluginmanager.register(_Sides(config, stack.enter_context(injected())))
 
 
@@ -117,19 +121,22 @@ class _Recorder:
 
 
 class _Sides(_Recorder):
-    """Runs a test on each side."""
+    """Runs a test on its sides, and where it does not pass on the others."""
 
     def __init__(self, config: pytest.Config, injection: Injection) -> None:
         super().__init__(config)
         self._compiled: float = config.option.upstream_compiled
+        self._all: bool = config.option.upstream_all
         self._injection = injection
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         from tests.upstream.inject import uncompiled
 
-        compiled = falls_in(short_id(item), self._compiled, "compiled")
-        for side in SIDES:
+        id = short_id(item)
+        compiled = falls_in(id, self._compiled, "compiled")
+
+        def passes(side: str) -> bool:
             torch._dynamo.reset()  # what one side compiled is not for the next
             self._injection.side, programs = side, self._injection.programs
             try:
@@ -138,8 +145,11 @@ class _Sides(_Recorder):
             finally:
                 self._injection.side = SIDES[0]
             append(self._folder, replace(record, programs=self._injection.programs - programs, compiled=compiled))
-            if side == SIDES[0] and record.outcome != "passed":
-                break
+            return record.outcome == "passed"
+
+        if (self._all or not all(passes(side) for side in own_sides(id))) and passes(SIDES[0]):
+            for side in SIDES[1:]:
+                passes(side)
         return True
 
 

@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-__all__ = ["PLAIN", "SIDES", "Record", "append", "close", "falls_in", "lines", "place", "read"]
+__all__ = ["PLAIN", "SIDES", "Record", "append", "close", "falls_in", "lines", "own_sides", "place", "read"]
 
 # What is injected: nothing; the transform; the transform, and `mem_pointwise` in every list of executors that
 # fuses nothing, as Thunder's test executors give one.
 SIDES = ("without", "default", "pointwise")
+
+# Files of thousands of small programs, mostly of one operation: each test on one of the two injected sides.
+_SHARED_OUT = ("test_ops.py", "test_grad.py", "test_auto_register_torchops.py")
 
 # Where this package is not even imported; for what does not pass "without", which imports it.
 PLAIN = "plain"
@@ -79,3 +82,10 @@ def place(id: str, salt: str = "") -> float:
 def falls_in(id: str, share: float, salt: str = "") -> bool:
     """Whether a test belongs to a share of all; a larger share holds the smaller."""
     return place(id, salt) < share
+
+
+def own_sides(id: str) -> tuple[str, ...]:
+    """The injected sides on which a test runs: both, or one of them for files of thousands."""
+    if id.partition("::")[0] not in _SHARED_OUT:
+        return SIDES[1:]
+    return (SIDES[1 + falls_in(id, 0.5, "side")],)

@@ -2,8 +2,9 @@
 
 Three sides (see `records.py`): as they are, with the transform, and with the transform and `mem_pointwise`.
 What passes on the first and not on another is a regression, unless `excluded.py` says why it cannot apply;
-it is tried once more in a process of its own, and the list of those that remain must be empty. What fails on
-the first runs again where this package is not imported: passing there is a regression too.
+it is tried once more in a process of its own, and the list of those that remain must be empty. So the injected
+sides run first, and the first only for what does not pass on them. What fails there too runs again where this
+package is not imported: passing there is a regression too.
 
 What ran is kept under ``build/upstream`` by test, so that a run that was stopped goes on, and a larger
 ``--share`` adds to a smaller one; regressions run again every time, and ``--fresh`` forgets everything.
@@ -26,13 +27,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.upstream.excluded import EXCLUDED, reason
-from tests.upstream.records import PLAIN, SIDES, Record, close, falls_in, lines, place, read
+from tests.upstream.records import PLAIN, SIDES, Record, close, falls_in, lines, own_sides, place, read
 
 __all__ = ["Runner", "imported", "main", "verdict"]
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "upstream.json"
-_AT_ONCE = 150
+_AT_ONCE = 300
 _COLLECTED = (0, 5)  # pytest's exit status for some tests, and for none
 
 # Files that share a process: starting one takes as long as the tests of a small file. Quick ones first.
@@ -94,17 +95,17 @@ class Runner:
                 (self.folder / f"{file}.ids").write_text("".join(own))
         return {f: (self.folder / f"{f}.ids").read_text().splitlines() for f in files}
 
-    def run(self, ids: Iterable[str], *, plain: bool = False) -> None:
-        """Run these tests on all sides (or `plain`); a process that dies costs the one test in which it died."""
+    def run(self, ids: Iterable[str], *options: str) -> None:
+        """Run these tests, with options of the plugin; a process that dies costs the one test in which it died."""
         todo = sorted(ids, key=place)  # so that what ran when it was stopped is about a share
         for start in range(0, len(todo), _AT_ONCE):  # not all in one process, which would grow and grow
-            self._run(todo[start : start + _AT_ONCE], ["--upstream-plain"] if plain else [])
+            self._run(todo[start : start + _AT_ONCE], options)
 
     def known(self, file: str) -> dict[tuple[str, str], Record]:
         """What ran so far of a file, by test and side."""
         return read(self.folder, file)
 
-    def _run(self, todo: list[str], options: list[str]) -> None:
+    def _run(self, todo: list[str], options: tuple[str, ...]) -> None:
         only = self.folder / f"only-{os.getpid()}.txt"
         while todo:
             only.write_text("\n".join(todo))
@@ -136,16 +137,16 @@ class Runner:
 
 
 def verdict(known: Mapping[tuple[str, str], Record], ids: Iterable[str], side: str) -> dict[str, object]:
-    """Counts of one injected side, and the tests that pass without and do not pass on it."""
-    passed = [id for id in ids if _outcome(known, id, SIDES[0]) == "passed"]
-    here = {id: known.get((id, side), Record(id, side, "crashed")) for id in passed}
-    worse = {id: r for id, r in here.items() if r.outcome != "passed"}
+    """Counts of one injected side, and the tests that do not pass on it, and do without."""
+    here = {id: known[id, side] for id in ids if (id, side) in known}
+    passed = [id for id, r in here.items() if r.outcome == "passed"]
+    worse = {id: r for id, r in here.items() if r.outcome != "passed" and _outcome(known, id, SIDES[0]) == "passed"}
     return {
-        "passed": len(here) - len(worse),
-        "in which a program was compiled": sum(r.programs > 0 for r in here.values()),
-        "programs": sum(r.programs for r in here.values()),
-        "with regions compiled": sum(r.compiled and r.programs > 0 for r in here.values()),
-        **_sorted_out(worse, [id for id in here if id not in worse], side),
+        "passed": len(passed),
+        "in which a program was compiled": sum(here[id].programs > 0 for id in (*passed, *worse)),
+        "programs": sum(here[id].programs for id in (*passed, *worse)),
+        "with regions compiled": sum(here[id].compiled and here[id].programs > 0 for id in (*passed, *worse)),
+        **_sorted_out(worse, passed, side),
     }
 
 
@@ -172,12 +173,15 @@ def _sorted_out(worse: Mapping[str, Record], right: Iterable[str], side: str) ->
 
 
 def _which_ran(known: Mapping[tuple[str, str], Record], ids: Iterable[str]) -> list[str]:
-    """The tests that ran on all sides, or did not pass without."""
+    """The tests that passed on their own sides, or ran without and, if they pass there, on all."""
 
-    def sides(id: str) -> tuple[str, ...]:
-        return SIDES if _outcome(known, id, SIDES[0]) == "passed" else SIDES[:1]
+    def ran(id: str) -> bool:
+        if all(_outcome(known, id, side) == "passed" for side in own_sides(id)):
+            return True
+        without = _outcome(known, id, SIDES[0])
+        return bool(without) and (without != "passed" or all((id, side) in known for side in SIDES))
 
-    return [id for id in ids if all((id, side) in known for side in sides(id))]
+    return [id for id in ids if ran(id)]
 
 
 def _run_missing(runner: Runner, ids: dict[str, list[str]]) -> None:
@@ -189,14 +193,16 @@ def _run_missing(runner: Runner, ids: dict[str, list[str]]) -> None:
 
     ran = {id for f, own in ids.items() for id in _which_ran(runner.known(f), own)}
     runner.run([id for own in ids.values() for id in own if id not in ran])
+    without = set(failing(SIDES[:1]))
     for id in failing(SIDES[1:]):
-        runner.run([id])
+        if id not in without:
+            runner.run([id], "--upstream-all")
     tried = {id for f in ids for id, side in runner.known(f) if side == PLAIN}
-    runner.run([id for id in failing(SIDES[:1]) if id not in tried], plain=True)
+    runner.run([id for id in failing(SIDES[:1]) if id not in tried], "--upstream-plain")
 
 
 def _counts(known: Mapping[tuple[str, str], Record], ids: list[str]) -> dict[str, dict]:
-    outcomes = Counter(known[id, SIDES[0]].outcome for id in ids)
+    outcomes = Counter(_outcome(known, id, SIDES[0]) or "not run, as it passes with it" for id in ids)
     counts: dict[str, dict] = {SIDES[0]: {"outcomes": dict(sorted(outcomes.items())), **imported(known, ids)}}
     return counts | {side: verdict(known, ids, side) for side in SIDES[1:]}
 
