@@ -38,7 +38,7 @@ class Compiled:
     jitted: object
 
 
-def compiled(wrap, rows: int = 8, layers: int = 3, **options) -> Compiled:
+def compiled(wrap, rows: int = 8, layers: int = 3, checkpointed: bool = False, **options) -> Compiled:
     seen = {}
 
     def spy(name, function):
@@ -53,7 +53,11 @@ def compiled(wrap, rows: int = 8, layers: int = 3, **options) -> Compiled:
         for name in ("prepared", "with_overlap"):
             patch.setattr(delegate, name, spy(name, getattr(delegate, name)))
         jitted = wrap(
-            thunder.jit(model(layers=layers), executors=[], transforms=[MemEfficient(strict=True, **options)])
+            thunder.jit(
+                model(layers=layers, checkpointed=checkpointed),
+                executors=[],
+                transforms=[MemEfficient(strict=True, **options)],
+            )
         )
         tokens = torch.zeros(2, rows, dtype=torch.long)
         jitted(tokens, tokens)
@@ -204,6 +208,20 @@ def test_a_gathered_parameter_is_released_after_its_last_use(zero3):
             alive |= {p.name for p in b.flat_proxy_outs} & gathered
         most = max(most, sum(len(p) for p in [alive]))
     assert most <= 6 < len(gathered)
+
+
+def test_what_checkpoints_repeat_reads_parameters_gathered_again(world):
+    """Of the forward's gathers nothing is kept for the backward but biases, which nothing else there needs."""
+    found = [compiled(sharded(), rows=rows, layers=2, checkpointed=True) for rows in (64, 96)]
+    for case in found:
+        forward, backward = (traces(case.jitted)[-1] for traces in (thunder.last_traces, thunder.last_backward_traces))
+        source = read_trace(forward)
+        made = {p.name: source.graph.allocator[source.storage_of[p.name]] for p in forward.output[1][0]}
+        kept = [op for op in made.values() if op is not None and is_gather(source.bsyms[op])]
+        assert {source.bsyms[op].flat_proxy_outs[0].ndim for op in kept} <= {1}
+        assert sum(b.sym.name == "linear" for b in backward.bound_symbols) == 2  # the first of each block
+    one, other = (schedule_of(case.planned).steps for case in found)
+    assert one == other
 
 
 # ---- buckets ----

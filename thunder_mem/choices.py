@@ -27,25 +27,32 @@ class Choices:
             outputs or arguments are).
         offered: may be computed again although that is not cheap, where it saves bytes: what the user
             marked by `torch.utils.checkpoint`, and what lies on the way to `recompute`.
+        there_anyway: what the backward has, whether it receives it or not: parameters that it gathers again.
 
     Raises:
         RecomputeError: a storage is in both `keep` and `recompute`.
 
     Example:
         >>> Choices(recompute=frozenset({1})) | Choices(keep=frozenset({2}))
-        Choices(keep=frozenset({2}), recompute=frozenset({1}), offered=frozenset())
+        Choices(keep=frozenset({2}), recompute=frozenset({1}), offered=frozenset(), there_anyway=frozenset())
     """
 
     keep: frozenset[int] = frozenset()
     recompute: frozenset[int] = frozenset()
     offered: frozenset[int] = frozenset()
+    there_anyway: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if both := self.keep & self.recompute:
             raise RecomputeError(f"storages {sorted(both)} are both to be kept and to be recomputed")
 
     def __or__(self, other: Choices) -> Choices:
-        return Choices(self.keep | other.keep, self.recompute | other.recompute, self.offered | other.offered)
+        return Choices(
+            self.keep | other.keep,
+            self.recompute | other.recompute,
+            self.offered | other.offered,
+            self.there_anyway | other.there_anyway,
+        )
 
 
 class Chooser(Protocol):

@@ -11,10 +11,11 @@ gathered, which are parameters: never the sizes of activations, never time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 
+from thunder.core import prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
@@ -27,17 +28,22 @@ from thunder_mem.trace_graph import TraceGraph, read_trace
 __all__ = ["Walk", "free_predecessors", "made_of_shards", "ordered_collectives", "starts_of"]
 
 
-def ordered_collectives(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceCtx:
+def ordered_collectives(
+    trace: TraceCtx,
+    earlier: TraceGraph | None = None,
+    also_needs: Callable[[TraceGraph], Mapping[int, Collection[int]]] | None = None,
+) -> TraceCtx:
     """The trace with its collectives in the order that planning then keeps; as it is where nothing communicates.
 
     Args:
         trace: plain or joint, unfused, without `del`s.
         earlier: a reading of a trace that `trace` was made from.
+        also_needs: what else, beside its predecessors, has to stand before an op.
     """
     if not any(map(starts, trace.bound_symbols)):
         return trace
     source = read_trace(trace, earlier=earlier)
-    order = collective_order(source)
+    order = collective_order(source, also_needs(source) if also_needs is not None else {})
     if order == list(range(len(source.graph))):
         return trace
     new = from_trace(trace)
@@ -46,14 +52,14 @@ def ordered_collectives(trace: TraceCtx, earlier: TraceGraph | None = None) -> T
     return new
 
 
-def collective_order(source: TraceGraph) -> list[int]:
+def collective_order(source: TraceGraph, also_needs: Mapping[int, Collection[int]]) -> list[int]:
     """An order of the ops: gathers on demand and one layer ahead, reductions at once, their waits at the end."""
     graph = source.graph
-    before = free_predecessors(source)
+    before = [(*b, *also_needs.get(op, ())) for op, b in enumerate(free_predecessors(source))]
     gathered = made_of_shards(source)
     waits = _waits_for_reductions(source)
     urgent = _only_for_reductions(source)
-    lazy = gathered | waits
+    lazy = gathered | waits | (_of_no_gradient(source) if also_needs else frozenset())
     is_start = [COMMUNICATION in effects.channels for effects in source.effects]
     order: list[int] = []
     for backward in (False, True):
@@ -212,6 +218,17 @@ def _only_for_reductions(source: TraceGraph) -> frozenset[int]:
         if is_reduction(bsym) or (movable and alone and not returned):
             urgent.add(op)
     return frozenset(urgent)
+
+
+def _of_no_gradient(source: TraceGraph) -> frozenset[int]:
+    """What the backward makes of the forward's values alone: Thunder makes some at its start and uses them late."""
+    graph = source.graph
+    depends: set[int] = set()
+    for op, bsym, effects in zip(graph.ops, source.bsyms, source.effects, strict=True):
+        makers = (source.producer_of.get(p.name) for p in bsym.flat_proxy_args)
+        if op.backward and (bsym.sym == prims.get_grad or not effects.pure or not depends.isdisjoint(makers)):
+            depends.add(op.index)
+    return frozenset(op.index for op in graph.ops if op.backward and op.index not in depends)
 
 
 def _is_cheap(bsym: BoundSymbol) -> bool:

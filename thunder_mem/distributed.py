@@ -20,7 +20,7 @@ from thunder_mem.link_model import collectives_of, computing_seconds, exposed_s
 from thunder_mem.overlap import overlapped
 from thunder_mem.plan import Decision, Plan, Refusal
 from thunder_mem.planner import THUNDERS_OWN, peaks_of
-from thunder_mem.regather import asks_for_zero3, with_parameters_gathered_again
+from thunder_mem.regather import asks_for_zero3, needed_by_checkpoints, with_parameters_gathered_again
 from thunder_mem.reuse import regions_in_order
 from thunder_mem.trace_graph import TraceGraph, read_trace
 
@@ -67,7 +67,7 @@ def prepared(trace: TraceCtx) -> TraceCtx:
     source = read_trace(trace)
     if asks_for_zero3() and (again := with_parameters_gathered_again(source, trace)) is not None:
         trace = again
-    return ordered_collectives(trace, earlier=source)
+    return ordered_collectives(trace, earlier=source, also_needs=needed_by_checkpoints)
 
 
 def with_overlap(emitted: TraceCtx, plan: Plan, given: TraceCtx) -> tuple[TraceCtx, Plan]:

@@ -37,6 +37,7 @@ from thunder_mem.redraw import draws_once
 from thunder_mem.refine import Planned, refined
 from thunder_mem.regions import Fusibility
 from thunder_mem.saving import saved_storages, storages_to_rebuild
+from thunder_mem.second_gathers import gathered_twice
 from thunder_mem.sizes import size
 from thunder_mem.sorting import SortFunction
 from thunder_mem.timeline import Timeline
@@ -149,7 +150,7 @@ def _choices(
     source: TraceGraph, fuse: Fusibility, gathered: frozenset[int], recompute: Chooser | None
 ) -> tuple[Choices, tuple[Decision, ...]]:
     """What is not left to the minimum cut: the user's checkpoints, and what `MemEfficient(recompute=...)` asks for."""
-    choices = Choices(offered=checkpointed_storages(source) | gathered)
+    choices = Choices(offered=checkpointed_storages(source) | gathered, there_anyway=gathered_twice(source))
     if recompute is None or not any(op.backward for op in source.graph.ops):
         return choices, ()
     free = storages_to_rebuild(source.graph, fuse, choices)
@@ -286,6 +287,6 @@ def _only_offered(source: TraceGraph, fuse: Fusibility, choices: Choices) -> fro
 def with_checkpoints(trace: TraceCtx) -> TraceCtx:
     """The joint trace, with the user's checkpoints carried out and nothing else planned."""
     trace, source = _read(trace)
-    choices = Choices(offered=checkpointed_storages(source))
+    choices = Choices(offered=checkpointed_storages(source), there_anyway=gathered_twice(source))
     rebuilt = _only_offered(source, fusibility(source, ()), choices)
     return recompute_in_backward(source, trace, rebuilt) if rebuilt else trace

@@ -16,6 +16,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder_mem.effects import leaves
 from thunder_mem.redraw import noted, redrawn, why_not_redrawn
 from thunder_mem.renaming import named, renamed
+from thunder_mem.second_gathers import second_gathers
 from thunder_mem.trace_graph import BACKWARD, TraceGraph
 
 __all__ = ["gathers_of_held", "recompute_in_backward", "repeat_late", "why_not_again"]
@@ -116,6 +117,7 @@ def repeat_late(
 def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: frozenset[int]) -> list[BoundSymbol]:
     body: list[BoundSymbol] = []
     again: dict[str, Proxy] = {}  # what late readers take instead of the first value
+    gathered = second_gathers(source)
     repeated: set[int] = set()
     placed: dict[int, int] = {}  # where in the body an op's first run stands
 
@@ -128,8 +130,11 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
                 found.append(p)
         return found
 
-    def repeat(wanted: Iterable[Proxy], backward: bool) -> None:
-        """Append once more, in source order, what makes `wanted` and is not there yet, with what that needs."""
+    def repeat(wanted: Iterable[Proxy], backward: bool, before: int) -> None:
+        """Append once more, in source order, what makes `wanted` and is not there yet, with what that needs.
+
+        A parameter that the backward has gathered `before` that op is not the forward's.
+        """
         missing: set[int] = set()
         stack = [source.producer_of[p.name] for p in wanted]
         while stack:
@@ -143,8 +148,9 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
             taken = {p.name for p in bsym.flat_proxy_args}
             outs = [p for p in bsym.flat_proxy_outs if p.name not in taken]
             new = {p.name: named(p, f"bw_{p.name}" if backward else f"again_{p.name}") for p in outs}
-            copy = renamed(bsym, again | new)
-            if source.effects[op].channels:  # of random numbers, or it could not be repeated
+            here = {p.name: gathered[p.name] for p in bsym.flat_proxy_args if backward and p.name in gathered}
+            copy = renamed(bsym, {n: p for n, (made, p) in here.items() if made < before} | again | new)
+            if any(channel.startswith("rng") for channel in source.effects[op].channels):
                 first = body[placed[op]] = noted(body[placed[op]])
                 copy = redrawn(copy, first.output[0])
             body.append(copy.from_bsym(tags=copy.tags | {BACKWARD}) if backward else copy)
@@ -152,7 +158,7 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
 
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
         wanted = made_early(bsym.flat_proxy_args, late[op.index]) if op.index in late else []
-        repeat(wanted, op.backward)
+        repeat(wanted, op.backward, op.index)
         second = {p.name: again[p.name] for p in wanted}
         placed[op.index] = len(body)
         body.append(renamed(bsym, second, outputs=False) if wanted else bsym)

@@ -10,11 +10,13 @@ from __future__ import annotations
 from thunder.core.compile_data import get_compile_data
 from thunder.core.trace import TraceCtx, TraceProvenance
 
+from thunder_mem.checkpoint import CHECKPOINTED
 from thunder_mem.communication_order import made_of_shards
 from thunder_mem.recompute import recompute_in_backward
+from thunder_mem.second_gathers import second_gathers
 from thunder_mem.trace_graph import TraceGraph
 
-__all__ = ["asks_for_zero3", "with_parameters_gathered_again"]
+__all__ = ["asks_for_zero3", "needed_by_checkpoints", "with_parameters_gathered_again"]
 
 
 def asks_for_zero3() -> bool:
@@ -48,3 +50,25 @@ def with_parameters_gathered_again(source: TraceGraph, trace: TraceCtx) -> Trace
     new = recompute_in_backward(source, trace, again)
     new.set_provenance(TraceProvenance("Gather parameters again in the backward"))
     return new
+
+
+def needed_by_checkpoints(source: TraceGraph) -> dict[int, tuple[int, ...]]:
+    """Per op of the backward that reads what a checkpoint may compute again, the second gathers of what that reads.
+
+    They belong before the op whatever a plan makes of the checkpoint, so that all ranks communicate in one order.
+    """
+    second = second_gathers(source)
+    if not second:
+        return {}
+    graph = source.graph
+    read_by: dict[int, frozenset[int]] = {}  # per op inside a checkpoint, what it and those before it in there read
+    found: dict[int, tuple[int, ...]] = {}
+    for op, bsym in zip(graph.ops, source.bsyms, strict=True):
+        makers = {graph.allocator[s] for s in op.reads}
+        inside = frozenset().union(*(read_by[m] for m in makers if m in read_by))
+        if not op.backward and CHECKPOINTED in bsym.tags:
+            own = (second[p.name][0] for p in bsym.flat_proxy_args if p.name in second)
+            read_by[op.index] = inside.union(own)
+        elif op.backward and inside:
+            found[op.index] = tuple(sorted(inside))
+    return found

@@ -76,7 +76,7 @@ def storages_to_rebuild(
     node = {op: 2 + 2 * len(forward) + i for i, op in enumerate(makers)}
     arcs: list[tuple[int, int, float]] = []
     for s in forward:
-        alive = s in graph.outputs or graph.storages[s].held
+        alive = s in graph.outputs or graph.storages[s].held or s in choices.there_anyway
         worth = 0.0 if alive else graph.storages[s].nbytes * exchange.byte_s
         arcs.append((entry[s], entry[s] + 1, inf if worth and s in choices.recompute else worth))
         if s in choices.keep:

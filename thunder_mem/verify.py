@@ -26,6 +26,7 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.aliases import Aliases
+from thunder_mem.communication import awaited_futures, is_gather
 from thunder_mem.effects import Effects, effects_of
 from thunder_mem.offload_exec import is_transfer
 from thunder_mem.redraw import is_noted, is_redrawn, original
@@ -238,9 +239,12 @@ class _Run:
             self.contexts = number + 1
         for memory in {self.aliases(name) for name in effects.writes}:
             self.memory[memory] = number + 1
+        # Whenever the same shards are gathered, and waited for, that gives the same.
+        again = is_gather(bsym) or any(True for _ in awaited_futures(bsym))
+        made = self.numbers.number(("gathered", *content[:-1]), bsym.sym.name) if again else number
         for i, p in enumerate(outs):
             if i not in passed_on:
-                self._define(p.name, self.numbers.number((number, i), p.name), bsym)
+                self._define(p.name, self.numbers.number((made, i), p.name), bsym)
         return number
 
     def _is_added_copy(self, bsym: BoundSymbol, content: Hashable) -> bool:
