@@ -15,7 +15,7 @@ from thunder.distributed import FSDPBucketingStrategy, FSDPType, ddp, fsdp
 
 from tests.collectives import in_place, two_groups
 from tests.distributed_cases import CPU, VOCABULARY, model
-from thunder_mem import MemEfficient, delegate, last_plan, ranks
+from thunder_mem import MemEfficient, delegate, last_plan, predict_step, ranks, simulate
 from thunder_mem.communication import awaited_futures, is_gather, is_reduction, starts
 from thunder_mem.communication_order import free_predecessors, ordered_collectives
 from thunder_mem.cost import DEVICE_MODELS
@@ -222,6 +222,24 @@ def test_what_checkpoints_repeat_reads_parameters_gathered_again(world):
         assert sum(b.sym.name == "linear" for b in backward.bound_symbols) == 2  # the first of each block
     one, other = (schedule_of(case.planned).steps for case in found)
     assert one == other
+
+
+# ---- prediction ----
+
+
+@pytest.mark.parametrize("wrap", [lambda j, d: ddp(j), lambda j, d: fsdp(j, device=d)], ids=["ddp", "fsdp"])
+def test_a_simulated_gpu_holds_what_a_cpu_does(world, wrap):
+    """A step of AdamW, whose counters of steps, of four bytes for each of two parameters, are the host's."""
+
+    def peak_bytes(device):
+        with device:
+            step, tokens = model(layers=0), torch.zeros(2, 8, dtype=torch.long)
+        jitted = wrap(thunder.jit(step, executors=[], transforms=[MemEfficient(strict=True, chunk=False)]), device)
+        return predict_step(jitted, torch.optim.AdamW(jitted.parameters()), None, tokens, tokens).peak_bytes
+
+    with simulate("H100-80GB"):
+        simulated_bytes = peak_bytes(torch.device("cuda"))
+    assert simulated_bytes + 2 * 4 == peak_bytes(CPU)
 
 
 # ---- buckets ----

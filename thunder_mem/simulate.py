@@ -32,7 +32,7 @@ import torch
 from thunder.core import dtypes
 from thunder.executors.utils import SpdaBackend
 from thunder.extend import Executor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from thunder_mem.devices import DeviceSpec, device_spec
 from thunder_mem.executors import mem_pointwise_ex
@@ -117,6 +117,7 @@ def simulate(device: str = "H100-80GB", *, fusion: str | None = "nvfuser-like") 
         stack.callback(_current.reset, token)
         for owner, name, replacement in _replacements(spec):
             stack.enter_context(mock.patch.object(owner, name, replacement))
+        stack.enter_context(mock.patch.object(FakeTensor, "__copy__", _copied, create=True))
         stack.callback(thunder.extend.set_default_executors, list(thunder.extend.get_default_executors()))
         thunder.extend.set_default_executors(_default_executors(fusion))
         stack.enter_context(simulated.mode)
@@ -193,6 +194,14 @@ def apply_to(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]
             if buffer is not None:
                 part._buffers[key] = fn(buffer)
     return module
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """`copy.copy`, by which `ddp` copies parameters: another tensor on the same memory, as of a real one."""
+    same = tensor.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(same, tensor.requires_grad)
+    return same.requires_grad_(tensor.requires_grad)
 
 
 def _attention_backend_for(spec: DeviceSpec) -> Callable[..., SpdaBackend]:
