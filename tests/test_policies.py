@@ -13,6 +13,7 @@ from thunder_mem.policies import (
     first_of,
     keep_everything,
     recompute_everything,
+    save_between_layers,
     save_by_name,
     save_only_attention_outputs,
     save_only_matmul_outputs,
@@ -93,6 +94,14 @@ def test_save_only_attention_outputs(plain):
     grads, saved = run(save_only_attention_outputs)
     same_bits(grads, plain)
     assert {name for name in saved if not is_mask(name)} == {"mem_attention_forward"}
+
+
+def test_save_between_layers(plain):
+    """Beside attention, the one value that the second layer receives from the first."""
+    grads, saved = run(first_of(save_between_layers, save_only_attention_outputs))
+    same_bits(grads, plain)
+    kept = [name for name in saved if not is_mask(name)]
+    assert set(kept) == {"mem_attention_forward", "sin"} and kept.count("sin") == 1
 
 
 def test_every_second_matmul(plain):

@@ -1,7 +1,6 @@
 """Results written over dying inputs: right against float64 eager, exact to the byte, and only where that is safe."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import thunder
@@ -17,10 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.models import llama_step
 from tests.cases import randn
 from tests.fuzz import uncompiled_regions
+from tests.orders import random_order
 from tests.test_executors import trace_of
 from thunder_mem import MemEfficient, delegate, last_plan, measure_peak, timeline
 from thunder_mem.compiled_region import RegionFunction
 from thunder_mem.executors import mem_pointwise_ex, new_leaves, region_function
+from thunder_mem.planner import peaks_of
 from thunder_mem.predict import predict
 from thunder_mem.reuse import reuse_and_sort, reuse_dying
 from thunder_mem.reuse_region import plan_reuse
@@ -502,7 +503,7 @@ def test_the_graph_with_shared_memory_is_that_of_the_trace(name, monkeypatch):
     seen = []
     monkeypatch.setattr(delegate, "reuse_and_sort", lambda *given: seen.append(given))
     jit(globals()[name])(*inputs())
-    (trace, *_) = seen[0]
+    (_, trace, _) = seen[0]
     reused = reuse_dying(trace)
     assert reused is not None and reused.results
     made, read = reused.graph, read_trace(reused.trace).graph
@@ -513,18 +514,25 @@ def test_the_graph_with_shared_memory_is_that_of_the_trace(name, monkeypatch):
     assert all(set(a) >= set(b) for a, b in zip(made.predecessors, read.predecessors, strict=True))
 
 
-def test_what_would_peak_above_the_plan_is_not_taken(monkeypatch):
-    """Half by half: a plan that promises a byte less than reuse reaches stays as it is."""
+def test_an_order_that_would_peak_higher_is_not_taken(monkeypatch):
+    """Two chains: in the given order one is done before the other starts."""
     seen = []
     monkeypatch.setattr(delegate, "reuse_and_sort", lambda *given: seen.append(given))
-    thunder.jit(lambda x, y: ((x @ y).sin() * 2).exp() @ y, executors=[mem_pointwise_ex], transforms=[MemEfficient()])(
+
+    def two_chains(x, y):
+        return (((x @ y).sin() * 2) @ y).sum() + (((y @ x).exp() * 3) @ x).sum()
+
+    thunder.jit(two_chains, executors=[mem_pointwise_ex], transforms=[MemEfficient()])(
         randn(64, 64, grad=False), randn(64, 64, grad=False, seed=1)
     )
-    ((trace, sort, plan),) = seen
-    reused = reuse_and_sort(trace, sort, plan)
-    assert reused is not None and reused.results == 1
-    limit = replace(plan.candidate, forward_peak_bytes=reused.forward_peak_bytes)
-    reachable = replace(plan, candidates=(limit,))
-    assert reuse_and_sort(trace, sort, reachable) is not None
-    less = replace(plan, candidates=(replace(limit, forward_peak_bytes=limit.forward_peak_bytes - 1),))
-    assert reuse_and_sort(trace, sort, less) is None
+    ((source, trace, sort),) = seen
+    best = reuse_and_sort(source, trace, sort)
+    assert best is not None and best.results
+
+    def worse(graph, sort):
+        orders = [random_order(graph, random.Random(seed)) for seed in range(20)]
+        return max(orders, key=lambda order: max(peaks_of(graph, order))), "worse"
+
+    monkeypatch.setattr("thunder_mem.reuse.order_halves", worse)
+    assert max(peaks_of(best.graph, worse(best.graph, sort)[0])) > best.peak_bytes
+    assert reuse_and_sort(source, trace, sort).peak_bytes == best.peak_bytes

@@ -104,15 +104,10 @@ def leaner_loops(trace: TraceCtx, divisor: int = 4) -> TraceCtx | None:
 
 def with_fitted_loops(plan: Plan, fitted: Fitted) -> Plan:
     """The plan with the peaks and the chunks that its trace has now."""
-    chosen = replace(
-        plan.candidate, forward_peak_bytes=fitted.forward_peak_bytes, backward_peak_bytes=fitted.backward_peak_bytes
-    )
     others = (d for d in plan.decisions if d.what != "loss head")
     return replace(
-        plan,
-        candidates=tuple(chosen if c.name == plan.chosen else c for c in plan.candidates),
+        plan.with_peaks(fitted.forward_peak_bytes, fitted.backward_peak_bytes),
         decisions=(*about_chunks(fitted.loops), *others),
-        budget=plan.budget and replace(plan.budget, peak_bytes=chosen.peak_bytes),
     )
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.symbol import BoundSymbol
@@ -31,8 +32,10 @@ from thunder_mem.joint_plan import Planned, PlanningOptions, device_of, plan_joi
 from thunder_mem.measure import collector_off
 from thunder_mem.offload_schedule import schedule_transfers, with_transfers
 from thunder_mem.plan import Plan
+from thunder_mem.planner import peaks_of
 from thunder_mem.ranks import agree
 from thunder_mem.reuse import reuse_and_sort, with_reuse
+from thunder_mem.trace_graph import read_trace
 from thunder_mem.verify import is_verified, verify_final, verify_rewrite
 
 __all__ = ["PlanningExecutor", "check_final_trace", "last_failure", "last_plan", "latest", "seat", "unseat"]
@@ -168,31 +171,45 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
 
         trace = replace_uniform(trace)
     given, trace = trace, prepared(trace)
-    planned = _planned(trace, session)
+    planned = _planned(trace, session, partial(_finished, given=given, session=session, start=start))
+    plan, new = planned.plan, planned.final
+    assert new is not None
+    if _is_dearer_than_recomputing(plan):
+        session.options = replace(session.options, offload=None)
+        return _plan_and_emit(given, session)
+    if is_verified(planned.original, plan.fingerprint, session.options.verify):
+        verify_rewrite(planned.original, new)
+    if fitted := fit_loops(new, plan.budget.budget_bytes if plan.budget else None):
+        new, plan = fitted.trace, with_fitted_loops(plan, fitted)
+    options = session.options
     plan = replace(
-        planned.plan,
-        refused=(*session.options.refused, *buckets_not_built(), *planned.plan.refused),
-        decisions=(*session.options.decisions, *planned.plan.decisions),
+        plan,
+        refused=(*options.refused, *buckets_not_built(), *plan.refused),
+        decisions=(*options.decisions, *plan.decisions),
     )
-    took_ms = (time.perf_counter_ns() - start) // 1_000_000
+    session.plan = plan
+    _remember(plan, took_ms=_took_ms(start))
+    return new
+
+
+def _finished(planned: Planned, *, given: TraceCtx, session: _Session, start: int) -> Planned:
+    """The plan with its final trace, but for the rows of chunk loops, and the peaks that it has there."""
+    options, plan = session.options, planned.plan
     executors = {str(e.name): e for e in session.executors}
-    new = emit(planned.source, planned.trace, plan, executors, f"Memory planning (took {took_ms} milliseconds)")
-    if session.options.reuse and (reused := reuse_and_sort(new, session.options.sort, plan)):
+    new = emit(planned.source, planned.trace, plan, executors, f"Memory planning (took {_took_ms(start)} milliseconds)")
+    source = read_trace(new)
+    plan = plan.with_peaks(*peaks_of(source.graph, range(len(source.graph))))
+    if options.reuse and (reused := reuse_and_sort(source, new, options.sort)):
         new, plan = reused.trace, with_reuse(plan, new, reused)
     new, plan = with_overlap(new, plan, given)
     device = device_model_of(device_of(planned.source))
     if plan.budget and (scheduled := schedule_transfers(new, device, plan.budget.budget_bytes)):
         new, plan = scheduled.trace, with_transfers(plan, new, scheduled)
-        if _is_dearer_than_recomputing(plan):
-            session.options = replace(session.options, offload=None)
-            return _plan_and_emit(given, session)
-    if is_verified(planned.original, plan.fingerprint, session.options.verify):
-        verify_rewrite(planned.original, new)
-    if fitted := fit_loops(new, plan.budget.budget_bytes if plan.budget else None):
-        new, plan = fitted.trace, with_fitted_loops(plan, fitted)
-    session.plan = plan
-    _remember(plan, took_ms=took_ms)
-    return new
+    return replace(planned, plan=plan, final=new)
+
+
+def _took_ms(start: int) -> int:
+    return (time.perf_counter_ns() - start) // 1_000_000
 
 
 def _is_dearer_than_recomputing(plan: Plan) -> bool:
@@ -203,21 +220,21 @@ def _is_dearer_than_recomputing(plan: Plan) -> bool:
     return bought.cost_ms > bought.without_offload_ms
 
 
-def _planned(trace: TraceCtx, session: _Session) -> Planned:
+def _planned(trace: TraceCtx, session: _Session, finish: Callable[[Planned], Planned]) -> Planned:
     """The plan; where no plan fits a budget, of the program with loss heads that take less.
 
     Smaller chunks cost time, sums of gradients in 16 bits cost digits, but neither as much as no plan.
     """
     options = session.options
     if options.budget is None:
-        return plan_joint_trace(trace, session.executors, options)
+        return plan_joint_trace(trace, session.executors, options, finish)
     narrow = narrow_sums(trace)
     traces = [trace, leaner_loops(trace), narrow, leaner_loops(narrow) if narrow else None]
     *others, last = [t for t in traces if t is not None]
     for other in others:
         with suppress(BudgetError):
-            return plan_joint_trace(other, session.executors, replace(options, on_infeasible="error"))
-    return plan_joint_trace(last, session.executors, options)
+            return plan_joint_trace(other, session.executors, replace(options, on_infeasible="error"), finish)
+    return plan_joint_trace(last, session.executors, options, finish)
 
 
 def _remember(plan: Plan | None, *, took_ms: int = 0, failure: str = "") -> None:

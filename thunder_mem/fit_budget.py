@@ -147,7 +147,7 @@ class _Level:
         self.problem, self.rungs = problem, rungs
         self.low_bytes = problem.trial(rungs[-1].rebuilt).peak_bytes
         self.high_bytes = problem.trial(rungs[0].rebuilt).peak_bytes
-        self._small = len(problem.graph) < _SMALL
+        self.exact = len(problem.graph) < _SMALL
         self._solutions: dict[int, Solution | None] = {}
         self._answers: dict[int, frozenset[int]] = {}
         self.candidates = Candidates(
@@ -198,7 +198,7 @@ class _Level:
         return self.problem.fit(self._answers[cell], first.bound_seconds, "milp")
 
     def _solve(self, rows: Mapping[int, MemoryRow], target_bytes: int) -> Solution | None:
-        gap = 0.0 if self._small else _LARGE_GAP
+        gap = 0.0 if self.exact else _LARGE_GAP
         return solve(self.candidates, list(rows.values()), target_bytes, gap)
 
     def _mended(self, solution: Solution, target_bytes: int) -> frozenset[int]:
@@ -252,7 +252,8 @@ def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list
     """Answers to the targets about a budget, from the first above it.
 
     Further ones below are asked for only until none of them can be cheaper than what fits. Where a
-    stretch of targets costs the same, its two ends are answered too: equal time buys memory.
+    stretch of targets costs the same, its two ends are answered too: equal time buys memory. In programs
+    that are not solved exactly the first that fits is the last.
     """
     here = min(level.cell(budget_bytes), _CELLS)
     proposals: list[Fit] = []
@@ -265,6 +266,8 @@ def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list
             proposals.append(fit)
             if fit.peak_bytes <= budget_bytes and fit.seconds < best:
                 best, lowest = fit.seconds, cell
+                if not level.exact:  # what is cheaper below is so by less than the gap
+                    return proposals
     if best < inf:
         ends = {_last_as_cheap(level, lowest, best, direction) for direction in (-1, 1)} - {lowest}
         proposals += [fit for fit in map(level.answer, sorted(ends)) if fit is not None]

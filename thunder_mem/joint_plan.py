@@ -72,8 +72,24 @@ class PlanningOptions:
     decisions: tuple[Decision, ...] = ()  # of what ran before
 
 
-def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
+def _as_it_is(planned: Planned) -> Planned:
+    return planned
+
+
+def plan_joint_trace(
+    trace: TraceCtx,
+    executors: Sequence[FusionExecutor],
+    options: PlanningOptions,
+    finish: Callable[[Planned], Planned] = _as_it_is,
+) -> Planned:
     """The best plan for a joint trace, within the budget if there is one.
+
+    Args:
+        trace: before fusion.
+        executors: that fuse.
+        options: see there.
+        finish: makes the final trace of a plan, and gives the plan the peaks that it has there; by these a
+            budget is judged.
 
     Raises:
         BudgetError: nothing fits and `options.on_infeasible` is "error".
@@ -115,17 +131,18 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
         if not cannot_beat(read.graph, takes, best.peak_bytes):
             best = min(best, planned(new, read, takes), key=rank)
     if options.budget is None and options.observe is None:
-        return best
+        return finish(best)
     device = device_of(source)
     problem = SavingProblem(source.graph, fuse, _repeat_seconds(source, fuse, device), choices, options.sort)
     if options.observe is not None:
         options.observe(problem, plan)
     if options.budget is None:
-        return best
+        return finish(best)
     if options.offload is not None:
         moves = moves_for(options.offload, source, fuse, choices, free, device_model_of(device), str(device))
         problem = replace(problem, moves=moves)
-    return _within_budget(best, plan, problem, parse_budget(options.budget, device), options.on_infeasible)
+    budget_bytes = parse_budget(options.budget, device)
+    return _within_budget(best, plan, problem, budget_bytes, options.on_infeasible, finish)
 
 
 def _with_loss_outside(reuse: bool) -> Callable[[Planned], tuple[int, int]]:
@@ -160,37 +177,49 @@ def _choices(
 
 
 def _within_budget(
-    free: Planned, plan: Callable[..., Planned], problem: SavingProblem, budget_bytes: int, infeasible: str
+    free: Planned,
+    plan: Callable[..., Planned],
+    problem: SavingProblem,
+    budget_bytes: int,
+    infeasible: str,
+    finish: Callable[[Planned], Planned],
 ) -> Planned:
-    """`free` if it fits, else the cheapest plan that does; the trial proposes, the final plan decides."""
-    if free.peak_bytes <= budget_bytes:
-        return _with_outcome(free, free, BudgetOutcome(budget_bytes, free.peak_bytes, 0.0, 0.0, "free"))
+    """`free` if it fits, else the cheapest plan that does; the trial proposes, the final trace decides."""
+
+    def finished(planned: Planned, fit: Fit, method: str) -> Planned:
+        return finish(_with_outcome(free, planned, _outcome(budget_bytes, planned, fit, method)))
+
+    costless = Fit(frozenset(), free.peak_bytes, 0.0, 0.0, "free")
+    if min(free.peak_bytes, free.plan.overwritten_peak_bytes or free.peak_bytes) <= budget_bytes:
+        final = finished(free, costless, "free")
+        if final.peak_bytes <= budget_bytes:
+            return final
     target_bytes = budget_bytes
-    tried: dict[tuple[frozenset[int], frozenset[int]], tuple[Planned, Fit]] = {}
+    tried: dict[tuple[frozenset[int], frozenset[int]], tuple[Planned, Planned, Fit]] = {}
     for _ in range(_ATTEMPTS):
         fit = (fit_budget if problem.moves is None else fit_with_offload)(problem, target_bytes)
         choice = fit.rebuilt, fit.offloaded
         if choice in tried:
             break
         planned = plan(*choice)
-        tried[choice] = planned, fit
-        saved_bytes = fit.peak_bytes - planned.peak_bytes  # by merges, or by another arrangement
-        if planned.peak_bytes <= budget_bytes and saved_bytes <= _UNUSED_SHARE * budget_bytes:
+        final = finished(planned, fit, fit.method)
+        tried[choice] = final, planned, fit
+        saved_bytes = fit.peak_bytes - final.peak_bytes  # by merges, another arrangement, results over dying values
+        if final.peak_bytes <= budget_bytes and saved_bytes <= _UNUSED_SHARE * budget_bytes:
             break
-        target_bytes = budget_bytes + saved_bytes
-    fitting = [(planned, fit) for planned, fit in tried.values() if planned.peak_bytes <= budget_bytes]
+        target_bytes = max(1, budget_bytes + saved_bytes)
+    fitting = [(final, fit) for final, _, fit in tried.values() if final.peak_bytes <= budget_bytes]
     if fitting:
-        planned, fit = min(fitting, key=lambda f: (f[1].seconds, f[0].peak_bytes))
-        return _with_outcome(free, planned, _outcome(budget_bytes, planned, fit, fit.method))
-    planned, fit = min(tried.values(), key=lambda t: (t[0].peak_bytes, t[1].seconds))
+        return min(fitting, key=lambda f: (f[1].seconds, f[0].peak_bytes))[0]
+    final, planned, fit = min(tried.values(), key=lambda t: (t[0].peak_bytes, t[2].seconds))
     held = _held(problem.trial(fit.rebuilt, fit.offloaded).timeline)
-    error = BudgetError(budget_bytes, min(planned.peak_bytes, free.peak_bytes), held)
+    error = BudgetError(budget_bytes, min(final.peak_bytes, free.peak_bytes), held)
     if infeasible == "error":
         raise error
     warnings.warn(str(error), stacklevel=2)
-    if free.peak_bytes <= planned.peak_bytes:  # which costs nothing
-        planned, fit = free, replace(fit, seconds=0.0, bound_seconds=0.0)
-    return _with_outcome(free, planned, _outcome(budget_bytes, planned, fit, "smallest"))
+    if free.peak_bytes <= final.peak_bytes:  # which costs nothing
+        planned, fit = free, costless
+    return finished(planned, fit, "smallest")
 
 
 def _outcome(budget_bytes: int, planned: Planned, fit: Fit, method: str) -> BudgetOutcome:

@@ -7,7 +7,7 @@ from thunder_mem.origins import origin_of
 from thunder_mem.recompute import why_not_again
 from thunder_mem.trace_graph import TraceGraph
 
-__all__ = ["layerwise_choices"]
+__all__ = ["handed_between_layers", "layerwise_choices"]
 
 
 def layerwise_choices(source: TraceGraph) -> Choices:
@@ -20,24 +20,36 @@ def layerwise_choices(source: TraceGraph) -> Choices:
     Raises:
         RecomputeError: the program has no layers.
     """
-    graph = source.graph
-    layer: list[int | None] = []
-    for bsym in source.bsyms:
-        origin = origin_of(bsym)
-        layer.append(None if origin is None else origin.layer)
+    layer = _layers(source)
     if all(number is None for number in layer):
         raise RecomputeError(
             '"layerwise" finds no layers here: it goes by modules whose parameters\' names differ in nothing but a '
             "number, such as h.0.mlp.weight and h.1.mlp.weight"
         )
-    handed_on, inside = set(), set()
+    handed_on = handed_between_layers(source)
+    inside = {
+        s
+        for op in source.graph.ops
+        if not op.backward and layer[op.index] is not None and why_not_again(source, op.index) is None
+        for s in op.allocates
+    }
+    return Choices(keep=handed_on, offered=frozenset(inside - handed_on))
+
+
+def handed_between_layers(source: TraceGraph) -> frozenset[int]:
+    """The forward's storages that one layer makes and another layer, or what belongs to none, reads."""
+    graph, layer = source.graph, _layers(source)
+    found: set[int] = set()
     for op in graph.ops:
         if op.backward or layer[op.index] is None:
             continue
         for s in op.allocates:
-            readers = {layer[u] for u in graph.users[s] if not graph.ops[u].backward}
-            if readers - {layer[op.index]}:
-                handed_on.add(s)
-            elif why_not_again(source, op.index) is None:
-                inside.add(s)
-    return Choices(keep=frozenset(handed_on), offered=frozenset(inside))
+            if {layer[u] for u in graph.users[s] if not graph.ops[u].backward} - {layer[op.index]}:
+                found.add(s)
+    return frozenset(found)
+
+
+def _layers(source: TraceGraph) -> list[int | None]:
+    """Per op, the number of the layer that it belongs to."""
+    origins = [origin_of(bsym) for bsym in source.bsyms]
+    return [None if origin is None else origin.layer for origin in origins]

@@ -93,11 +93,7 @@ def with_transfers(plan: Plan, before: TraceCtx, scheduled: Scheduled) -> Plan:
         before: the trace whose copies were scheduled.
         scheduled: what became of it.
     """
-    new = replace(
-        plan.candidate,
-        forward_peak_bytes=scheduled.forward_peak_bytes,
-        backward_peak_bytes=scheduled.backward_peak_bytes,
-    )
+    plan = plan.with_peaks(scheduled.forward_peak_bytes, scheduled.backward_peak_bytes)
     count = len(scheduled.names)
     how = (
         f"{count:,} {'value' if count == 1 else 'values'} to the host and back: {scheduled.link_s * 1e3:.3g} ms on the "
@@ -107,12 +103,10 @@ def with_transfers(plan: Plan, before: TraceCtx, scheduled: Scheduled) -> Plan:
     return replace(
         plan,
         regions=regions_in_order(plan.regions, before, scheduled.trace),
-        candidates=tuple(new if c.name == plan.chosen else c for c in plan.candidates),
         decisions=(*plan.decisions, decision),
         budget=plan.budget
         and replace(
             plan.budget,
-            peak_bytes=new.peak_bytes,
             offloaded=scheduled.names,
             host_bytes=scheduled.host_bytes,
             link_ms=scheduled.link_s * 1e3,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from thunder_mem.budget import BudgetOutcome
@@ -107,6 +107,15 @@ class Plan:
     @property
     def candidate(self) -> Candidate:
         return next(c for c in self.candidates if c.name == self.chosen)
+
+    def with_peaks(self, forward_peak_bytes: int, backward_peak_bytes: int) -> Plan:
+        """The plan of a trace that has these peaks now."""
+        new = replace(self.candidate, forward_peak_bytes=forward_peak_bytes, backward_peak_bytes=backward_peak_bytes)
+        return replace(
+            self,
+            candidates=tuple(new if c.name == self.chosen else c for c in self.candidates),
+            budget=self.budget and replace(self.budget, peak_bytes=new.peak_bytes),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, dicts, strings and numbers."""

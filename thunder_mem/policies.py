@@ -24,6 +24,7 @@ from thunder.core.symbol import BoundSymbol, has_tags
 from thunder_mem.choices import Choices, RecomputeError
 from thunder_mem.effects import leaves
 from thunder_mem.graph import Graph
+from thunder_mem.layerwise import handed_between_layers
 from thunder_mem.origins import origin_of, source_of, word
 from thunder_mem.recompute import why_not_again
 from thunder_mem.saving import saved_storages
@@ -39,6 +40,7 @@ __all__ = [
     "infos",
     "keep_everything",
     "recompute_everything",
+    "save_between_layers",
     "save_by_name",
     "save_only_attention_outputs",
     "save_only_matmul_outputs",
@@ -72,6 +74,7 @@ class OpInfo:
             how many products.
         is_matmul: a product of matrices or a convolution.
         is_attention: an attention kernel's forward.
+        handed_on: it belongs to a layer, and another layer, or what belongs to none, reads its results.
     """
 
     index: int
@@ -88,6 +91,7 @@ class OpInfo:
     rank: int
     is_matmul: bool
     is_attention: bool
+    handed_on: bool
 
 
 Policy = Callable[[OpInfo, Graph], "Action | str"]
@@ -96,7 +100,7 @@ Policy = Callable[[OpInfo, Graph], "Action | str"]
 def infos(source: TraceGraph) -> tuple[OpInfo, ...]:
     """What policies see of a joint trace, in the order of the forward."""
     graph = source.graph
-    saved = saved_storages(graph)
+    saved, handed_on = saved_storages(graph), handed_between_layers(source)
     ranks: dict[object, int] = {}
     found = []
     for op, bsym in zip(graph.ops, source.bsyms, strict=True):
@@ -122,6 +126,7 @@ def infos(source: TraceGraph) -> tuple[OpInfo, ...]:
                 rank=ranks.get(kind, 0),
                 is_matmul=_is_matmul(bsym),
                 is_attention=_is_attention(bsym),
+                handed_on=not handed_on.isdisjoint(op.allocates),
             )
         )
         ranks[kind] = ranks.get(kind, 0) + 1
@@ -250,11 +255,18 @@ def _first_of_two_matmuls(op: OpInfo, graph: Graph) -> Action:
     return Action.KEEP if op.is_matmul and op.rank % 2 == 0 else Action.AUTO
 
 
+def save_between_layers(op: OpInfo, graph: Graph) -> Action:
+    """Keep what each layer hands to the next, so that layers are computed again one at a time; leave the rest."""
+    return Action.KEEP if op.handed_on else Action.AUTO
+
+
 save_only_matmul_outputs: Policy = first_of(_matmul_outputs, recompute_everything)
 """Keep what products of matrices and convolutions make; compute everything else again."""
 
 save_only_attention_outputs: Policy = first_of(_attention_outputs, recompute_everything)
-"""Keep what attention kernels make, which is costly; compute everything else again."""
+"""Keep what attention kernels make, which is costly; compute everything else again. Everything: without what
+layers hand on, the last layer's backward runs the whole forward again, and what earlier layers need of that waits
+for them. `first_of(save_between_layers, save_only_attention_outputs)` does one layer at a time."""
 
 every_second_matmul: Policy = first_of(_attention_outputs, _first_of_two_matmuls, recompute_everything)
 """Keep attention and the first of every two products of matrices; compute everything else again, as

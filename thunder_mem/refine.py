@@ -32,7 +32,8 @@ _ROUNDS = 4
 class Planned:
     """A plan, the joint trace that it is for, and that trace as it was read.
 
-    `original` is the trace before anything was chosen to be computed again: what `verify` compares with.
+    `original` is the trace before anything was chosen to be computed again: what `verify` compares with;
+    `final` is the fused trace that it ends as, once that is made.
     """
 
     plan: Plan
@@ -40,6 +41,7 @@ class Planned:
     fuse: Fusibility
     trace: TraceCtx
     original: TraceCtx
+    final: TraceCtx | None = None
 
     @property
     def peak_bytes(self) -> int:

@@ -130,15 +130,12 @@ def with_reuse(plan: Plan, emitted: TraceCtx, reused: Reused) -> Plan:
         emitted: its trace, before anything was reused.
         reused: what became of it.
     """
-    old = plan.candidate
-    new = replace(old, forward_peak_bytes=reused.forward_peak_bytes, backward_peak_bytes=reused.backward_peak_bytes)
     how = f"{reused.results} results written over values that die, {reused.nbytes:,} bytes"
+    decision = Decision("reuse", how, "peak", plan.candidate.peak_bytes, reused.peak_bytes)
     return replace(
-        plan,
+        plan.with_peaks(reused.forward_peak_bytes, reused.backward_peak_bytes),
         regions=regions_in_order(plan.regions, emitted, reused.trace),
-        candidates=tuple(new if c.name == plan.chosen else c for c in plan.candidates),
-        decisions=(*plan.decisions, Decision("reuse", how, "peak", old.peak_bytes, new.peak_bytes)),
-        budget=plan.budget and replace(plan.budget, peak_bytes=new.peak_bytes),
+        decisions=(*plan.decisions, decision),
     )
 
 
@@ -159,30 +156,33 @@ def _key(bsym: BoundSymbol) -> Hashable:
     return (bsym.sym.name, *(p.name for p in bsym.flat_proxy_outs), *(p.name for p in bsym.flat_proxy_args))
 
 
-def reuse_and_sort(trace: TraceCtx, sort: str | SortFunction, plan: Plan) -> Reused | None:
+def reuse_and_sort(source: TraceGraph, trace: TraceCtx, sort: str | SortFunction) -> Reused | None:
     """`reuse_dying`, and the same once more in the order that is best with it, where that lowers the peak.
 
     A region that writes over its inputs holds less than the order was made for: what ran early on its
     account may run later. A sort other than "auto" is the user's, and stays. None where nothing is taken
-    over, or where either half would peak above `plan`, from which `trace` was emitted.
+    over, or where either half would peak above `trace`.
+
+    Args:
+        source: `trace` as it was read.
+        trace: a joint or plain trace in its final order, fused, without `del`s.
+        sort: how it was ordered.
 
     Raises:
         GraphError: from the sort.
     """
-    limits = plan.candidate
+    if not any(map(_function, trace.bound_symbols)):
+        return None
+    forward_bytes, backward_bytes = peaks_of(source.graph, range(len(source.graph)))
     found = [
         reused
-        for reused in _reused_and_sorted(trace, sort)
-        if reused.forward_peak_bytes <= limits.forward_peak_bytes
-        and reused.backward_peak_bytes <= limits.backward_peak_bytes
+        for reused in _reused_and_sorted(source, trace, sort)
+        if reused.forward_peak_bytes <= forward_bytes and reused.backward_peak_bytes <= backward_bytes
     ]
     return min(found, key=lambda reused: reused.peak_bytes, default=None)
 
 
-def _reused_and_sorted(trace: TraceCtx, sort: str | SortFunction) -> Iterator[Reused]:
-    if not any(map(_function, trace.bound_symbols)):
-        return
-    source = read_trace(trace)
+def _reused_and_sorted(source: TraceGraph, trace: TraceCtx, sort: str | SortFunction) -> Iterator[Reused]:
     if (first := reuse_dying(trace, source)) is None:
         return
     yield first

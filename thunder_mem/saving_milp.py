@@ -29,6 +29,8 @@ __all__ = ["Solution", "solve"]
 _MOST_NODES = 300
 # So that of equal plans the one that repeats least is taken, though cheap work costs nothing.
 _EPSILON = 1e-6
+# Bytes count in rows from this share of the budget on; the solver ignores coefficients of 1e-9.
+_TINY = 1e-7
 # And of equal plans the one that copies least: a copy counts at so much of its time though other work hides it.
 _HIDDEN = 1e-3
 
@@ -184,7 +186,11 @@ def _add_memory(
                 if reader in by_then:
                     fetched = {o[s]: 1} if s in o else {}
                     program.row({by_then[op]: 1, k[s]: 1, by_then[reader]: -1} | fetched, 0)
+    spare_bytes = budget_bytes - row.fixed_bytes
     for s, nbytes in row.bytes_of.items():
+        if nbytes < _TINY * budget_bytes:
+            spare_bytes -= nbytes  # as if it were alive: the solver would not see it
+            continue
         maker = by_then.get(candidates.maker[s]) if s in row.again else None
         fetchers = [by_then[op] for op in row.fetched.get(s, ())] if s in o else []
         if maker is None and not fetchers:
@@ -197,4 +203,4 @@ def _add_memory(
         for fetcher in fetchers:
             program.row({alive: 1, fetcher: -1, o[s]: -1}, -1)
         terms[alive] = nbytes / budget_bytes
-    program.row(terms, -np.inf, (budget_bytes - row.fixed_bytes) / budget_bytes)
+    program.row(terms, -np.inf, spare_bytes / budget_bytes)
