@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +198,16 @@ CASES = (
     Case("two checkpointed blocks", "checkpoints", _checkpointed, lambda: MemEfficient(strict=True), _fuses),
     Case("loss head", "16 chunks", _head, lambda: _with_head("float32", 16), _chunks),
     Case("loss head", "128 chunks", _head, lambda: _with_head("float32", 128), _chunks),
-    Case(
-        "loss head",
-        '16 chunks, accumulate="input"',
-        _head,
-        lambda: _with_head("input", 16),
-        _chunks,
-        dtypes=(torch.float16, torch.bfloat16),
+    *(
+        Case(
+            "loss head",
+            f'{chunks} chunks, accumulate="input"',
+            _head,
+            partial(_with_head, "input", chunks),
+            _chunks,
+            dtypes=(torch.float16, torch.bfloat16),
+        )
+        for chunks in (16, 128)
     ),
     Case(
         "small llama, loss inside",

@@ -30,7 +30,7 @@ def test_error_of_dw_is_flat_in_the_chunk_count(counts, monkeypatch):
     errors = [dw_error(chunks)[0] for chunks in counts]
     assert max(errors) < 1.03 * one, (one, errors)
     assert one < 1.5 * rounding
-    assert dw_error(128, "input")[0] > 2 * max(errors)  # what float32 is for
+    assert max(dw_error(chunks, "input")[0] for chunks in counts) < 1.03 * one  # by a byte more, while chunks run
 
 
 @pytest.mark.skipif(not multiplies("cpu", torch.bfloat16), reason="this CPU has no bfloat16 units")
@@ -76,7 +76,8 @@ def test_peak_is_the_lower_bound_and_a_chunk(dtype, accumulate):
 
     step()
     s = dtype.itemsize
-    bound = s * (n + v) * d + (2 * v * d if accumulate == "float32" and s == 2 else 0)
+    wider = {(2, "float32"): 2, (2, "input"): 1}.get((s, accumulate), 0)
+    bound = s * (n + v) * d + wider * v * d
     chunk = n // chunks * v * s
     assert transform.record.loops[0].logits_bytes == chunk
     assert measure_peak(step) <= bound + 1.15 * chunk
@@ -95,5 +96,5 @@ def test_peak_at_published_heads_an_eighth_as_large(d, v, accumulate):
         return torch.autograd.grad(fn(x, w, t), (x, w))
 
     step()
-    bound_bytes = 2 * (n + v) * d + (2 * v * d if accumulate == "float32" else 0)
+    bound_bytes = 2 * (n + v) * d + (2 if accumulate == "float32" else 1) * v * d
     assert measure_peak(step) <= bound_bytes + 1.1 * (n // chunks) * v * 2

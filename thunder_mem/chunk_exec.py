@@ -128,7 +128,7 @@ def _new_grads(plan: LoopPlan, inputs: Sequence[Tensor]) -> dict[int, Tensor | A
     for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True):
         spec, t = plan.inputs[i], inputs[i]
         if not spec.sharding.split:
-            grads[i] = Accumulator(spec, dtype)
+            grads[i] = Accumulator(spec, dtype, plan.finer(i))
         # The plan knows that nobody reads it any more; a view that a caller's strides made may still show.
         elif i in plan.over and t.is_contiguous() and t.untyped_storage().nbytes() == spec.nbytes and sole_owner(t):
             grads[i] = t.detach()

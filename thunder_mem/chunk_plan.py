@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from thunder_mem.chunk_gemm import gemm_scratch_bytes
+from thunder_mem.chunk_gemm import gemm_scratch_bytes, scratch_bytes_of
 from thunder_mem.chunk_rules import Sharding
 
 __all__ = ["ChunkRecord", "Gemm", "Head", "LoopPlan", "Refusal", "Spec"]
@@ -133,7 +133,20 @@ class LoopPlan:
     @property
     def backward_scratch_bytes(self) -> int:
         """Held at most while gradients are computed, beyond inputs and results; 0 if they never are."""
-        return self.logits_bytes + max(self._gemm_bytes, self.backward_block_bytes) if self.grads else 0
+        if not self.grads:
+            return 0
+        return self.logits_bytes + max(self._gemm_bytes, self.backward_block_bytes) + self.finer_sums_bytes
+
+    def finer(self, i: int) -> bool:
+        """Whether the gradient of input `i` keeps a byte a number beside the 16 bits in which it adds up."""
+        spec, dtype = self.inputs[i], self.grad_dtypes[self.grads.index(i)]
+        adds_up = self.chunks > 1 or i in self.sides
+        return adds_up and dtype == spec.dtype and dtype.itemsize == 2 and not spec.sharding.split
+
+    @property
+    def finer_sums_bytes(self) -> int:
+        """What these bytes take, while chunks run."""
+        return sum(math.prod(self.inputs[i].shape) for i in self.grads if self.finer(i))
 
     @property
     def wider_sums_bytes(self) -> int:
@@ -146,11 +159,20 @@ class LoopPlan:
     @property
     def _gemm_bytes(self) -> int:
         sums = dict(zip(self.grads, self.grad_dtypes, strict=True))
+        sums |= {i: torch.float32 for i in self.grads if self.finer(i)}
+        tiles = scratch_bytes_of(self.logits_bytes) if any(map(self.finer, self.grads)) else 0
         return max(
-            gemm_scratch_bytes(
-                g.out.device, g.out.dtype, {g.out.dtype, sums.get(g.w, g.out.dtype)}, self.chunk_rows, self.logits_bytes
-            )
-            for g in self.gemms
+            tiles,
+            *(
+                gemm_scratch_bytes(
+                    g.out.device,
+                    g.out.dtype,
+                    {g.out.dtype, sums.get(g.w, g.out.dtype)},
+                    self.chunk_rows,
+                    self.logits_bytes,
+                )
+                for g in self.gemms
+            ),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_mem.chunk_gemm import gemm
 from thunder_mem.chunk_plan import Gemm, LoopPlan, Spec
@@ -14,6 +15,7 @@ from thunder_mem.chunk_plan import Gemm, LoopPlan, Spec
 __all__ = ["Accumulator", "finish", "part_bounds", "sole_owner"]
 
 SPLIT_BYTES = 1 << 16
+_STRETCH_BYTES = 8  # of a number: in float32, and what is stored of it
 
 
 class Accumulator:
@@ -22,28 +24,43 @@ class Accumulator:
     A float32 accumulator of a large 16-bit input is kept in two parts, so that `finish` can write
     the 16-bit result over the first part and free the second: at no time do the float32 sum and the
     16-bit result both exist.
+
+    A 16-bit one would be rounded to 8 or 11 bits by every chunk that adds to it. A `finer` one holds the
+    upper halves of float32 numbers while chunks run, and in a byte each what follows: 16 bits, and one
+    rounding at the end.
     """
 
-    def __init__(self, spec: Spec, dtype: torch.dtype):
+    def __init__(self, spec: Spec, dtype: torch.dtype, finer: bool):
         self.spec, self.bounds = spec, part_bounds(spec, dtype)
         shapes = [(hi - lo, *spec.shape[1:]) for lo, hi in self.bounds] if spec.shape else [()]
         self.parts = [torch.empty(shape, dtype=dtype, device=spec.device) for shape in shapes]
+        self.bytes = torch.empty(spec.shape, dtype=torch.uint8, device=spec.device) if finer else None
         self.begun = False
 
     def add(self, grad: Tensor) -> None:
         """Add a gradient of the input's shape."""
-        for part, (lo, hi) in zip(self.parts, self.bounds, strict=True):
-            mine = grad[lo:hi] if self.spec.shape else grad
-            part.add_(mine) if self.begun else part.copy_(mine)
+        if self.bytes is not None:
+            for total, lo, hi in self._stretches(SPLIT_BYTES):
+                total.add_(grad[lo:hi] if self.spec.shape else grad)
+                del total  # before the next one is made
+        else:
+            for part, (lo, hi) in zip(self.parts, self.bounds, strict=True):
+                mine = grad[lo:hi] if self.spec.shape else grad
+                part.add_(mine) if self.begun else part.copy_(mine)
         self.begun = True
 
     def add_product(self, plan: Gemm, dlogits: Tensor, x: Tensor, scratch_bytes: int) -> None:
         """Add dlogits^T x, (V, rows) x (rows, D), in the layout of the weight, without a temporary of its size."""
-        for part, (lo, hi) in zip(self.parts, self.bounds, strict=True):
-            if plan.w_rows_first:
-                gemm(part, dlogits[:, lo:hi].t(), x, add=self.begun, scratch_bytes=scratch_bytes)
-            else:
-                gemm(part, x[:, lo:hi].t(), dlogits, add=self.begun, scratch_bytes=scratch_bytes)
+        if self.bytes is not None:
+            targets: Iterable[tuple[Tensor, int, int]] = self._stretches(scratch_bytes * 4 // 7)
+            add, scratch_bytes = True, scratch_bytes * 3 // 7
+        else:
+            targets = [(part, lo, hi) for part, (lo, hi) in zip(self.parts, self.bounds, strict=True)]
+            add = self.begun
+        left, right = (dlogits, x) if plan.w_rows_first else (x, dlogits)
+        for part, lo, hi in targets:
+            gemm(part, left[:, lo:hi].t(), right, add=add, scratch_bytes=scratch_bytes)
+            del part  # before the next one is made
         self.begun = True
 
     def result(self) -> list[Tensor]:
@@ -51,7 +68,37 @@ class Accumulator:
         if not self.begun:
             for part in self.parts:
                 part.zero_()
+        elif self.bytes is not None:
+            (part,) = self.parts
+            for total, lo, hi in self._stretches(SPLIT_BYTES, keep=False):
+                (part[lo:hi] if self.spec.shape else part).copy_(total)
+                del total
+            self.bytes = None
         return self.parts
+
+    def _stretches(self, scratch_bytes: int, keep: bool = True) -> Iterator[tuple[Tensor, int, int]]:
+        """Stretches of dim 0 in float32, to be changed in place and kept again; temporaries of that size at most."""
+        assert self.bytes is not None
+        rows = self.spec.shape[0] if self.spec.shape else 1
+        width = math.prod(self.spec.shape[1:])
+        step = max(1, scratch_bytes // (_STRETCH_BYTES * max(1, width)))
+        upper, lower = self.parts[0].view(torch.int16), self.bytes
+        for lo in range(0, rows, step):
+            hi = min(lo + step, rows)
+            some = slice(lo, hi) if self.spec.shape else ...
+            if self.begun:  # the numbers cut off after their upper halves, and then the byte
+                total = upper[some].int().bitwise_left_shift_(16)
+                total = total.add_(lower[some], alpha=1 << 8).view(torch.float32)
+            else:
+                total = torch.zeros_like(upper[some], dtype=torch.float32)
+            yield total, lo, hi
+            if keep:
+                bits = total.view(torch.int32).add_(1 << 7)  # to nearest
+                upper[some].copy_(bits >> 16)
+                lower[some].copy_(bits.bitwise_right_shift_(8))
+            del total
+            if isinstance(upper, FakeTensor):
+                break  # every stretch takes the same memory
 
 
 def part_bounds(spec: Spec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:

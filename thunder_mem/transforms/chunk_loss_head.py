@@ -30,8 +30,9 @@ class ChunkLossHead(ListedTransform):
         rows: how many rows a chunk has, or "auto", which means the same. Give one of `chunks` and
             `rows`; neither means "auto".
         accumulate: dtype in which gradients of 16-bit weights add up over chunks, "float32" or
-            "input" (the weight's own, which saves two bytes a weight and rounds at every chunk). Without
-            it float32, or, under a budget of `MemEfficient` that has no room for that, "input".
+            "input" (the weight's own and, while chunks run, a byte more, which saves a byte a weight
+            and then two, is as exact, and takes longer). Without it float32, or, under a budget of
+            `MemEfficient` that has no room for that, "input".
 
     Raises:
         ValueError, TypeError: an argument outside of what is accepted.
