@@ -488,7 +488,7 @@ def hugging_face(name):
     ("name", "way"),
     [
         ("llama", "thunderfx"),
-        ("bert", "thunderfx"),
+        pytest.param("bert", "thunderfx", marks=pytest.mark.slow),
         pytest.param("llama", "jit", marks=pytest.mark.slow),  # Thunder's interpreter takes a minute to trace it
         pytest.param("gpt2", "jit", marks=pytest.mark.slow),
     ],
