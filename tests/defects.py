@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,15 +14,23 @@ import torch
 
 from tests.programs import Input, Program, Region, Step
 
-__all__ = ["BEYOND", "DEFECTS", "UNSUPPORTED", "Defect"]
+__all__ = ["BEYOND", "DEFECTS", "UNSUPPORTED", "Defect", "defect_of"]
 
 
 @dataclass(frozen=True)
 class Defect:
-    """A program that plain Thunder gets wrong, and where the cause lies."""
+    """A program that plain Thunder gets wrong, and where the cause lies.
+
+    Attributes:
+        program: the smallest one.
+        reason: the cause.
+        raises: how it shows, as `oracle.check` words it: a pattern, of something that nothing else raises. What
+            shows so excuses a failure of the fuzzer; see `defect_of`.
+    """
 
     program: Program
     reason: str
+    raises: str = ""
 
 
 def _x(name: str = "x0", shape: tuple[int, ...] = (4,), **options) -> Input:
@@ -105,6 +114,7 @@ DEFECTS = {
     "broadcast of one element": Defect(
         Program((_G,), (Step("index", ("v0",), ("x0",), ("0",)), Step("mul", ("v1",), ("v0", "x0"))), ("v1",)),
         "its gradient keeps the dims it was broadcast to, and the next step of the backward fails on them",
+        r"number of sizes provided \(\d+\) must be greater or equal|expand: the requested shape has too few dim",
     ),
     "broadcast of one element used twice": Defect(
         Program(
@@ -140,6 +150,7 @@ DEFECTS = {
     "linear with an empty dim": Defect(
         Program((_x(shape=(1, 0), grad=True),), (Step("linear", ("v0",), ("x0", "x0")),), ("v0",)),
         "the backward divides by the size",
+        r"ZeroDivisionError in __init__.py:reshape: integer modulo by zero",
     ),
     "write beside empty inputs": Defect(
         Program((_x("x0", ()), _x("x1", (0,)), _x("x2", (0, 1))), (Step("add_scalar_", (), ("x1",), (2,)),), ("x1",)),
@@ -180,6 +191,61 @@ DEFECTS = {
         "the interpreter loses where the value came from and raises while it traces",
     ),
 }
+
+DEFECTS |= {
+    "variance of a scalar": Defect(
+        Program((_x(shape=(), grad=True),), (Step("var_mean", ("v0", "v1"), ("x0",), (0, True)),), ("v0",)),
+        "the backward makes zeros of no shape",
+        r"zeros\(\) received an invalid combination of arguments - got \(dtype=",
+    ),
+    "lerp beside a gradient": Defect(
+        Program(
+            (_x(shape=(1,), grad=True), _x("x1")),
+            (Step("lerp", ("v0",), ("x1", "x1")), Step("layer_norm", ("v1",), ("x0",))),
+            ("v0",),
+        ),
+        "it has no derivative, which is asked for though none of its arguments needs one",
+        r"Failed to find a gradient transform for bound symbol bsym=\w+ = prims.lerp\(",
+    ),
+    "nll_loss": Defect(
+        Program(
+            (_x(shape=(3, 3)), _x("x1", (3,), dtype="int64")),
+            (Step("nll_loss", ("v0",), ("x0", "x1"), ("none",)),),
+            ("v0",),
+        ),
+        "PyTorch is handed None for ignore_index",
+        r"nll_loss_nd\(\): argument 'ignore_index' \(position 5\) must be int, not NoneType",
+    ),
+    "nll_loss with a gradient": Defect(
+        Program(
+            (_x(shape=(3, 3), grad=True), _x("x1", (3,), dtype="int64")),
+            (Step("nll_loss", ("v0",), ("x0", "x1"), ("mean",)),),
+            ("v0",),
+        ),
+        "ignore_index is None, and compared with",
+        r"check: None had an unexpected type <class 'NoneType'>. Supported types are \(<class 'thunder",
+    ),
+    "sum of a float32 loss of a bfloat16 head": Defect(
+        Program(
+            (
+                _x(shape=(6, 8), dtype="bfloat16"),
+                _x("x1", (3, 8), dtype="bfloat16", grad=True),
+                _x("x2", (6,), dtype="int64"),
+            ),
+            (Step("head_float", ("v0",), ("x0", "x1", "x2"), ("sum", "")),),
+            ("v0",),
+        ),
+        "the number of targets, which the backward divides by, is a float64",
+        r"_nll_loss_backward_impl: expected scalar type Float but found Double",
+    ),
+}
+
+
+def defect_of(difference: str) -> str:
+    """The name of the defect that shows as plain Thunder's `difference` from eager; "" if none does so."""
+    found = (name for name, defect in DEFECTS.items() if defect.raises and re.search(defect.raises, difference))
+    return next(found, "")
+
 
 BEYOND = (
     "dropout in checkpoint",

@@ -13,6 +13,7 @@ from random import Random
 
 import torch
 
+from tests.defects import defect_of
 from tests.fuzz_configs import (
     CONFIGS,
     Config,
@@ -60,7 +61,7 @@ class Campaign:
         verdicts: by name of the configuration ("drawn" for all that are drawn) and verdict.
         options: how often each option was drawn with each value.
         refused: what eager or the oracle refused, by reason.
-        excuses: how plain Thunder differs where it excuses a failure.
+        excuses: the defects of plain Thunder that excuse a failure, by name; see `defects.py`.
         excused: a seed for each of these.
         failures: by configuration and kind of difference.
     """
@@ -108,6 +109,8 @@ def verdict(
     fn: Callable | None = None,
 ) -> tuple[str, list[str]]:
     """How `config` does on a program, and in which ways it differs from eager; of an excused one, its baseline.
+
+    In a campaign an excuse must be one of Thunder's known defects.
 
     "right"; "refused" where its options ask for what the program does not have; "excused" where its
     baseline differs from eager too (without `excuse` only where the baseline raises, as it does where
@@ -189,13 +192,15 @@ def campaign(
                 result.options.update(_values(config.options))
             if came_to not in ("right", "refused"):  # once more, with a trace of its own
                 came_to, differences = verdict(program, config, expected, excuse)
+            if came_to == "excused" and not (defect := defect_of(differences[0])):
+                came_to = "excuse without a name"
             if came_to == "excused":
-                result.excuses[kind(differences[0])] += 1
-                result.excused.setdefault(kind(differences[0]), seed)
+                result.excuses[defect] += 1
+                result.excused.setdefault(defect, seed)
             elif differences:
                 log(f"seed {seed}: {config.name}: {differences[0]}", flush=True)
             result.verdicts[name, came_to] += 1
-            if came_to in ("raises", "wrong"):
+            if came_to in ("raises", "wrong", "excuse without a name"):
                 _keep(result, name, Failure(seed, program, config, differences, kind(differences[0])))
         if result.programs % 200 == 0:
             torch._dynamo.reset()
