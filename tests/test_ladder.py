@@ -21,8 +21,15 @@ class Block(torch.nn.Module):
         return x + torch.nn.functional.dropout(mixed, self.dropout)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("dropout", "dtype"),
+    [
+        pytest.param(0.0, torch.float32, marks=pytest.mark.slow),
+        (0.0, torch.bfloat16),
+        (0.1, torch.float32),
+        pytest.param(0.1, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_the_smallest_plan_is_no_larger_than_with_what_layers_hand_on_alone(dropout, dtype):
     model = torch.nn.Sequential(*(Block(dropout) for _ in range(5))).to(dtype)
     x = torch.randn(2048, 64, dtype=dtype)

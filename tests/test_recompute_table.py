@@ -16,6 +16,8 @@ from thunder_mem.origins import layer_numbers, word
 from thunder_mem.simulate import simulate
 from thunder_mem.symbolic import Dims
 
+FEW = "it draws random numbers, fewer than its generator's state has bytes"
+
 
 class Block(torch.nn.Module):
     def __init__(self, width: int = 24) -> None:
@@ -72,13 +74,14 @@ def test_random_numbers_are_listed_as_kept():
         return torch.rand_like(x) * (x @ w)
 
     found = recompute_table(fn, *(torch.ones(4, 4, requires_grad=True) for _ in range(2)), executors=[])
-    assert [(k.pattern, k.nbytes, k.reason) for k in found.kept] == [("RandLike+", 64, "it draws random numbers")]
+    assert [(k.pattern, k.nbytes, k.reason) for k in found.kept] == [("RandLike+", 64, FEW)]
     assert "not RandLike+ (1, 64 B): it draws random numbers" in str(found)
 
 
-def test_every_row_says_what_its_configuration_does(model, table):
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_every_row_says_what_its_configuration_does(model, table, step):
     """Each configuration, compiled: bytes received and peak are the row's."""
-    for row in table.rows:
+    for row in table.rows[::step]:
         jitted = thunder.jit(model, executors=[], transforms=[MemEfficient(recompute=row.config, strict=True)])
         thunder.compile_data(jitted).get_computation_and_inputs(torch.zeros(3, 17, 24))
         plan = last_plan(jitted)

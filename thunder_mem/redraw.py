@@ -51,7 +51,7 @@ def why_not_redrawn(bsym: BoundSymbol) -> str | None:
     if _function(bsym) is None or state_bytes is None or bsym.sym.executor is mem_redraw_ex:
         return "it draws random numbers"
     if sum(p.numel for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)) <= state_bytes:
-        return "it draws fewer random numbers than its generator's state has bytes"
+        return "it draws random numbers, fewer than its generator's state has bytes"
     return None
 
 
