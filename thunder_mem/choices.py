@@ -28,19 +28,22 @@ class Choices:
         offered: may be computed again although that is not cheap, where it saves bytes: what the user
             marked by `torch.utils.checkpoint`, and what lies on the way to `recompute`.
         there_anyway: what the backward has, whether it receives it or not: parameters that it gathers again.
+        offload: those in `keep` that wait in the host's memory until the backward wants them.
 
     Raises:
         RecomputeError: a storage is in both `keep` and `recompute`.
 
     Example:
-        >>> Choices(recompute=frozenset({1})) | Choices(keep=frozenset({2}))
-        Choices(keep=frozenset({2}), recompute=frozenset({1}), offered=frozenset(), there_anyway=frozenset())
+        >>> both = Choices(recompute=frozenset({1})) | Choices(keep=frozenset({2}))
+        >>> both.keep, both.recompute
+        (frozenset({2}), frozenset({1}))
     """
 
     keep: frozenset[int] = frozenset()
     recompute: frozenset[int] = frozenset()
     offered: frozenset[int] = frozenset()
     there_anyway: frozenset[int] = frozenset()
+    offload: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if both := self.keep & self.recompute:
@@ -52,6 +55,7 @@ class Choices:
             self.recompute | other.recompute,
             self.offered | other.offered,
             self.there_anyway | other.there_anyway,
+            self.offload | other.offload,
         )
 
 

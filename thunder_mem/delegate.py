@@ -203,7 +203,8 @@ def _finished(planned: Planned, *, given: TraceCtx, session: _Session, start: in
         new, plan = reused.trace, with_reuse(plan, new, reused)
     new, plan = with_overlap(new, plan, given)
     device = device_model_of(device_of(planned.source))
-    if plan.budget and (scheduled := schedule_transfers(new, device, plan.budget.budget_bytes)):
+    limit_bytes = plan.budget.budget_bytes if plan.budget else plan.candidate.peak_bytes
+    if scheduled := schedule_transfers(new, device, limit_bytes):
         new, plan = scheduled.trace, with_transfers(plan, new, scheduled)
     return replace(planned, plan=plan, final=new)
 

@@ -21,6 +21,7 @@ from thunder_mem.ladder import Rung, ladders, repeat_seconds
 from thunder_mem.memory_rows import Candidates, MemoryRow, calibrated, memory_rows
 from thunder_mem.offload_link import Moves
 from thunder_mem.regions import Fusibility
+from thunder_mem.saving import saved_storages
 from thunder_mem.saving_milp import Solution, solve
 from thunder_mem.sorting import SortFunction
 from thunder_mem.trial import Trial, try_rebuilding
@@ -101,7 +102,8 @@ class SavingProblem:
     def trial(self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Trial:
         """The exact price of a choice; made once."""
         if (rebuilt, offloaded) not in self._trials:
-            found = try_rebuilding(self.graph, self.fuse, rebuilt, self.sort, offloaded)
+            asked = self.choices.offload & saved_storages(self.graph, rebuilt) if self.choices.offload else frozenset()
+            found = try_rebuilding(self.graph, self.fuse, rebuilt, self.sort, offloaded | asked)
             self._trials[rebuilt, offloaded] = found
         return self._trials[rebuilt, offloaded]
 

@@ -108,8 +108,8 @@ def plan_joint_trace(
         if rebuilt:
             new = recompute_in_backward(source, trace, rebuilt)
             read = read_trace(new, earlier=source)
-        if offloaded:
-            new, read = offloading(source, read, new, offloaded)
+        if away := offloaded | choices.offload:
+            new, read = offloading(source, read, new, away)
         return new, read, fuse if read is source else fusibility(read, executors)
 
     def planned(new: TraceCtx, read: TraceGraph, takes: Fusibility) -> Planned:

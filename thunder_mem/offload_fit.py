@@ -7,6 +7,7 @@ exact timeline disposes, until what is proposed fits. Beside that stands what re
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -25,7 +26,10 @@ _GAP = 0.002
 
 def fit_with_offload(problem: SavingProblem, budget_bytes: int) -> Fit:
     """`fit_budget` for a problem in which something may be offloaded."""
-    alone = fit_budget(problem, budget_bytes)
+    levels = itertools.takewhile(lambda level: level.low_bytes > budget_bytes, problem.levels())
+    too_high = [problem.fit(level.rungs[-1].rebuilt, 0.0, "ladder") for level in levels]
+    reachable = len(too_high) < sum(1 for _ in problem.levels())
+    alone = fit_budget(problem, budget_bytes) if reachable else min(too_high, key=lambda f: f.peak_bytes)
     fits = alone.peak_bytes <= budget_bytes
     found = [alone, *_proposals(problem, budget_bytes)]
     if fitting := [fit for fit in found if fit.peak_bytes <= budget_bytes]:

@@ -1,9 +1,10 @@
 """Policies: a function that says of each operation whether its results are kept or computed again.
 
 A policy is called as `policy(op, graph)` for every operation of the forward that makes memory, and
-returns "keep", "recompute" or "auto" (let the minimum cut decide, which rebuilds what is free). `op` is
-an `OpInfo`, `graph` the `Graph` of the whole program. What is to be recomputed, but made of values alone
-that must not be computed again (the mask of a dropout), is received in its smallest form instead.
+returns "keep", "recompute", "offload" (keep it, in the host's memory) or "auto" (let the minimum cut
+decide, which rebuilds what is free). `op` is an `OpInfo`, `graph` the `Graph` of the whole program. What is
+to be recomputed, but made of values alone that must not be computed again (the mask of a dropout), is
+received in its smallest form instead.
 
 As in JAX (`jax.checkpoint_policies`), policies are plain functions or frozen dataclasses with `__call__`,
 and compose: the ready ones below are made by `first_of`.
@@ -25,6 +26,7 @@ from thunder_mem.choices import Choices, RecomputeError
 from thunder_mem.effects import leaves
 from thunder_mem.graph import Graph
 from thunder_mem.layerwise import handed_between_layers
+from thunder_mem.offload import why_not_offload
 from thunder_mem.origins import origin_of, source_of, word
 from thunder_mem.recompute import why_not_again
 from thunder_mem.saving import saved_storages
@@ -52,6 +54,7 @@ class Action(str, Enum):
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
     AUTO = "auto"
 
 
@@ -156,12 +159,13 @@ class PolicyChooser:
 
         Raises:
             RecomputeError: the policy fails, answers something else, asks for what must not be computed
-                again, or names what does not exist.
+                again or moved to the host, or names what does not exist.
         """
         graph = source.graph
         ops = infos(source)
         keep: set[int] = set()
         again: set[int] = set()
+        away: set[int] = set()
         for op in ops:
             action = self._ask(op, graph)
             if action is Action.KEEP:
@@ -170,11 +174,15 @@ class PolicyChooser:
                 if op.refusal is not None:
                     raise RecomputeError(f"{_label(op)} must not be computed again: {op.refusal}")
                 again.update(graph.ops[op.index].allocates)
+            elif action is Action.OFFLOAD:
+                away.update(_offloaded(source, op))
         for part in _parts(self.policy):
             if isinstance(part, save_by_name):
                 part.check(ops)
         drawn = _made_of_refused_alone(source, {op.index for op in ops if op.refusal is not None})
-        return Choices(frozenset(keep), frozenset(again - drawn), frozenset(again & drawn))
+        return Choices(
+            frozenset(keep | away), frozenset(again - drawn), frozenset(again & drawn), offload=frozenset(away)
+        )
 
     def _ask(self, op: OpInfo, graph: Graph) -> Action:
         try:
@@ -186,6 +194,16 @@ class PolicyChooser:
         except ValueError:
             known = ", ".join(repr(a.value) for a in Action)
             raise RecomputeError(f"the policy answers {answer!r} for {_label(op)}; the answers are {known}") from None
+
+
+def _offloaded(source: TraceGraph, op: OpInfo) -> list[int]:
+    """What of an operation's results can wait on the host; seeds and the like, which are small, may stay."""
+    made = source.graph.ops[op.index].allocates
+    reasons = {s: why_not_offload(source, s) for s in made}
+    largest = max(made, key=lambda s: source.graph.storages[s].nbytes)
+    if (reason := reasons[largest]) is not None:
+        raise RecomputeError(f"{_label(op)} cannot be offloaded: {reason}")
+    return [s for s in made if reasons[s] is None]
 
 
 def _made_of_refused_alone(source: TraceGraph, refused: set[int]) -> set[int]:
@@ -230,7 +248,9 @@ class first_of:
     def __init__(self, *policies: Policy) -> None:
         for policy in policies:
             if not callable(policy):
-                raise TypeError(f"a policy is a function (op, graph) -> 'keep', 'recompute' or 'auto', not {policy!r}")
+                raise TypeError(
+                    f"a policy is a function (op, graph) -> 'keep', 'recompute', 'offload' or 'auto', not {policy!r}"
+                )
         object.__setattr__(self, "policies", policies)
 
     def __repr__(self) -> str:

@@ -63,8 +63,8 @@ class MemEfficient(ListedTransform):
         recompute: what the backward computes again beside what is free, or receives in spite of that:
             "Pattern:strategy:count,..." or "layerwise", the same as a list, a dict or the path of a JSON
             file (see `thunder_mem.recompute_config.parse_config`; `thunder_mem.recompute_table` lists the
-            patterns of a program), or a policy `(op, graph) -> "keep" | "recompute" | "auto"` (ready ones
-            are in `thunder_mem.policies`). Without it, what the environment variable
+            patterns of a program), or a policy `(op, graph) -> "keep" | "recompute" | "offload" |
+            "auto"` (ready ones are in `thunder_mem.policies`). Without it, what the environment variable
             THUNDER_MEM_RECOMPUTE says when this object is made.
         offload: under a budget, values that the backward receives may wait in the host's memory (pinned, for a
             GPU), where that is cheaper than to compute them again, or where nothing else fits: True, or
