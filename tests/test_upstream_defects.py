@@ -36,3 +36,24 @@ def test_an_operation_of_which_torchscript_has_overloads_is_planned():
     with uncompiled():
         f = thunder.jit(lambda x: torch.special.erfc(x * 2), transforms=[MemEfficient(strict=True, verify=True)])
         torch.testing.assert_close(f(x), torch.special.erfc(x * 2))
+
+
+@pytest.mark.parametrize("executors, outside", [([], 1), (["mem_pointwise"], 0)], ids=["nothing fused", "fused"])
+def test_a_transform_after_optimization_sees_what_no_region_hides(executors, outside):
+    """Thunder's test_post_optimization_transform looks for additions, of which one each is in a region."""
+    seen = []
+
+    class Additions(thunder.Transform):
+        def transform_trace_post_optimization(self, trace, executors_list=None):
+            seen.append(sum(b.sym.name == "add" for b in trace.bound_symbols))
+            inside = [s.sym.name for b in trace.bound_symbols for s in b.subsymbols]
+            assert seen[-1] + inside.count("add") >= 1
+            return trace
+
+    def foo(a, b, c):
+        return a * a + b * c
+
+    jitted = thunder.jit(foo, executors=executors, transforms=[Additions(), MemEfficient(strict=True)])
+    with uncompiled():
+        jitted(torch.ones(3, requires_grad=True), torch.ones(3), torch.ones(3))
+    assert seen == [outside, outside]  # of the forward and of the backward
