@@ -9,7 +9,7 @@ import pytest
 import thunder
 import torch
 
-from thunder_mem import MemEfficient, last_plan, memory_time_frontier
+from thunder_mem import MemEfficient, last_plan, memory_time_frontier, predict
 from thunder_mem.cost import device_model
 from thunder_mem.plan_time import plan_seconds
 from thunder_mem.study import study_program
@@ -47,6 +47,19 @@ def test_a_points_budget_gives_its_plan(frontier):
         plan = last_plan(compiled)
         assert plan.candidate.peak_bytes <= point.peak_bytes
         assert plan.budget.recompute_ms <= point.recompute_ms
+
+
+def test_with_offload_the_frontier_goes_further_down(frontier):
+    further = memory_time_frontier(stack(), torch.zeros(4096, 64), executors=[], points=4, offload=True)
+    last = further.points[-1]
+    assert last.peak_bytes < frontier.points[-1].peak_bytes
+    assert last.host_bytes > 0 and last.config == f"budget={last.peak_bytes}, offload=True"
+    for more, less in pairwise(further.points):
+        assert less.peak_bytes < more.peak_bytes and less.cost_ms > more.cost_ms
+    option = MemEfficient(budget=last.peak_bytes, offload=True)
+    compiled = thunder.jit(stack(), executors=[], transforms=[option])
+    predict(compiled, torch.zeros(4096, 64))
+    assert last_plan(compiled).budget.peak_bytes <= last.peak_bytes and last_plan(compiled).budget.offloaded
 
 
 def test_what_fits_is_the_fastest_that_does(frontier):

@@ -6,14 +6,17 @@ than the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from thunder_mem.cost import device_model_of
-from thunder_mem.fit_budget import sweep
+from thunder_mem.fit_budget import Fit, SavingProblem, sweep
 from thunder_mem.frontier_table import Frontier, Point
-from thunder_mem.joint_plan import Planned, device_of
+from thunder_mem.joint_plan import device_of
+from thunder_mem.offload_fit import sweep_with_offload
+from thunder_mem.offload_option import OffloadOption, moves_for, parse_offload
 from thunder_mem.plan_time import plan_seconds
 from thunder_mem.saving import saved_storages, storages_to_rebuild
 from thunder_mem.study import Study, study_program
@@ -27,6 +30,7 @@ def memory_time_frontier(
     kwargs: Mapping[str, Any] | None = None,
     executors: Sequence[Any] | None = None,
     points: int = 8,
+    offload: bool | str = False,
 ) -> Frontier:
     """Plan a program at budgets from what it needs without recomputation down to the smallest that fits.
 
@@ -38,9 +42,11 @@ def memory_time_frontier(
         executors: as for `thunder.jit`, where `fn` is not jitted yet.
         points: into how many equal steps the range of peaks is cut; each costs a search and a plan. Plans
             that save nothing over a faster one are left out.
+        offload: as for `MemEfficient`: values may wait in the host's memory, too.
 
     Raises:
-        ValueError: the call asks for no gradient, or `points` is below 1.
+        ValueError: the call asks for no gradient, `points` is below 1, or `offload` is a string other than
+            "only:PATTERN".
         PredictionError: the program cannot be traced.
 
     Example:
@@ -52,45 +58,60 @@ def memory_time_frontier(
     """
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ValueError(f"points is a number from 1 up, not {points!r}")
-    return _Survey(study_program(fn, args, dict(kwargs or {}), executors)).frontier(points)
+    option = parse_offload(offload)
+    return _Survey(study_program(fn, args, dict(kwargs or {}), executors), option).frontier(points)
 
 
 class _Survey:
-    def __init__(self, study: Study) -> None:
-        self.study = study
-        self.model = device_model_of(device_of(study.source))
+    def __init__(self, study: Study, option: OffloadOption | None) -> None:
+        self.study, self.option = study, option
+        self.device = device_of(study.source)
+        self.model = device_model_of(self.device)
 
     def frontier(self, points: int) -> Frontier:
         problem = self.study.problem
-        free = self._point(storages_to_rebuild(problem.graph, problem.fuse, problem.choices), 0.0, 0.0)
+        rebuilt = storages_to_rebuild(problem.graph, problem.fuse, problem.choices)
+        free = self._point(Fit(rebuilt, 0, 0.0, 0.0, "free"))
         found = [free]
-        for fit in sweep(problem, points):
+        for fit in self._sweep(problem, rebuilt, points):
             if fit.peak_bytes < found[-1].peak_bytes:
-                found.append(self._point(fit.rebuilt, fit.seconds, fit.bound_seconds))
+                found.append(self._point(fit))
         return Frontier(
-            nothing_recomputed=self._point(frozenset(), 0.0, 0.0),
+            nothing_recomputed=self._point(Fit(frozenset(), 0, 0.0, 0.0, "free")),
             points=tuple(_undominated(found)),
             device=self.model.name,
         )
 
-    def _point(self, rebuilt: frozenset[int], recompute_s: float, bound_s: float) -> Point:
-        planned: Planned = self.study.plan(rebuilt)
+    def _sweep(self, problem: SavingProblem, free: frozenset[int], points: int) -> Iterator[Fit]:
+        if self.option is None:
+            return sweep(problem, points)
+        source = self.study.source
+        moves = moves_for(self.option, source, problem.fuse, problem.choices, free, self.model, str(self.device))
+        return sweep_with_offload(replace(problem, moves=moves), points)
+
+    def _point(self, fit: Fit) -> Point:
+        planned = self.study.plan(fit.rebuilt, fit.offloaded)
         graph = self.study.problem.graph
         candidate = planned.plan.candidate
+        received = saved_storages(graph, fit.rebuilt)
+        seconds = plan_seconds(planned.plan, planned.source, self.model) + fit.exposed_seconds
         return Point(
             peak_bytes=planned.peak_bytes,
             forward_peak_bytes=candidate.forward_peak_bytes,
             backward_peak_bytes=candidate.backward_peak_bytes,
-            saved_bytes=sum(graph.storages[s].nbytes for s in saved_storages(graph, rebuilt)),
-            recompute_ms=recompute_s * 1e3,
-            bound_ms=bound_s * 1e3,
-            step_ms=plan_seconds(planned.plan, planned.source, self.model) * 1e3,
+            saved_bytes=sum(graph.storages[s].nbytes for s in received - fit.offloaded),
+            recompute_ms=(fit.seconds - fit.exposed_seconds) * 1e3,
+            bound_ms=fit.bound_seconds * 1e3,
+            step_ms=seconds * 1e3,
+            offload="" if not fit.offloaded else str(self.option),
+            host_bytes=sum(graph.storages[s].nbytes for s in received & fit.offloaded),
+            exposed_ms=fit.exposed_seconds * 1e3,
         )
 
 
 def _undominated(points: Sequence[Point]) -> list[Point]:
     """By falling peak; without those that a faster one undercuts in memory, too."""
-    ordered = sorted(points, key=lambda p: (p.recompute_ms, p.peak_bytes))
+    ordered = sorted(points, key=lambda p: (p.cost_ms, p.peak_bytes))
     kept = ordered[:1]
     for _, point in pairwise(ordered):
         if point.peak_bytes < kept[-1].peak_bytes:

@@ -29,7 +29,11 @@ class Point:
         saved_bytes: what the backward receives from the forward.
         recompute_ms: of the costly repetitions, by the roofline.
         bound_ms: no choice within this peak is known to repeat less.
-        step_ms: of forward and backward with all that is repeated, cheap work too, by the roofline.
+        step_ms: of forward and backward with all that is repeated, cheap work too, by the roofline, and with
+            what is exposed of copies.
+        offload: the option by which values wait on the host; "" where none does.
+        host_bytes: what they take there.
+        exposed_ms: of their copies, what other work does not hide.
     """
 
     peak_bytes: int
@@ -39,11 +43,22 @@ class Point:
     recompute_ms: float
     bound_ms: float
     step_ms: float
+    offload: str = ""
+    host_bytes: int = 0
+    exposed_ms: float = 0.0
+
+    @property
+    def cost_ms(self) -> float:
+        """What it costs in all: repetitions, and copies that nothing hides."""
+        return self.recompute_ms + self.exposed_ms
 
     @property
     def config(self) -> str:
-        """The option of `MemEfficient` that enables it; "" where no costly repetition asks for one."""
-        return f"budget={self.peak_bytes}" if self.recompute_ms else ""
+        """The options of `MemEfficient` that enable it; "" where nothing costly asks for any."""
+        option = (
+            "" if not self.offload else f", offload={self.offload if self.offload == 'True' else repr(self.offload)}"
+        )
+        return f"budget={self.peak_bytes}{option}" if self.recompute_ms or self.offload else ""
 
 
 @dataclass(frozen=True)

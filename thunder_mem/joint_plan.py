@@ -65,8 +65,8 @@ class PlanningOptions:
     offload: OffloadOption | None = None
     reuse: bool = True
     redraw: bool = True
-    # Is shown what there is to decide, and the function that plans a choice of storages to rebuild.
-    observe: Callable[[SavingProblem, Callable[[frozenset[int]], Planned]], object] | None = None
+    # Is shown what there is to decide, and the function that plans a choice of storages to rebuild and to offload.
+    observe: Callable[[SavingProblem, Callable[..., Planned]], object] | None = None
     verify: bool | None = None
     refused: tuple[Refusal, ...] = ()  # by what ran before
     decisions: tuple[Decision, ...] = ()  # of what ran before

@@ -16,7 +16,7 @@ from thunder_mem.memory_rows import memory_rows
 from thunder_mem.saving import saved_storages
 from thunder_mem.saving_milp import solve
 
-__all__ = ["fit_with_offload"]
+__all__ = ["fit_with_offload", "sweep_with_offload"]
 
 # Rounds of cutting planes; each costs a solution and a trial.
 _ROUNDS = 8
@@ -37,6 +37,23 @@ def fit_with_offload(problem: SavingProblem, budget_bytes: int) -> Fit:
     else:
         best = min(found, key=lambda f: (f.peak_bytes, f.seconds))
     return replace(best, without_seconds=alone.seconds if fits else None)
+
+
+def sweep_with_offload(problem: SavingProblem, points: int) -> Iterator[Fit]:
+    """`fit_budget.sweep` for a problem in which something may be offloaded, down to what both together reach."""
+    level = next(problem.levels())
+    most = level.rungs[-1].rebuilt
+    movable = problem.moves.movable if problem.moves else frozenset()
+    low_bytes = problem.trial(
+        most, (saved_storages(problem.graph, most) & movable) - level.candidates.forced
+    ).peak_bytes
+    low_bytes = min(low_bytes, level.low_bytes)
+    peak_bytes: int | None = None
+    for i in range(points, -1, -1):
+        fit = fit_with_offload(problem, low_bytes + (level.high_bytes - low_bytes) * i // points)
+        if peak_bytes is None or fit.peak_bytes < peak_bytes:
+            peak_bytes = fit.peak_bytes
+            yield fit
 
 
 def _proposals(problem: SavingProblem, budget_bytes: int) -> Iterator[Fit]:

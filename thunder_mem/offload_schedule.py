@@ -132,7 +132,7 @@ class _Copy:
 class _Schedule:
     def __init__(self, source: TraceGraph, device: DeviceModel, limit_bytes: int) -> None:
         self.source = source
-        self.seconds = [0.0 if is_transfer(b) else bound_symbol_seconds(b, device) for b in source.bsyms]
+        self.seconds = [bound_symbol_seconds(b, device) for b in source.bsyms]
         self.others: tuple[list[int], list[int]] = [], []  # per half, the ops that are no copies
         for op, b in zip(source.graph.ops, source.bsyms, strict=True):
             if not is_transfer(b):

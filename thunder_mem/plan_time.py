@@ -8,6 +8,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop import is_chunk_loop, loop_of
 from thunder_mem.cost import DeviceModel, cost_s, region_cost_s
+from thunder_mem.offload_exec import is_transfer
 from thunder_mem.plan import Plan
 from thunder_mem.trace_graph import TraceGraph
 
@@ -53,7 +54,9 @@ def trace_seconds(trace: TraceCtx, device: DeviceModel) -> float:
 
 
 def bound_symbol_seconds(bsym: BoundSymbol, device: DeviceModel) -> float:
-    """Seconds of one bound symbol of a final trace."""
+    """Seconds of one bound symbol of a final trace; none of a copy to the host or back, which runs beside."""
+    if is_transfer(bsym):
+        return 0.0
     return _loop_seconds(bsym, device) if is_chunk_loop(bsym) else cost_s(bsym, device)
 
 

@@ -27,12 +27,12 @@ class Study:
     Attributes:
         source: the trace as it was read.
         problem: what may be kept or recomputed.
-        plan: the whole plan of a choice of storages to rebuild.
+        plan: the whole plan of a choice of storages to rebuild, and of some to offload.
     """
 
     source: TraceGraph
     problem: SavingProblem
-    plan: Callable[[frozenset[int]], Planned]
+    plan: Callable[..., Planned]
 
 
 def study_program(
@@ -64,13 +64,13 @@ class _Watcher:
         self.inner: Chooser | None = None
         self.source: TraceGraph | None = None
         self.problem: SavingProblem | None = None
-        self.plan: Callable[[frozenset[int]], Planned] | None = None
+        self.plan: Callable[..., Planned] | None = None
 
     def choose(self, source: TraceGraph, rebuilt: frozenset[int]) -> Choices:
         self.source = source
         return self.inner.choose(source, rebuilt) if self.inner is not None else Choices()
 
-    def observe(self, problem: SavingProblem, plan: Callable[[frozenset[int]], Planned]) -> None:
+    def observe(self, problem: SavingProblem, plan: Callable[..., Planned]) -> None:
         self.problem, self.plan = problem, plan
 
 
