@@ -14,7 +14,7 @@ import torch
 
 from tests.programs import Input, Program, Region, Step
 
-__all__ = ["BEYOND", "DEFECTS", "UNSUPPORTED", "Defect", "defect_of"]
+__all__ = ["BEYOND", "DEFECTS", "UNSUPPORTED", "WRONG", "Defect", "defect_of"]
 
 
 @dataclass(frozen=True)
@@ -259,10 +259,18 @@ BEYOND = (
 # Calls that plain Thunder refuses, with an argument of shape (4, 3) that asks for a gradient.
 UNSUPPORTED: dict[str, Callable[[torch.Tensor], object]] = {
     "flip with a gradient": lambda x: torch.flip(x, (0,)),
+    "round with a gradient": lambda x: torch.round(x),
+    "lerp with a gradient": lambda x: torch.lerp(x, x + 1, 0.25),
+    "index_add with a gradient": lambda x: torch.index_add(x, 0, torch.tensor([0, 2, 1, 0]), x),
     "boolean index": lambda x: x[x > 0],
     "sigmoid_": lambda x: (x * 2).sigmoid_(),
     "copy_ that broadcasts": lambda x: torch.zeros_like(x).copy_(x[0]),
     "log_softmax over an empty dim": lambda x: torch.log_softmax(x[:0], 0),
     "tril of an empty matrix": lambda x: torch.tril(x[:0, :0]),
     "split of an empty dim": lambda x: torch.split(x[:0], 1, 0)[0],
+}
+
+# Calls whose gradient plain Thunder gets wrong, likewise, and that no operation of the generator makes.
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "prod with a zero": lambda x: torch.prod(x * torch.tensor([0.0, 1.0, 2.0]), 1),  # divides the product by it
 }

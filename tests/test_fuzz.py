@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from tests import fuzz_campaign, fuzz_configs
-from tests.defects import DEFECTS, UNSUPPORTED, defect_of
+from tests.defects import DEFECTS, UNSUPPORTED, WRONG, defect_of
 from tests.fuzz import PROFILES, main
 from tests.fuzz_campaign import Campaign, campaign, judge, kind, verdict
 from tests.fuzz_configs import (
@@ -127,6 +127,13 @@ def test_thunder_still_refuses(name: str):
     UNSUPPORTED[name](x)
     with pytest.raises((RuntimeError, AttributeError, NotImplementedError, IndexError)):
         thunder.jit(UNSUPPORTED[name])(x)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_thunder_still_gets_wrong(name: str):
+    x = torch.ones(4, 3, requires_grad=True)
+    ours, eager = (torch.autograd.grad(fn(x).sum(), x)[0] for fn in (thunder.jit(WRONG[name]), WRONG[name]))
+    assert not torch.allclose(ours, eager)
 
 
 # The fuzzer itself.
