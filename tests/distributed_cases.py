@@ -21,6 +21,7 @@ import torch
 from thunder.core.transforms import add_transform
 from thunder.distributed import FSDPBucketingStrategy, FSDPType, ddp, fsdp
 from thunder.distributed.tensor_parallel.column_wise import TransformForColumnWiseParallel
+from thunder.distributed.tensor_parallel.row_wise import TransformForRowWiseParallel
 from torch import distributed, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -331,18 +332,20 @@ def _squares(module: Head, logits: torch.Tensor, targets: torch.Tensor) -> torch
     return torch.softmax(logits * module.scale, -1).square().sum()
 
 
-def column_parallel(jitted):
-    """As Thunder's, which knows CUDA alone."""
+def in_parts(jitted, kind: type = TransformForColumnWiseParallel):
+    """As Thunder's `column_parallel` and `row_parallel`, which know CUDA alone."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    transform = TransformForColumnWiseParallel(
-        rank=rank, world_size=world, process_group=distributed.new_group(), target_modules=("head",)
-    )
+    transform = kind(rank=rank, world_size=world, process_group=distributed.new_group(), target_modules=("head",))
     transform.device = CPU
     return add_transform(jitted, transform=[transform])
 
 
-def tensor_parallel_head(loss: Callable = _of_everything, chunk: bool | ChunkLossHead | None = None) -> dict:
-    """The head's vocabulary is split over ranks; all ranks have the same batch."""
+def tensor_parallel_head(
+    loss: Callable = _of_everything,
+    chunk: bool | ChunkLossHead | None = None,
+    kind: type = TransformForColumnWiseParallel,
+) -> dict:
+    """The head's vocabulary (or what it reads) is split over ranks; all ranks have the same batch."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
     original = Head(loss)
@@ -351,11 +354,14 @@ def tensor_parallel_head(loss: Callable = _of_everything, chunk: bool | ChunkLos
     loss_wanted.backward()
     wanted = {name: p.grad for name, p in reference.named_parameters()}
     chunk = ChunkLossHead(chunks=4) if chunk is None else chunk
-    compiled = column_parallel(thunder.jit(original, executors=[], transforms=[MemEfficient(strict=True, chunk=chunk)]))
+    jitted = thunder.jit(original, executors=[], transforms=[MemEfficient(strict=True, chunk=chunk)])
+    compiled = in_parts(jitted, kind)
     found = compiled(*batch(0)).sum()
     found.backward()
-    for name in ("head.weight", "head.bias"):
-        wanted[name] = wanted[name].chunk(world)[rank]
+    columns = kind is TransformForColumnWiseParallel
+    wanted["head.weight"] = wanted["head.weight"].chunk(world, dim=0 if columns else 1)[rank]
+    if columns:
+        wanted["head.bias"] = wanted["head.bias"].chunk(world)[rank]
     gradients = gradient_error(compiled, wanted, sharded=False)
     plan, trace = last_plan(compiled), thunder.last_traces(compiled)[-1]
     return {
@@ -374,7 +380,12 @@ def tensor_parallel_losses() -> dict:
         for loss in (_of_everything, _plain, _accuracy, _each_row, _entropy, _squares)
         for chunk in (None, True, False)
     ]
-    return {key: max(f[key] for f in found) for key in ("error",)} | {"digest": "".join(f["digest"] for f in found)}
+    found.append(by_rows := tensor_parallel_head(_plain, kind=TransformForRowWiseParallel))
+    return {
+        "error": max(f["error"] for f in found),
+        "digest": "".join(f["digest"] for f in found),
+        "refused by rows": by_rows["refused"],
+    }
 
 
 def tensor_parallel_peaks() -> dict:
@@ -389,7 +400,7 @@ def tensor_parallel_peaks() -> dict:
         ("in chunks", [MemEfficient(strict=True, chunk=ChunkLossHead(chunks=8))]),
     ):
         module = Head(_plain, vocabulary=8192, width=32)
-        compiled = column_parallel(thunder.jit(module, executors=[], transforms=transforms))
+        compiled = in_parts(thunder.jit(module, executors=[], transforms=transforms))
 
         def run(compiled=compiled):
             compiled(tokens, targets).backward()

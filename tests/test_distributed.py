@@ -136,6 +136,11 @@ def test_the_measured_peak_is_the_plans_but_for_what_gloo_still_holds(four):
 
 
 @pytest.mark.slow
+def test_logits_that_are_summed_over_ranks_stay_whole(four):
+    assert any("summed over ranks" in why for why in four[0]["tensor_parallel_losses"]["refused by rows"])
+
+
+@pytest.mark.slow
 def test_logits_in_parts_and_chunks_take_less(four):
     for rank in four:
         found = rank["tensor_parallel_peaks"]
