@@ -179,14 +179,14 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
         return _plan_and_emit(given, session)
     if is_verified(planned.original, plan.fingerprint, session.options.verify):
         verify_rewrite(planned.original, new)
-    if fitted := fit_loops(new, plan.budget.budget_bytes if plan.budget else None):
-        new, plan = fitted.trace, with_fitted_loops(plan, fitted)
     options = session.options
     plan = replace(
         plan,
         refused=(*options.refused, *buckets_not_built(), *plan.refused),
         decisions=(*options.decisions, *plan.decisions),
     )
+    if fitted := fit_loops(new, plan.budget.budget_bytes if plan.budget else None):
+        new, plan = fitted.trace, with_fitted_loops(plan, fitted)
     session.plan = plan
     _remember(plan, took_ms=_took_ms(start))
     return new
