@@ -30,6 +30,9 @@ WAYS: dict[str, Any] = {
     "layerwise": "layerwise",
     "save_only_matmul_outputs": policies.save_only_matmul_outputs,
     "save_only_attention_outputs": policies.save_only_attention_outputs,
+    "first_of(save_between_layers, save_only_attention_outputs)": policies.first_of(
+        policies.save_between_layers, policies.save_only_attention_outputs
+    ),
     "every_second_matmul": policies.every_second_matmul,
 }
 

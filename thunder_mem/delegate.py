@@ -174,9 +174,6 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     planned = _planned(trace, session, partial(_finished, given=given, session=session, start=start))
     plan, new = planned.plan, planned.final
     assert new is not None
-    if _is_dearer_than_recomputing(plan):
-        session.options = replace(session.options, offload=None)
-        return _plan_and_emit(given, session)
     if is_verified(planned.original, plan.fingerprint, session.options.verify):
         verify_rewrite(planned.original, new)
     options = session.options
@@ -211,14 +208,6 @@ def _finished(planned: Planned, *, given: TraceCtx, session: _Session, start: in
 
 def _took_ms(start: int) -> int:
     return (time.perf_counter_ns() - start) // 1_000_000
-
-
-def _is_dearer_than_recomputing(plan: Plan) -> bool:
-    """Whether copies turn out to hold up more than repetitions would that fit the budget as well."""
-    bought = plan.budget
-    if bought is None or bought.method == "smallest" or bought.without_offload_ms is None:
-        return False
-    return bought.cost_ms > bought.without_offload_ms
 
 
 def _planned(trace: TraceCtx, session: _Session, finish: Callable[[Planned], Planned]) -> Planned:

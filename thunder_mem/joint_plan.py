@@ -30,7 +30,7 @@ from thunder_mem.offload_exec import offloaded_names
 from thunder_mem.offload_fit import fit_with_offload
 from thunder_mem.offload_option import OffloadOption, moves_for
 from thunder_mem.overwrites import protect_old_values
-from thunder_mem.plan import Decision, Refusal
+from thunder_mem.plan import Decision, Plan, Refusal
 from thunder_mem.planner import between_halves, cannot_beat, make_plan
 from thunder_mem.recompute import gathers_of_held, recompute_in_backward, why_not_again
 from thunder_mem.redraw import draws_once
@@ -210,16 +210,26 @@ def _within_budget(
         target_bytes = max(1, budget_bytes + saved_bytes)
     fitting = [(final, fit) for final, _, fit in tried.values() if final.peak_bytes <= budget_bytes]
     if fitting:
-        return min(fitting, key=lambda f: (f[1].seconds, f[0].peak_bytes))[0]
+        final = min(fitting, key=lambda f: (f[1].seconds, f[0].peak_bytes))[0]
+        if _is_dearer_than_recomputing(final.plan):
+            return _within_budget(free, plan, replace(problem, moves=None), budget_bytes, infeasible, finish)
+        return final
     final, planned, fit = min(tried.values(), key=lambda t: (t[0].peak_bytes, t[2].seconds))
+    costing_nothing = finished(free, costless, "smallest")
     held = _held(problem.trial(fit.rebuilt, fit.offloaded).timeline)
-    error = BudgetError(budget_bytes, min(final.peak_bytes, free.peak_bytes), held)
+    error = BudgetError(budget_bytes, min(final.peak_bytes, costing_nothing.peak_bytes), held)
     if infeasible == "error":
         raise error
     warnings.warn(str(error), stacklevel=2)
-    if free.peak_bytes <= final.peak_bytes:  # which costs nothing
-        planned, fit = free, costless
-    return finished(planned, fit, "smallest")
+    return costing_nothing if costing_nothing.peak_bytes <= final.peak_bytes else finished(planned, fit, "smallest")
+
+
+def _is_dearer_than_recomputing(plan: Plan) -> bool:
+    """Whether copies turn out to hold up more than repetitions would that fit the budget as well."""
+    bought = plan.budget
+    if bought is None or not bought.offloaded or bought.without_offload_ms is None:
+        return False
+    return bought.cost_ms > bought.without_offload_ms
 
 
 def _outcome(budget_bytes: int, planned: Planned, fit: Fit, method: str) -> BudgetOutcome:
