@@ -34,7 +34,7 @@ MODELS: dict[str, Model] = {
     "falcon-40b": Model(batch=8, cpu_batch=8),
     "Gemma-7b": Model(batch=4, cpu_batch=4),
     "pythia-12b": Model(batch=8, cpu_batch=8),
-    "Llama-3-8B": Model(batch=2, cpu_batch=2),
+    "Llama-3-8B": Model(batch=2, cpu_batch=4),  # of 1,024 tokens two thirds of the peak are parameters and state
     "gpt2-124m": Model(layers=12, batch=16, cpu_scale=1 / 4, cpu_batch=4),
     "bert-base-mlm": Model(layers=12, batch=32, cpu_scale=1 / 4, cpu_batch=8),
 }
