@@ -202,17 +202,21 @@ class _Rewriter:
 
     def end(self, result: BoundSymbol) -> None:
         """The return statement. Thunder drops a write through a view, or runs it in the backward, where
-        nothing in the forward uses its result; so one output is made to use them all."""
+        nothing in the forward uses its result; so one output is made to use all that are not outputs themselves."""
         self._append(result)
+        returned_already = {p.name for p in self._outputs()}
         self._tell_outputs_apart()
-        returned = self.done[-1].args[0] if self.done[-1].args else None
-        outputs = _tensors(returned["output"]) if isinstance(returned, dict) else []
-        anchor = next((p for p in outputs if p.name not in self.arguments), None)
-        if self.through_views and anchor is not None:
-            olds = (*self.through_views, anchor)
+        written = [p for p in self.through_views if p.name not in returned_already]
+        anchor = next((p for p in self._outputs() if p.name not in self.arguments), None)
+        if written and anchor is not None:
+            olds = (*written, anchor)
             news = tuple(TensorProxy(like=p, requires_grad=p.requires_grad) for p in olds)
             self.done.insert(-1, prims.update_aliases.bind(olds, output=news))
             self.done[-1] = self.done[-1].from_bsym_swap_proxies({variableify(anchor): news[-1]})
+
+    def _outputs(self) -> list[TensorProxy]:
+        returned = self.done[-1].args[0] if self.done[-1].args else None
+        return _tensors(returned["output"]) if isinstance(returned, dict) else []
 
     def _tell_outputs_apart(self) -> None:
         """Give a value that is returned under two names two names: autograd asks each for its gradient."""
