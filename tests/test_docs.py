@@ -64,7 +64,8 @@ WITH_PYTHON = [page for page in PAGES if any(b.kind == "python" for b in blocks(
 WITH_COMMANDS = [page for page in PAGES if any(b.kind == "bash" for b in blocks(page))]
 
 
-SLOW = ("docs/guides/integration.md",)  # ThunderFX has Inductor compile; test_fx.py does the same in the default suite
+# ThunderFX, and every region apart, have Inductor compile; test_fx.py and test_regions.py show the same.
+SLOW = ("docs/guides/integration.md", "docs/guides/regions.md")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from notebooks.run import notebooks, pictures, run, texts
 
-QUICK = ("03", "04")
+QUICK = ("03",)
 PATHS = notebooks()
 
 

@@ -242,11 +242,8 @@ def test_what_is_no_policy():
         MemEfficient(recompute=3)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [save_only_matmul_outputs, pytest.param(recompute_everything, marks=pytest.mark.slow)],
-    ids=["matmuls", "nothing"],
-)
+@pytest.mark.slow  # Inductor
+@pytest.mark.parametrize("policy", [save_only_matmul_outputs, recompute_everything], ids=["matmuls", "nothing"])
 def test_fused_gradients_are_eagers(policy):
     """Fused, rounding differs: against float64 eager, with the dropout that Thunder draws."""
     model = Model().double()
