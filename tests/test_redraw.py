@@ -12,10 +12,11 @@ from tests.test_checkpoint import Ops, checkpoint, close, drop
 from tests.traces import unfused
 from thunder_mem import MemEfficient, simulate
 from thunder_mem.checkpoint import take_over_checkpoints
+from thunder_mem.cost import cost_s, device_model
 from thunder_mem.joint_plan import PlanningOptions, plan_joint_trace
 from thunder_mem.measure import measure_peak
 from thunder_mem.predict import predict
-from thunder_mem.redraw import is_noted, is_redrawn
+from thunder_mem.redraw import is_noted, is_redrawn, original
 from thunder_mem.renaming import renamed
 from thunder_mem.saving import saved_storages
 from thunder_mem.verify import VerificationError, verify_rewrite
@@ -177,6 +178,10 @@ def test_attention_with_dropout_on_a_gpu_that_is_not_there():
         noting, drawing = redraws(compiled)
     assert len(noting) == len(drawing) == 2 and all("efficient_attention" in name for name in drawing)
     assert prediction.peak_bytes > 0
+    for trace in (thunder.last_traces(compiled)[-1], thunder.last_backward_traces(compiled)[-1]):
+        for b in trace.bound_symbols:
+            if is_noted(b) or is_redrawn(b):
+                assert cost_s(b, device_model("H100-80GB")) == cost_s(original(b), device_model("H100-80GB")) > 0
 
 
 def test_states_that_are_taken_for_each_other_are_found():

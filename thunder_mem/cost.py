@@ -19,6 +19,7 @@ from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, pyval
 from thunder.core.symbol import BoundSymbol
 
 from thunder_mem.devices import DEVICES, DeviceSpec
+from thunder_mem.redraw import is_noted, is_redrawn, original
 
 __all__ = [
     "DEVICE_MODELS",
@@ -273,6 +274,8 @@ def bound_symbol_flops(bsym: BoundSymbol) -> int:
     """
     if is_free(bsym):
         return 0
+    if is_noted(bsym) or is_redrawn(bsym):
+        return bound_symbol_flops(original(bsym))
     rule: Callable[[BoundSymbol], int] | None = None
     name = _name(bsym)
     if name in _MATMULS:
@@ -316,6 +319,8 @@ def cost_s(bsym: BoundSymbol, device: DeviceModel) -> float:
     """
     if is_free(bsym):
         return 0.0
+    if is_noted(bsym) or is_redrawn(bsym):  # a generator's state costs nothing beside what is drawn
+        return cost_s(original(bsym), device)
     whole = bsym.sym.is_fusion or bsym.sym.executor is not None or _is_product(bsym) or not bsym.subsymbols
     if not whole:
         return sum(cost_s(sub, device) for sub in bsym.subsymbols)
