@@ -19,7 +19,7 @@ from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, pyval
 from thunder.core.symbol import BoundSymbol
 
 from thunder_mem.devices import DEVICES, DeviceSpec
-from thunder_mem.redraw import is_noted, is_redrawn, original
+from thunder_mem.redraw import original
 
 __all__ = [
     "DEVICE_MODELS",
@@ -272,10 +272,9 @@ def bound_symbol_flops(bsym: BoundSymbol) -> int:
     A reduction counts what it reads, views and data movement count nothing, and what holds other
     operations (a fusion, a composite) counts theirs.
     """
+    bsym = original(bsym)
     if is_free(bsym):
         return 0
-    if is_noted(bsym) or is_redrawn(bsym):
-        return bound_symbol_flops(original(bsym))
     rule: Callable[[BoundSymbol], int] | None = None
     name = _name(bsym)
     if name in _MATMULS:
@@ -317,10 +316,9 @@ def cost_s(bsym: BoundSymbol, device: DeviceModel) -> float:
     A fusion is one kernel over its inputs and outputs, and so is what an executor has claimed. A
     composite that nobody has claimed costs what its parts cost.
     """
+    bsym = original(bsym)  # a generator's state costs nothing beside what is drawn
     if is_free(bsym):
         return 0.0
-    if is_noted(bsym) or is_redrawn(bsym):  # a generator's state costs nothing beside what is drawn
-        return cost_s(original(bsym), device)
     whole = bsym.sym.is_fusion or bsym.sym.executor is not None or _is_product(bsym) or not bsym.subsymbols
     if not whole:
         return sum(cost_s(sub, device) for sub in bsym.subsymbols)

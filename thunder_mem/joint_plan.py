@@ -32,8 +32,7 @@ from thunder_mem.offload_option import OffloadOption, moves_for
 from thunder_mem.overwrites import protect_old_values
 from thunder_mem.plan import Decision, Plan, Refusal
 from thunder_mem.planner import between_halves, cannot_beat, make_plan
-from thunder_mem.recompute import gathers_of_held, recompute_in_backward, why_not_again
-from thunder_mem.redraw import draws_once
+from thunder_mem.recompute import draws_once, gathers_of_held, recompute_in_backward, why_not_again
 from thunder_mem.refine import Planned, refined
 from thunder_mem.regions import Fusibility
 from thunder_mem.saving import saved_storages, storages_to_rebuild

@@ -13,13 +13,13 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
-from thunder_mem.effects import leaves
+from thunder_mem.effects import Effects, effects_of, leaves
 from thunder_mem.redraw import noted, redrawn, why_not_redrawn
 from thunder_mem.renaming import named, renamed
 from thunder_mem.second_gathers import second_gathers
 from thunder_mem.trace_graph import BACKWARD, TraceGraph
 
-__all__ = ["gathers_of_held", "recompute_in_backward", "repeat_late", "why_not_again"]
+__all__ = ["draws_once", "gathers_of_held", "recompute_in_backward", "repeat_late", "why_not_again"]
 
 _GATHERS = {PrimIDs.EMBEDDING, PrimIDs.TAKE, PrimIDs.TAKE_ALONG_AXIS, PrimIDs.GATHER}
 
@@ -56,6 +56,23 @@ def why_not_again(source: TraceGraph, op: int) -> str | None:
     if not all(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):
         return "its result is not a tensor"
     return None
+
+
+def draws_once(trace: TraceCtx) -> TraceCtx:
+    """The trace, in which no random numbers may be drawn again.
+
+    For programs that are recorded as CUDA graphs: a generator's state cannot be noted while recording.
+    """
+    new = from_trace(trace)
+    new.bound_symbols = [
+        b.from_bsym(tags=b.tags | {OpTags.DONT_RECOMPUTE_IN_BACKWARD}) if _draws(effects_of(b)) else b
+        for b in trace.bound_symbols
+    ]
+    return new
+
+
+def _draws(effects: Effects) -> bool:
+    return any(channel.startswith("rng") for channel in effects.channels)
 
 
 def gathers_of_held(source: TraceGraph) -> frozenset[int]:
@@ -150,7 +167,7 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
             new = {p.name: named(p, f"bw_{p.name}" if backward else f"again_{p.name}") for p in outs}
             here = {p.name: gathered[p.name] for p in bsym.flat_proxy_args if backward and p.name in gathered}
             copy = renamed(bsym, {n: p for n, (made, p) in here.items() if made < before} | again | new)
-            if any(channel.startswith("rng") for channel in source.effects[op].channels):
+            if _draws(source.effects[op]):
                 first = body[placed[op]] = noted(body[placed[op]])
                 copy = redrawn(copy, first.output[0])
             body.append(copy.from_bsym(tags=copy.tags | {BACKWARD}) if backward else copy)

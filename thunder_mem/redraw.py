@@ -18,14 +18,11 @@ from typing import Any
 import torch
 from thunder.core.devices import DeviceType, cpu, to_device, to_torch_device
 from thunder.core.dtypes import uint8
-from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, from_trace
 from thunder.extend import OperatorExecutor
 
 __all__ = [
-    "draws_once",
     "is_noted",
     "is_redrawn",
     "noted",
@@ -78,21 +75,8 @@ def is_redrawn(bsym: BoundSymbol) -> bool:
 
 
 def original(bsym: BoundSymbol) -> BoundSymbol:
-    """The operation that a noted or redrawn one is."""
-    return bsym.subsymbols[0]
-
-
-def draws_once(trace: TraceCtx) -> TraceCtx:
-    """The trace, in which nothing may be drawn again.
-
-    For programs that are recorded as CUDA graphs: a generator's state cannot be noted while recording.
-    """
-    new = from_trace(trace)
-    new.bound_symbols = [
-        b.from_bsym(tags=b.tags | {OpTags.DONT_RECOMPUTE_IN_BACKWARD}) if _function(b) is not None else b
-        for b in trace.bound_symbols
-    ]
-    return new
+    """The operation that a noted or redrawn one is; any other operation is itself."""
+    return bsym.subsymbols[0] if bsym.sym.executor is mem_redraw_ex else bsym
 
 
 def with_valid_state(bsym: BoundSymbol, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
