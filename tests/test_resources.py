@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,17 @@ from thunder_mem.overwrites import without_writes
 PACKAGE = str(Path(thunder_mem.__file__).parent)
 
 
+@contextmanager
+def tracing(enter):
+    """Within, Python calls `enter` for each function that it enters; after it, who was called before."""
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
 def lines_run(fn, *args) -> int:
     """How many lines of this package a call runs, those of loops each time: work, without a clock."""
     lines = 0
@@ -41,12 +53,8 @@ def lines_run(fn, *args) -> int:
     def enter(frame, event, arg):
         return local if frame.f_code.co_filename.startswith(PACKAGE) else None
 
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
+    with tracing(enter):
         fn(*args)
-    finally:
-        sys.settrace(before)
     return lines
 
 
@@ -131,12 +139,8 @@ def called(fn, *args, stop_at: int = -1) -> int:
                 raise Stop
         return None
 
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
+    with tracing(enter):
         fn(*args)
-    finally:
-        sys.settrace(before)
     return calls
 
 
