@@ -108,13 +108,13 @@ def verdict(
     excuse: bool = True,
     fn: Callable | None = None,
 ) -> tuple[str, list[str]]:
-    """How `config` does on a program, and in which ways it differs from eager; of an excused one, its baseline.
+    """How `config` does on a program, and in which ways it differs from eager.
 
-    In a campaign an excuse must be one of Thunder's known defects.
+    Of an excused one, how its baseline or it shows a known defect of Thunder's; a campaign takes no other excuse.
 
     "right"; "refused" where its options ask for what the program does not have; "excused" where its
     baseline differs from eager too (without `excuse` only where the baseline raises, as it does where
-    Thunder cannot trace the program); "raises" or "wrong".
+    Thunder cannot trace the program, or where `config` shows or warns of a known defect); "raises" or "wrong".
 
     Raises:
         Invalid: the program proves nothing.
@@ -131,8 +131,9 @@ def verdict(
             return "refused", []
         if config.baseline:
             baseline = check(program, CONFIGS[config.baseline].compile, expected, fn, config.options.retain)
-            if baseline and (excuse or baseline[0].startswith("raises")):
-                return "excused", baseline
+            if baseline and (excuse or baseline[0].startswith("raises") or defect_of(found[0])):
+                # Thunder alone may fail earlier, at a defect that is none of ours.
+                return "excused", next((d for d in (baseline, found) if defect_of(d[0])), baseline)
     return "raises" if found[0].startswith("raises") else "wrong", found
 
 

@@ -150,8 +150,8 @@ class _Builder:
             return None  # Thunder: the gradient of one element that is broadcast keeps the dims it was broadcast to
         if op == "unbind" and self.outside is not None:
             return None  # Thunder: KeyError where the backward needs an unused piece
-        if op in ("detach", "to", "float"):
-            self.frozen.add(storage(results[0]))  # Thunder loses what is written to these
+        if op in ("detach", "to", "float", "diagonal"):
+            self.frozen.add(storage(results[0]))  # Thunder loses what is written to these; see `defects.py`
         targets = tuple(f"v{self.count + i}" for i in range(len(results)))
         self.count += len(results)
         self.tensors.update(zip(targets, results, strict=True))

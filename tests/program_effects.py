@@ -77,7 +77,7 @@ add("in-place", "copy_", "in-place", "{0}.copy_({1})", _copy)
 for _name in ["relu_", "tanh_", "exp_", "sin_", "zero_"]:
     add("in-place", _name, "in-place", f"{{0}}.{_name}()", _write(False))
 add("in-place", "div_scalar_", "in-place", "{0}.div_({p[0]})", _write(False, lambda r: r.choice([2, 0.5])))
-add("in-place", "clamp_", "in-place", "{0}.clamp_(-1.0, 1.0)", _write(False))
+add("in-place", "clamp_", "in-place", "{0}.clamp_(-0.95, 0.95)", _write(False))
 add("in-place", "neg_", "in-place", "{0}.neg_()", _write(False))
 add("in-place", "isub", "in-place", "{0} -= {1}", _write(True))
 add("in-place", "imul", "in-place", "{0} *= {1}", _write(True))

@@ -42,16 +42,17 @@ def _inputs_without_gradient(rng: Random, values: Values) -> Drawn | None:
     return b and ((a, b), ())
 
 
-# Elementwise. Arguments are bent into each function's domain, so that NaN never hides a difference.
+# Elementwise. Arguments are bent into each function's domain, so that NaN never hides a difference. No product of
+# inputs meets a clamp's bound, where Thunder's derivative is 0 and eager's is 1; see `defects.WRONG`.
 for _name in ["sin", "cos", "tanh", "sigmoid", "neg", "erf", "square", "abs"]:
     add("elementwise", _name, "fresh", f"torch.{_name}({{0}})", one(is_float))
 for _name in ["relu", "gelu", "silu", "softplus"]:
     add("elementwise", _name, "fresh", f"F.{_name}({{0}})", one(is_float))
-add("elementwise", "exp", "fresh", "torch.exp(torch.clamp({0}, -3.0, 3.0))", one(is_float))
+add("elementwise", "exp", "fresh", "torch.exp(torch.clamp({0}, -2.9, 2.9))", one(is_float))
 add("elementwise", "log", "fresh", "torch.log(torch.abs({0}) + 1.0)", one(is_float))
 add("elementwise", "rsqrt", "fresh", "torch.rsqrt({0} * {0} + 1.0)", one(is_float))
 add("elementwise", "pow", "fresh", "{0} ** {p[0]}", lambda r, v: (a := v.floating(r)) and ((a,), (r.choice([2, 3]),)))
-add("elementwise", "clamp", "fresh", "torch.clamp({0}, -0.5, 1.0)", one(is_float))
+add("elementwise", "clamp", "fresh", "torch.clamp({0}, -0.45, 0.95)", one(is_float))
 for _name, _sign in (("add", "+"), ("sub", "-"), ("mul", "*")):
     add("elementwise", _name, "fresh", f"{{0}} {_sign} {{1}}", two())
     add("elementwise", f"{_name}_scalar", "fresh", f"{{0}} {_sign} {{p[0]!r}}", _scalar)
@@ -66,8 +67,8 @@ for _name, _text in {
     "sqrt": "torch.sqrt(torch.abs({0}) + 0.5)",
     "reciprocal": "torch.reciprocal(torch.abs({0}) + 0.5)",
     "log1p": "torch.log1p(torch.abs({0}))",
-    "exp2": "torch.exp2(torch.clamp({0}, -3.0, 3.0))",
-    "expm1": "torch.expm1(torch.clamp({0}, -3.0, 3.0))",
+    "exp2": "torch.exp2(torch.clamp({0}, -2.9, 2.9))",
+    "expm1": "torch.expm1(torch.clamp({0}, -2.9, 2.9))",
     "atan": "torch.atan({0})",
     "gelu_tanh": 'F.gelu({0}, approximate="tanh")',
     "leaky_relu": "F.leaky_relu({0}, 0.125)",

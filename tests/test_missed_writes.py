@@ -46,6 +46,12 @@ def returned(x, w):
     return y
 
 
+def diagonal(x, w):
+    y = x @ w
+    y.diagonal().mul_(2)
+    return y.sin()
+
+
 def assigned(x, w):
     y = x @ w
     y[1] = 0
@@ -76,6 +82,12 @@ def of_a_mask(x, w):
     return (x @ w) * mask
 
 
+def of_a_diagonal(x, w):
+    y = (x @ w).diagonal().sin()
+    y.mul_(2)
+    return y
+
+
 def detached(x, w):
     y = (x @ w).detach()
     y[1].zero_()
@@ -89,11 +101,17 @@ def gradients(fn, compiled):
     return w.grad
 
 
+def name(fn):
+    return fn.__name__
+
+
 def planned(fn):
     return thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])
 
 
-@pytest.mark.parametrize("fn", [row, columns, transposed, flat, function_in_place, returned], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fn", [row, columns, transposed, flat, function_in_place, returned, diagonal], ids=lambda f: f.__name__
+)
 def test_a_write_through_a_view_whose_base_is_read_afterwards(fn):
     line = fn.__code__.co_firstlineno + 2
     with pytest.warns(UserWarning, match=rf"misses the write at .*test_missed_writes.py:{line}"):
@@ -103,7 +121,9 @@ def test_a_write_through_a_view_whose_base_is_read_afterwards(fn):
 
 
 @pytest.mark.parametrize(
-    "fn", [assigned, augmented, through_the_view_alone, as_a_whole, of_a_mask, detached], ids=lambda f: f.__name__
+    "fn",
+    [assigned, augmented, through_the_view_alone, as_a_whole, of_a_mask, of_a_diagonal, detached],
+    ids=lambda f: f.__name__,
 )
 def test_no_alarm_where_gradients_are_right(fn):
     with warnings.catch_warnings():

@@ -17,6 +17,7 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from thunder_mem.chunk_loop import is_chunk_loop, shared_memory
+from thunder_mem.effects import is_copy
 from thunder_mem.layout import is_view, torch_view
 from thunder_mem.offload_exec import is_transfer
 from thunder_mem.takeover import taken_over
@@ -90,7 +91,7 @@ class Aliases:
         if bsym.sym.id is PrimIDs.UPDATE_ALIASES or bsym.sym.name == "update_aliases":
             for new, old in zip(outs, args, strict=True):
                 self.join(new.name, old.name)
-        elif bsym.sym.id is PrimIDs.COPY_ or (bsym.sym.name == "copy_" and not bsym.subsymbols):
+        elif is_copy(bsym):
             for out in outs:
                 self.join(out.name, bsym.args[1].name)
         elif is_chunk_loop(bsym):

@@ -23,7 +23,7 @@ from thunder_mem.communication import START_NAMES, awaited_futures, overwritten_
 from thunder_mem.redraw import is_noted, is_redrawn, original
 from thunder_mem.takeover import taken_over
 
-__all__ = ["COMMUNICATION", "Effects", "effects_of", "is_random", "leaves"]
+__all__ = ["COMMUNICATION", "Effects", "effects_of", "is_copy", "is_random", "leaves"]
 
 # The channel of all collectives' starts, whatever their group: with two communicators in use, an order of each
 # that ranks agree on does not suffice (NCCL's guide, "Using multiple NCCL communicators concurrently"). A wait
@@ -75,6 +75,11 @@ def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
             stack.extend(reversed(b.subsymbols))
         else:
             yield b
+
+
+def is_copy(bsym: BoundSymbol) -> bool:
+    """Whether it is the one primitive by which Thunder writes in place: `copy_(source, target)`."""
+    return bsym.sym.id is PrimIDs.COPY_ or (bsym.sym.name == "copy_" and not bsym.subsymbols)
 
 
 def effects_of(bsym: BoundSymbol) -> Effects:

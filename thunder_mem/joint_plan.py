@@ -29,7 +29,7 @@ from thunder_mem.offload import offloading
 from thunder_mem.offload_exec import offloaded_names
 from thunder_mem.offload_fit import fit_with_offload
 from thunder_mem.offload_option import OffloadOption, moves_for
-from thunder_mem.overwrites import protect_old_values
+from thunder_mem.old_values import protect_old_values
 from thunder_mem.plan import Decision, Plan, Refusal
 from thunder_mem.planner import between_halves, cannot_beat, make_plan
 from thunder_mem.recompute import draws_once, gathers_of_held, recompute_in_backward, why_not_again

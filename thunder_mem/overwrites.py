@@ -4,9 +4,8 @@ Thunder's autograd and its checkpointing repeat and save values by name, as if n
 name. A write in place breaks that: the backward reads memory that was overwritten meanwhile, or a
 recomputation leaves the write out. `without_writes` runs before autograd and replaces a write to an
 intermediate value by the new value itself. Thunder computes that value anyway before it copies, so this
-costs nothing. What remains are writes to the caller's tensors, and those seen through another view;
-`protect_old_values` runs on the joint trace and copies, before such a write, what the backward still needs
-of the old content (eager does the same).
+costs nothing. What remains are writes to the caller's tensors, and those seen through another view: for these
+see `old_values.py`.
 """
 
 from __future__ import annotations
@@ -24,19 +23,14 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.aliases import Aliases
-from thunder_mem.effects import effects_of, leaves
-from thunder_mem.trace_graph import TraceGraph
+from thunder_mem.effects import effects_of, is_copy, leaves
 from thunder_mem.views import CERTAIN_VIEWS
 
-__all__ = ["protect_old_values", "without_writes"]
-
-
-def _is_copy(bsym: BoundSymbol) -> bool:
-    return bsym.sym.id is PrimIDs.COPY_ or (bsym.sym.name == "copy_" and not bsym.subsymbols)
+__all__ = ["without_writes"]
 
 
 def _copies(bsym: BoundSymbol) -> list[BoundSymbol]:
-    return [leaf for leaf in leaves(bsym) if _is_copy(leaf)]
+    return [leaf for leaf in leaves(bsym) if is_copy(leaf)]
 
 
 def _updates_of_statistics(bsym: BoundSymbol) -> list[BoundSymbol]:
@@ -63,12 +57,17 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
     arguments = frozenset(p.name for p in _arguments(trace))
     replaceable, missed = _replaceable(trace, memory, recipes)
     if missed is not None:
-        warnings.warn(
-            f"Thunder's autograd misses the write at {missed.source_filename}:"
-            f"{missed.source_positions.lineno if missed.source_positions else 0}: it goes through a view, and what "
-            "it is a view of is read afterwards. Gradients through it are wrong, with MemEfficient and without. "
+        _warn(
+            missed,
+            "it goes through a view, and what it is a view of is read afterwards. Gradients through it are wrong",
             "Index the tensor itself (x[1] = ...), or compute a new one (torch.cat, torch.where)",
-            stacklevel=2,
+        )
+    if (lost := _write_to_a_diagonal(trace, memory)) is not None:
+        _warn(
+            lost,
+            "it goes to a torch.diagonal, which is a copy where anything has a gradient. The tensor keeps its old "
+            "values",
+            "Compute a new one (torch.where with a mask of the diagonal)",
         )
     rewriter = _Rewriter(from_trace(trace), memory, replaceable, recipes, arguments)
     *body, result = trace.bound_symbols
@@ -80,6 +79,24 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
     new.bound_symbols = rewriter.done
     new.set_provenance(TraceProvenance("Writes to intermediate values become new values"))
     return new
+
+
+def _warn(write: BoundSymbol, why: str, instead: str) -> None:
+    line = write.source_positions.lineno if write.source_positions else 0
+    warnings.warn(
+        f"Thunder's autograd misses the write at {write.source_filename}:{line}: {why}, with MemEfficient and "
+        f"without. {instead}",
+        stacklevel=3,
+    )
+
+
+def _write_to_a_diagonal(trace: TraceCtx, memory: Aliases) -> BoundSymbol | None:
+    """The first write to what eager has as a view and Thunder's derivative as a copy, if anything has a derivative."""
+    if not any(p.requires_grad for p in _arguments(trace)):
+        return None
+    diagonals = {memory(p.name) for b in trace.bound_symbols if b.sym.name == "diagonal" for p in _tensors(b.output)}
+    writes = ((b, copy) for b in trace.bound_symbols for copy in _copies(b))
+    return next((b for b, copy in writes if memory(copy.args[1].name) in diagonals), None)
 
 
 def _arguments(trace: TraceCtx) -> list[Proxy]:
@@ -137,7 +154,7 @@ def _replaceable(
             with_grad.update(out for out, arg in zip(outs, args, strict=True) if arg in with_grad)
             continue
         reads = args
-        if _is_copy(leaf):
+        if is_copy(leaf):
             source, target = leaf.args[:2]
             reads = [source.name]
             if needs_grad and (not leaf.kwargs.get("grad_enabled", True) or id(leaf) in statistics):
@@ -157,7 +174,7 @@ def _replaceable(
                 born.setdefault(p.name, now)
             if carries and isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype) and not _is_detached(p):
                 with_grad.add(p.name)
-        if _is_copy(leaf):
+        if is_copy(leaf):
             view = same_view.get(target.name, target.name)
             same_view.update((p.name, view) for p in leaf.flat_proxy_outs)
             written.add(memory(target.name))
@@ -283,7 +300,7 @@ class _Rewriter:
         self.done.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym)
         for copy in _copies(bsym):  # what it returns looks where it wrote
             self.same_view.update((p.name, self._view(copy.args[1].name)) for p in copy.flat_proxy_outs)
-        if _is_copy(bsym) and self._is_through_view(bsym):
+        if is_copy(bsym) and self._is_through_view(bsym):
             self.through_views.append(bsym.output)
         taken = {p.name for p in bsym.flat_proxy_args}
         for p in _tensors(bsym.output):
@@ -302,9 +319,9 @@ class _Rewriter:
 
     def _expand(self, bsym: BoundSymbol, made: set[str]) -> None:
         """The parts of a composite without its writes. `made` are the fresh tensors made inside it."""
-        if _is_copy(bsym) and self._replaces(bsym.args[1].name):
+        if is_copy(bsym) and self._replaces(bsym.args[1].name):
             self._write(bsym, made)
-        elif _is_copy(bsym) or not self._changes(bsym):
+        elif is_copy(bsym) or not self._changes(bsym):
             self._append(bsym)
         else:
             for part in bsym.subsymbols:
@@ -330,78 +347,3 @@ def _made_in(bsym: BoundSymbol, memory: Aliases) -> set[str]:
     names = made | {p.name for p in bsym.flat_proxy_args}
     sharing = Counter(map(memory, names))
     return {name for name in made if sharing[memory(name)] == 1}
-
-
-def protect_old_values(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
-    """The joint trace in which the backward reads copies of what the forward overwrites before that.
-
-    A name stands for what its memory held when the forward first read it: a view that Thunder took before a
-    write through another, and reads after it, is of the new content. Where something is written to that
-    memory since, the backward gets a copy that is made just before the first such write.
-
-    Args:
-        source: `trace` as it was read.
-        trace: a joint trace before fusion.
-    """
-    if not any(effects.writes for effects in source.effects):
-        return trace
-    memory = Aliases(source.bsyms)
-    writers: dict[str, list[int]] = {}
-    for writer, effects in enumerate(source.effects):
-        for name in effects.writes:
-            writers.setdefault(memory(name), []).append(writer)
-
-    first_read: dict[str, int] = {}
-    for op, bsym, effects in zip(source.graph.ops, source.bsyms, source.effects, strict=True):
-        if not op.backward and (op.allocates or effects.writes):  # not a view, which reads nothing
-            for p in bsym.flat_proxy_args:
-                if p.name not in effects.writes:
-                    first_read.setdefault(p.name, op.index)
-
-    def first_write(p: Proxy, reader: int) -> int | None:
-        since = first_read.get(p.name, source.producer_of.get(p.name, -1))
-        return next((w for w in writers.get(memory(p.name), ()) if since < w < reader), None)
-
-    copies: dict[str, tuple[int, TensorProxy]] = {}  # of a name: before which op
-    readers: set[int] = set()
-    for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
-        # A `get_grad` names a result of the forward, and reads nothing.
-        for p in bsym.flat_proxy_args if op.backward and bsym.sym.id is not PrimIDs.GET_GRAD else ():
-            if isinstance(p, TensorProxy) and (write := first_write(p, op.index)) is not None:
-                copies[p.name] = (write, p)
-                readers.add(op.index)
-    if not copies:
-        return trace
-
-    new = from_trace(trace)
-    with tracectx(new):
-        due: dict[int, list[TensorProxy]] = {}
-        for before, p in copies.values():
-            due.setdefault(before, []).append(p)
-        swap: dict = {}
-        body: list[BoundSymbol] = []
-        for index, bsym in enumerate(source.bsyms):
-            if index in due:
-                copied, bsym = _write_after_copies(bsym, due[index], swap)
-                body += copied
-            body.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if index in readers else bsym)
-        new.bound_symbols = [*source.prefix, *body, source.result]
-    new.set_provenance(TraceProvenance("Copy what the backward needs before it is overwritten"))
-    return new
-
-
-def _write_after_copies(
-    write: BoundSymbol, olds: list[TensorProxy], swap: dict
-) -> tuple[list[BoundSymbol], BoundSymbol]:
-    """Copies of `olds`, and the write that needs them; `swap` learns which copy stands for which old value.
-
-    Only the backward reads the copies, and Thunder puts into the forward only what the forward needs: so
-    the write takes its input together with the copies from one `update_aliases`, which it must wait for.
-    """
-    copies = [prims.clone.bind(p, output=prims.clone.meta(p)) for p in olds]
-    given = write.args[0] if _is_copy(write) else next(p for p in write.flat_proxy_args if isinstance(p, TensorProxy))
-    together = (given, *(copy.output for copy in copies))
-    news = prims.update_aliases.meta(together)
-    swap.update({variableify(p): new for p, new in zip(olds, news[1:], strict=True)})
-    waits = prims.update_aliases.bind(together, output=news)
-    return [*copies, waits], write.from_bsym_swap_proxies({variableify(given): news[0]}, skip_output=True)
