@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from tests.programs import Input, Program, Region, Step
 
@@ -125,6 +126,18 @@ DEFECTS = {
         "autograd sees the new value of the view alone",
         warned=r"^warned that Thunder's autograd misses the write at .* goes through a view",
     ),
+    "write to a copy taken for a view": Defect(
+        Program(
+            (_x(shape=(2, 2), layout="transposed", grad=True),),
+            (
+                Step("contiguous", ("v0",), ("x0",)),
+                Step("tanh", ("v1",), ("v0",)),
+                Step("isub", (), ("v0", "v1")),
+            ),
+            ("v0",),
+        ),
+        "contiguous and reshape copy what has other strides, and the write counts as one to the argument",
+    ),
     "write to a cast value": Defect(
         Program((_G,), (Step("to", ("v0",), ("x0",), ("float16",)), Step("add_scalar_", (), ("v0",), (2,))), ("v0",)),
         "the gradient is lost",
@@ -140,10 +153,16 @@ DEFECTS = {
         ),
         "the gradient is lost",
     ),
+    "cat of empty tensors": Defect(
+        Program((_x(shape=(0,), grad=True),), (Step("cat_same", ("v0",), ("x0",), (0,)),), ("v0",)),
+        "its backward hands on zeros and never takes what it was given, which Thunder asserts that it did",
+        r"^raises AssertionError in torch_autograd.py:backward: $",
+    ),
     "broadcast of one element": Defect(
         Program((_G,), (Step("index", ("v0",), ("x0",), ("0",)), Step("mul", ("v1",), ("v0", "x0"))), ("v1",)),
         "its gradient keeps the dims it was broadcast to, and the next step of the backward fails on them",
-        r"number of sizes provided \(\d+\) must be greater or equal|expand: the requested shape has too few dim",
+        r"number of sizes provided \(\d+\) must be greater or equal|expand: the requested shape has too few dim"
+        r"|v has invalid size: should be torch|Expected a single element grad_output tensor, but got",
     ),
     "broadcast of one element used twice": Defect(
         Program(
@@ -302,6 +321,10 @@ UNSUPPORTED: dict[str, Callable[[torch.Tensor], object]] = {
 
 # Calls whose gradient plain Thunder gets wrong, likewise, and that no operation of the generator makes.
 WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    # The derivative holds an exponential that overflows, and a quotient of infinities, or its product with 0.
+    "sigmoid far below 0": lambda x: torch.sigmoid(-100 * x),
+    "elu far above 0": lambda x: F.elu(100 * x),
+    "mish far above 0": lambda x: F.mish(100 * x),
     "clamp at its bound": lambda x: torch.clamp(x - x.detach() + 1, -1, 1),  # 0, where eager has 1
     "prod with a zero": lambda x: torch.prod(x * torch.tensor([0.0, 1.0, 2.0]), 1),  # divides the product by it
 }

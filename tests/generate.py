@@ -98,6 +98,12 @@ class _Builder:
     def writes_input(self, name: str) -> bool:
         return storage(self.tensors[name]) in self.input_storages
 
+    def overlap_in_part(self, a: str, b: str) -> bool:
+        """They share a storage, and do not look at it alike."""
+        t, u = self.tensors[a], self.tensors[b]
+        alike = (t.shape, t.stride(), t.data_ptr()) == (u.shape, u.stride(), u.data_ptr())
+        return storage(t) == storage(u) and not alike
+
     def loses_dims(self, name: str, dims: int) -> bool:
         t = self.tensors[name]
         return t.requires_grad and t.numel() == 1 and t.dim() < dims
@@ -122,6 +128,8 @@ class _Builder:
         spec = OPS[op]
         if spec.kind == "in-place" and self.tensors[args[-1]].requires_grad and self.writes_input(args[0]):
             return None  # Thunder: an input that is overwritten by a value with a gradient loses it
+        if spec.kind == "in-place" and any(self.overlap_in_part(args[0], name) for name in args[1:]):
+            return None  # eager reads what it has just written, or what it will write, as it comes
         if spec.kind == "in-place" and any(n > 1 and not step for n, step in _dims(self.tensors[args[0]])):
             return None  # Thunder writes by copy_, which refuses what is expanded; eager's zero_ does not
         if op in NEEDS_OLD and self.tensors[args[-1]].requires_grad and not self.profile.overwrites_needed:
@@ -150,7 +158,8 @@ class _Builder:
             return None  # Thunder: the gradient of one element that is broadcast keeps the dims it was broadcast to
         if op == "unbind" and self.outside is not None:
             return None  # Thunder: KeyError where the backward needs an unused piece
-        if op in ("detach", "to", "float", "diagonal"):
+        copied = spec.kind == "view" and self.writes_input(args[0]) and storage(results[0]) not in self.input_storages
+        if copied or op in ("detach", "to", "float", "diagonal"):
             self.frozen.add(storage(results[0]))  # Thunder loses what is written to these; see `defects.py`
         targets = tuple(f"v{self.count + i}" for i in range(len(results)))
         self.count += len(results)

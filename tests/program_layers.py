@@ -77,7 +77,14 @@ for _name, _text in {
     "head_z_loss": f"F.cross_entropy({_LOGITS}{_ROWS}, {{2}}.reshape(-1))"
     f" + 0.25 * (torch.logsumexp({_LOGITS}, -1) ** 2).mean()",
 }.items():
-    add("loss", _name, "fresh", _text, _head(_reduction, _options), _text.replace(".float()", ""))
+    add(
+        "loss",
+        _name,
+        "fresh",
+        _text,
+        _head(_reduction, _options),
+        _text.replace(f"{_LOGITS}.float()", f"_to({_LOGITS}, 'float32')"),
+    )
 add("loss", "mse_loss", "fresh", "F.mse_loss({0}, {0}.detach() * 0.5 + 0.25)", one(filled))
 add("loss", "mse_of", "fresh", "(({0} - {1}) ** 2).mean()", two(filled, both=True))
 
@@ -97,9 +104,13 @@ def _normed(dim: int, count: int, writable: tuple[int, ...] = ()):
         if len(names) < count:
             return None
         vectors = rng.sample(names, count)
+        if dim == 1 and not all(values.tensors[n].is_contiguous() for n in vectors):
+            return None  # eager's batch norm on a CPU reads a strided weight wrongly in its backward
         # Running statistics must be memory of their own, with no gradient.
         held = [vectors[k - 1] for k in writable]
-        if any(not values.writable(n) or values.tensors[n].requires_grad for n in held):
+        if any(
+            not values.writable(n) or values.tensors[n].requires_grad or 0 in values.tensors[n].stride() for n in held
+        ):
             return None
         if len({values.tensors[n].untyped_storage()._cdata for n in (a, *vectors)}) < 1 + count and held:
             return None

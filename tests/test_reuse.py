@@ -1,6 +1,7 @@
 """Results written over dying inputs: right against float64 eager, exact to the byte, and only where that is safe."""
 
 import random
+import warnings
 
 import pytest
 import thunder
@@ -19,7 +20,7 @@ from tests.fuzz import uncompiled_regions
 from tests.orders import random_order
 from tests.test_executors import trace_of
 from thunder_mem import MemEfficient, delegate, last_plan, measure_peak, timeline
-from thunder_mem.compiled_region import RegionFunction
+from thunder_mem.compiled_region import CompileWarning, RegionFunction
 from thunder_mem.executors import mem_pointwise_ex, new_leaves, region_function
 from thunder_mem.planner import peaks_of
 from thunder_mem.predict import predict
@@ -538,3 +539,22 @@ def test_an_order_that_would_peak_higher_is_not_taken(monkeypatch):
     monkeypatch.setattr("thunder_mem.reuse.order_halves", worse)
     assert max(peaks_of(best.graph, worse(best.graph, sort)[0])) > best.peak_bytes
     assert reuse_and_sort(source, trace, sort).peak_bytes == best.peak_bytes
+
+
+def test_a_region_that_inductor_cannot_write_over_an_input_is_compiled_all_the_same():
+    """Of a bfloat16 softmax that is read again after the write Inductor 2.11 loses a buffer's name, on a CPU."""
+
+    def program(q, k, kept):
+        probabilities = torch.softmax(q @ k, -1)
+        return probabilities, (probabilities.float() * kept).bfloat16()
+
+    q, k = randn(2, 64, 16).bfloat16(), randn(2, 16, 64).bfloat16()
+    kept = randn(2, 64, 64) > 0
+    jitted = jit(program)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CompileWarning)
+        actual = jitted(q, k, kept)
+    assert written(jitted) == 1  # planned so; run without
+    torch.testing.assert_close(actual, program(q, k, kept), rtol=2**-7, atol=2**-9)
+    float32_rows = 2 * 64 * 64 * 4
+    assert measure_peak(jitted, q, k, kept) < 3 * 2 * 64 * 64 * 2 + float32_rows

@@ -284,6 +284,7 @@ def test_what_is_repeated_is_new_belongs_to_the_backward_and_comes_once(traces):
             fresh = [b for b in new.bound_symbols if names(b.flat_proxy_outs) - old]
             assert all(BACKWARD in b.tags for b in fresh)
             again = read_trace(new)
+            assert read_trace(new, earlier=source).graph == again.graph, text
             assert all(again.graph.ops[again.producer_of[n]].backward for n in set(defined) - old)
             assert len(new.bound_symbols) == len(trace.bound_symbols) + len(fresh)
             makers = {source.graph.allocator[s] for s in reached_back(source.graph, storages)}
@@ -344,3 +345,14 @@ def test_what_waits_for_the_callers_loss_counts_as_much_as_the_halves(width):
     assert peak == planned.peak_bytes
     assert with_loss == max(peak, waiting + 3 * 64 * width * 4)
     assert (with_loss > peak) == (width == 4096)
+
+
+def test_views_of_what_is_rebuilt_are_read_as_views_of_the_copy():
+    """`h.t()` of a product's backward is a view of a view: of the forward's `h` before, of the rebuilt one after."""
+    x = torch.randn(1, requires_grad=True)
+    trace = unfused(lambda x: torch.outer(x.exp(), x) @ x.exp(), x)
+    source = read_trace(trace)
+    new = recompute_in_backward(
+        source, trace, storages_to_rebuild(source.graph, fusibility(source, [mem_pointwise_ex]))
+    )
+    assert read_trace(new, earlier=source).graph == read_trace(new).graph

@@ -140,7 +140,12 @@ class RegionFunction:
         if self._writing is None or self.reuse is None or not fits(unfused, args, self.reuse):
             return _compile(unfused, args)
         flag = never(next(a.device for a in args if isinstance(a, torch.Tensor)))
-        compiled = _compile(self._writing, (*args, flag))
+        try:
+            compiled = _compile(self._writing, (*args, flag))
+        except Exception:
+            # On a CPU Inductor 2.11 may lose a buffer's name where rows are reduced, and read after a write
+            # (`KeyError: 'buf1'`). A result in memory of its own costs its bytes; an uncompiled region many times more.
+            return _compile(unfused, args)
 
         def writing(boxed: list[Any]) -> Sequence[torch.Tensor]:
             boxed.append(flag)

@@ -52,6 +52,7 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
     """
     if not any(map(_copies, trace.bound_symbols)):
         return trace
+    trace = _with_own_repeats(trace)
     memory = Aliases(trace.bound_symbols)
     recipes = {p.name: b for b in trace.bound_symbols if _is_certain_view(b) for p in _tensors(b.output)}
     arguments = frozenset(p.name for p in _arguments(trace))
@@ -78,6 +79,25 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
     new = rewriter.trace
     new.bound_symbols = rewriter.done
     new.set_provenance(TraceProvenance("Writes to intermediate values become new values"))
+    return new
+
+
+def _with_own_repeats(trace: TraceCtx) -> TraceCtx:
+    """The trace in which a `repeat` that is written to has memory of its own, as in eager.
+
+    By Thunder's decomposition that of a single row shows the row anew: a write would change the row itself.
+    """
+    memory = Aliases(trace.bound_symbols)
+    written = {memory(copy.args[1].name) for b in trace.bound_symbols for copy in _copies(b)}
+    new = from_trace(trace)
+    with tracectx(new):
+        for bsym in trace.bound_symbols:
+            if bsym.sym.name == "repeat" and memory(bsym.output.name) in written:
+                shown = TensorProxy(like=bsym.output, requires_grad=bsym.output.requires_grad)
+                copy = prims.clone.bind(shown, output=bsym.output)
+                new.bound_symbols += [bsym.from_bsym_swap_proxies({variableify(bsym.output): shown}), copy]
+            else:
+                new.bound_symbols.append(bsym)
     return new
 
 

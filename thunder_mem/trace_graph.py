@@ -6,7 +6,7 @@ that set the scene (unpacking, comments) and the return stay outside the graph: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -62,13 +62,24 @@ class TraceGraph:
     layout: Layout = field(repr=False)
 
 
+def _lay_out(layout: Layout, body: Iterable[BoundSymbol], seen: Collection[int]) -> None:
+    """Run what was not seen before, and views of what it moved: those of a value that is rebuilt show the new one."""
+    moved: set[str] = set()
+    for b in body:
+        if id(b) in seen and (not moved or moved.isdisjoint(p.name for p in b.flat_proxy_args)):
+            continue
+        before = {p.name: layout.storage_key(p.name) for p in b.flat_proxy_outs if p.name in layout}
+        layout.run(b)
+        moved.update(name for name, key in before.items() if layout.storage_key(name) != key)
+
+
 def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph:
     """Read a trace (plain or joint, before its `del`s or after) into a graph.
 
     Args:
         trace: what to read.
         earlier: a reading of the trace that `trace` was made from; bound symbols that stand in both are
-            not looked at again.
+            not looked at again, but for where their results lie if their arguments lie elsewhere now.
 
     Raises:
         ValueError: the trace has no return statement, or uses a proxy that nothing produces.
@@ -92,9 +103,7 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     layout = Layout(earlier.layout if earlier else None)
     with _disable_current_modes():  # meta tensors answer alone; a fake mode around them would only be slow
         layout.define(arguments)
-        for b in body:
-            if id(b) not in seen:
-                layout.run(b)
+        _lay_out(layout, body, seen)
 
     storages, storage_of = _storages(layout, arguments, body, _held(trace, arguments))
     producer_of: dict[str, int] = {}
