@@ -31,6 +31,7 @@ __all__ = [
     "available",
     "configured",
     "draw_options",
+    "plain",
     "traced_once",
     "uncompiled_regions",
 ]
@@ -139,6 +140,11 @@ def _jit(fn: Callable, options: Options, transforms: list) -> Callable:
     return thunder.jit(fn, transforms=transforms, **more)
 
 
+def plain(options: Options) -> Callable[[Callable], Callable]:
+    """Thunder alone, with the same executors."""
+    return lambda fn: _jit(fn, options, [])
+
+
 def _compile(options: Options) -> Callable[[Callable], Callable]:
     def compile(fn: Callable) -> Callable:
         from thunder_mem import ChunkLossHead, MemEfficient
@@ -221,6 +227,7 @@ def draw_options(rng: Random, program: Program, compiled_share: float = 0.0) -> 
         if recompute in patterns:
             recompute += rng.choice([":recompute:-1", ":recompute:1", ":compromised:-1", ":none:-1"])
     budgeted = rng.random() < 0.3
+    executors = rng.choice(list(EXECUTORS)) if rng.random() < 0.6 else "default"
     return Options(
         sort=rng.choice([*SORTS, *SORT_FUNCTIONS]) if rng.random() < 0.5 else "auto",
         chunk=chunk,
@@ -229,8 +236,9 @@ def draw_options(rng: Random, program: Program, compiled_share: float = 0.0) -> 
         offload=budgeted and rng.random() < 0.35,
         recompute=recompute,
         reuse=rng.random() < 0.75,
-        executors=rng.choice(list(EXECUTORS)) if rng.random() < 0.6 else "default",
-        alone=not isinstance(chunk, bool) and rng.random() < 0.2,
+        executors=executors,
+        # Alone it plans nothing, and Thunder's torchcompile executor loses the names of what it does not return.
+        alone=not isinstance(chunk, bool) and rng.random() < 0.2 and "torchcompile" not in executors,
         retain=rng.random() < 0.3,
         compiled=rng.random() < compiled_share,
     )

@@ -104,6 +104,16 @@ class _Builder:
         alike = (t.shape, t.stride(), t.data_ptr()) == (u.shape, u.stride(), u.data_ptr())
         return storage(t) == storage(u) and not alike
 
+    def mixes_scalars(self, names: tuple[str, ...]) -> bool:
+        """Floats of several dtypes, one of which may be a scalar that was broadcast.
+
+        Thunder's proxy of that still promotes like a number, so its traces tell another dtype than eager gives.
+        """
+        tensors = [self.tensors[name] for name in names]
+        if len({t.dtype for t in tensors if t.is_floating_point()}) < 2:
+            return False
+        return any(t.dim() > 0 and all(n == 1 or not step for n, step in _dims(t)) for t in tensors)
+
     def loses_dims(self, name: str, dims: int) -> bool:
         t = self.tensors[name]
         return t.requires_grad and t.numel() == 1 and t.dim() < dims
@@ -117,7 +127,7 @@ class _Builder:
             family = self.rng.choices(families, [KIT_WEIGHT if f == self.kit else WEIGHTS[f] for f in families])[0]
             for _ in range(5):  # of the same family, or those whose arguments rarely fit would be rare
                 op = self.rng.choice([o for o in FAMILIES[family] if o not in self.profile.ops_without])
-                if self.random and op in OVERWRITES:
+                if self.random and (op in OVERWRITES or op == "batch_norm_running"):
                     continue  # may overwrite a random value; see `prune`
                 drawn = OPS[op].draw(self.rng, Values(self.tensors, self.writable))
                 if drawn and (step := self._run(op, *drawn)):
@@ -136,6 +146,12 @@ class _Builder:
             return None  # Thunder: the backward reads what was overwritten
         if spec.writes and self.input_storages and not self.inputs_writable:
             return None
+        if self.mixes_scalars(args):
+            return None
+        if spec.kind == "random" and not self.tensors[args[0]].is_contiguous():
+            return None  # eager draws in the order of memory, Thunder for some of these in that of the index
+        if spec.kind == "in-place" and self.loses_dims(args[-1], self.tensors[args[0]].dim()):
+            return None  # as below
         text = spec.text.format(*args, p=params)
         scope = {**self.scope, **self.tensors}
         try:
@@ -158,8 +174,9 @@ class _Builder:
             return None  # Thunder: the gradient of one element that is broadcast keeps the dims it was broadcast to
         if op == "unbind" and self.outside is not None:
             return None  # Thunder: KeyError where the backward needs an unused piece
-        copied = spec.kind == "view" and self.writes_input(args[0]) and storage(results[0]) not in self.input_storages
-        if copied or op in ("detach", "to", "float", "diagonal"):
+        of_input = (spec.kind == "view" or op == "take_rows") and self.writes_input(args[0])
+        copied = of_input and storage(results[0]) not in self.input_storages
+        if copied or spec.family == "cast" or op in ("detach", "diagonal"):
             self.frozen.add(storage(results[0]))  # Thunder loses what is written to these; see `defects.py`
         targets = tuple(f"v{self.count + i}" for i in range(len(results)))
         self.count += len(results)
@@ -187,6 +204,8 @@ class _Builder:
             self.frozen |= {storage(t) for t in before.values()}
         if kind == "no_grad":
             families = tuple(f for f in families if f in self.profile.in_no_grad)
+        if kind == "autocast":
+            families = tuple(f for f in families if f != "loss")  # Thunder does not know that eager's are float32
         context = {
             "checkpoint": torch.enable_grad,
             "no_grad": torch.no_grad,

@@ -5,7 +5,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 
-from thunder_mem import ChunkLossHead
+from thunder_mem import ChunkLossHead, MemEfficient
 
 ROWS, WIDTH, VOCABULARY = 37, 8, 61
 
@@ -60,3 +60,16 @@ def test_loss_gradients_and_arguments_are_eagers(fn):
     expected = run(fn, torch.float64)
     for ours, theirs in zip(run(compiled, torch.float32), expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_what_names_logits_for_their_shape_alone():
+    """`zero_` makes its zeros by `zeros_like(logits)`: without the logits nothing may name them any more."""
+
+    def program(x):
+        logits = x @ x.transpose(-2, -1)
+        logits.zero_()
+        return logits
+
+    transform = MemEfficient(strict=True, chunk=ChunkLossHead(rows=3))
+    compiled = thunder.jit(program, executors=[], transforms=[transform])
+    assert torch.equal(compiled(torch.ones(6, 2)), torch.zeros(6, 6))

@@ -32,9 +32,10 @@ def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> TraceCtx:
     gone = {id(m.bsym) for m in derived} | {id(a.leaf.bsym) for a in region.amplifiers}
     outputs = [v.proxy for v in region.outputs]
     names = {o.name for o in outputs}
+    lost = {o.name for leaf in (*derived, *(a.leaf for a in region.amplifiers)) for o in leaf.outputs} - names
     items: list[BoundSymbol | None] = []  # None: a removed leaf
     for root in region.program.roots:
-        _expand(root, gone, items)
+        _expand(root, gone, lost, items)
     removed = [i for i, b in enumerate(items) if b is None]
     readers = [i for i, b in enumerate(items) if b is not None and any(a.name in names for a in b.flat_proxy_args)]
     writers = _writers(items[removed[0] : removed[-1]], region)
@@ -90,14 +91,20 @@ def _makers(items: Sequence[BoundSymbol], wanted: set[str]) -> list[int]:
     return found[::-1]
 
 
-def _expand(bsym: BoundSymbol, gone: set[int], items: list[BoundSymbol | None]) -> None:
+def _expand(bsym: BoundSymbol, gone: set[int], lost: set[str], items: list[BoundSymbol | None]) -> None:
+    """Append the bound symbol's parts, those that the loop replaces as None.
+
+    A composite may name what the loop does not hand out, for its shape alone (`zeros_like`): its parts do not.
+    """
     if id(bsym) in gone:
         items.append(None)
-    elif bsym.subsymbols and any(id(leaf) in gone for leaf, _ in walk(bsym)):
+    elif bsym.subsymbols and (
+        any(id(leaf) in gone for leaf, _ in walk(bsym)) or any(a.name in lost for a in bsym.flat_proxy_args)
+    ):
         for sub in bsym.subsymbols:
             if sub.flat_proxy_outs or sub.subsymbols:
                 if not sub.source_filename:
                     sub.source_filename, sub.source_positions = bsym.source_filename, bsym.source_positions
-                _expand(sub, gone, items)
+                _expand(sub, gone, lost, items)
     else:
         items.append(bsym)
