@@ -232,10 +232,7 @@ def campaign(
                 result.options.update(_values(config.options))
             if came_to not in ("right", "refused"):  # once more, with a trace of its own
                 came_to, differences = verdict(program, config, expected, excuse)
-            others = (
-                name for words, name in _OTHER_EXCUSES.items() if differences and differences[0].startswith(words)
-            )
-            if came_to == "excused" and not (defect := next(others, "") or defect_of(differences[0])):
+            if came_to == "excused" and not (defect := _excuse(differences[0])):
                 came_to = "excuse without a name"
             if came_to == "excused":
                 result.excuses[defect] += 1
@@ -248,6 +245,12 @@ def campaign(
         if result.programs % 200 == 0:
             torch._dynamo.reset()
         yield result
+
+
+def _excuse(difference: str) -> str:
+    """The name of what the difference of an excused configuration shows, or ""."""
+    others = (name for words, name in _OTHER_EXCUSES.items() if difference.startswith(words))
+    return next(others, "") or defect_of(difference)
 
 
 def _values(options: Options) -> Iterator[str]:
