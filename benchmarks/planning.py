@@ -1,6 +1,6 @@
 """How planning grows with the program: ``python -m benchmarks.planning``.
 
-litgpt LLaMA-style training steps of 2 to 72 layers (small widths; the joint trace's length is what
+litgpt LLaMA-style training steps of 2 to 80 layers (small widths; the joint trace's length is what
 counts), compiled by Thunder with MemEfficient, nothing run. Splits the planner's time into reading the
 trace, deciding, and emitting, beside the verifier's, that of the fusion pass of Thunder's that planning
 replaces, on the same trace, and the whole of Thunder's compile time. All in seconds of this process' CPU.
@@ -31,7 +31,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
-LAYERS = (2, 8, 18, 36, 72)
+LAYERS = (2, 8, 18, 32, 80)
 LINES = (
     ("planning_s", "planning, whole"),
     ("make_plan_s", "of which deciding"),

@@ -127,6 +127,8 @@ class _Builder:
             family = self.rng.choices(families, [KIT_WEIGHT if f == self.kit else WEIGHTS[f] for f in families])[0]
             for _ in range(5):  # of the same family, or those whose arguments rarely fit would be rare
                 op = self.rng.choice([o for o in FAMILIES[family] if o not in self.profile.ops_without])
+                if op == "prod" and torch.is_autocast_enabled("cpu"):
+                    continue
                 if self.random and (op in OVERWRITES or op == "batch_norm_running"):
                     continue  # may overwrite a random value; see `prune`
                 drawn = OPS[op].draw(self.rng, Values(self.tensors, self.writable))
@@ -205,7 +207,7 @@ class _Builder:
         if kind == "no_grad":
             families = tuple(f for f in families if f in self.profile.in_no_grad)
         if kind == "autocast":
-            families = tuple(f for f in families if f != "loss")  # Thunder does not know that eager's are float32
+            families = tuple(f for f in families if f != "loss")  # as "prod", float32 in eager, which Thunder ignores
         context = {
             "checkpoint": torch.enable_grad,
             "no_grad": torch.no_grad,

@@ -79,7 +79,7 @@ def make_plan(graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: st
         second = _propose(absorb_amplifiers(graph, fuse, fused_late=True), sort)
         if (other := _choose([*second.arrangements, own])) is not own:
             proposed, best = second, other
-    elif any(fuse.takes) and (joined := absorb_amplifiers(graph, fuse, joining=True)).origin != absorbed.origin:
+    elif any(fuse.takes) and (joined := _joined(graph, fuse)).origin != absorbed.origin:
         second = _propose(joined, sort)
         other = _choose([best, *second.arrangements])
         if other is not best and other.overwritten_peak_bytes <= best.overwritten_peak_bytes:
@@ -99,6 +99,11 @@ def make_plan(graph: Graph, fuse: Fusibility, executors: Sequence[str], sort: st
             about_order(algorithm if best.name == "planned" else "source", in_source_order, best.peaks),
         ),
     )
+
+
+def _joined(graph: Graph, fuse: Fusibility) -> Absorbed:
+    """The most that copies can stand for: of GELU's backward nothing remains but its gradient and its argument."""
+    return absorb_amplifiers(graph, fuse, fused_late=True, joining=True)
 
 
 def cannot_beat(graph: Graph, fuse: Fusibility, peak_bytes: int) -> bool:
