@@ -5,6 +5,7 @@ from random import Random
 import pytest
 import thunder
 import torch
+import torch.nn.functional as F
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
@@ -219,3 +220,15 @@ def test_a_plan_that_fails_is_a_failure_of_planning(monkeypatch):
 def test_wrong_argument():
     with pytest.raises(TypeError, match="verify is True, False or None"):
         MemEfficient(verify="always")
+
+
+def test_a_backward_that_no_gradient_reaches():
+    """The unused argument asks for a gradient, so there is a backward; the loss of constants gives it nothing to do."""
+
+    def program(x, w, targets, unused):
+        return F.cross_entropy(x @ w, targets)
+
+    x, w = torch.randn(9, 2), torch.randn(2, 8)
+    targets, unused = torch.arange(9) % 8, torch.randn(3, requires_grad=True)
+    compiled = thunder.jit(program, transforms=[MemEfficient(strict=True, verify=True)])
+    torch.testing.assert_close(compiled(x, w, targets, unused), program(x, w, targets, unused))

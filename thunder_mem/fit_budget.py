@@ -234,7 +234,20 @@ def fit_budget(problem: SavingProblem, budget_bytes: int) -> Fit:
     if not found:
         return _smallest(problem)
     best = min(found, key=lambda f: (f.seconds, f.peak_bytes))
+    if not level.exact and (rung := _cheaper_rung(problem, level, best, bound, budget_bytes)) is not None:
+        best = rung
     return replace(best, bound_seconds=min(bound, best.seconds))
+
+
+def _cheaper_rung(
+    problem: SavingProblem, level: _Level, best: Fit, bound_seconds: float, budget_bytes: int
+) -> Fit | None:
+    """The ladder's own best, where the integer program stopped at its gap and left room for a cheaper one."""
+    cheaper = [rung for rung in level.rungs if bound_seconds <= rung.seconds < best.seconds * (1 - _EQUAL)]
+    if not cheaper:
+        return None
+    fit = problem.fit(cheaper[-1].rebuilt, bound_seconds, "ladder")
+    return fit if fit.peak_bytes <= budget_bytes and fit.seconds < best.seconds else None
 
 
 def _of_the_next(problem: SavingProblem, level: _Level) -> tuple[Fit, ...]:
