@@ -109,7 +109,11 @@ def plan_joint_trace(
             read = read_trace(new, earlier=source)
         if away := offloaded | choices.offload:
             new, read = offloading(source, read, new, away)
-        return new, read, fuse if read is source else fusibility(read, executors)
+        takes = fuse if read is source else fusibility(read, executors)
+        makers = {source.graph.allocator[s] for s in choices.keep}
+        kept_names = {p.name for op in makers if op is not None for p in source.bsyms[op].flat_proxy_outs}
+        kept = frozenset(read.producer_of[name] for name in kept_names if name in read.producer_of)
+        return new, read, replace(takes, kept=kept) if kept else takes
 
     def planned(new: TraceCtx, read: TraceGraph, takes: Fusibility) -> Planned:
         made = make_plan(read.graph, takes, names, sort=options.sort)

@@ -55,6 +55,7 @@ class Fusibility:
             elementwise or a view; no reduction, no random numbers.
         operands: per op, the ops that produce its arguments (data alone, no effect edges).
         copies: the ops that are copies for one consumer each, and so never run apart from it.
+        kept: forward ops of which the backward gets the results, not copies of its own, because somebody asked for it.
     """
 
     takes: tuple[int, ...]
@@ -63,6 +64,7 @@ class Fusibility:
     cheap: tuple[bool, ...]
     operands: tuple[tuple[int, ...], ...]
     copies: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
