@@ -63,7 +63,7 @@ def absorb_amplifiers(graph: Graph, fuse: Fusibility, *, fused_late: bool = Fals
         op = wanted.pop()
         if op not in chains:
             # A view hands out the storage itself, so what makes that storage must stand.
-            chains[op] = _chain(graph, op, fuse, absorbed) if graph.ops[op].allocates else ()
+            chains[op] = _chain(op, fuse, absorbed) if graph.ops[op].allocates else ()
             inside = {op, *chains[op]}
             wanted += [p for member in inside for p in fuse.operands[member] if p not in inside]
     return _with_copies(graph, fuse, chains)
@@ -131,14 +131,13 @@ def _reprice(
     return chosen
 
 
-def _chain(graph: Graph, root: int, fuse: Fusibility, absorbed: Sequence[bool]) -> tuple[int, ...]:
+def _chain(root: int, fuse: Fusibility, absorbed: Sequence[bool]) -> tuple[int, ...]:
     """The absorbed ops that `root` is computed through, in source order; none if nobody fuses it."""
     members: set[int] = set()
-    kept = fuse.kept if graph.ops[root].backward else frozenset()
     stack, takes = [root], fuse.executors((root,))
     while stack:
         for p in fuse.operands[stack.pop()]:
-            if absorbed[p] and p not in members and p not in kept and takes & fuse.takes[p]:
+            if absorbed[p] and p not in members and p not in fuse.kept and takes & fuse.takes[p]:
                 members.add(p)
                 takes &= fuse.takes[p]
                 stack.append(p)

@@ -55,7 +55,8 @@ class Fusibility:
             elementwise or a view; no reduction, no random numbers.
         operands: per op, the ops that produce its arguments (data alone, no effect edges).
         copies: the ops that are copies for one consumer each, and so never run apart from it.
-        kept: forward ops of which the backward gets the results, not copies of its own, because somebody asked for it.
+        kept: forward ops that run once, as somebody asked for it: the backward gets their results, not copies of its
+            own. Nor have consumers in the forward, or Thunder would move the op to the backward.
     """
 
     takes: tuple[int, ...]
