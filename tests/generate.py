@@ -14,7 +14,7 @@ import torch
 from tests.program_effects import OVERWRITES
 from tests.program_inputs import KITS, LAYOUTS, draw_inputs, materialise, storage
 from tests.program_ops import FAMILIES, OPS
-from tests.program_table import Values
+from tests.program_table import Values, shown_twice
 from tests.programs import Program, Region, Step, constructs, defined, free, walk
 
 __all__ = ["Profile", "generate", "prune", "validate"]
@@ -142,7 +142,7 @@ class _Builder:
             return None  # Thunder: an input that is overwritten by a value with a gradient loses it
         if spec.kind == "in-place" and any(self.overlap_in_part(args[0], name) for name in args[1:]):
             return None  # eager reads what it has just written, or what it will write, as it comes
-        if spec.kind == "in-place" and any(n > 1 and not step for n, step in _dims(self.tensors[args[0]])):
+        if spec.kind == "in-place" and shown_twice(self.tensors[args[0]]):
             return None  # Thunder writes by copy_, which refuses what is expanded; eager's zero_ does not
         if op in NEEDS_OLD and self.tensors[args[-1]].requires_grad and not self.profile.overwrites_needed:
             return None  # Thunder: the backward reads what was overwritten

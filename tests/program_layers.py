@@ -10,7 +10,7 @@ from random import Random
 
 import torch
 
-from tests.program_table import Drawn, Values, add, filled, is_bool, is_float, one, two
+from tests.program_table import Drawn, Values, add, filled, is_bool, is_float, one, shown_twice, two
 
 __all__: list[str] = []
 
@@ -109,7 +109,7 @@ def _normed(dim: int, count: int, writable: tuple[int, ...] = ()):
         # Running statistics must be memory of their own, with no gradient.
         held = [vectors[k - 1] for k in writable]
         if any(
-            not values.writable(n) or values.tensors[n].requires_grad or 0 in values.tensors[n].stride() for n in held
+            not values.writable(n) or values.tensors[n].requires_grad or shown_twice(values.tensors[n]) for n in held
         ):
             return None
         if len({values.tensors[n].untyped_storage()._cdata for n in (a, *vectors)}) < 1 + count and held:

@@ -110,6 +110,11 @@ def is_float(t: torch.Tensor) -> bool:
     return t.is_floating_point()
 
 
+def shown_twice(t: torch.Tensor) -> bool:
+    """Some elements of it stand in one place of memory: it is expanded."""
+    return any(n > 1 and not step for n, step in zip(t.shape, t.stride(), strict=True))
+
+
 def filled(t: torch.Tensor) -> bool:
     """A float tensor that is not empty: Thunder takes no maximum over an empty dim, not even a needless one."""
     return is_float(t) and t.numel() > 0

@@ -99,6 +99,8 @@ def plan_joint_trace(
     gathered = gathers_of_held(source)
     choices, asked = _choices(source, fuse, gathered, options.recompute)
     names = [str(e.name) for e in executors]
+    keepers = {source.graph.allocator[s] for s in choices.keep}
+    kept_names = {p.name for op in keepers if op is not None for p in source.bsyms[op].flat_proxy_outs}
 
     def rebuilding(
         rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()
@@ -110,8 +112,6 @@ def plan_joint_trace(
         if away := offloaded | choices.offload:
             new, read = offloading(source, read, new, away)
         takes = fuse if read is source else fusibility(read, executors)
-        makers = {source.graph.allocator[s] for s in choices.keep}
-        kept_names = {p.name for op in makers if op is not None for p in source.bsyms[op].flat_proxy_outs}
         kept = frozenset(read.producer_of[name] for name in kept_names if name in read.producer_of)
         return new, read, replace(takes, kept=kept) if kept else takes
 
