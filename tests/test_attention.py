@@ -13,6 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from thunder_mem import attention
 from thunder_mem.attention import mem_attention_ex
 from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.kernel_scratch import estimated_scratch_bytes
+from thunder_mem.measure import measure_peak
 
 
 def attend(q, k, v, mask=None, is_causal=False, scale=None):
@@ -210,6 +212,20 @@ def test_proxies_have_the_shapes_and_dtypes_of_the_results():
         for proxy, real in zip(bsym.output, results, strict=True):
             assert tuple(proxy.shape) == tuple(real.shape)
             assert dtypes.to_torch_dtype(proxy.dtype) == real.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("t", "s"), [(16, 700), (128, 128), (512, 512), (1000, 1000), (1024, 300)])
+def test_the_planner_knows_what_the_backward_holds_inside(t, s, dtype):
+    heads = [torch.randn(1, n, 8, 16, dtype=dtype).transpose(1, 2) for n in (t, s, s)]
+    jitted = thunder.jit(attend, executors=[mem_attention_ex])
+    jitted(*(x.clone().requires_grad_() for x in heads))
+    backward = next(b for b in thunder.last_backward_traces(jitted)[-1].bound_symbols if "attention" in b.sym.name)
+    out, logsumexp = attention._forward(*heads, None, False, None)
+    held = measure_peak(attention._backward, torch.ones_like(out), *heads, out, logsumexp, None, False, None)
+    inside = held - sum(x.nbytes for x in heads)
+    # Row sums come on top, and in bfloat16 the panels that oneDNN packs.
+    assert estimated_scratch_bytes(backward) <= inside <= 1.3 * estimated_scratch_bytes(backward) + 65_536
 
 
 def test_it_stands_in_the_registry():

@@ -29,17 +29,22 @@ def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
     - a chunk loop states its own;
     - a 16-bit matrix product on a CPU adds up in a float32 copy of its result, unless the CPU
       multiplies bfloat16 itself;
-    - the backward of fused attention adds up in float32: the gradients of query, key and value on a
-      CPU, that of the query alone on a GPU.
+    - the backward of fused attention holds two blocks of scores on a CPU, and on a GPU adds up the query's
+      gradient in float32.
     """
     if is_chunk_loop(bsym):
         return scratch_bytes(bsym)
     outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
-    if not outs or outs[0].dtype not in (bfloat16, float16):
+    if not outs:
         return 0
     on_cpu = outs[0].device.type == "cpu"
-    if "attention" in bsym.sym.name and "backward" in bsym.sym.name:
-        return sum(_float32_bytes(p) for p in (outs[:3] if on_cpu else outs[:1]))
+    is_attention_backward = "attention" in bsym.sym.name and "backward" in bsym.sym.name
+    if is_attention_backward and on_cpu:
+        return _score_blocks_bytes(*outs[:2])
+    if outs[0].dtype not in (bfloat16, float16):
+        return 0
+    if is_attention_backward:
+        return _float32_bytes(outs[0])
     if on_cpu and _is_gemm(bsym) and not (outs[0].dtype is bfloat16 and _multiplies_bfloat16()):
         return _float32_bytes(outs[0])
     return 0
@@ -54,6 +59,19 @@ def _multiplies_bfloat16() -> bool:
 
 def _is_gemm(bsym: BoundSymbol) -> bool:
     return any(b.sym.id in _GEMMS for b in (bsym, *bsym.subsymbols)) or has_tags(bsym, {OpTags.MATMUL_OP})
+
+
+def _score_blocks_bytes(query_grad: TensorProxy, key_grad: TensorProxy) -> int:
+    """What one thread of the CPU kernel holds: scores and their gradient, of a block of rows by one of columns.
+
+    More threads hold more, but a plan is the same for every number of them. Read in PyTorch's
+    `aten/src/ATen/native/cpu/FlashAttentionKernel.cpp`, `flash_attention_backward_kernel_impl`.
+    """
+    rows, columns = int(query_grad.shape[-2]), int(key_grad.shape[-2])
+    block_rows = 256 if rows >= 768 else 64 if rows >= 192 else 32
+    block = min(block_rows, rows) * min(512, columns)
+    of_16_bits = query_grad.dtype in (bfloat16, float16)  # are kept a second time, for the products
+    return 2 * block * (_FLOAT32_BYTES + (2 if of_16_bits else 0))
 
 
 def _float32_bytes(p: TensorProxy) -> int:
