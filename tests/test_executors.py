@@ -14,6 +14,7 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.utils import Region
 from thunder.extend import get_executor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from thunder_mem import compiled_region
@@ -83,6 +84,12 @@ PROGRAMS = {
     "bool": (lambda x: ((x > 0) & (x < 1), ~(x > 0), torch.where(x > 0, x, -float("inf"))), R(4, 4)),
     "int": (lambda x: (x // 2, x.sum(), x.to(torch.float32).mean(), x & 3), torch.arange(-8, 8).reshape(4, 4)),
     "lerp": (lambda x, y: torch.lerp(x, y, 0.3), R(4, 4), R(4, 4)),
+    "what PyTorch makes contiguous": (
+        lambda x: (F.softmax(x.sin(), 0), F.log_softmax(x, 1), F.logsigmoid(x), F.layer_norm(x, (6,)), x.sin()),
+        R(6, 4).t(),
+    ),
+    "normalised over batches": (lambda x: F.group_norm(x.sin(), 2), R(5, 6, 4).permute(2, 1, 0)),
+    "images keep their format": (lambda x: F.group_norm(x.sin(), 2), R(2, 5, 5, 4).permute(0, 3, 1, 2)),
     "a number": (lambda x, s: x * s + x.shape[0], R(4, 4), 2.5),
     "half in, float out": (lambda x: (x.float() * 2, x * 2), R(4, 4, dtype=torch.float16)),
 }
@@ -96,6 +103,20 @@ def test_values_strides_and_aliasing_are_those_of_eager(name):
         actual, expected = tensors(jitted(*args)), tensors(fn(*args))
         torch.testing.assert_close(actual, expected)
         assert layout(actual, tensors(args)) == layout(expected, tensors(args))
+    assert functions(jitted)
+
+
+def test_dropout_draws_after_a_region_as_it_does_after_the_operation():
+    def fn(x):  # draws in the order of the memory, and a softmax is contiguous
+        return F.dropout(F.softmax(x.sin(), 0), 0.5)
+
+    x = R(4, 4).t()
+    jitted = jit(fn)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = fn(x)
+        torch.manual_seed(0)
+        torch.testing.assert_close(jitted(x), expected)
     assert functions(jitted)
 
 

@@ -33,6 +33,8 @@ from thunder.extend import ImplInfo, register_executor
 
 from thunder_mem.compiled_region import RegionFunction, literal
 from thunder_mem.fusible_prims import POINTWISE, REDUCTIONS, SHAPES
+from thunder_mem.layout import is_dense_function
+from thunder_mem.renaming import renamed, under
 from thunder_mem.takeover import Reuse
 
 __all__ = ["MemPointwiseExecutor", "mem_pointwise_ex", "new_leaves", "region_function"]
@@ -146,6 +148,11 @@ def _leaves(bsyms: Sequence[BoundSymbol]) -> Iterator[BoundSymbol]:
     for bsym in bsyms:
         if _is_fusible_leaf(bsym):
             yield bsym
+        elif bsym.subsymbols and is_dense_function(bsym) and isinstance(out := bsym.output, TensorProxy):
+            # What it comes down to would lie like its operand, and `dropout` draws in the order of the memory.
+            computed = {out.name: under(out, f"{out.name}_as_computed")}
+            yield from _leaves([renamed(b, computed) for b in bsym.subsymbols])
+            yield ltorch.contiguous.bind(computed[out.name], output=out)
         elif bsym.subsymbols:
             yield from _leaves(bsym.subsymbols)
         elif bsym.flat_proxy_outs:

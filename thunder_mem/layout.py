@@ -30,7 +30,7 @@ from thunder_mem.offload_exec import is_transfer
 from thunder_mem.takeover import may_stand_in, taken_over
 from thunder_mem.views import VIEWS, slice_view
 
-__all__ = ["Layout", "is_view", "torch_view"]
+__all__ = ["Layout", "is_dense_function", "is_view", "torch_view"]
 
 
 _VIEWS: dict[PrimIDs, Callable] = {
@@ -51,7 +51,14 @@ _DENSE = {
     PrimIDs.STRIDE_ORDER,
 }
 # Functions of PyTorch, not their decompositions, whose results are contiguous whatever the operands' strides.
-_DENSE_NAMES = {"softmax", "_softmax", "log_softmax", "cumsum", "cumprod", "roll", "tril", "triu", "layer_norm"}
+_DENSE_NAMES = frozenset(
+    {
+        *("softmax", "_softmax", "log_softmax", "logsigmoid", "layer_norm"),
+        *("cumsum", "cumprod", "roll", "tril", "triu"),
+    }
+)
+_NORMS = frozenset({"batch_norm", "group_norm", "instance_norm"})  # of images they keep the memory format
+_IMAGE_DIMS = 4
 # Claimed symbols without subsymbols, by the name of the torch function that runs.
 _VIEW_NAMES: dict[str, Callable] = {
     "shallow_copy": lambda a: a,
@@ -104,11 +111,23 @@ def region_steps(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
     stack = list(reversed(bsym.subsymbols))
     while stack:
         step = stack.pop()
-        if apart and step.subsymbols and step.sym.name != "contiguous":
+        if apart and step.subsymbols and step.sym.name != "contiguous" and not is_dense_function(step):
             stack += reversed(step.subsymbols)
         elif not (made := {p.name for p in step.flat_proxy_outs}) <= known:  # a name means one value
             known |= made
             yield step
+
+
+def is_dense_function(bsym: BoundSymbol) -> bool:
+    """Whether PyTorch's function of that name makes contiguous results, whatever its operands' strides.
+
+    `mem_pointwise` takes such a function apart, and what that computes lies like the operands; so it is asked here
+    which result is to be laid out as if the function ran whole.
+    """
+    name = bsym.sym.name
+    if name in _NORMS:
+        return isinstance(bsym.output, TensorProxy) and bsym.output.ndim < _IMAGE_DIMS
+    return name in _DENSE_NAMES
 
 
 class Layout:
@@ -250,7 +269,7 @@ class Layout:
         if bsym.sym.name.startswith("mem_attention") and len(shape) == 4:
             # The CPU kernel lays its results out as (B, T, H, E) and shows them as (B, H, T, E).
             return _empty(p).transpose(1, 2).contiguous().transpose(1, 2)
-        if bsym.sym.name in _DENSE_NAMES:
+        if is_dense_function(bsym):
             return _empty(p)
         follows = bsym.sym.name.endswith("_like")  # its decomposition does not
         if not follows and any(

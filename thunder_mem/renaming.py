@@ -16,7 +16,7 @@ from thunder.core.pytree import tree_flatten_with_dataclass, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import get_tracectx
 
-__all__ = ["named", "renamed"]
+__all__ = ["named", "renamed", "under"]
 
 _LITERALS = (int, float, bool, str, complex, type(None))
 
@@ -30,8 +30,13 @@ def named(proxy: Proxy, name: str) -> Proxy:
     while trace.has_name(unique):
         unique, count = f"{name}_{count}", count + 1
     trace.add_name(unique)
+    return under(proxy, unique)
+
+
+def under(proxy: TensorProxy, name: str) -> TensorProxy:
+    """The same tensor under another name, which no trace is told of."""
     new = object.__new__(TensorProxy)
-    vars(new).update(vars(proxy), _name=unique, _tags=set(proxy.tags), _has_weak_name=False)
+    vars(new).update(vars(proxy), _name=name, _tags=set(proxy.tags), _has_weak_name=False)
     return new
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import thunder.torch as ltorch
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -26,6 +27,11 @@ __all__ = ["plan_reuse"]
 
 # Outputs that one late write may wait for: Inductor runs so many loops as one on a CPU, with the writes.
 MAX_READERS = 6
+
+_IN_ORDER = {
+    *(PrimIDs.RESHAPE, PrimIDs.SQUEEZE, PrimIDs.SHALLOW_COPY, PrimIDs.BROADCAST_IN_DIM),
+    ltorch.contiguous.id,
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class _Flow:
             return False
         if leaf.sym.id in POINTWISE:
             return all(tuple(a.shape) == tuple(outs[0].shape) for a in args)
-        if leaf.sym.id not in (PrimIDs.RESHAPE, PrimIDs.SQUEEZE, PrimIDs.SHALLOW_COPY, PrimIDs.BROADCAST_IN_DIM):
+        if leaf.sym.id not in _IN_ORDER:
             return False
         return numel(args[0]) == numel(outs[0])  # a broadcast then adds dims of size 1 only, in order
 
