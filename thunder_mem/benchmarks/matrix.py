@@ -18,7 +18,7 @@ class Model:
         batch: sequences in a step of the full-size run, 16,384 tokens.
         cpu_scale: of the run on a CPU, see `models.scaled`.
         cpu_layers: of the run on a CPU.
-        cpu_batch: sequences on a CPU: about 1,024 tokens a step.
+        cpu_batch: sequences on a CPU: 1,024 tokens a step or more, see `MODELS`.
     """
 
     layers: int = 2
@@ -30,16 +30,17 @@ class Model:
 
 MODELS: dict[str, Model] = {
     "longchat-7b-16k": Model(),
-    "vicuna-33b-v1.3": Model(batch=8, cpu_batch=8),
-    "falcon-40b": Model(batch=8, cpu_batch=8),
-    "Gemma-7b": Model(batch=4, cpu_batch=4),
-    "pythia-12b": Model(batch=8, cpu_batch=8),
-    "Llama-3-8B": Model(batch=2, cpu_batch=4),  # of 1,024 tokens two thirds of the peak are parameters and state
+    "vicuna-33b-v1.3": Model(batch=8, cpu_batch=32),
+    "falcon-40b": Model(batch=8, cpu_batch=32),
+    "Gemma-7b": Model(batch=4, cpu_batch=8),
+    "pythia-12b": Model(batch=8, cpu_batch=32),
+    "Llama-3-8B": Model(batch=2, cpu_batch=4),
     "gpt2-124m": Model(layers=12, batch=16, cpu_scale=1 / 4, cpu_batch=4),
     "bert-base-mlm": Model(layers=12, batch=32, cpu_scale=1 / 4, cpu_batch=8),
 }
 """All take 16,384 tokens a step, as one sequence of longchat has. With one sequence of 2,048 tokens, vicuna and
-falcon of two layers peak where all gradients are there, at what no compiler can lower."""
+falcon of two layers peak where all gradients are there, at what no compiler can lower. For the same reason five take
+2,048 or 4,096 tokens on a CPU: of 1,024, two thirds to five sixths of the peak are parameters, gradients and state."""
 
 COMPILERS: dict[str, tuple[str, ...]] = {
     "eager": ("--compile", "eager"),
