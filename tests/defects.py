@@ -268,6 +268,32 @@ DEFECTS = {
 }
 
 DEFECTS |= {
+    "random value in a checkpoint in a checkpoint": Defect(
+        Program(
+            (_x(shape=(64,), grad=True),),
+            (
+                Region(
+                    "checkpoint",
+                    (
+                        Step("dropout", ("v0",), ("x0",), (0.5,)),
+                        Region("checkpoint", (Step("dropout", ("v1",), ("x0",), (0.25,)),), ("v1",)),
+                    ),
+                    ("v0", "v1"),
+                ),
+            ),
+            ("v0", "v1"),
+        ),
+        "all of the inner one comes before the outer one, which draws the numbers that eager has drawn by then",
+    ),
+    "lerp of a scalar": Defect(
+        Program(
+            (_x(shape=()), _x("x1")),
+            (Step("lerp", ("v0",), ("x0", "x1")), Step("layer_norm", ("v1",), ("v0",))),
+            ("v1",),
+        ),
+        "its proxy has the shape of the first operand",
+        r"Expected normalized_shape=\(\) to have length >= 1!",
+    ),
     "variance of a scalar": Defect(
         Program((_x(shape=(), grad=True),), (Step("var_mean", ("v0", "v1"), ("x0",), (0, True)),), ("v0",)),
         "the backward makes zeros of no shape",

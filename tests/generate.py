@@ -219,7 +219,8 @@ class _Builder:
         if kind == "checkpoint":
             if outside is None:
                 self.outside = frozenset(before)
-            else:  # Thunder: a checkpoint in a checkpoint must not take what the outer one has made
+            else:  # Thunder: a checkpoint in a checkpoint runs first, and must not take what the outer one has made
+                families = tuple(f for f in families if f != "random")
                 self.tensors = {name: t for name, t in before.items() if name in outside}
         with context():
             body = self.block(self.rng.randint(1, 5), families, regions if kind == "checkpoint" else ())
@@ -251,7 +252,8 @@ def generate(rng: Random, profile: Profile = Profile()) -> Program:
         families = profile.families
         aliases = sum(bool(i.alias) or 0 in i.shape for i in inputs) > any(0 in i.shape for i in inputs)
         plain = all(i.alias in ("", "x0", "x0.detach()") for i in inputs) and not any(i.grad for i in inputs)
-        writable = not aliases or (len(inputs) == 2 and plain)
+        all_empty = all(0 in i.shape for i in inputs)
+        writable = not aliases or (len(inputs) == 2 and plain and not all_empty)
         if not writable:
             # Thunder mixes up the arguments. It takes all empty ones for aliases, having no address.
             families = tuple(f for f in families if f != "in-place")

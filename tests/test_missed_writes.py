@@ -28,6 +28,12 @@ def transposed(x, w):
     return y.sin()
 
 
+def transposed_sums(x, w):
+    y = torch.cumsum(x @ w, 0)
+    y.t().mul_(x)
+    return y.sin()
+
+
 def flat(x, w):
     y = x @ w
     y.view(-1).mul_(2)
@@ -110,7 +116,9 @@ def planned(fn):
 
 
 @pytest.mark.parametrize(
-    "fn", [row, columns, transposed, flat, function_in_place, returned, diagonal], ids=lambda f: f.__name__
+    "fn",
+    [row, columns, transposed, transposed_sums, flat, function_in_place, returned, diagonal],
+    ids=lambda f: f.__name__,
 )
 def test_a_write_through_a_view_whose_base_is_read_afterwards(fn):
     line = fn.__code__.co_firstlineno + 2
