@@ -200,6 +200,16 @@ def test_the_frontier_is_data_a_table_and_a_picture(run):
     assert code == 1 and "nothing fits into" in out
 
 
+def test_the_frontier_may_use_the_hosts_memory(run):
+    code, out, _ = run("frontier", "train.py:chain", "--json", "--points", 3, "--offload", "--budget", "1KiB", "--device", "H100-80GB")
+    with_copies = json.loads(out)["points"]
+    assert code == 0 and any(p["host_bytes"] > 0 for p in with_copies)
+    code, out, _ = run("frontier", "train.py:chain", "--json", "--points", 3, "--device", "H100-80GB")
+    assert code == 0 and all(p["host_bytes"] == 0 for p in json.loads(out)["points"])
+    code, _, error = run("frontier", "train.py:chain", "--offload", "3x")
+    assert code == 2 and "only:PATTERN" in error
+
+
 def test_a_training_step(run):
     phases = ["forward", "loss", "backward", "optimizer"]
     own = json.loads(run("predict", "train.py:step", "--json", *PLAIN)[1])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from thunder_mem.devices import DEVICES, device_spec
+from thunder_mem.offload_option import parse_offload
 from thunder_mem.sizes import parse_bytes
 
 __all__ = ["make_parser"]
@@ -166,6 +167,15 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             metavar="N",
             help="into how many steps to cut the range of peaks; each costs a search and a plan (default: 8)",
         )
+        machine.add_argument(
+            "--offload",
+            nargs="?",
+            const=True,
+            default=False,
+            type=_checked(_offload),
+            metavar="PATTERN",
+            help="values may wait in the host's memory too; with PATTERN, such as Gelu+, only those of that pattern",
+        )
         output.add_argument(
             "--save", action="append", default=[], metavar="FILE", help="also draw it, as .png, .svg, .pdf or .html"
         )
@@ -187,6 +197,12 @@ def _add_step_options(program: argparse._ArgumentGroup) -> None:
     program.add_argument(
         "--accumulate", type=_checked(_count), default=1, metavar="N", help="microbatches of a step (default: 1)"
     )
+
+
+def _offload(text: str) -> str:
+    offload = f"only:{text.removeprefix('only:')}"
+    parse_offload(offload)
+    return offload
 
 
 def _count(text: str) -> int:

@@ -214,7 +214,7 @@ def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar
 def _frontier(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
     limits = limits_of(device_spec(options.device) if options.device else None, options.budget)
     with bar.step("planning from no recomputation to the smallest peak"):
-        frontier = survey(program, options.fusion, bool(options.device), options.points)
+        frontier = survey(program, options.fusion, bool(options.device), options.points, options.offload)
     fits = all(frontier.within(nbytes) is not None for _, nbytes in limits)
     lines, tables = frontier_tables(frontier, limits)
     page = functools.partial(frontier_page, frontier, lines[1:])

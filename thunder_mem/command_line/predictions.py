@@ -116,8 +116,8 @@ def limits_of(spec: DeviceSpec | None, budget_bytes: int | None) -> tuple[tuple[
     return (*limits, *([] if budget_bytes is None else [(_BUDGET, budget_bytes)]))
 
 
-def survey(program: Program, fusion: str, simulated: bool, points: int) -> Frontier:
-    """The program's plans from no recomputation to the smallest peak.
+def survey(program: Program, fusion: str, simulated: bool, points: int, offload: bool | str = False) -> Frontier:
+    """The program's plans from no recomputation to the smallest peak; `offload` as for `memory_time_frontier`.
 
     Raises:
         PredictionError, ValueError: as `memory_time_frontier`.
@@ -125,7 +125,9 @@ def survey(program: Program, fusion: str, simulated: bool, points: int) -> Front
     executors = None
     if not simulated and not program.is_jitted:
         executors = _executors(fusion)
-    return memory_time_frontier(program.model, *program.args, kwargs=program.kwargs, executors=executors, points=points)
+    return memory_time_frontier(
+        program.model, *program.args, kwargs=program.kwargs, executors=executors, points=points, offload=offload
+    )
 
 
 def _executors(fusion: str) -> list[str] | None:
