@@ -116,6 +116,21 @@ def test_a_head_that_is_the_peak_keeps_the_floor():
     assert plan.chunk_rows == FLOOR - FLOOR % plan.block_rows and plan.sized == "head"
 
 
+def mlp(x, w, t):
+    """The second product stands inside a block, and the gradient of its weight is one for each block."""
+    with chunked():
+        y = x + F.linear(F.gelu(F.linear(x, w)), w.t())
+        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1)
+
+
+def test_products_inside_a_block_get_the_rows_that_they_need():
+    x, w, t = inputs()
+    compiled = thunder.jit(mlp, executors=[], transforms=[MemEfficient()])
+    torch.autograd.grad(compiled(x, w, t).sum(), (x, w))
+    (plan,) = loops_of(compiled)
+    assert FLOOR <= plan.block_rows <= plan.chunk_rows
+
+
 @pytest.mark.parametrize("fn", [head, wide_before_head])
 def test_the_plan_the_prediction_and_the_measurement_agree(fn):
     args = inputs()

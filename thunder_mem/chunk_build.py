@@ -18,8 +18,11 @@ from thunder_mem.chunk_program import Leaf
 from thunder_mem.chunk_region import Amplifier, Refused, Region, Value
 from thunder_mem.chunk_rows import block_sizes
 from thunder_mem.chunk_rules import RuleError
+from thunder_mem.chunk_size import floor_rows
 
 __all__ = ["build_loop", "head_label"]
+
+_PRODUCTS = {PrimIDs.LINEAR, PrimIDs.MATMUL}
 
 
 def _spec(value: Value) -> Spec:
@@ -85,7 +88,9 @@ def build_loop(
 
     probe_rows = min(rows, 8)
     probe = blocks([probe_rows], wanted if grads else nothing, with_outputs or not grads)[probe_rows]
-    block_rows = _block_rows(rows, head.row_bytes, -(-probe.peak_bytes // probe_rows))
+    whole_bytes = sum(specs[i].nbytes for i in sides if i in grads and not specs[i].sharding.split)
+    row_scratch = -(-max(0, probe.peak_bytes - whole_bytes) // probe_rows)
+    block_rows = _block_rows(rows, head.row_bytes, row_scratch, _least_rows(region, head))
     if sized != "asked" and block_rows < rows < region.n:
         rows -= rows % block_rows  # so that a chunk of any other number of blocks needs no others
     sizes = block_sizes(region.n, rows, block_rows)
@@ -191,13 +196,18 @@ def _mode(outputs: Sequence[Spec], differentiable: Sequence[int], gemms: Sequenc
     return "grads-in-forward", f"{spec.name} is one scalar, so its tangent is a factor applied at the end"
 
 
-def _block_rows(chunk_rows: int, row_bytes: int, row_scratch: int) -> int:
+def _least_rows(region: Region, head: Head) -> int:
+    """Rows of a block, at least: what a product inside of it, and the sum of its weight's gradients, need."""
+    return floor_rows(head.device) if any(m.bsym.sym.id in _PRODUCTS for m in region.members) else 1
+
+
+def _block_rows(chunk_rows: int, row_bytes: int, row_scratch: int, least_rows: int) -> int:
     """Rows between the products: their temporaries take at most a tenth of the chunk's logits, or 128 KiB.
 
     As few blocks of distinct sizes as possible: a divisor of the chunk is preferred.
     """
     allowed_bytes = max(1 << 17, chunk_rows * row_bytes // 10)
-    most = max(1, min(chunk_rows, allowed_bytes // max(1, row_scratch)))
+    most = min(chunk_rows, max(least_rows, allowed_bytes // max(1, row_scratch)))
     for size in range(most, max(1, most // 2), -1):
         if chunk_rows % size == 0:
             return size
