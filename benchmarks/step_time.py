@@ -1,9 +1,10 @@
 """Step time and planning time next to Thunder's own: ``python -m benchmarks.step_time``.
 
-The small litgpt step on the CPU (T=1024, D=256, bf16), Thunder with the package's executors against the
-same with MemEfficient. The two are timed in turn within one run, so that what else the machine does
-falls on both; the ratio of the medians counts. Planning's share is of `thunder.jit`'s own time: tracing,
-transforming and planning, without compiling regions, which happens at the first call.
+The small litgpt step on the CPU (T=1024, D=256, bf16), and the scaled litgpt models of the benchmark's matrix with
+the loss inside: Thunder with the package's executors against the same with MemEfficient, on one thread. The two
+are timed in turn within one run, so that what else the machine does falls on both; the ratio of the medians counts.
+Planning's share is of `thunder.jit`'s own time: tracing, transforming and planning, without compiling regions,
+which happens at the first call.
 Writes ``benchmarks/results/step_time.json``.
 """
 
@@ -16,32 +17,53 @@ from pathlib import Path
 
 import thunder
 import torch
+from litgpt import GPT, Config
+from litgpt.model import Block
 from rich.console import Console
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-from benchmarks.models import llama_step
+from benchmarks.models import Program, llama_step
 from thunder_mem import MemEfficient
 from thunder_mem.attention import mem_attention_ex
+from thunder_mem.benchmarks.matrix import MODELS
+from thunder_mem.benchmarks.models import WithLoss, known_models
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.predict import compiled_entry
 
 RESULTS = Path(__file__).parent / "results"
 EXECUTORS = [mem_attention_ex, mem_pointwise_ex]
-STEPS = 41
+STEPS, STEPS_OF_A_MODEL = 41, 9
+NOT_LITGPT = ("gpt2-124m", "bert-base-mlm")
+
+
+def scaled_model(name: str, checkpointing: bool) -> Program:
+    """A step of the benchmark's model as it runs on a CPU."""
+    how = MODELS[name]
+    with known_models(how.cpu_scale):
+        config = Config.from_name(name, n_layer=how.cpu_layers)
+        torch.manual_seed(0)
+        model = GPT(config).to(torch.bfloat16)
+    if checkpointing:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    tokens, targets = torch.randint(0, config.vocab_size, (2, how.cpu_batch, config.block_size))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    label = f"{name}, scaled, loss inside, checkpointing {'on' if checkpointing else 'off'}"
+    return Program(label, WithLoss(model), (tokens, targets), trains=True)
 
 
 def planning_ms(jitted: object) -> int:
     return thunder.compile_stats(jitted).thunder_mem_planning_ms
 
 
-def compare(checkpointing: bool) -> dict[str, object]:
-    program = llama_step(checkpointing=checkpointing)
+def compare(program: Program, steps: int) -> dict[str, object]:
     plain = thunder.jit(program.fn, executors=EXECUTORS)
     ours = thunder.jit(program.fn, executors=EXECUTORS, transforms=[MemEfficient(strict=True)])
     for compiled in (plain, ours):
         for _ in range(2):
             program.step(compiled)
     times: dict[str, list[float]] = {"thunder": [], "MemEfficient": []}
-    for _ in range(STEPS):
+    for _ in range(steps):
         for name, compiled in (("thunder", plain), ("MemEfficient", ours)):
             start = time.perf_counter()
             program.step(compiled)
@@ -52,6 +74,7 @@ def compare(checkpointing: bool) -> dict[str, object]:
     jit_ms = (time.perf_counter() - start) * 1e3
     return {
         "program": program.name,
+        "steps": steps,
         "median_ms": {name: round(statistics.median(t) * 1e3, 2) for name, t in times.items()},
         "ratio_of_medians": round(statistics.median(times["MemEfficient"]) / statistics.median(times["thunder"]), 4),
         "ratio_of_minima": round(min(times["MemEfficient"]) / min(times["thunder"]), 4),
@@ -62,11 +85,16 @@ def compare(checkpointing: bool) -> dict[str, object]:
 
 
 def main() -> None:
-    torch.set_num_threads(2)
-    rows = [compare(checkpointing) for checkpointing in (True, False)]
-    Console().print(rows)
+    torch.set_num_threads(1)
+    rows = []
+    for checkpointing in (True, False):
+        rows.append(compare(llama_step(checkpointing=checkpointing), STEPS))
+        for name in MODELS:
+            if name not in NOT_LITGPT:
+                rows.append(compare(scaled_model(name, checkpointing), STEPS_OF_A_MODEL))
+                Console().print(rows[-1])
     RESULTS.mkdir(exist_ok=True)
-    record = {"command": "python -m benchmarks.step_time", "steps": STEPS, "torch": torch.__version__, "rows": rows}
+    record = {"command": "python -m benchmarks.step_time", "threads": 1, "torch": torch.__version__, "rows": rows}
     (RESULTS / "step_time.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
