@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One thread a worker; a file stays with one worker, whose fixtures and compiled programs it shares.
 PARALLEL := -n 2 --dist loadfile
 
-.PHONY: demo test test-long fuzz upstream-tests lint docs notebooks
+.PHONY: demo test test-notebooks test-long fuzz upstream-tests lint docs notebooks
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)  ## the main job: issue 1337's functions and a small training step, before and after
@@ -14,6 +14,9 @@ demo: $(STAMP)  ## the main job: issue 1337's functions and a small training ste
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
+
+test-notebooks: $(STAMP)  ## run those that are not in `make test`, and compare with what is committed: 4 minutes
+	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist load tests/test_notebooks.py
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PARALLEL)
