@@ -161,6 +161,43 @@ DEFECTS = {
         ),
         "float16, where eager's autocast makes it float32",
     ),
+    "prod under autocast": Defect(
+        Program(
+            (_x(shape=(3,), dtype="float16"),),
+            (Region("autocast", (Step("prod", ("v0",), ("x0",), (0,)),), ("v0",)),),
+            ("v0",),
+        ),
+        "float16, where eager's autocast makes it float32",
+    ),
+    "attention under autocast with a mask": Defect(
+        Program(
+            (_x(shape=(1, 1, 3, 4)), _x("x1", (3, 3))),
+            (Region("autocast", (Step("attention_masked", ("v0",), ("x0", "x0", "x0", "x1")),), ("v0",)),),
+            ("v0",),
+        ),
+        "the mask keeps its dtype, which is refused; the end of the autocast is traced inside of what was refused",
+        r"A symbol \[Symbol name=autocast_exit\] was called while processing a primitive",
+    ),
+    "contiguous under no_grad": Defect(
+        Program(
+            (_G,),
+            (Region("no_grad", (Step("contiguous", ("v0",), ("x0",)),), ("v0",)), Step("sin", ("v1",), ("v0",))),
+            ("v1",),
+        ),
+        "what is contiguous already comes back as it is, with its gradient",
+    ),
+    "dropout under no_grad beside gradients": Defect(
+        Program(
+            (_x(shape=()), _x("x1", grad=True)),
+            (
+                Region("no_grad", (Step("dropout", ("v0",), ("x0",), (0.25,)),), ("v0",)),
+                Step("dropout", ("v1",), ("v0",), (0.5,)),
+                Step("add", ("v2",), ("v1", "x1")),
+            ),
+            ("v2",),
+        ),
+        "one of them draws as eager does and the other by Thunder's decomposition",
+    ),
     "scatter_add of a part": Defect(
         Program(
             (_x(shape=(1, 3), grad=True), _x("x1", (1, 1), dtype="int64")),

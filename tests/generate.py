@@ -62,7 +62,7 @@ class Profile:
     ops_without: tuple[str, ...] = ()
     regions: tuple[str, ...] = ("checkpoint", "no_grad", "autocast")
     in_checkpoint: tuple[str, ...] = tuple(f for f in WEIGHTS if f not in ("in-place", "random"))
-    in_no_grad: tuple[str, ...] = tuple(f for f in WEIGHTS if f not in ("in-place", "view", "cast"))
+    in_no_grad: tuple[str, ...] = tuple(f for f in WEIGHTS if f not in ("in-place", "view", "cast", "random"))
     overwrites_needed: bool = False
     input_writes: bool = True
     aliases: bool = True
@@ -120,7 +120,7 @@ class _Builder:
 
     def step(self, families: tuple[str, ...]) -> Step | None:
         """One statement that torch accepts, already run; None after some refusals."""
-        again = [s for s in self.said if all(name in self.tensors for name in s[1])]
+        again = [s for s in self.said if OPS[s[0]].family in families and all(name in self.tensors for name in s[1])]
         if again and self.rng.random() < REPEATS and (step := self._run(*self.rng.choice(again))):
             return step
         for _ in range(4):
@@ -150,6 +150,8 @@ class _Builder:
             return None
         if self.mixes_scalars(args):
             return None
+        if op == "contiguous" and not torch.is_grad_enabled():
+            return None  # Thunder: its gradient passes through
         if spec.kind == "random" and not self.tensors[args[0]].is_contiguous():
             return None  # eager draws in the order of memory, Thunder for some of these in that of the index
         if spec.kind == "in-place" and self.loses_dims(args[-1], self.tensors[args[0]].dim()):

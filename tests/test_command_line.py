@@ -45,6 +45,10 @@ def chain():
     layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.Softmax(-1))]
     return torch.nn.Sequential(*layers), torch.ones(1024, 64)
 
+def deep():
+    layers = [layer for _ in range(8) for layer in (torch.nn.Linear(4096, 4096), torch.nn.Softmax(-1))]
+    return torch.nn.Sequential(*layers), torch.ones(65536, 4096)
+
 def product(a, b):
     return (a @ b).relu().sum()
 
@@ -201,12 +205,11 @@ def test_the_frontier_is_data_a_table_and_a_picture(run):
 
 
 def test_the_frontier_may_use_the_hosts_memory(run):
-    code, out, _ = run("frontier", "train.py:chain", "--json", "--points", 3, "--offload", "--budget", "1KiB", "--device", "H100-80GB")
-    with_copies = json.loads(out)["points"]
-    assert code == 0 and any(p["host_bytes"] > 0 for p in with_copies)
-    code, out, _ = run("frontier", "train.py:chain", "--json", "--points", 3, "--device", "H100-80GB")
-    assert code == 0 and all(p["host_bytes"] == 0 for p in json.loads(out)["points"])
-    code, _, error = run("frontier", "train.py:chain", "--offload", "3x")
+    asked = ["frontier", "train.py:deep", "--json", "--points", 2, "--device", "H100-80GB"]
+    alone, with_copies = (json.loads(run(*asked, *more)[1])["points"] for more in ([], ["--offload"]))
+    assert all(p["host_bytes"] == 0 for p in alone) and with_copies[-1]["host_bytes"] > 0
+    assert with_copies[-1]["peak_bytes"] < alone[-1]["peak_bytes"]
+    code, _, error = run("frontier", "train.py:deep", "--offload", "3x")
     assert code == 2 and "only:PATTERN" in error
 
 
