@@ -133,6 +133,17 @@ def test_a_program_of_one_subgraph_is_predicted_and_explained_as_that():
     assert not any("ThunderFX" in note or "graph" in note for note in report.notes)
 
 
+def test_explain_says_why_thunder_compiles_nothing():
+    compiled = thunderfx(torch.sinc, executors=[], transforms=[MemEfficient()])
+    with pytest.raises(ValueError, match="never been called"):
+        explain(compiled)
+    compiled(torch.ones(2))
+    with pytest.raises(
+        ValueError, match="Thunder compiles nothing of this program.*runs by inductor, as sinc only has"
+    ):
+        explain(compiled)
+
+
 def test_predict_says_that_several_subgraphs_are_none_of_its():
     compiled = thunderfx(broken(), executors=[], transforms=[MemEfficient()])
     compiled(randn(5, 8, grad=False))

@@ -46,6 +46,12 @@ def test_a_class_in_place_of_its_object(way):
         way([MemEfficient])
 
 
+@pytest.mark.parametrize("way", [of_a_function, of_a_module, of_thunderfx])
+def test_two_of_them_with_other_options(way):
+    with pytest.raises(Exception, match=r"one MemEfficient plans a program, with all options: not both .*budget=64"):
+        way([MemEfficient(budget=64), MemEfficient()])
+
+
 def test_it_is_the_class_that_is_named():
     with pytest.raises(TypeError, match=r"write transforms=\[ChunkLossHead\(...\)\] with brackets"):
         of_a_function(ChunkLossHead())

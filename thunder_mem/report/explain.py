@@ -11,7 +11,7 @@ import torch
 
 from thunder_mem.budget import parse_budget
 from thunder_mem.delegate import last_failure, last_plan
-from thunder_mem.fx import highest_peak, is_fx
+from thunder_mem.fx import highest_peak, is_fx, why_not_thunder
 from thunder_mem.predict import Prediction, compiled_entry, predict
 from thunder_mem.report.bound import Optimality, optimality
 from thunder_mem.report.circumstances import about_compilation, about_subgraphs
@@ -67,6 +67,8 @@ def explain(
         if args or kwargs:
             raise ValueError(f"{LATE}, then explain it without arguments")
         shown = highest_peak(jitted)
+        if shown is None and (why := why_not_thunder(jitted)):
+            raise ValueError(f"Thunder compiles nothing of this program, so there is no plan to explain: {why}")
         if shown is None:
             raise ValueError(f"{NEVER_CALLED}, then explain it without arguments")
         report = explain(shown, prediction=prediction, budget_bytes=budget_bytes, bounds=bounds)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
 from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import Transform
 from thunder.extend import FusionExecutor, TemporaryExecutor, get_always_executors, get_default_executors
 
 from thunder_mem.attention import mem_attention_ex
@@ -149,6 +150,7 @@ class MemEfficient(ListedTransform):
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
     ):
         compile_data: Any = get_compile_data()
+        self._is_alone_in(compile_data.transforms)
         if waits_for_shards(self, compile_data.transforms, computation_trace):
             return prologue_trace, self._prepared(computation_trace, prologue_trace), epilogue_trace
         executors = _with_defaults(compile_data.executors_list)
@@ -179,6 +181,12 @@ class MemEfficient(ListedTransform):
                     raise
                 warnings.warn(f"the final trace is broken: {error}", stacklevel=2)
         return computation_trace
+
+    def _is_alone_in(self, transforms: Sequence[Transform]) -> None:
+        """Refuse another one of other options: the last one's would be the only ones that count."""
+        for other in transforms:
+            if isinstance(other, MemEfficient) and repr(other) != repr(self):
+                raise ValueError(f"one MemEfficient plans a program, with all options: not both {self} and {other}")
 
     def _asked(self, executors: tuple) -> dict[str, str]:
         """The options that decide about a plan, and the executors, as text."""
