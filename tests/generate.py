@@ -150,6 +150,8 @@ class _Builder:
             return None
         if self.mixes_scalars(args):
             return None
+        if op == "lerp" and self.tensors[args[0]].dim() < max(self.tensors[name].dim() for name in args):
+            return None  # Thunder: its proxy has the shape of the first operand
         if op == "contiguous" and not torch.is_grad_enabled():
             return None  # Thunder: its gradient passes through
         if spec.kind == "random" and not self.tensors[args[0]].is_contiguous():
