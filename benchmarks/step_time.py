@@ -32,7 +32,7 @@ from thunder_mem.predict import compiled_entry
 
 RESULTS = Path(__file__).parent / "results"
 EXECUTORS = [mem_attention_ex, mem_pointwise_ex]
-STEPS, STEPS_OF_A_MODEL = 41, 9
+STEPS, STEPS_OF_A_MODEL = 41, 7
 NOT_LITGPT = ("gpt2-124m", "bert-base-mlm")
 
 
@@ -86,16 +86,21 @@ def compare(program: Program, steps: int) -> dict[str, object]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    rows = []
+    RESULTS.mkdir(exist_ok=True)
+    rows: list[dict[str, object]] = []
+    record = {"command": "python -m benchmarks.step_time", "threads": 1, "torch": torch.__version__, "rows": rows}
+
+    def add(row: dict[str, object]) -> None:
+        rows.append(row)
+        Console().print(row)
+        (RESULTS / "step_time.json").write_text(json.dumps(record, indent=1) + "\n")
+
     for checkpointing in (True, False):
-        rows.append(compare(llama_step(checkpointing=checkpointing), STEPS))
+        add(compare(llama_step(checkpointing=checkpointing), STEPS))
+    for checkpointing in (True, False):
         for name in MODELS:
             if name not in NOT_LITGPT:
-                rows.append(compare(scaled_model(name, checkpointing), STEPS_OF_A_MODEL))
-                Console().print(rows[-1])
-    RESULTS.mkdir(exist_ok=True)
-    record = {"command": "python -m benchmarks.step_time", "threads": 1, "torch": torch.__version__, "rows": rows}
-    (RESULTS / "step_time.json").write_text(json.dumps(record, indent=1) + "\n")
+                add(compare(scaled_model(name, checkpointing), STEPS_OF_A_MODEL))
 
 
 if __name__ == "__main__":
