@@ -237,9 +237,12 @@ def test_a_budget_out_of_reach_names_the_smallest_peak():
 def test_a_budget_is_judged_by_the_final_trace(monkeypatch, optimism):
     """Also where the search takes plans for smaller than they turn out."""
 
+    hoped = []
+
     def optimistic(problem, budget_bytes):
         fit = fit_budget(problem, budget_bytes + optimism)
-        return replace(fit, peak_bytes=fit.peak_bytes - optimism)
+        hoped.append(fit.peak_bytes - optimism)
+        return replace(fit, peak_bytes=hoped[-1])
 
     def heads(x, w):
         for _ in range(3):
@@ -263,5 +266,6 @@ def test_a_budget_is_judged_by_the_final_trace(monkeypatch, optimism):
     assert peak == plan.budget.peak_bytes == plan.candidate.peak_bytes == smallest
     (bought,) = (d for d in plan.decisions if d.what == "budget")
     assert bought.before_bytes > bought.after_bytes
+    assert not optimism or min(hoped) < smallest - 1  # to the search alone a byte less seems possible
     with pytest.raises(BudgetError, match="the smallest found is"):
         planned(smallest - 1)

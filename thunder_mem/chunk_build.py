@@ -14,15 +14,13 @@ from thunder.core.prims import PrimIDs
 from thunder_mem.chunk_body import Body, build_body
 from thunder_mem.chunk_exec import ChunkLoop
 from thunder_mem.chunk_plan import Gemm, Head, LoopPlan, Spec
-from thunder_mem.chunk_program import Leaf
+from thunder_mem.chunk_program import PRODUCTS, Leaf
 from thunder_mem.chunk_region import Amplifier, Refused, Region, Value
 from thunder_mem.chunk_rows import block_sizes
 from thunder_mem.chunk_rules import RuleError
 from thunder_mem.chunk_size import floor_rows
 
 __all__ = ["build_loop", "head_label"]
-
-_PRODUCTS = {PrimIDs.LINEAR, PrimIDs.MATMUL}
 
 
 def _spec(value: Value) -> Spec:
@@ -198,7 +196,7 @@ def _mode(outputs: Sequence[Spec], differentiable: Sequence[int], gemms: Sequenc
 
 def _least_rows(region: Region, head: Head) -> int:
     """Rows of a block, at least: what a product inside of it, and the sum of its weight's gradients, need."""
-    return floor_rows(head.device) if any(m.bsym.sym.id in _PRODUCTS for m in region.members) else 1
+    return floor_rows(head.device) if any(m.bsym.sym.id in PRODUCTS for m in region.members) else 1
 
 
 def _block_rows(chunk_rows: int, row_bytes: int, row_scratch: int, least_rows: int) -> int:

@@ -19,7 +19,7 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transform_common import dce
 
 from thunder_mem.chunk_op_rules import pointwise_ids
-from thunder_mem.chunk_program import Leaf, Program, walk
+from thunder_mem.chunk_program import PRODUCTS, Leaf, Program, walk
 from thunder_mem.chunk_region import escapes
 from thunder_mem.chunk_rules import RULES, RuleError
 
@@ -84,7 +84,7 @@ def hoist_slice(program: Program, leaf: Leaf) -> tuple[TraceCtx, str] | None:
     for root in program.roots:
         bound += _replaced(root, leaf.bsym, scope)
     new.bound_symbols = bound
-    products = [b for b in scope if b.sym.id in (PrimIDs.LINEAR, PrimIDs.MATMUL)]
+    products = [b for b in scope if b.sym.id in PRODUCTS]
     return (dce(new), products[0].output.name) if len(products) == 1 else None
 
 
@@ -132,7 +132,7 @@ def _push(program: Program, value: TensorProxy, reader: Leaf, cut: _Cut) -> Tens
 
 def _amplified(program: Program, leaf: Leaf) -> bool:
     """The value comes from a matrix product by operations that act element by element."""
-    while leaf.bsym.sym.id not in (PrimIDs.LINEAR, PrimIDs.MATMUL):
+    while leaf.bsym.sym.id not in PRODUCTS:
         if not leaf.inputs:
             return False
         nxt = program.producer.get(leaf.inputs[0].name)

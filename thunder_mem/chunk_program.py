@@ -25,6 +25,7 @@ from thunder_mem.chunk_decompose import DECOMPOSITIONS, decomposed
 from thunder_mem.chunk_rules import RULES
 
 __all__ = [
+    "PRODUCTS",
     "Leaf",
     "Program",
     "effects",
@@ -36,6 +37,9 @@ __all__ = [
     "symbolic",
     "walk",
 ]
+
+PRODUCTS = frozenset({PrimIDs.LINEAR, PrimIDs.MATMUL})
+"""What may be at the start of a head."""
 
 
 @dataclass(frozen=True, eq=False)

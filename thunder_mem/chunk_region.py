@@ -16,7 +16,7 @@ from functools import cached_property
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 
-from thunder_mem.chunk_program import Leaf, Program, effects, numel, size_bytes, symbolic
+from thunder_mem.chunk_program import PRODUCTS, Leaf, Program, effects, numel, size_bytes, symbolic
 from thunder_mem.chunk_rules import RULES, Relation, RowDim, RuleError, Sharding, propagate
 
 __all__ = ["Amplifier", "Refused", "Region", "Value", "candidates", "grow"]
@@ -136,7 +136,7 @@ def candidates(program: Program, ratio: float, min_bytes: int) -> list[tuple[Lea
     """
     found = []
     for leaf in program.leaves:
-        if leaf.bsym.sym.id not in (PrimIDs.LINEAR, PrimIDs.MATMUL):
+        if leaf.bsym.sym.id not in PRODUCTS:
             continue
         (out,) = leaf.outputs
         if size_bytes(out) < min_bytes or not numel(out):
@@ -289,7 +289,7 @@ class _Growth:
                 raise RuleError(f"{t.name} carries only a part of the row dims")
             return
         slot = -1 - [o.name for o in producer.outputs].index(t.name)
-        if producer.bsym.sym.id in (PrimIDs.LINEAR, PrimIDs.MATMUL):
+        if producer.bsym.sym.id in PRODUCTS:
             operands = _propagate(producer, {slot: sharding}, self.n)
             rows = [s for s in (0, 1) if operands[s].split]
             if len(rows) == 1 and operands[1 - rows[0]].whole and producer.inputs[1 - rows[0]].ndim == 2:

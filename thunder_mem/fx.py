@@ -16,16 +16,7 @@ from typing import Any
 import thunder
 import torch
 
-__all__ = [
-    "Break",
-    "Subgraph",
-    "graph_breaks",
-    "highest_peak",
-    "is_fx",
-    "only_subgraph",
-    "subgraphs",
-    "why_not_thunder",
-]
+__all__ = ["Break", "Subgraph", "graph_breaks", "highest_peak", "is_fx", "only_subgraph", "subgraphs"]
 
 
 @dataclass(frozen=True)
@@ -135,19 +126,6 @@ def highest_peak(compiled: Any) -> Callable[..., Any] | None:
         return plan.candidate.peak_bytes if plan else 0
 
     return max(compiled_ones, key=peak_bytes)[0] if compiled_ones else None
-
-
-def why_not_thunder(compiled: Any) -> str:
-    """Of a program of ThunderFX: what other compilers took of it, and why; "" if they took nothing."""
-    return "; ".join(
-        f"{part.name} runs by {part.compiler}" + (f", as {part.reason}" if part.reason else "") + _at(part.source)
-        for part in subgraphs(compiled)
-        if part.jitted is None
-    )
-
-
-def _at(source: str) -> str:
-    return f" ({source})" if source else ""
 
 
 def only_subgraph(compiled: Any) -> Callable[..., Any]:

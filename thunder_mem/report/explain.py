@@ -11,10 +11,10 @@ import torch
 
 from thunder_mem.budget import parse_budget
 from thunder_mem.delegate import last_failure, last_plan
-from thunder_mem.fx import highest_peak, is_fx, why_not_thunder
+from thunder_mem.fx import highest_peak, is_fx
 from thunder_mem.predict import Prediction, compiled_entry, predict
 from thunder_mem.report.bound import Optimality, optimality
-from thunder_mem.report.circumstances import about_compilation, about_subgraphs
+from thunder_mem.report.circumstances import about_compilation, about_subgraphs, left_to_others
 from thunder_mem.report.report import NO_PLAN, Report
 
 __all__ = ["explain"]
@@ -67,8 +67,8 @@ def explain(
         if args or kwargs:
             raise ValueError(f"{LATE}, then explain it without arguments")
         shown = highest_peak(jitted)
-        if shown is None and (why := why_not_thunder(jitted)):
-            raise ValueError(f"Thunder compiles nothing of this program, so there is no plan to explain: {why}")
+        if shown is None and (others := left_to_others(jitted)):
+            raise ValueError(f"Thunder compiles nothing of this program: {'; '.join(others)}")
         if shown is None:
             raise ValueError(f"{NEVER_CALLED}, then explain it without arguments")
         report = explain(shown, prediction=prediction, budget_bytes=budget_bytes, bounds=bounds)
