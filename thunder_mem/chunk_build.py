@@ -200,11 +200,12 @@ def _least_rows(region: Region, head: Head) -> int:
 
 
 def _block_rows(chunk_rows: int, row_bytes: int, row_scratch: int, least_rows: int) -> int:
-    """Rows between the products: their temporaries take at most a tenth of the chunk's logits, or 128 KiB.
+    """Rows between the products: their temporaries take at most a tenth of the chunk's logits, or 512 KiB.
 
-    As few blocks of distinct sizes as possible: a divisor of the chunk is preferred.
+    On less than that a CPU works no longer than the calls themselves take. As few blocks of distinct sizes as
+    possible: a divisor of the chunk is preferred.
     """
-    allowed_bytes = max(1 << 17, chunk_rows * row_bytes // 10)
+    allowed_bytes = max(1 << 19, chunk_rows * row_bytes // 10)
     most = min(chunk_rows, max(least_rows, allowed_bytes // max(1, row_scratch)))
     for size in range(most, max(1, most // 2), -1):
         if chunk_rows % size == 0:
