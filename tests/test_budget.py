@@ -233,10 +233,25 @@ def test_a_budget_out_of_reach_names_the_smallest_peak():
     assert caught.value.budget_bytes == 65536 < caught.value.smallest_peak_bytes
 
 
-@pytest.mark.parametrize("optimism", [0, 4096])
-def test_a_budget_is_judged_by_the_final_trace(monkeypatch, optimism):
-    """Also where the search takes plans for smaller than they turn out."""
+def heads(x, w):
+    for _ in range(3):
+        y = (x @ w).view(64, 4, 4, 16).permute(2, 0, 1, 3)
+        x = ((y * 2).softmax(-1) * 0.5).reshape(256, 64) @ w + x
+    return x
 
+
+def planned_heads(budget):
+    """The plan of `heads` under a budget, and the peak of its final traces."""
+    option = MemEfficient(budget=budget, reuse=False, strict=True)
+    step = thunder.jit(heads, executors=[mem_pointwise_ex], transforms=[option])
+    args = torch.randn(256, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    with uncompiled_regions():
+        found = predict(step, *args, keep_outputs=True)
+    return last_plan(step), max(found.phase(half).peak_bytes for half in ("forward", "backward"))
+
+
+def searches_that_hope(monkeypatch, optimism):
+    """Let the search take plans for that much smaller than they turn out; the peaks that it hoped for, as they come."""
     hoped = []
 
     def optimistic(problem, budget_bytes):
@@ -244,28 +259,38 @@ def test_a_budget_is_judged_by_the_final_trace(monkeypatch, optimism):
         hoped.append(fit.peak_bytes - optimism)
         return replace(fit, peak_bytes=hoped[-1])
 
-    def heads(x, w):
-        for _ in range(3):
-            y = (x @ w).view(64, 4, 4, 16).permute(2, 0, 1, 3)
-            x = ((y * 2).softmax(-1) * 0.5).reshape(256, 64) @ w + x
-        return x
-
-    def planned(budget):
-        option = MemEfficient(budget=budget, reuse=False, strict=True)
-        step = thunder.jit(heads, executors=[mem_pointwise_ex], transforms=[option])
-        args = torch.randn(256, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-        with uncompiled_regions():
-            found = predict(step, *args, keep_outputs=True)
-        return last_plan(step), max(found.phase(half).peak_bytes for half in ("forward", "backward"))
-
     monkeypatch.setattr(joint_plan, "fit_budget", optimistic)
+    return hoped
+
+
+@pytest.mark.parametrize("optimism", [0, 4096])
+def test_a_budget_is_judged_by_the_final_trace(monkeypatch, optimism):
+    """Also where the search takes plans for smaller than they turn out."""
+    hoped = searches_that_hope(monkeypatch, optimism)
     with pytest.raises(BudgetError) as caught:
-        planned(1)
+        planned_heads(1)
     smallest = caught.value.smallest_peak_bytes
-    plan, peak = planned(smallest)
+    plan, peak = planned_heads(smallest)
     assert peak == plan.budget.peak_bytes == plan.candidate.peak_bytes == smallest
     (bought,) = (d for d in plan.decisions if d.what == "budget")
     assert bought.before_bytes > bought.after_bytes
     assert not optimism or min(hoped) < smallest - 1  # to the search alone a byte less seems possible
     with pytest.raises(BudgetError, match="the smallest found is"):
-        planned(smallest - 1)
+        planned_heads(smallest - 1)
+
+
+def test_what_exceeds_a_budget_in_the_end_is_searched_for_again(monkeypatch):
+    with pytest.raises(BudgetError) as caught:
+        planned_heads(1)
+    smallest = caught.value.smallest_peak_bytes
+    free = planned_heads(2**40)[1]
+    between = planned_heads(free - 1)[1]
+    assert smallest < between < free  # there is a plan to be wrong about, and one to fall back on
+    hoped = searches_that_hope(monkeypatch, 4096)
+    budget = between - 1  # which that plan seems to keep, and exceeds
+    plan, peak = planned_heads(budget)
+    assert hoped[0] <= budget and len(hoped) > 1
+    assert peak == plan.budget.peak_bytes <= budget
+    monkeypatch.setattr(joint_plan, "_ATTEMPTS", 1)
+    with pytest.raises(BudgetError, match="no plan keeps the peak within"):
+        planned_heads(budget)
