@@ -382,7 +382,12 @@ def test_symbolic_values_are_planned_for_the_example_and_the_plan_says_so():
     assert thunder.cache_misses(jitted) == 1
     refused = {r.what: r.reason for r in last_plan(jitted).refused}
     assert "for the sizes of the example (i0=4, i1=5, i2=4, i3=5)" in refused["symbolic sizes"]
-    assert refused["symbolic sizes"] in str(explain(jitted, bounds=False))
+    assert refused["symbolic sizes"] in str(explain(jitted, bounds=False)) and "budget" not in refused["symbolic sizes"]
+
+    limited = thunder.jit(program, transforms=[MemEfficient(budget="1 GiB")], cache="symbolic values")
+    limited(randn(4, 5), randn(4, 5, seed=1))
+    refused = {r.what: r.reason for r in last_plan(limited).refused}
+    assert "the budget is kept at these, not at larger ones" in refused["symbolic sizes"]
 
 
 def test_the_sort_as_a_compile_option(capsys):

@@ -72,7 +72,9 @@ def composed(options: PlanningOptions, data: Any, trace: TraceCtx) -> PlanningOp
             options = replace(options, reuse=False)
             refused.append(Refusal("results over values that die", "CUDA graphs are recorded on values that must stay"))
     if data.cache_option is CACHE_OPTIONS.SYMBOLIC_VALUES and (sizes := _symbolic_sizes(trace)):
-        refused.append(Refusal("symbolic sizes", f"the plan is for the sizes of the example ({sizes}) and runs at all"))
+        kept = "" if options.budget is None else "; the budget is kept at these, not at larger ones"
+        why = f"the plan is for the sizes of the example ({sizes}) and runs at all{kept}"
+        refused.append(Refusal("symbolic sizes", why))
     return replace(options, refused=(*options.refused, *refused))
 
 
