@@ -30,7 +30,7 @@ from thunder_mem import ChunkLossHead, MemEfficient, last_plan, measure_peak
 from thunder_mem.communication import starts
 from thunder_mem.ranks import RanksDifferError, schedule_of
 
-__all__ = ["CASES", "SLOW_CASES", "run_rank"]
+__all__ = ["CASES", "FOUR_CASES", "SLOW_CASES", "run_rank"]
 
 CPU = torch.device("cpu")
 VOCABULARY, WIDTH = 64, 8
@@ -478,6 +478,7 @@ CASES: dict[str, Callable[[], dict]] = {
         one_rank_fails,
     )
 }
+FOUR_CASES = {f.__name__: f for f in (ddp_chunked, zero3_block_chunked_late, tensor_parallel_head, different_models)}
 SLOW_CASES: dict[str, Callable[[], dict]] = {
     "fused_ddp": fused(None),
     **{
@@ -489,23 +490,26 @@ SLOW_CASES: dict[str, Callable[[], dict]] = {
         f.__name__: f
         for f in (
             ddp_whole,
-            ddp_chunked,
-            zero3_block_chunked_late,
             every_bucketing_mode,
             zero3_checkpointed_tied,
             zero3_budget,
             peaks,
-            tensor_parallel_head,
             tensor_parallel_losses,
             tensor_parallel_peaks,
-            different_models,
         )
     },
 }
 
 
-def run_rank(rank: int, world: int, folder: str, slow: bool) -> None:
-    """All cases on one rank; what they give back lies in `folder`."""
+def run_rank(rank: int, world: int, folder: str, which: str) -> None:
+    """Some cases on one rank; what they give back lies in `folder`.
+
+    Args:
+        rank: this one.
+        world: how many there are.
+        folder: shared by all.
+        which: the name of one of the tables above; a table itself holds functions, which no process hands another.
+    """
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -513,7 +517,7 @@ def run_rank(rank: int, world: int, folder: str, slow: bool) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=180)
     )
     found = {}
-    for name, case in (SLOW_CASES if slow else CASES).items():
+    for name, case in globals()[which].items():
         began = time.perf_counter()
         found[name] = case() | {"seconds": time.perf_counter() - began}
         distributed.barrier()

@@ -14,18 +14,19 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from tests.distributed_cases import CASES, SLOW_CASES, run_rank
+from tests.distributed_cases import CASES, FOUR_CASES, SLOW_CASES, run_rank
 
-LIMIT_S = 600  # for all cases; a rank that hangs does not hang the tests
+# Seconds for all cases of a table; a rank that hangs does not hang the tests.
+LIMITS = {"CASES": 600, "FOUR_CASES": 600, "SLOW_CASES": 3000}
 
 
-def _run(world: int, folder: Path, slow: bool) -> list[dict[str, dict]]:
+def _run(world: int, folder: Path, which: str) -> list[dict[str, dict]]:
     """What each case gave back, per rank."""
     forkserver.set_forkserver_preload(["tests.distributed_cases"])  # imported once, for all ranks
     context = multiprocessing.start_processes(
-        run_rank, (world, str(folder), slow), nprocs=world, join=False, start_method="forkserver"
+        run_rank, (world, str(folder), which), nprocs=world, join=False, start_method="forkserver"
     )
-    ends = time.monotonic() + (5 * LIMIT_S if slow else LIMIT_S)
+    ends = time.monotonic() + LIMITS[which]
     try:
         while not context.join(timeout=1):
             assert time.monotonic() < ends, "the ranks hang"
@@ -38,12 +39,17 @@ def _run(world: int, folder: Path, slow: bool) -> list[dict[str, dict]]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return _run(2, tmp_path_factory.mktemp("ranks"), slow=False)
+    return _run(2, tmp_path_factory.mktemp("ranks"), "CASES")
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return _run(4, tmp_path_factory.mktemp("four"), slow=True)
+    return _run(4, tmp_path_factory.mktemp("four"), "FOUR_CASES")
+
+
+@pytest.fixture(scope="module")
+def four_fused(tmp_path_factory):
+    return _run(4, tmp_path_factory.mktemp("four_fused"), "SLOW_CASES")
 
 
 def _agrees(found: list[dict], tolerance: float = 1e-5) -> None:
@@ -119,17 +125,24 @@ def test_a_rank_that_cannot_compile_does_not_hang_the_others(ranks):
     assert failing["type"] == "BudgetError"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name for name in SLOW_CASES if name not in (*RAISING, "peaks", "tensor_parallel_peaks")]
-)
-def test_four_ranks_with_fused_regions(four, name):
-    _agrees([rank[name] for rank in four], 1e-4)
+@pytest.mark.parametrize("name", [name for name in FOUR_CASES if name not in RAISING])
+def test_four_ranks(four, name):
+    _agrees([rank[name] for rank in four])
+
+
+def test_four_ranks_that_would_communicate_differently_are_told(four):
+    assert all("would communicate differently" in rank["different_models"]["message"] for rank in four)
 
 
 @pytest.mark.slow
-def test_the_measured_peak_is_the_plans_but_for_what_gloo_still_holds(four):
-    for rank in four:
+@pytest.mark.parametrize("name", [name for name in SLOW_CASES if name not in ("peaks", "tensor_parallel_peaks")])
+def test_four_ranks_with_fused_regions(four_fused, name):
+    _agrees([rank[name] for rank in four_fused], 1e-4)
+
+
+@pytest.mark.slow
+def test_the_measured_peak_is_the_plans_but_for_what_gloo_still_holds(four_fused):
+    for rank in four_fused:
         found = rank["peaks"]
         assert found["zero3"] < found["thunder"]
         for name in ("zero2", "zero3"):
@@ -137,17 +150,12 @@ def test_the_measured_peak_is_the_plans_but_for_what_gloo_still_holds(four):
 
 
 @pytest.mark.slow
-def test_logits_that_are_summed_over_ranks_stay_whole(four):
-    assert any("summed over ranks" in why for why in four[0]["tensor_parallel_losses"]["refused by rows"])
+def test_logits_that_are_summed_over_ranks_stay_whole(four_fused):
+    assert any("summed over ranks" in why for why in four_fused[0]["tensor_parallel_losses"]["refused by rows"])
 
 
 @pytest.mark.slow
-def test_logits_in_parts_and_chunks_take_less(four):
-    for rank in four:
+def test_logits_in_parts_and_chunks_take_less(four_fused):
+    for rank in four_fused:
         found = rank["tensor_parallel_peaks"]
         assert found["in parts"] < found["thunder"] / 2 and found["in chunks"] < found["in parts"] / 2
-
-
-@pytest.mark.slow
-def test_four_ranks_that_would_communicate_differently_are_told(four):
-    assert all("would communicate differently" in rank["different_models"]["message"] for rank in four)
