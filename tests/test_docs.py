@@ -64,15 +64,7 @@ WITH_PYTHON = [page for page in PAGES if any(b.kind == "python" for b in blocks(
 WITH_COMMANDS = [page for page in PAGES if any(b.kind == "bash" for b in blocks(page))]
 
 
-# ThunderFX, and every region apart, have Inductor compile; test_fx.py and test_regions.py show the same.
-SLOW = ("docs/guides/integration.md", "docs/guides/regions.md")
-
-
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=pytest.mark.slow) if name_of(page) in SLOW else page for page in WITH_PYTHON],
-    ids=name_of,
-)
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
