@@ -3,8 +3,9 @@
 longchat-7b-16k with all its 32 layers, T=16384, B=1, bf16, loss outside, no checkpointing, on a simulated
 H100: budgets over the range from the free plan's peak down to the smallest. For each the exact peak of the
 plan, what is left unused, the recomputation by the roofline beside its lower bound and beside the greedy's
-(the first rung of the ladder of minimum cuts that fits), and the search's seconds of CPU. One
-budget is compiled as a user would, and its final traces predicted. Writes
+(the first rung of the ladder of minimum cuts that fits), and the search's seconds of CPU. Then many more, evenly
+spaced: whether a larger budget ever costs more, or has a lower peak. One budget is compiled as a user would, and
+its final traces predicted. Writes
 ``benchmarks/results/budget.json`` and ``budget.png``.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -37,6 +39,7 @@ RESULTS = Path(__file__).parent / "results"
 DEVICE = "H100-80GB"
 SHARES = (0.02, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 0.98)
 COMPILED = (0.25,)
+SWEPT = 96
 GIB = 2**30
 
 
@@ -77,6 +80,21 @@ def measure(study: Study, budget_bytes: int) -> dict[str, object]:
     }
 
 
+def swept(study: Study, low: int, high: int) -> dict[str, object]:
+    """Evenly spaced budgets: whether a larger one ever costs more or has a lower peak, and what is left unused."""
+    problem = fresh(study.problem)
+    budgets = [low + (high - low) * i // SWEPT for i in range(SWEPT + 1)]
+    fits = [fit_budget(problem, budget_bytes) for budget_bytes in budgets]
+    unused = [1 - fit.peak_bytes / budget_bytes for fit, budget_bytes in zip(fits, budgets, strict=True)]
+    return {
+        "budgets": len(budgets),
+        "exceeded": sum(share < 0 for share in unused),
+        "larger_but_dearer": sum(b.seconds > a.seconds * (1 + 1e-9) for a, b in pairwise(fits)),
+        "larger_but_lower_peak": sum(b.peak_bytes < a.peak_bytes for a, b in pairwise(fits)),
+        "most_unused_share": round(max(unused), 6),
+    }
+
+
 def compiled(layers: int, budget_bytes: int) -> dict[str, object]:
     model, tokens = program(layers)
     jitted = thunder.jit(model, transforms=[MemEfficient(chunk=False, strict=True, budget=budget_bytes)])
@@ -112,6 +130,8 @@ def main(layers: int) -> None:
             "rows": rows,
             "compiled": [],
         }
+        record["sweep"] = swept(study, low, high)
+        console.print(record["sweep"])
         save(record)
         del study, free, smallest, model
         for share in COMPILED:
