@@ -28,18 +28,17 @@ from thunder_mem.trial import Trial, try_rebuilding
 
 __all__ = ["Fit", "SavingProblem", "fit_budget", "greedy_fit", "sweep"]
 
-# The range of peaks is cut into so many targets.
-_CELLS = 256
+# The range of peaks is cut into so many targets, in small programs into fewer.
+_CELLS, _CELLS_OF_SMALL = 256, 32
 # Rounds of cutting planes for one target; each costs a solution and a trial.
 _ROUNDS = 3
-# How many cells below the budget's own are tried before the ladder.
-_CELLS_BELOW = 8
+# How many cells below the budget's own are tried one by one; further down the steps double.
+_CELLS_BELOW = 2
 # Relative difference below which times are the same.
 _EQUAL = 1e-9
-# Programs of fewer ops are solved exactly: there that costs little.
-_SMALL = 2000
-# In programs of fewer ops a budget asks the ladder after its own, too, which doubles the search.
-_TWO_LADDERS = 500
+# In programs of fewer ops every target is solved exactly, all those below a budget are asked, and so is the ladder
+# after its own: in larger ones that takes too long.
+_SMALL = 500
 # Rungs between the ends are tried, too, as long as all trials together run no more ops than this.
 _SAMPLED_OPS = 8000
 # So many of the trials and one more give rows.
@@ -147,9 +146,8 @@ class _Level:
 
     def __init__(self, problem: SavingProblem, rungs: Sequence[Rung]) -> None:
         self.problem, self.rungs = problem, rungs
-        self.low_bytes = problem.trial(rungs[-1].rebuilt).peak_bytes
-        self.high_bytes = problem.trial(rungs[0].rebuilt).peak_bytes
         self.exact = len(problem.graph) < _SMALL
+        self.cells = _CELLS_OF_SMALL if self.exact else _CELLS
         self._solutions: dict[int, Solution | None] = {}
         self._answers: dict[int, frozenset[int]] = {}
         self.candidates = Candidates(
@@ -169,6 +167,16 @@ class _Level:
         return tuple(self.problem.fit(self.rungs[i].rebuilt, 0.0, "ladder") for i in chosen)
 
     @cached_property
+    def low_bytes(self) -> int:
+        """The lowest peak on the ladder, which in small programs need not be the last rung's."""
+        return min(fit.peak_bytes for fit in self.sampled)
+
+    @cached_property
+    def high_bytes(self) -> int:
+        """The highest peak on the ladder."""
+        return max(fit.peak_bytes for fit in self.sampled)
+
+    @cached_property
     def rows(self) -> dict[int, MemoryRow]:
         """Of some sampled rungs; none says more of any sampled rung than its trial shows."""
         trials = [self.problem.trial(fit.rebuilt) for fit in self.sampled]
@@ -178,11 +186,11 @@ class _Level:
 
     def cell(self, nbytes: int) -> int:
         """The highest target that is at most so many bytes, counted from the low end; negative if there is none."""
-        return (nbytes - self.low_bytes) * _CELLS // max(1, self.high_bytes - self.low_bytes)
+        return (nbytes - self.low_bytes) * self.cells // max(1, self.high_bytes - self.low_bytes)
 
     def target_bytes(self, cell: int) -> int:
         """Rounded up, so that the low end itself is the target of cell 0."""
-        return self.low_bytes - (self.low_bytes - self.high_bytes) * cell // _CELLS
+        return self.low_bytes - (self.low_bytes - self.high_bytes) * cell // self.cells
 
     def solution(self, cell: int) -> Solution | None:
         """The integer program's solution for a target, by the level's own rows."""
@@ -255,7 +263,7 @@ def _of_the_next(problem: SavingProblem, level: _Level) -> tuple[Fit, ...]:
 
     In large programs this would take too long.
     """
-    if len(problem.graph) >= _TWO_LADDERS:
+    if not level.exact:
         return ()
     if level.low_bytes not in problem._next:
         fit = fit_budget(problem, level.low_bytes - 1)
@@ -270,10 +278,10 @@ def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list
     stretch of targets costs the same, its two ends are answered too: equal time buys memory. In programs
     that are not solved exactly the first that fits is the last.
     """
-    here = min(level.cell(budget_bytes), _CELLS)
+    here = min(level.cell(budget_bytes), level.cells)
     proposals: list[Fit] = []
     best, lowest = inf, 0
-    for cell in range(min(here + 1, _CELLS), max(here - _CELLS_BELOW, -1), -1):
+    for cell in _cells_from(min(here + 1, level.cells), level.exact):
         solution = level.solution(cell)
         if solution is not None and solution.bound_seconds >= best * (1 - _EQUAL):
             break
@@ -289,11 +297,22 @@ def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list
     return proposals
 
 
+def _cells_from(first: int, each: bool) -> Iterator[int]:
+    """The cells from one down to 0, each or in steps that double in the end; 0 itself is always asked."""
+    cell, step = first, 1
+    while cell > 0:
+        yield cell
+        if not each and first - cell > _CELLS_BELOW:
+            step *= 2
+        cell -= step
+    yield 0
+
+
 def _last_as_cheap(level: _Level, cell: int, seconds: float, direction: int) -> int:
     """The last target on one side whose solution takes as long, by doubling steps and bisection."""
 
     def as_cheap(other: int) -> bool:
-        solution = level.solution(other) if 0 <= other <= _CELLS else None
+        solution = level.solution(other) if 0 <= other <= level.cells else None
         return solution is not None and abs(solution.seconds - seconds) <= seconds * _EQUAL
 
     step = 1
@@ -320,8 +339,8 @@ def greedy_fit(problem: SavingProblem, rungs: Sequence[Rung], budget_bytes: int)
 def _smallest(problem: SavingProblem) -> Fit:
     """The smallest peak that is known, and of the choices that reach it the cheapest."""
     levels = list(problem.levels())
-    found = [problem.fit(level.rungs[-1].rebuilt, 0.0, "ladder") for level in levels]
-    found += [*levels[-1].sampled, *_proposals(problem, levels[-1], levels[-1].low_bytes)]
+    found = [fit for level in levels for fit in level.sampled]
+    found += _proposals(problem, levels[-1], levels[-1].low_bytes)
     return replace(min(found, key=lambda f: (f.peak_bytes, f.seconds)), bound_seconds=0.0)
 
 
@@ -330,7 +349,7 @@ def sweep(problem: SavingProblem, points: int = 16) -> Iterator[Fit]:
     peak_bytes: int | None = None
     for level in problem.levels():
         for i in range(points, -1, -1):
-            fit = fit_budget(problem, level.target_bytes(i * _CELLS // points))
+            fit = fit_budget(problem, level.target_bytes(i * level.cells // points))
             if peak_bytes is None or fit.peak_bytes < peak_bytes:
                 peak_bytes = fit.peak_bytes
                 yield fit
