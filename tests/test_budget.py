@@ -1,11 +1,14 @@
 """A budget: read strictly, met by the final plan, monotonic, and never at the price of another gradient."""
 
+import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
+from math import isfinite
 
 import pytest
 import thunder
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,6 +117,45 @@ def test_a_smaller_budget_is_not_cheaper_where_another_spacing_of_what_is_kept_b
     fits = [fit_budget(problem, budget) for budget in budgets]
     for smaller, larger in pairwise(fits):
         assert larger.seconds <= smaller.seconds and larger.peak_bytes >= smaller.peak_bytes
+
+
+def test_every_budget_of_a_tiny_program_costs_no_more_than_any_other_choice():
+    """Also where the last rung of the ladder is not its lowest."""
+
+    def program(x, w1, w2, w3, w4):
+        a = torch.tanh(x @ w1)
+        b = torch.sigmoid(a @ w2)
+        d = ((a * b) @ w3).softmax(-1)
+        return ((d @ w4).exp() * d + b).sin()
+
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(4)]
+    problem = study_program(program, (torch.randn(128, 64), *weights), {}, []).problem
+    graph = problem.graph
+    again = [s for s, op in enumerate(graph.allocator) if op is not None and isfinite(problem.repeat_s[op])]
+    choices = [frozenset(chosen) for n in range(4) for chosen in combinations(again, n)]
+    for chosen in choices:
+        fit = fit_budget(problem, problem.trial(chosen).peak_bytes)
+        assert fit.seconds <= problem.seconds(chosen)
+
+
+def test_the_targets_below_a_budget_are_asked_until_one_fits():
+    """Attention blocks, of which the first targets below a budget have no answer that keeps it."""
+
+    def program(x, *weights):
+        for i in range(0, len(weights), 4):
+            q, o, u, d = weights[i : i + 4]
+            h = F.layer_norm(x, (32,)) @ q
+            a, b, c = h.view(2, 64, 3, 2, 16).permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(a, b, c, is_causal=True).transpose(1, 2).reshape(2, 64, 32)
+            x = x + attended @ o
+            x = x + F.gelu(F.layer_norm(x, (32,)) @ u) @ d
+        return x
+
+    shapes = [(32, 96), (32, 32), (32, 128), (128, 32)] * 2
+    weights = [torch.randn(*shape, requires_grad=True) for shape in shapes]
+    problem = study_program(program, (torch.randn(2, 64, 32), *weights), {}, []).problem
+    smaller, larger = (fit_budget(problem, budget) for budget in (801_735, 866_474))
+    assert larger.seconds <= smaller.seconds and larger.peak_bytes >= smaller.peak_bytes
 
 
 def step(model, compiled, x):
@@ -231,6 +273,18 @@ def test_a_budget_out_of_reach_names_the_smallest_peak():
     with pytest.raises(BudgetError, match=r"within 64.00 KiB .* smallest found is \d+.\d+ MiB .*, held by") as caught:
         compiled(torch.randn(4096, 64))
     assert caught.value.budget_bytes == 65536 < caught.value.smallest_peak_bytes
+
+
+def test_what_holds_a_peak_is_named_by_module_or_line():
+    compiled = thunder.jit(stack(), executors=[], transforms=[MemEfficient(budget="64 KiB")])
+    with pytest.raises(BudgetError, match=r"values \(3.00 MiB of 3 Softmax in module #; .* in module #.#, backward\)"):
+        compiled(torch.randn(4096, 64))
+    compiled = thunder.jit(heads, executors=[], transforms=[MemEfficient(budget="0.0001%")])
+    line = heads.__code__.co_firstlineno + 3
+    with pytest.raises(BudgetError, match=rf"of 2 Softmax at .*test_budget.py:{line}; ") as caught:
+        compiled(*(torch.randn(n, 64, requires_grad=True) for n in (256, 64)))
+    share = r"within 0.0001% of the cpu's \d+.\d+ GiB, \d+.\d+ KiB \([\d,]+ bytes\): the smallest"
+    assert re.search(share, str(caught.value))
 
 
 def heads(x, w):

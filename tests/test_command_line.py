@@ -128,6 +128,28 @@ def test_predict_says_what_predict_says(run):
     assert list(data["phases"]) == ["forward", "backward"]
 
 
+def test_options_of_mem_efficient(run, script):
+    def received(*words):
+        code, out, _ = run(*words, "--json", *PLAIN)
+        return code, json.loads(out)
+
+    words = ["frontier", "train.py:chain", "--points", "1"]
+    (_, free), (_, asked) = received(*words), received(*words, "--recompute", "Linear+Softmax+:recompute:-1")
+    assert asked["points"][0]["saved_bytes"] < free["points"][0]["saved_bytes"]
+    (script / "config.json").write_text('["Linear+Tanh+:none:-1"]')
+    assert received("predict", "train.py:build", "--recompute", "config.json", "--costs", "measured")[0] == 0
+    assert run("plan", "train.py:build", "--recompute", "Linear+Tanh+:recompute:-1", *PLAIN)[0] == 0
+    for words, message in (
+        (["train.py:build", "--recompute", "Tanh"], "'Tanh' is neither"),
+        (["train.py:build", "--recompute", "missing.json"], "missing.json cannot be read"),
+        (["train.py:build", "--recompute", "Gelu+:1:-1"], "Gelu+ matches nothing"),
+        (["train.py:build", "--recompute", "Tanh+:1:-1", "--plain"], "which --plain leaves out"),
+        (["train.py:jitted", "--input", "4x64", "--recompute", "Tanh+:1:-1"], "jitted already: give recompute= to"),
+    ):
+        code, _, error = run("predict", *words, *PLAIN)
+        assert code == 2 and message in error
+
+
 @pytest.mark.parametrize(
     "words, code, says",
     [
@@ -177,7 +199,7 @@ def test_what_fits_a_budget_fits_every_larger_one(monkeypatch, beside):
     program = SimpleNamespace(is_jitted=False, args=(), kwargs={})
     for limit in range(10, 130):
         asked.clear()
-        found = predictions.ask(program, SimpleNamespace(plain=False, limit=limit))
+        found = predictions.ask(program, SimpleNamespace(plain=False, limit=limit, options={}))
         assert found.fits == (limit >= 50) and len(asked) <= 4
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from thunder_mem import cost_measure
+from thunder_mem import MemEfficient, cost_measure, last_plan, predict, simulate
 from thunder_mem.attention import mem_attention_ex
 from thunder_mem.cost import (
     DEVICE_MODELS,
@@ -204,6 +204,60 @@ def test_a_broken_cache_file_is_named(tmp_path, content):
     file.write_text(content)
     with pytest.raises(ValueError, match=r"times\.json"):
         cost_measure.MeasuredCosts(file)
+
+
+def stack() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1)) for _ in range(6)))
+
+
+def bought(x, **options):
+    """What a budget costs, and a number drawn after it was planned."""
+    option = MemEfficient(budget=4 * 2**20, strict=True, **options)
+    jitted = thunder.jit(stack(), executors=[], transforms=[option])
+    thunder.compile_data(jitted).get_computation_and_inputs(x)
+    return last_plan(jitted).budget, torch.rand(()).item()
+
+
+def test_a_budget_by_measured_times(monkeypatch):
+    x, asked = torch.zeros(2048, 64), []
+
+    def timer(fn, args):
+        torch.rand(3)
+        return asked.append(fn(*args)) or 0.25
+
+    monkeypatch.setattr(cost_measure, "_load", lambda path: seconds)
+    monkeypatch.setattr(cost_measure, "_save", lambda path, seconds: None)
+    monkeypatch.setattr(cost_measure, "_time", timer)
+    seconds = {}
+    measured, drawn = bought(x, costs="measured")
+    assert asked and measured.recompute_ms > 0 and measured.recompute_ms % 250 == 0
+    modelled, drawn_without = bought(x)
+    assert modelled.recompute_ms < 250 and drawn == drawn_without
+    count = len(asked)
+    assert count == len(seconds) and bought(x, costs="measured")[0] == measured and len(asked) == count
+
+
+def test_where_nothing_can_be_measured(monkeypatch):
+    def fails(fn, args):
+        raise RuntimeError("no such device")
+
+    with pytest.raises(ValueError, match="costs is 'roofline' or 'measured', not 'guess'"):
+        MemEfficient(costs="guess")
+    assert "costs='measured'" in repr(MemEfficient(costs="measured"))
+    with simulate("T4"):
+        with torch.device("cuda"):
+            model, x = stack(), torch.zeros(64, 64)
+        with pytest.raises(cost_measure.MeasuringError, match="here tensors are fake"):
+            predict(thunder.jit(model, transforms=[MemEfficient(costs="measured")]), x)
+    monkeypatch.setattr(cost_measure, "_load", lambda path: {})
+    monkeypatch.setattr(cost_measure, "_time", fails)
+    with pytest.raises(cost_measure.MeasuringError, match=r"cannot be measured: RuntimeError: no such device"):
+        bought(torch.zeros(2048, 64), costs="measured")
+    monkeypatch.setattr(cost_measure.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(cost_measure.distributed, "get_world_size", lambda: 4)
+    with pytest.raises(cost_measure.MeasuringError, match="each of the 4 ranks other times"):
+        cost_measure.check_measurable()
 
 
 def test_this_cpu_is_measured_once(tmp_path):

@@ -92,6 +92,18 @@ def test_wrong_points(points):
         memory_time_frontier(stack(), torch.zeros(8, 64), points=points)
 
 
+def test_offload_is_written_as_for_mem_efficient():
+    named = memory_time_frontier(stack(), torch.zeros(64, 64), executors=[], points=1, offload="only:Linear+Softmax+")
+    assert named.points
+    with pytest.raises(ValueError, match=r"""such as "only:Gelu\+", not 'Softmax\+'"""):
+        memory_time_frontier(stack(), torch.zeros(64, 64), offload="Softmax+")
+
+
+def test_what_is_no_program_is_a_type_error():
+    with pytest.raises(TypeError, match=r"memory_time_frontier takes a function, a module or what thunder.jit made of"):
+        memory_time_frontier(3, torch.zeros(8))
+
+
 def test_without_a_backward_there_is_none():
     with pytest.raises(ValueError, match="no backward"):
         memory_time_frontier(lambda x: x + 1, torch.zeros(8), executors=[])

@@ -61,8 +61,9 @@ def test_the_plan_of_the_file_is_compiled(saved):
         (lambda p: compiled(plan=p, executors=()), arguments(), "executors"),
         (lambda p: compiled(plan=p, recompute=policies.recompute_everything), arguments(), "recompute"),
         (lambda p: compiled(plan=p, sort="dfs"), arguments(), "sort is 'auto' there, 'dfs' here"),
+        (lambda p: compiled(plan=p, costs="measured"), arguments(), "costs is 'roofline' there, 'measured' here"),
     ],
-    ids=["constant", "shape", "reuse", "executors", "policy", "sort"],
+    ids=["constant", "shape", "reuse", "executors", "policy", "sort", "costs"],
 )
 def test_what_is_not_the_files_is_refused(saved, make, args, says):
     jitted = make(saved[0])

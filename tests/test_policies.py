@@ -13,6 +13,7 @@ from thunder_mem.policies import (
     every_second_matmul,
     first_of,
     keep_everything,
+    offload_everything,
     recompute_everything,
     save_between_layers,
     save_by_name,
@@ -126,6 +127,8 @@ def test_save_by_name(plain):
     same_bits(grads, plain)
     kept = [name for name in saved if not is_mask(name)]
     assert kept.count("linear") == 1 and "mem_attention_forward" in kept
+    same_word = run(first_of(save_by_name("h.1.up", "Attention+"), recompute_everything))
+    assert same_word[1] == saved  # as patterns are written
     _, both = run(first_of(save_by_name("h.*.up"), recompute_everything))
     assert [n for n in both if not is_mask(n)] == ["linear", "linear"]
 
@@ -152,6 +155,19 @@ def test_what_a_policy_offloads_waits_on_the_host(plain, budget):
 def test_what_cannot_be_offloaded_is_refused_with_the_reason():
     with pytest.raises(RecomputeError, match=r"cannot be offloaded: the caller holds it"):
         run(lambda op, graph: "offload")
+
+
+def test_a_policy_sees_what_may_be_offloaded(plain):
+    seen: list[OpInfo] = []
+
+    def look(op, graph):
+        seen.append(op)
+        return offload_everything(op, graph)
+
+    grads, saved = run(look)
+    same_bits(grads, plain)
+    assert saved and all(name in ("unpack_trivial", "offload_wait") or is_mask(name) for name in saved)
+    assert {None, "the caller holds it"} <= {op.offload_refusal for op in seen}
 
 
 def test_by_a_line_of_source():
@@ -238,8 +254,12 @@ def test_what_is_no_policy():
         first_of("keep")
     with pytest.raises(TypeError, match="save_by_name takes names"):
         save_by_name()
-    with pytest.raises(TypeError, match="recompute is a configuration or a policy"):
-        MemEfficient(recompute=3)
+    for given in (3, object()):
+        with pytest.raises(TypeError, match="recompute is a configuration or a policy"):
+            MemEfficient(recompute=given)
+    for make in (lambda: MemEfficient(recompute=save_by_name), lambda: first_of(save_by_name, keep_everything)):
+        with pytest.raises(TypeError, match=r"^save_by_name is a class: write save_by_name\(\.\.\.\)"):
+            make()
 
 
 @pytest.mark.slow  # Inductor

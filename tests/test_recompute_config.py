@@ -1,6 +1,7 @@
 """The written form of what to recompute: what parses, what is refused and in which words, and what it does."""
 
 import json
+import re
 from functools import cache
 
 import pytest
@@ -52,7 +53,10 @@ def test_numbers_name_onnx_runtimes_strategies():
 @pytest.mark.parametrize(
     "given, reason",
     [
-        ("Gelu+", "1 fields, not 3"),
+        ("Gelu+:1", "2 fields, not 3"),
+        ("Gelu+", "'Gelu+' is neither \"layerwise\" nor an entry Pattern:strategy:count, such as Gelu+:recompute:-1"),
+        ("Layerwise", "'Layerwise' is neither \"layerwise\" nor an entry"),
+        ("none", "'none' is neither"),
         ("Gelu+:1:2:3", "4 fields, not 3"),
         ("Gelu+:often:1", "the strategy is none or recompute or compromised"),
         ("Gelu+:3:1", "the strategy is"),
@@ -64,8 +68,9 @@ def test_numbers_name_onnx_runtimes_strategies():
         ("__import__('os'):1:1", "a pattern is names"),
         ("Gelu+:1:1,Gelu+:2:1", "two entries speak of Gelu+"),
         ("Gelu+:1:1,Gelu:1:1", "two entries speak of Gelu+"),
-        ("", "1 fields"),
-        ({}, "is empty"),
+        ("", 'is empty; it is "Pattern:strategy:count,..." or "layerwise"'),
+        (" ", "is empty"),
+        ({}, 'is empty; it is "Pattern:strategy:count,..." or "layerwise"'),
         ({"Gelu+": {"strategy": 1, "number": 2}}, "unknown field 'number'"),
         ({"Gelu+": True}, "the strategy is"),
         ({"Gelu+": {"count": True}}, "the count is"),
@@ -94,10 +99,12 @@ def test_a_json_file(tmp_path):
         ("{", "is not JSON"),
         ("[" * 5000, "is not JSON"),
         ("3", "is a string, a list"),
+        ("[1, 2]", "is a string, a list"),
+        ('{"Gelu+": {"how": 1}}', "has the unknown field 'how'"),
         (" " * (2**20 + 1), "1,048,577 bytes, more than"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=reason):
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*{reason}"):
             parse_config(path)
     with pytest.raises(FileNotFoundError):
         parse_config(tmp_path / "missing.json")
@@ -108,7 +115,7 @@ def test_the_environment_speaks_where_the_argument_does_not(monkeypatch):
     assert str(MemEfficient()._options.recompute) == "Gelu+:recompute:-1"
     assert str(MemEfficient(recompute="layerwise")._options.recompute) == "layerwise"
     monkeypatch.setenv(ENVIRONMENT, "Gelu")
-    with pytest.raises(ValueError, match=f"{ENVIRONMENT}: 'Gelu' has 1 fields"):
+    with pytest.raises(ValueError, match=f"{ENVIRONMENT}: 'Gelu' is neither"):
         MemEfficient()
 
 
@@ -199,6 +206,16 @@ def test_random_numbers_are_refused_by_name():
     jitted = thunder.jit(fn, executors=[], transforms=[MemEfficient(recompute="RandLike+:1:-1")])
     with pytest.raises(RecomputeError, match=r"RandLike\+ cannot be recomputed: it draws random numbers"):
         jitted(torch.zeros(3, requires_grad=True))
+
+
+@pytest.mark.parametrize("config", ["Gelu+:recompute:-1", "Linear+Gelu+:none:2", "layerwise"])
+def test_a_batch_without_rows_is_no_error(config: str):
+    """Its values have no bytes, so there is nothing to choose; the next batch may have rows again."""
+    jitted = thunder.jit(mlp(), executors=[], transforms=[MemEfficient(recompute=config, strict=True)])
+    jitted(torch.zeros(0, 8)).sum().backward()
+    jitted = thunder.jit(mlp(), executors=[], transforms=[MemEfficient(recompute="Gello+:1:-1")])
+    with pytest.raises(RecomputeError, match="matches nothing"):
+        jitted(torch.zeros(0, 8))
 
 
 def test_layers_are_needed_for_layerwise():

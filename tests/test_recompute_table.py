@@ -156,8 +156,19 @@ def test_it_prints_and_saves(table):
 def test_what_cannot_be_tabulated_is_said(model):
     with pytest.raises(ValueError, match="has no backward"):
         recompute_table(lambda x: x.sin(), torch.zeros(3))
-    with pytest.raises(ValueError, match="B has a size that t_h_0"):
-        recompute_table(model, torch.zeros(48, 3, 24), dims={"B": 48}, executors=[])
+    for given in (3, "model", torch.nn.Linear):
+        with pytest.raises(TypeError, match=r"recompute_table takes a function, a module or what thunder.jit made of"):
+            recompute_table(given, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"dim B is 7, and nothing in this program has that size; sizes are 3, .*24"):
+        recompute_table(model, torch.zeros(3, 17, 24), dims={"B": 7}, executors=[])
+
+
+def test_sizes_that_mean_two_things_are_warned_about(model):
+    """A batch that equals a width by chance is still tabulated."""
+    with pytest.warns(UserWarning, match=r"B has a size that t_h_0_\w+ \(24, 48\) has too: the table writes \(24, B\)"):
+        recompute_table(model, torch.zeros(48, 3, 24), dims={"B": 48}, executors=[], peaks=False)
+    with pytest.warns(UserWarning, match=r"B has a size that x \(4, 4\) has twice: the table writes \(B, B\)"):
+        recompute_table(lambda x: (x @ x).exp().sin(), torch.ones(4, 4, requires_grad=True), dims={"B": 4})
 
 
 @pytest.mark.parametrize(

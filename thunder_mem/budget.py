@@ -10,7 +10,7 @@ import torch
 
 from thunder_mem.sizes import parse_bytes, size
 
-__all__ = ["BudgetError", "BudgetOutcome", "device_memory_bytes", "parse_budget"]
+__all__ = ["BudgetError", "BudgetOutcome", "device_memory_bytes", "parse_budget", "share_in_words"]
 
 _ACCEPTED = 'bytes as an int, a size such as "40GiB" or "12.5 GB", or a share of the device\'s memory such as "80%"'
 
@@ -23,11 +23,11 @@ class BudgetError(RuntimeError):
         smallest_peak_bytes: the smallest peak that was found.
     """
 
-    def __init__(self, budget_bytes: int, smallest_peak_bytes: int, held: str) -> None:
+    def __init__(self, budget_bytes: int, smallest_peak_bytes: int, held: str, share: str = "") -> None:
         self.budget_bytes = budget_bytes
         self.smallest_peak_bytes = smallest_peak_bytes
         super().__init__(
-            f"no plan keeps the peak within {_readable(budget_bytes)}: the smallest found is "
+            f"no plan keeps the peak within {share and f'{share}, '}{_readable(budget_bytes)}: the smallest found is "
             f"{_readable(smallest_peak_bytes)}, held by {held}. "
             'on_infeasible="warn" compiles that one.'
         )
@@ -46,7 +46,7 @@ class BudgetOutcome:
         peak_bytes: the exact peak of the plan.
         recompute_ms: what the repetitions cost by the cost model, beyond those that are free.
         bound_ms: no choice within the budget is known to cost less than this, repetitions and what is exposed of
-            copies to the host together.
+            copies to the host together; 0 means that no bound is known.
         method: "free" (it fits without repeating anything costly), "ladder", "milp", or "smallest"
             where nothing fits.
         offloaded: names of the values that the backward fetches from the host, in the order in which they leave.
@@ -107,6 +107,19 @@ def parse_budget(budget: int | str, device: torch.device | None = None) -> int:
         return parse_bytes(budget)
     except ValueError as error:
         raise ValueError(f"budget is {_ACCEPTED}, not {budget!r}: {error}") from None
+
+
+def share_in_words(budget: int | str, device: torch.device) -> str:
+    """Of a percentage, what it is of: "80% of the cpu's 23.50 GiB"; "" for a budget in bytes.
+
+    Args:
+        budget: as `parse_budget` takes it.
+        device: the one that is planned for.
+    """
+    if not isinstance(budget, str) or not budget.strip().endswith("%"):
+        return ""
+    name = "cpu" if device.type != "cuda" else torch.cuda.get_device_name(device)
+    return f"{budget.strip()} of the {name}'s {size(device_memory_bytes(device))}"
 
 
 def device_memory_bytes(device: torch.device) -> int:

@@ -1,7 +1,7 @@
 """Measured times instead of modelled ones, for those who ask: kept in a JSON file in the user's cache.
 
-No plan uses this by itself: two ranks that measured would plan differently. Whoever wants measured
-costs measures on one machine and gives the same file to all.
+No plan uses this by itself: `MemEfficient(costs="measured")` asks for it. Two ranks that measured would plan
+differently, so there it is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,16 +28,54 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.passes import transform_for_execution
 from thunder.executors.pythonex import ex as python_ex
 from thunder.executors.torchex import ex as torch_ex
+from torch import distributed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from thunder_mem.cost import DeviceModel, is_free
+from thunder_mem.cost import DeviceModel, cost_s, is_free
 
-__all__ = ["MeasuredCosts", "cache_directory", "measured_cpu"]
+__all__ = [
+    "COSTS",
+    "MeasuredCosts",
+    "MeasuringError",
+    "cache_directory",
+    "check_measurable",
+    "costs_of",
+    "measured_cpu",
+]
+
+COSTS = ("roofline", "measured")
+"""What `MemEfficient(costs=...)` takes."""
 
 VERSION = 1
 MAX_BYTES = 2**26
 _REPEATS = 7
 
 Timer = Callable[[Callable[..., Any], Sequence[Any]], float]
+
+
+class MeasuringError(ValueError):
+    """Times were to be measured where that cannot be done; the message says why."""
+
+
+def check_measurable() -> None:
+    """Refuse to measure where nothing runs, or where every rank would plan by times of its own.
+
+    Raises:
+        MeasuringError: tensors are fake here, or this process is one of several ranks.
+    """
+    if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
+        raise MeasuringError('costs="measured" runs operations, and here tensors are fake: use costs="roofline"')
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise MeasuringError(
+            f'costs="measured" would give each of the {distributed.get_world_size()} ranks other times, and so other '
+            'plans: use costs="roofline"'
+        )
+
+
+def costs_of(costs: str, device: DeviceModel) -> Callable[[BoundSymbol], float]:
+    """Seconds of bound symbols, in one of the ways of `COSTS`; `device` is for the roofline."""
+    return MeasuredCosts().cost_s if costs == "measured" else partial(cost_s, device=device)
 
 
 def cache_directory() -> Path:
@@ -67,13 +106,18 @@ class MeasuredCosts:
         """Seconds that `bsym` takes on its own device, without those of its host; 0 for a view.
 
         Raises:
-            RuntimeError: the operation fails on made-up arguments, or its device is not there.
+            MeasuringError: the operation fails on made-up arguments, or its device is not there.
         """
         if is_free(bsym):
             return 0.0
         key = _key(bsym)
         if key not in self._seconds:
-            self._seconds[key] = self._timer(_function(bsym), [_sample(p) for p in _inputs(bsym)])
+            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+            try:
+                with torch.random.fork_rng(devices):  # the program's own draws stay as they are
+                    self._seconds[key] = self._timer(_function(bsym), [_sample(p) for p in _inputs(bsym)])
+            except Exception as error:
+                raise MeasuringError(f"{bsym.sym.name} cannot be measured: {type(error).__name__}: {error}") from error
             _save(self.path, self._seconds)
         return self._seconds[key]
 

@@ -19,7 +19,7 @@ from thunder_mem.offload_fit import sweep_with_offload
 from thunder_mem.offload_option import OffloadOption, moves_for, parse_offload
 from thunder_mem.plan_time import plan_seconds
 from thunder_mem.saving import saved_storages, storages_to_rebuild
-from thunder_mem.study import Study, study_program
+from thunder_mem.study import Study, check_program, study_program
 
 __all__ = ["memory_time_frontier"]
 
@@ -42,12 +42,13 @@ def memory_time_frontier(
         executors: as for `thunder.jit`, where `fn` is not jitted yet.
         points: into how many equal steps the range of peaks is cut; each costs a search and a plan. Plans
             that save nothing over a faster one are left out.
-        offload: as for `MemEfficient`: values may wait in the host's memory, too.
+        offload: True, False or "only:PATTERN", as for `MemEfficient`: values may wait in the host's memory, too.
 
     Raises:
         ValueError: the call asks for no gradient, `points` is below 1, or `offload` is a string other than
             "only:PATTERN".
         PredictionError: the program cannot be traced.
+        TypeError: `fn` is none of the above.
 
     Example:
         >>> import torch
@@ -56,6 +57,7 @@ def memory_time_frontier(
         >>> frontier.points[0].recompute_ms, frontier.points[-1].peak_bytes <= frontier.points[0].peak_bytes
         (0.0, True)
     """
+    check_program(fn, "memory_time_frontier")
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ValueError(f"points is a number from 1 up, not {points!r}")
     option = parse_offload(offload)

@@ -7,6 +7,7 @@ work is bought.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +19,11 @@ from thunder.core import prims
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor
 
-from thunder_mem.budget import BudgetError, BudgetOutcome, parse_budget
+from thunder_mem.budget import BudgetError, BudgetOutcome, parse_budget, share_in_words
 from thunder_mem.checkpoint import checkpointed_storages
 from thunder_mem.choices import Choices, Chooser
-from thunder_mem.cost import cost_s, device_model_of
+from thunder_mem.cost import device_model_of
+from thunder_mem.cost_measure import costs_of
 from thunder_mem.decisions import about_recompute, about_saving
 from thunder_mem.fit_budget import Fit, SavingProblem, fit_budget
 from thunder_mem.fusibility import fusibility
@@ -30,6 +32,7 @@ from thunder_mem.offload_exec import offloaded_names
 from thunder_mem.offload_fit import fit_with_offload
 from thunder_mem.offload_option import OffloadOption, moves_for
 from thunder_mem.old_values import protect_old_values
+from thunder_mem.origins import origin_of, source_of, word
 from thunder_mem.plan import Decision, Plan, Refusal
 from thunder_mem.planner import between_halves, cannot_beat, make_plan
 from thunder_mem.recompute import draws_once, gathers_of_held, recompute_in_backward, why_not_again
@@ -48,6 +51,8 @@ __all__ = ["Planned", "PlanningOptions", "device_of", "plan_joint_trace", "with_
 _ATTEMPTS = 4
 # How often what the backward is handed is alive while the caller computes a loss and its gradient.
 _LOSS_COPIES = 3
+# So many operations are named where no plan fits.
+_MAKERS = 4
 # Where a plan stays this share of the budget below its trial, a higher target is tried.
 _UNUSED_SHARE = 0.005
 
@@ -60,6 +65,7 @@ class PlanningOptions:
     strict: bool = False
     budget: int | str | None = None
     on_infeasible: str = "error"
+    costs: str = "roofline"
     recompute: Chooser | None = None
     offload: OffloadOption | None = None
     reuse: bool = True
@@ -136,7 +142,8 @@ def plan_joint_trace(
     if options.budget is None and options.observe is None:
         return finish(best)
     device = device_of(source)
-    problem = SavingProblem(source.graph, fuse, _repeat_seconds(source, fuse, device), choices, options.sort)
+    repeat_s = _repeat_seconds(source, fuse, options.costs, device)
+    problem = SavingProblem(source.graph, fuse, repeat_s, choices, options.sort)
     if options.observe is not None:
         options.observe(problem, plan)
     if options.budget is None:
@@ -144,8 +151,7 @@ def plan_joint_trace(
     if options.offload is not None:
         moves = moves_for(options.offload, source, fuse, choices, free, device_model_of(device), str(device))
         problem = replace(problem, moves=moves)
-    budget_bytes = parse_budget(options.budget, device)
-    return _within_budget(best, plan, problem, budget_bytes, options.on_infeasible, finish)
+    return _within_budget(best, plan, problem, options, device, finish)
 
 
 def _with_loss_outside(reuse: bool) -> Callable[[Planned], tuple[int, int]]:
@@ -183,11 +189,13 @@ def _within_budget(
     free: Planned,
     plan: Callable[..., Planned],
     problem: SavingProblem,
-    budget_bytes: int,
-    infeasible: str,
+    options: PlanningOptions,
+    device: torch.device,
     finish: Callable[[Planned], Planned],
 ) -> Planned:
     """`free` if it fits, else the cheapest plan that does; the trial proposes, the final trace decides."""
+    assert options.budget is not None
+    budget_bytes = parse_budget(options.budget, device)
 
     def finished(planned: Planned, fit: Fit, method: str) -> Planned:
         return finish(_with_outcome(free, planned, _outcome(budget_bytes, planned, fit, method)))
@@ -215,13 +223,14 @@ def _within_budget(
     if fitting:
         final = min(fitting, key=lambda f: (f[1].seconds, f[0].peak_bytes))[0]
         if _is_dearer_than_recomputing(final.plan):
-            return _within_budget(free, plan, replace(problem, moves=None), budget_bytes, infeasible, finish)
+            return _within_budget(free, plan, replace(problem, moves=None), options, device, finish)
         return final
     final, planned, fit = min(tried.values(), key=lambda t: (t[0].peak_bytes, t[2].seconds))
     costing_nothing = finished(free, costless, "smallest")
-    held = _held(problem.trial(fit.rebuilt, fit.offloaded).timeline)
-    error = BudgetError(budget_bytes, min(final.peak_bytes, costing_nothing.peak_bytes), held)
-    if infeasible == "error":
+    held = _held(problem.trial(fit.rebuilt, fit.offloaded).timeline, free.source)
+    smallest_bytes = min(final.peak_bytes, costing_nothing.peak_bytes)
+    error = BudgetError(budget_bytes, smallest_bytes, held, share_in_words(options.budget, device))
+    if options.on_infeasible == "error":
         raise error
     warnings.warn(str(error), stacklevel=2)
     return costing_nothing if costing_nothing.peak_bytes <= final.peak_bytes else finished(planned, fit, "smallest")
@@ -261,19 +270,36 @@ def _with_outcome(free: Planned, planned: Planned, outcome: BudgetOutcome) -> Pl
     return replace(planned, plan=plan)
 
 
-def _held(timeline: Timeline) -> str:
-    """What is alive at the peak, in words."""
+def _held(timeline: Timeline, source: TraceGraph) -> str:
+    """What is alive at the peak, in words: of computed values the operations that make most, by where they stand."""
     storages = timeline.graph.storages
     alive = timeline.alive_at(timeline.peak_step)
     stays = sum(storages[s].nbytes for s in alive if storages[s].held or s in timeline.graph.outputs)
     others = [storages[s] for s in alive if not storages[s].held and s not in timeline.graph.outputs]
-    largest = ", ".join(f"{s.name} {size(s.nbytes)}" for s in others[:4])
+    makers: dict[str, list[int]] = {}
+    for s in others:
+        makers.setdefault(_maker(s.name, source), []).append(s.nbytes)
+    largest = sorted(makers.items(), key=lambda m: -sum(m[1]))[:_MAKERS]
+    shown = "; ".join(f"{size(sum(n))} of {f'{len(n)} ' if len(n) > 1 else ''}{m}" for m, n in largest)
     computed = f"{size(sum(s.nbytes for s in others))} of computed values"
-    return f"{size(stays)} of arguments and results and {computed}" + (f" ({largest})" if largest else "")
+    return f"{size(stays)} of arguments and results and {computed}" + (f" ({shown})" if shown else "")
 
 
-def _repeat_seconds(source: TraceGraph, fuse: Fusibility, device: torch.device) -> list[float]:
-    model = device_model_of(device)
+def _maker(name: str, source: TraceGraph) -> str:
+    """The operation that makes a value, with its module (equal layers' alike) or the user's line; else the name."""
+    if (op := source.producer_of.get(name)) is None:
+        return name
+    bsym = source.bsyms[op]
+    origin = origin_of(bsym)
+    made_by = word(bsym.sym.name) if origin is None else origin.word
+    module = "" if origin is None else re.sub(r"\d+", "#", origin.module)
+    line = source_of(bsym)
+    where = f" in module {module}" if module else f" at {line}" if line else ""
+    return f"{made_by}{where}{', backward' if source.graph.ops[op].backward else ''}"
+
+
+def _repeat_seconds(source: TraceGraph, fuse: Fusibility, costs: str, device: torch.device) -> list[float]:
+    seconds_of = costs_of(costs, device_model_of(device))
     seconds = []
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
         if fuse.cheap[op.index]:
@@ -281,7 +307,7 @@ def _repeat_seconds(source: TraceGraph, fuse: Fusibility, device: torch.device) 
         elif op.backward or why_not_again(source, op.index) is not None:
             seconds.append(inf)
         else:
-            seconds.append(cost_s(bsym, model))
+            seconds.append(seconds_of(bsym))
     return seconds
 
 

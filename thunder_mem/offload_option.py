@@ -9,7 +9,7 @@ from thunder_mem.choices import Choices, RecomputeError
 from thunder_mem.cost import DeviceModel, cost_s
 from thunder_mem.offload import why_not_offload
 from thunder_mem.offload_link import Moves, moves_of
-from thunder_mem.patterns import candidates
+from thunder_mem.patterns import candidates, names_empty_values
 from thunder_mem.regions import Fusibility
 from thunder_mem.trace_graph import TraceGraph
 
@@ -91,7 +91,7 @@ def _matching(pattern: str, source: TraceGraph, free: frozenset[int]) -> frozens
     found, kept = candidates(source, free)
     named = [*((c.pattern, c.storage) for c in found), *((k.pattern, k.storage) for k in kept)]
     matched = frozenset(storage for name, storage in named if name == pattern)
-    if not matched:
+    if not matched and not names_empty_values(pattern, source):
         names = sorted({name for name, _ in named})
         near = get_close_matches(pattern, names, n=5, cutoff=0.5) or names[:20]
         raise RecomputeError(

@@ -20,7 +20,7 @@ from thunder_mem.recompute import why_not_again
 from thunder_mem.saving import saved_storages
 from thunder_mem.trace_graph import TraceGraph
 
-__all__ = ["Candidate", "Occurrence", "Single", "candidates", "occurrences"]
+__all__ = ["Candidate", "Occurrence", "Single", "candidates", "names_empty_values", "occurrences"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,21 @@ def occurrences(found: Sequence[Candidate]) -> tuple[Occurrence, ...]:
         last = max((o.index for o in c.origins), default=None)
         together.setdefault((c.pattern, ("op", c.maker) if last is None else last), []).append(c)
     return tuple(Occurrence(group[0].pattern, tuple(group)) for group in together.values())
+
+
+def names_empty_values(pattern: str, source: TraceGraph) -> bool:
+    """Whether the backward needs a value of no bytes that ends such a pattern: of a batch without rows.
+
+    Such values are no candidates. By the last word, as the words before depend on what is received, which bytes decide.
+
+    Args:
+        pattern: its name, such as "Gelu+".
+        source: a joint trace in which nothing is recomputed yet.
+    """
+    graph = source.graph
+    empty = (s for s in saved_storages(graph) - graph.outputs if not graph.storages[s].nbytes)
+    makers = {op for s in empty if (op := graph.allocator[s]) is not None}
+    return any(f"+{pattern}".endswith(f"+{_name(source, [op])}") for op in makers)
 
 
 def _back(

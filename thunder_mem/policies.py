@@ -37,10 +37,12 @@ __all__ = [
     "OpInfo",
     "Policy",
     "PolicyChooser",
+    "check_policy",
     "every_second_matmul",
     "first_of",
     "infos",
     "keep_everything",
+    "offload_everything",
     "recompute_everything",
     "save_between_layers",
     "save_by_name",
@@ -73,6 +75,7 @@ class OpInfo:
         shapes, dtypes: of its results.
         needed: the backward uses its results.
         refusal: why it can never be computed again (it draws random numbers, ...), or None.
+        offload_refusal: why its largest result can never wait in the host's memory (the caller holds it, ...), or None.
         rank: how many operations of the same word come before it in the forward; for products of matrices,
             how many products.
         is_matmul: a product of matrices or a convolution.
@@ -91,6 +94,7 @@ class OpInfo:
     dtypes: tuple[str, ...]
     needed: bool
     refusal: str | None
+    offload_refusal: str | None
     rank: int
     is_matmul: bool
     is_attention: bool
@@ -126,6 +130,7 @@ def infos(source: TraceGraph) -> tuple[OpInfo, ...]:
                 dtypes=tuple(str(p.dtype).removeprefix("thunder.dtypes.") for p in outs),
                 needed=not saved.isdisjoint(op.allocates),
                 refusal=why_not_again(source, op.index),
+                offload_refusal=why_not_offload(source, max(op.allocates, key=lambda s: graph.storages[s].nbytes)),
                 rank=ranks.get(kind, 0),
                 is_matmul=_is_matmul(bsym),
                 is_attention=_is_attention(bsym),
@@ -198,12 +203,9 @@ class PolicyChooser:
 
 def _offloaded(source: TraceGraph, op: OpInfo) -> list[int]:
     """What of an operation's results can wait on the host; seeds and the like, which are small, may stay."""
-    made = source.graph.ops[op.index].allocates
-    reasons = {s: why_not_offload(source, s) for s in made}
-    largest = max(made, key=lambda s: source.graph.storages[s].nbytes)
-    if (reason := reasons[largest]) is not None:
-        raise RecomputeError(f"{_label(op)} cannot be offloaded: {reason}")
-    return [s for s in made if reasons[s] is None]
+    if op.offload_refusal is not None:
+        raise RecomputeError(f"{_label(op)} cannot be offloaded: {op.offload_refusal}")
+    return [s for s in source.graph.ops[op.index].allocates if why_not_offload(source, s) is None]
 
 
 def _made_of_refused_alone(source: TraceGraph, refused: set[int]) -> set[int]:
@@ -239,18 +241,38 @@ def recompute_everything(op: OpInfo, graph: Graph) -> Action:
     return Action.AUTO if op.refusal is not None else Action.RECOMPUTE
 
 
+def offload_everything(op: OpInfo, graph: Graph) -> Action:
+    """Let all wait in the host's memory that may; what may not stays with the minimum cut."""
+    return Action.AUTO if op.offload_refusal is not None else Action.OFFLOAD
+
+
+def check_policy(policy: object) -> None:
+    """Refuse what cannot be called as a policy.
+
+    Raises:
+        TypeError: it is a class, as where parentheses were forgotten, or nothing that can be called.
+    """
+    if isinstance(policy, type):
+        raise TypeError(f"{policy.__name__} is a class: write {policy.__name__}(...)")
+    if not callable(policy):
+        raise TypeError(
+            f"a policy is a function (op, graph) -> 'keep', 'recompute', 'offload' or 'auto', not {policy!r}"
+        )
+
+
 @dataclass(frozen=True, init=False)
 class first_of:
-    """The answer of the first policy that has one: `first_of(save_by_name("*.attn"), recompute_everything)`."""
+    """The answer of the first policy that has one: `first_of(save_by_name("*.attn"), recompute_everything)`.
+
+    Raises:
+        TypeError: what is no policy; see `check_policy`.
+    """
 
     policies: tuple[Policy, ...]
 
     def __init__(self, *policies: Policy) -> None:
         for policy in policies:
-            if not callable(policy):
-                raise TypeError(
-                    f"a policy is a function (op, graph) -> 'keep', 'recompute', 'offload' or 'auto', not {policy!r}"
-                )
+            check_policy(policy)
         object.__setattr__(self, "policies", policies)
 
     def __repr__(self) -> str:
@@ -299,7 +321,7 @@ class save_by_name:
 
     Args:
         names: each the path of a module ("transformer.h.0.mlp", with * and ? as in file names: "*.attn"),
-            which covers all inside it; or a word of patterns ("Gelu"); or, where the trace knows no
+            which covers all inside it; or a word of patterns ("Gelu" or "Gelu+"); or, where the trace knows no
             modules, a line of source ("model.py:120").
 
     Raises:
@@ -332,7 +354,7 @@ class save_by_name:
 
 
 def _is_named(op: OpInfo, name: str) -> bool:
-    if name == op.word or (op.source and op.source.endswith(name) and ":" in name):
+    if name.removesuffix("+") == op.word or (op.source and op.source.endswith(name) and ":" in name):
         return True
     return any(fnmatchcase(path, name) for path in _enclosing(op.module))
 

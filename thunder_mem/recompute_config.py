@@ -18,7 +18,7 @@ from typing import Any
 
 from thunder_mem.choices import Choices, RecomputeError
 from thunder_mem.layerwise import layerwise_choices
-from thunder_mem.patterns import Candidate, Occurrence, candidates, occurrences
+from thunder_mem.patterns import Candidate, Occurrence, candidates, names_empty_values, occurrences
 from thunder_mem.trace_graph import TraceGraph
 
 __all__ = [
@@ -87,6 +87,7 @@ class RecomputeConfig:
 
         Raises:
             RecomputeError: a pattern matches nothing, or its strategy or count does not fit what it matches.
+                Not where it names values without bytes, as a batch of no rows has: the next batch may have some.
         """
         choices = layerwise_choices(source) if self.layerwise else Choices()
         if not self.entries:
@@ -95,6 +96,8 @@ class RecomputeConfig:
         known = occurrences(found)
         for entry in self.entries:
             matched = [o for o in known if o.pattern == entry.pattern]
+            if not matched and names_empty_values(entry.pattern, source):
+                continue
             if not matched:
                 reasons = [r.reason for r in refused if r.pattern == entry.pattern]
                 raise RecomputeError(_matches_nothing(entry.pattern, (o.pattern for o in known), reasons))
@@ -115,7 +118,7 @@ def parse_config(given: Written) -> RecomputeConfig:
             of a JSON file (ending in ".json") that holds such a list or dict.
 
     Raises:
-        ValueError: anything else; the message says what was given and what is accepted.
+        ValueError: anything else; the message says what was given and what is accepted, and names the file.
         OSError: the file cannot be read.
 
     Example:
@@ -123,10 +126,17 @@ def parse_config(given: Written) -> RecomputeConfig:
         'Gelu+:recompute:-1,Cast+:compromised:4'
     """
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
-        given = _read_json(Path(given))
+        try:
+            return _parsed(_read_json(Path(given)))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(given)}: {error}") from error
+    return _parsed(given)
+
+
+def _parsed(given: Any) -> RecomputeConfig:
     if isinstance(given, str):
         _check_size(len(given), MAX_CHARACTERS, "characters")
-        given = given.split(",")
+        given = given.split(",") if given.strip() else []
     if isinstance(given, Mapping):
         _check_size(len(given), MAX_ENTRIES, "entries")
         layerwise = given.get(LAYERWISE, False)
@@ -169,6 +179,10 @@ _FORM = f'"Pattern:strategy:count,..." or "{LAYERWISE}"'
 
 def _entry(text: str) -> Entry:
     fields = [field.strip() for field in text.split(":")]
+    if len(fields) == 1:
+        raise ValueError(
+            f'{text!r} is neither "{LAYERWISE}" nor an entry Pattern:strategy:count, such as Gelu+:recompute:-1'
+        )
     if len(fields) != 3:
         raise ValueError(f"{text!r} has {len(fields)} fields, not 3: an entry is Pattern:strategy:count")
     return _checked(text, *fields)
@@ -215,7 +229,7 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetitions)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"it is not JSON: {error}") from error
 
 
 def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ timeline of that plan says what becomes of the peak.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from thunder_mem.patterns import Candidate, Occurrence, Single, candidates, occu
 from thunder_mem.recompute_config import Entry, choices_of
 from thunder_mem.recompute_rows import Kept, RecomputeTable, Row
 from thunder_mem.saving import saved_storages, storages_to_rebuild
-from thunder_mem.study import study_program
+from thunder_mem.study import check_program, study_program
 from thunder_mem.symbolic import Dims
 from thunder_mem.trace_graph import TraceGraph
 
@@ -48,13 +49,16 @@ def recompute_table(
         args: arguments of a call (real, or under `simulate` fake) that asks for a gradient.
         kwargs: keyword arguments of the call.
         dims: names for sizes of this example, such as {"B": 3, "T": 17}, which then stand in shapes and
-            sizes. They should be sizes that nothing else in the program has.
+            sizes. Every size that is equal to a dim's, or to the product of two, is written so, whatever it
+            is: take an example in which nothing else has it. A warning names what is seen to have it too.
         executors: as for `thunder.jit`, where `fn` is not jitted yet.
         peaks: plan each row for what it does to the peak; without, only bytes and times.
 
     Raises:
-        ValueError: the call asks for no gradient, or `dims` are ambiguous.
+        ValueError: the call asks for no gradient, two of `dims` are alike, or nothing in the program has the
+            size of one.
         PredictionError: the program cannot be traced.
+        TypeError: `fn` is none of the above.
 
     Example:
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
@@ -62,9 +66,28 @@ def recompute_table(
         >>> table["Linear"].shapes, table["Linear"].config
         (('(B, 32)',), 'Linear+:recompute:-1')
     """
+    check_program(fn, "recompute_table")
     names = Dims(dims)
     study = study_program(fn, args, dict(kwargs or {}), executors)
+    _check_dims(names, study.source)
     return _Tabulation(study.source, study.problem, study.plan, names, peaks).table()
+
+
+def _check_dims(dims: Dims, source: TraceGraph) -> None:
+    """Refuse a dim that nothing has; warn of what has a dim's size, and may not mean it."""
+    arguments = [p for b in source.prefix for p in b.flat_proxy_outs if isinstance(p, TensorProxy)]
+    made = [p for b in source.bsyms for p in b.flat_proxy_outs if isinstance(p, TensorProxy)]
+    dims.check_occur({n for p in (*arguments, *made) for n in map(int, p.shape)})
+    for p in arguments:
+        shape = tuple(map(int, p.shape))
+        fixed = ProxyTag.STATIC_MEMORY_LOCATION in p.tags  # a parameter, which no batch changes
+        if clash := dims.clashes(shape) if fixed else dims.repeated(shape):
+            warnings.warn(
+                f"{clash} has a size that {p.name} {shape} has {'too' if fixed else 'twice'}: the table writes "
+                f"{dims.shape(shape)}, and so wherever that size occurs. An example of other sizes tells them apart",
+                stacklevel=3,
+            )
+            return
 
 
 @dataclass(frozen=True)
@@ -77,7 +100,6 @@ class _Tabulation:
 
     def table(self) -> RecomputeTable:
         graph, fuse = self.problem.graph, self.problem.fuse
-        self._check_dims()
         base = storages_to_rebuild(graph, fuse, self.problem.choices)
         found, refused = candidates(self.source, base)
         base_peak = self._peak(base)
@@ -92,13 +114,6 @@ class _Tabulation:
         ]
         rows.sort(key=lambda r: (r.now != "received", -r.saved_bytes, -r.values_bytes, r.pattern, r.strategy))
         return RecomputeTable(tuple(rows), _kept(refused), self._received(base), base_peak, self._model.name)
-
-    def _check_dims(self) -> None:
-        for p in (p for b in self.source.prefix for p in b.flat_proxy_outs):
-            if isinstance(p, TensorProxy) and ProxyTag.STATIC_MEMORY_LOCATION in p.tags:
-                shape = tuple(map(int, p.shape))
-                if clash := self.dims.clashes(shape):
-                    raise ValueError(f"{clash[0]} has a size that {p.name} {shape} has too: take an example without")
 
     def _row(self, entry: Entry, group: list[Occurrence], base: frozenset[int], base_peak: int) -> Row | None:
         try:

@@ -17,7 +17,7 @@ from thunder_mem.predict import compiled_entry
 from thunder_mem.trace_graph import TraceGraph
 from thunder_mem.transforms.mem_efficient import MemEfficient
 
-__all__ = ["Study", "study_program"]
+__all__ = ["Study", "check_program", "study_program"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,16 @@ class Study:
     source: TraceGraph
     problem: SavingProblem
     plan: Callable[..., Planned]
+
+
+def check_program(fn: object, caller: str) -> None:
+    """Refuse what is no program, in the name of the function that was given it.
+
+    Raises:
+        TypeError: it cannot be called, or is a class.
+    """
+    if not callable(fn) or isinstance(fn, type):
+        raise TypeError(f"{caller} takes a function, a module or what thunder.jit made of one, not {fn!r}")
 
 
 def study_program(

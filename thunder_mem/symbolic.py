@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from math import prod
 
 __all__ = ["Dims"]
+
+_SHOWN = 20  # sizes that an error lists
 
 
 class Dims:
@@ -42,9 +44,29 @@ class Dims:
             self._names[size] = "*".join(way)
         self.sizes = given
 
-    def clashes(self, shape: Sequence[int]) -> list[str]:
-        """The dims whose size also stands in a shape that has none of them, such as a parameter's."""
-        return [self._names[n] for n in shape if n in self._names]
+    def check_occur(self, sizes: Collection[int]) -> None:
+        """Refuse a dim that would stand for nothing.
+
+        Args:
+            sizes: all that stand in shapes.
+
+        Raises:
+            ValueError: neither a dim's size nor a product with it is among them.
+        """
+        occurring = {name for n in sizes if n in self._names for name in self._names[n].split("*")}
+        for name, size in self.sizes.items():
+            if name not in occurring:
+                known = sorted(n for n in sizes if n > 1)
+                shown = ", ".join(map(str, known[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
+                raise ValueError(f"dim {name} is {size}, and nothing in this program has that size; sizes are {shown}")
+
+    def clashes(self, shape: Sequence[int]) -> str:
+        """The first dim whose size stands in a shape that has no dims, such as a parameter's; "" if none does."""
+        return next((self._names[n] for n in shape if n in self._names), "")
+
+    def repeated(self, shape: Sequence[int]) -> str:
+        """The first dim whose size stands in a shape twice; "" if none does."""
+        return next((self._names[n] for n in shape if n in self._names and list(shape).count(n) > 1), "")
 
     def shape(self, shape: Sequence[int]) -> str:
         """A shape as text."""

@@ -6,8 +6,10 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from thunder_mem.cost_measure import COSTS
 from thunder_mem.devices import DEVICES, device_spec
 from thunder_mem.offload_option import parse_offload
+from thunder_mem.recompute_config import parse_config
 from thunder_mem.sizes import parse_bytes
 
 __all__ = ["make_parser"]
@@ -136,6 +138,19 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         "MemEfficient buys memory with time until it fits; exit code 1 if nothing does",
     )
     machine.add_argument(
+        "--recompute",
+        type=_checked(_recompute),
+        metavar="CONFIG",
+        help="what the backward computes again, or keeps, besides, as MemEfficient(recompute=...) takes it: "
+        "Gelu+:recompute:-1, layerwise, the path of a JSON file",
+    )
+    machine.add_argument(
+        "--costs",
+        choices=COSTS,
+        help="how long repetitions are taken to be where a plan buys memory with time: by the roofline of the device "
+        "(default), or measured here",
+    )
+    machine.add_argument(
         "--fusion",
         choices=("nvfuser-like", "torchcompile", "none"),
         default="nvfuser-like",
@@ -197,6 +212,14 @@ def _add_step_options(program: argparse._ArgumentGroup) -> None:
     program.add_argument(
         "--accumulate", type=_checked(_count), default=1, metavar="N", help="microbatches of a step (default: 1)"
     )
+
+
+def _recompute(text: str) -> str:
+    try:
+        parse_config(text)
+    except OSError as error:
+        raise ValueError(f"{text} cannot be read: {error.strerror}") from error
+    return text
 
 
 def _offload(text: str) -> str:

@@ -152,6 +152,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _work(options: argparse.Namespace) -> _Answer:
+    asked = _asked(options)
+    if asked and getattr(options, "plain", False):
+        raise UsageError(f"--{next(iter(asked))} is for MemEfficient, which --plain leaves out: give one of them")
     command = {"predict": _predict, "explain": _explain, "plan": _plan, "frontier": _frontier}[options.command]
     steps = {"predict": 2, "explain": 3, "plan": 3, "frontier": 2}[options.command]
     with _Steps(steps) as bar, machine(options.device, options.fusion) as spec:
@@ -172,10 +175,17 @@ def _work(options: argparse.Namespace) -> _Answer:
                         inference=options.inference,
                         spec=spec,
                         budget_bytes=options.budget,
+                        options=asked,
                     ),
                 )
 
         return command(options, program, answer, bar)
+
+
+def _asked(options: argparse.Namespace) -> dict[str, str]:
+    """The options of MemEfficient that were given."""
+    given = {name: getattr(options, name) for name in ("recompute", "costs")}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _predict(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
@@ -214,7 +224,9 @@ def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar
 def _frontier(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
     limits = limits_of(device_spec(options.device) if options.device else None, options.budget)
     with bar.step("planning from no recomputation to the smallest peak"):
-        frontier = survey(program, options.fusion, bool(options.device), options.points, options.offload)
+        frontier = survey(
+            program, options.fusion, bool(options.device), options.points, options.offload, _asked(options)
+        )
     fits = all(frontier.within(nbytes) is not None for _, nbytes in limits)
     lines, tables = frontier_tables(frontier, limits)
     page = functools.partial(frontier_page, frontier, lines[1:])

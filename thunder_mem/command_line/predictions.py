@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import thunder
@@ -93,6 +93,7 @@ class Question:
         inference: no gradients.
         spec: the simulated GPU, if one is.
         budget_bytes: a limit besides the GPU's memory.
+        options: others of `MemEfficient`, which `plain` leaves out.
     """
 
     fusion: str
@@ -103,6 +104,7 @@ class Question:
     inference: bool
     spec: DeviceSpec | None
     budget_bytes: int | None
+    options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def limits(self) -> tuple[tuple[str, int], ...]:
@@ -116,18 +118,44 @@ def limits_of(spec: DeviceSpec | None, budget_bytes: int | None) -> tuple[tuple[
     return (*limits, *([] if budget_bytes is None else [(_BUDGET, budget_bytes)]))
 
 
-def survey(program: Program, fusion: str, simulated: bool, points: int, offload: bool | str = False) -> Frontier:
-    """The program's plans from no recomputation to the smallest peak; `offload` as for `memory_time_frontier`.
+def survey(
+    program: Program,
+    fusion: str,
+    simulated: bool,
+    points: int,
+    offload: bool | str = False,
+    options: Mapping[str, str] | None = None,
+) -> Frontier:
+    """The program's plans from no recomputation to the smallest peak.
+
+    Args:
+        program: jitted or not.
+        fusion: which fusion there is, see `thunder-mem --help`.
+        simulated: for a simulated device.
+        points, offload: as for `memory_time_frontier`.
+        options: of `MemEfficient`.
 
     Raises:
+        UsageError: the options do not go together.
         PredictionError, ValueError: as `memory_time_frontier`.
     """
-    executors = None
-    if not simulated and not program.is_jitted:
-        executors = _executors(fusion)
-    return memory_time_frontier(
-        program.model, *program.args, kwargs=program.kwargs, executors=executors, points=points, offload=offload
-    )
+    _check_options(program, options or {})
+    model: Any = program.model
+    if not program.is_jitted:
+        executors = None if simulated else _executors(fusion)
+        given: dict[str, Any] = {} if executors is None else {"executors": executors}
+        model = thunder.jit(model, transforms=[_mem_efficient(options or {})], **given)
+    return memory_time_frontier(model, *program.args, kwargs=program.kwargs, points=points, offload=offload)
+
+
+def _mem_efficient(options: Mapping[str, str], budget_bytes: int | None = None) -> MemEfficient:
+    # The verdict says whether it suffices.
+    return MemEfficient(budget=budget_bytes, on_infeasible="warn", **options)  # type: ignore[arg-type]
+
+
+def _check_options(program: Program, options: Mapping[str, str]) -> None:
+    if program.is_jitted and (name := next(iter(options), None)):
+        raise UsageError(f"the program is jitted already: give {name}= to its own MemEfficient, not --{name}")
 
 
 def _executors(fusion: str) -> list[str] | None:
@@ -146,6 +174,7 @@ def ask(program: Program, question: Question) -> Outcome:
     """
     if question.plain and program.is_jitted:
         raise UsageError("the program is jitted already: what thunder.jit got there decides how it is compiled")
+    _check_options(program, question.options)
     found = _compiled(program, question, None)
     if found.fits or question.plain or program.is_jitted or found.limit_bytes is None:
         return found
@@ -178,7 +207,7 @@ def _nothing_smaller(plan: Plan | None) -> bool:
 def _compiled(program: Program, question: Question, budget_bytes: int | None) -> Outcome:
     jitted = program.model
     if not program.is_jitted:
-        plan = MemEfficient(budget=budget_bytes, on_infeasible="warn")  # the verdict says whether it suffices
+        plan = _mem_efficient(question.options, budget_bytes)
         options: dict[str, Any] = {"transforms": [] if question.plain else [plan]}
         executors = _executors(question.fusion) if question.spec is None else None
         if executors is not None:

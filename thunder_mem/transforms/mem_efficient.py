@@ -21,6 +21,7 @@ from thunder_mem.choices import Chooser
 from thunder_mem.chunk_size import lean_rows, leanest_rows
 from thunder_mem.chunking import ChunkingError, chunk_trace
 from thunder_mem.composition import check_sort, composed, rewriting_after, with_whole_heads
+from thunder_mem.cost_measure import COSTS, check_measurable
 from thunder_mem.decisions import about_chunks
 from thunder_mem.delegate import check_final_trace, latest, seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
@@ -30,7 +31,7 @@ from thunder_mem.origins import name_origins
 from thunder_mem.overwrites import without_writes
 from thunder_mem.plan import Refusal
 from thunder_mem.plan_file import note_program, program_of, read_plan
-from thunder_mem.policies import Policy, PolicyChooser
+from thunder_mem.policies import Policy, PolicyChooser, check_policy
 from thunder_mem.pruning import pruned
 from thunder_mem.recompute_config import Written, from_environment, parse_config
 from thunder_mem.sorting import SortFunction
@@ -72,6 +73,9 @@ class MemEfficient(ListedTransform):
             "only:PATTERN" for values of one pattern as `recompute_table` names them. Copies run beside other work.
         on_infeasible: "error" raises `BudgetError` if nothing fits the budget, "warn" compiles the
             smallest plan found.
+        costs: what a budget takes the time of a repetition to be: "roofline", from shapes and dtypes, or "measured",
+            run on this machine when the program is compiled, once for equal operations, and kept in the user's cache
+            folder. The time of copies to the host is modelled in both.
         reuse: let results of `mem_pointwise` regions be written over values that nobody reads any more.
             Under ``retain_graph=True`` what autograd keeps is copied first.
         verify: check every plan (True) or none (False) by `thunder_mem.verify`: that the planned trace computes
@@ -83,11 +87,12 @@ class MemEfficient(ListedTransform):
             options than the file's, and a plan that comes out otherwise, are errors.
 
     Raises:
-        ValueError: `sort` is an unknown name, or `budget`, `recompute`, `offload` or `on_infeasible` is none of
-            the above; or `offload` without a budget.
+        ValueError: `sort` is an unknown name, or `budget`, `recompute`, `offload`, `on_infeasible` or `costs` is none
+            of the above; or `offload` without a budget.
         RecomputeError: when compiling: `recompute` asks for what this program does not have, or for what
             must not be computed again.
         BudgetError: when compiling: no plan fits the budget.
+        MeasuringError: when compiling: `costs` is "measured" on one of several ranks, or under `simulate`.
         PlanFileError: `plan` is no plan file; when compiling: it is of something else.
         TypeError: an argument of another type than documented.
 
@@ -108,6 +113,7 @@ class MemEfficient(ListedTransform):
         recompute: Written | Policy | None = None,
         offload: bool | str = False,
         on_infeasible: str = "error",
+        costs: str = "roofline",
         reuse: bool = True,
         verify: bool | None = None,
         strict: bool = False,
@@ -131,6 +137,8 @@ class MemEfficient(ListedTransform):
             )
         if on_infeasible not in ("error", "warn"):
             raise ValueError(f'on_infeasible is "error" or "warn", not {on_infeasible!r}')
+        if costs not in COSTS:
+            raise ValueError(f"costs is {' or '.join(map(repr, COSTS))}, not {costs!r}")
         self._options = PlanningOptions(
             sort=sort,
             strict=strict,
@@ -138,6 +146,7 @@ class MemEfficient(ListedTransform):
             recompute=from_environment() if recompute is None else _chooser(recompute),
             offload=moved,
             on_infeasible=on_infeasible,
+            costs=costs,
             reuse=reuse,
             verify=verify,
         )
@@ -151,6 +160,8 @@ class MemEfficient(ListedTransform):
     ):
         compile_data: Any = get_compile_data()
         self._is_alone_in(compile_data.transforms)
+        if self._options.costs == "measured":
+            check_measurable()
         if waits_for_shards(self, compile_data.transforms, computation_trace):
             return prologue_trace, self._prepared(computation_trace, prologue_trace), epilogue_trace
         executors = _with_defaults(compile_data.executors_list)
@@ -201,13 +212,15 @@ class MemEfficient(ListedTransform):
             if callable(recompute)
             else str(options.recompute),
             "offload": repr(self._offload),
+            "costs": options.costs,
             "reuse": repr(options.reuse),
             "executors": ", ".join(str(e.name) for e in given),
         }
 
     @property
     def _names_nothing(self) -> bool:
-        return self._options.recompute is None and not (self._options.offload and self._options.offload.pattern)
+        options = self._options  # under a budget `BudgetError` names operations
+        return options.recompute is None and options.budget is None
 
     def _prepared(self, trace: TraceCtx, prologue_trace: TraceCtx) -> TraceCtx:
         """The trace as planning wants it, with values in place of writes; as it was where that does not work."""
@@ -248,17 +261,18 @@ class MemEfficient(ListedTransform):
         return (
             f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, "
             f"budget={self._options.budget!r}, recompute={self._recompute!r}, offload={self._offload!r}, "
-            f"reuse={self._options.reuse}, verify={self._options.verify}, strict={self._options.strict}"
-            + (f", plan={self._plan.path!r})" if self._plan else ")")
+            f"costs={self._options.costs!r}, reuse={self._options.reuse}, verify={self._options.verify}, "
+            f"strict={self._options.strict}" + (f", plan={self._plan.path!r})" if self._plan else ")")
         )
 
 
 def _chooser(recompute: Written | Policy) -> Chooser:
     if isinstance(recompute, str | os.PathLike | Mapping | list | tuple):
         return parse_config(recompute)
-    if callable(recompute):
-        return PolicyChooser(recompute)
-    raise TypeError(f"recompute is a configuration or a policy (op, graph) -> Action, not {recompute!r}")
+    if not callable(recompute):
+        raise TypeError(f"recompute is a configuration or a policy (op, graph) -> Action, not {recompute!r}")
+    check_policy(recompute)
+    return PolicyChooser(recompute)
 
 
 def _with_defaults(executors: tuple) -> tuple:
