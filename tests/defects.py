@@ -28,12 +28,14 @@ class Defect:
         raises: how it shows, as `oracle.check` words it: a pattern, of something that nothing else raises. What
             shows so excuses a failure of the fuzzer; see `defect_of`.
         warned: where MemEfficient warns of it, a pattern of its words, which excuse likewise.
+        fusion_type: the option of `thunder.jit` that it needs.
     """
 
     program: Program
     reason: str
     raises: str = ""
     warned: str = ""
+    fusion_type: str = "consecutive"
 
 
 def _x(name: str = "x0", shape: tuple[int, ...] = (4,), **options) -> Input:
@@ -125,6 +127,39 @@ DEFECTS = {
         ),
         "autograd sees the new value of the view alone",
         warned=r"^warned that Thunder's autograd misses the write at .* goes through a view",
+    ),
+    "write to what a view shows": Defect(
+        Program(
+            (_x(shape=(3, 3), grad=True),),
+            (Step("sin", ("v0",), ("x0",)), Step("select", ("v1",), ("v0",), (0,)), Step("isub", (), ("v0", "x0"))),
+            ("v1",),
+        ),
+        "the view has the gradient of the value as it was, and the write is dropped where nothing else reads it",
+    ),
+    "written value returned under both its names": Defect(
+        Program(
+            (_G,),
+            (Step("sin", ("v0",), ("x0",)), Step("sub_scalar_", ("v1",), ("v0",), (2,))),
+            ("v1", "v0"),
+        ),
+        "both are one value by then, and the gradient of one of the two outputs is counted for both",
+    ),
+    "overwritten mean of a variance": Defect(
+        Program(
+            (_x(shape=(3, 3), grad=True),),
+            (Step("var_mean", ("v0", "v1"), ("x0",), (0, True)), Step("neg_", (), ("v1",))),
+            ("v0",),
+        ),
+        "the derivative of the variance is taken at the overwritten mean, and eager computes the mean again",
+    ),
+    "write under dataflow fusion": Defect(
+        Program(
+            (_x("x0"), _x("x1")),
+            (Step("sin", ("v0",), ("x0",)), Step("add_scalar_", (), ("v0",), (2,))),
+            ("x1",),
+        ),
+        "the partition has no edge from a write that nobody reads to the return, and may put it after that",
+        fusion_type="dataflow",
     ),
     "write to a copy taken for a view": Defect(
         Program(
@@ -392,6 +427,9 @@ BEYOND = (
     "write in checkpoint",
     "overwritten argument of a function",
     "overwritten factor",
+    "write to what a view shows",
+    "written value returned under both its names",
+    "overwritten mean of a variance",
     "unbind in checkpoint",
 )
 

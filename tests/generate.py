@@ -50,7 +50,8 @@ class Profile:
         regions: region kinds to draw from.
         in_checkpoint: families that a checkpoint's body may use.
         in_no_grad: families that may be used under no_grad.
-        overwrites_needed: statements in place may overwrite what their own derivative needs.
+        overwrites_needed: statements in place may overwrite what their own derivative, or a view that is read later,
+            needs; what they give may be returned under both of its names.
         input_writes: statements in place may overwrite inputs.
         aliases: an input may be a view of another, or be passed twice.
         layouts: inputs may be non-contiguous.
@@ -88,6 +89,8 @@ class _Builder:
     count: int = 0
     said: list[tuple[str, tuple[str, ...], tuple]] = field(default_factory=list)  # the statements so far
     random: bool = False  # a random value has been drawn
+    first_names: dict[str, str] = field(default_factory=dict)  # of what a statement in place gave another name
+    missed: set[str] = field(default_factory=set)  # shows a write that Thunder's autograd does not see there
     outside: frozenset[str] | None = None  # in a checkpoint's body: the names from before the outermost
     alive: list = field(default_factory=list)  # so that no storage's address is used twice
     scope: dict = field(default_factory=lambda: {"torch": torch, "F": torch.nn.functional})
@@ -114,6 +117,27 @@ class _Builder:
             return False
         return any(t.dim() > 0 and all(n == 1 or not step for n, step in _dims(t)) for t in tensors)
 
+    def miss(self, written: str) -> None:
+        """Read nothing more that shares the memory of what was just written and that Thunder takes for another value.
+
+        Its gradient goes to what was there before, or to the view alone.
+        """
+        t = self.tensors[written]
+        if t.requires_grad and not self.profile.overwrites_needed:
+            first = self.first_name(written)
+            shared = (name for name, u in self.tensors.items() if storage(u) == storage(t))
+            self.missed |= {name for name in shared if self.first_name(name) != first}
+
+    def first_name(self, name: str) -> str:
+        return self.first_names.get(name, name)
+
+    def once(self, outputs: list[str]) -> list[str]:
+        """Each written value under one name: Thunder counts the gradient of two wrongly."""
+        if self.profile.overwrites_needed:
+            return outputs
+        under: dict[str, str] = {}
+        return [under.setdefault(self.first_name(name), name) for name in outputs]
+
     def loses_dims(self, name: str, dims: int) -> bool:
         t = self.tensors[name]
         return t.requires_grad and t.numel() == 1 and t.dim() < dims
@@ -131,13 +155,16 @@ class _Builder:
                     continue
                 if self.random and (op in OVERWRITES or op == "batch_norm_running"):
                     continue  # may overwrite a random value; see `prune`
-                drawn = OPS[op].draw(self.rng, Values(self.tensors, self.writable))
+                known = {name: t for name, t in self.tensors.items() if name not in self.missed}
+                drawn = OPS[op].draw(self.rng, Values(known, self.writable))
                 if drawn and (step := self._run(op, *drawn)):
                     return step
         return None
 
     def _run(self, op: str, args: tuple[str, ...], params: tuple) -> Step | None:
         spec = OPS[op]
+        if not self.missed.isdisjoint(args):
+            return None
         if spec.kind == "in-place" and self.tensors[args[-1]].requires_grad and self.writes_input(args[0]):
             return None  # Thunder: an input that is overwritten by a value with a gradient loses it
         if spec.kind == "in-place" and any(self.overlap_in_part(args[0], name) for name in args[1:]):
@@ -163,10 +190,13 @@ class _Builder:
         try:
             if spec.kind == "in-place":
                 exec(text, scope)
+                self.miss(args[0])
                 if text.startswith(f"{args[0]}.") and self.rng.random() < 0.5:
                     self.count += 1
-                    self.tensors[f"v{self.count - 1}"] = self.tensors[args[0]]
-                    return Step(op, (f"v{self.count - 1}",), args, params)
+                    target = f"v{self.count - 1}"
+                    self.tensors[target] = self.tensors[args[0]]
+                    self.first_names[target] = self.first_name(args[0])
+                    return Step(op, (target,), args, params)
                 return Step(op, (), args, params)
             result = eval(text, scope)
         except (RuntimeError, IndexError, TypeError, ValueError):
@@ -184,6 +214,8 @@ class _Builder:
         copied = of_input and storage(results[0]) not in self.input_storages
         if copied or spec.family == "cast" or op in ("detach", "diagonal"):
             self.frozen.add(storage(results[0]))  # Thunder loses what is written to these; see `defects.py`
+        if op == "var_mean" and not self.profile.overwrites_needed:
+            self.frozen.add(storage(results[1]))  # Thunder: the backward of the variance reads the mean
         targets = tuple(f"v{self.count + i}" for i in range(len(results)))
         self.count += len(results)
         self.tensors.update(zip(targets, results, strict=True))
@@ -229,7 +261,7 @@ class _Builder:
         with context():
             body = self.block(self.rng.randint(1, 5), families, regions if kind == "checkpoint" else ())
         self.outside = outside
-        made = [name for name in defined(body) if name not in before]
+        made = [name for name in defined(body) if name not in before and name not in self.missed]
         inner = self.tensors
         lost = self.frozen - {storage(t) for t in before.values()}
         self.alive.append(inner)
@@ -266,7 +298,7 @@ def generate(rng: Random, profile: Profile = Profile()) -> Program:
             rng, profile, tensors, frozen, storages, writable, "attention" if kit == "embedding" else kit
         )
         body = builder.block(rng.randint(1, profile.steps), families, profile.regions)
-    made = defined(body)
+    made = [name for name in defined(body) if name not in builder.missed]
     used = {name for item in body for name in (item.args if isinstance(item, Step) else free(item.body))}
     ends = [name for name in made if name not in used]
     count = rng.randint(1, 4) if made else 0
@@ -277,9 +309,10 @@ def generate(rng: Random, profile: Profile = Profile()) -> Program:
     if not made or rng.random() < 0.12:
         outputs.append(rng.choice(inputs).name)
     fitting = [i.targets[0] for i in body if isinstance(i, Step) and kit and OPS[i.op].family == KITS[kit][0]]
+    fitting = [name for name in fitting if name not in builder.missed]
     if fitting and rng.random() < 0.8:
         outputs.append(rng.choice(fitting))
-    return prune(Program(inputs, body, tuple(outputs)), keep_dead=rng.random() < 0.1)
+    return prune(Program(inputs, body, tuple(builder.once(outputs))), keep_dead=rng.random() < 0.1)
 
 
 def prune(program: Program, keep_dead: bool = False) -> Program:

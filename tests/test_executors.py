@@ -400,6 +400,20 @@ def test_writes_in_place_stay_in_order(fn):
     torch.testing.assert_close(x, y)
 
 
+def test_no_read_moves_past_a_write_in_the_passes_of_other_fusion_executors():
+    """These call Thunder's `rematerialize`, which computes a region's inputs in the region."""
+
+    def fn(x):
+        y = x.tanh()
+        z = y * 2
+        y.add_(x)
+        return z * 3
+
+    x = torch.randn(4)
+    others = [get_executor("torchcompile_xentropy")]
+    torch.testing.assert_close(thunder.jit(fn, executors=[mem_pointwise_ex, *others])(x), fn(x))
+
+
 def test_batch_norm_updates_its_statistics():
     eager = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.ReLU())
     jitted = jit(copy.deepcopy(eager))

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -114,11 +115,11 @@ def test_more_programs_that_thunder_alone_gets_wrong(profile: str):
 @pytest.mark.parametrize("name", DEFECTS)
 def test_thunder_still_has_the_defect(name: str):
     """What the generator leaves out is what Thunder gets wrong; when it is repaired, take it in."""
-    program = DEFECTS[name].program
-    validate(program)
-    found = check(program, thunder.jit)
-    assert found, f"{name} is right now: {DEFECTS[name].reason}"
-    assert defect_of(found[0]) in ((name,) if DEFECTS[name].raises else ("", *DEFECTS))
+    defect = DEFECTS[name]
+    validate(defect.program)
+    found = check(defect.program, partial(thunder.jit, fusion_type=defect.fusion_type))
+    assert found, f"{name} is right now: {defect.reason}"
+    assert defect_of(found[0]) in ((name,) if defect.raises else ("", *DEFECTS))
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

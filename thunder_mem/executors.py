@@ -88,12 +88,18 @@ def _has_effect(bsym: BoundSymbol) -> bool:
     return not tags.isdisjoint(bsym.sym.tags or ()) or any(map(_has_effect, bsym.subsymbols))
 
 
+def _computed_once(bsym: BoundSymbol) -> BoundSymbol:
+    """`bsym` with the mark of a reduction, which Thunder's `rematerialize` leaves in its region."""
+    return bsym.from_bsym(tags=bsym.tags | {OpTags.REDUCTION_OP})
+
+
 class MemPointwiseExecutor(TorchCompileExecutor):
     """Fuses pointwise operations, reductions and views into regions named ``MemPointwise<n>``.
 
     Its own `fusion_pass` is the one of Thunder's torch.compile executors, except in a trace that writes
     in place: Thunder's partition has no edge from a reader to a later write (which those executors hide
-    by fusing the write as well), so there only neighbours fuse and nothing moves.
+    by fusing the write as well), so there only neighbours fuse and nothing moves. Nor may the
+    fusion passes of other executors move it: their `rematerialize` would read what is overwritten by then.
     """
 
     def can_execute(self, bsym: BoundSymbol) -> bool:
@@ -115,7 +121,11 @@ class MemPointwiseExecutor(TorchCompileExecutor):
         regions = count()
         for fusible, group in groupby(bsyms, self.can_fuse):
             run = list(group)
-            fused += [self.fuse(Region(producers, consumers, run), next(regions))] if fusible else run
+            if fusible:
+                region = Region(producers, consumers, run)
+                region.bound_symbols = list(map(_computed_once, run))
+                run = [self.fuse(region, next(regions))]
+            fused += run
         new_trace = from_trace(trace)
         new_trace.bound_symbols = fused
         new_trace.set_provenance(TraceProvenance("Fusion of neighbours"))
