@@ -15,7 +15,7 @@ demo: $(STAMP)  ## the main job: issue 1337's functions and a small training ste
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
-test-notebooks: $(STAMP)  ## run those that are not in `make test`, and compare with what is committed: 4 minutes
+test-notebooks: $(STAMP)  ## run all, and compare with what is committed: 4 minutes
 	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist load tests/test_notebooks.py
 
 test-long: $(STAMP)

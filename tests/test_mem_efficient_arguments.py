@@ -217,6 +217,7 @@ for executors in ([], [mem_pointwise_ex]):
 """
 
 
+@pytest.mark.slow  # test_determinism.py compares four seeds
 def test_plan_and_traces_do_not_depend_on_the_hash_seed():
     def printed(seed: str) -> str:
         environment = {**os.environ, "PYTHONHASHSEED": seed}

@@ -7,15 +7,11 @@ import pytest
 
 from notebooks.run import notebooks, pictures, run, texts
 
-QUICK = ("03",)
 PATHS = notebooks()
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p if p.name.startswith(QUICK) else pytest.param(p, marks=pytest.mark.slow) for p in PATHS],
-    ids=lambda p: p.stem,
-)
+@pytest.mark.slow  # CI runs them by `make test-notebooks`
+@pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
 def test_outputs_are_those_that_are_committed(path):
     committed, new = nbformat.read(path, as_version=4), run(path)
     for cell, before, now in zip(

@@ -482,9 +482,8 @@ def compared_random_region(seed):
     return reuse
 
 
-@pytest.mark.parametrize(
-    "inside", [pytest.param(False, marks=pytest.mark.slow), True], ids=["loss outside", "loss inside"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [False, True], ids=["loss outside", "loss inside"])
 def test_no_half_peaks_higher_for_it(inside):
     """Also where Thunder's own arrangement was the best one, whose regions hand out what others rebuild."""
     program = llama_step(
