@@ -111,6 +111,7 @@ def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert (tmp_path / "litgpt-simulate-H100-80GB.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_so():
     bad = rows.run_apart(Case("longchat-7b-16k", True, False, "eager"), "simulate:H9000", 2, 120)
     assert "unknown device 'H9000'" in bad["error"]

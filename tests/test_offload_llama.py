@@ -46,6 +46,7 @@ def budget_of(llama) -> int:
     return low + (high - low) // 4
 
 
+@pytest.mark.slow
 def test_the_device_decides_between_the_link_and_arithmetic(llama):
     budget = budget_of(llama)
     fast, slow = (fit_with_offload(problem_on(llama, device), budget) for device in (FAST_LINK, SLOW_LINK))

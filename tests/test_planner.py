@@ -157,6 +157,7 @@ def several_plans() -> str:
     return json.dumps(plans)
 
 
+@pytest.mark.slow  # test_determinism.py compares four processes
 def test_another_process_makes_the_same_plans():
     """With another hash seed: this one's is drawn at its start."""
     other = subprocess.run(
