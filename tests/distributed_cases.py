@@ -30,7 +30,7 @@ from thunder_mem import ChunkLossHead, MemEfficient, last_plan, measure_peak
 from thunder_mem.communication import starts
 from thunder_mem.ranks import RanksDifferError, schedule_of
 
-__all__ = ["CASES", "FOUR_CASES", "SLOW_CASES", "run_rank"]
+__all__ = ["CASES", "FOUR_CASES", "SLOW_CASES", "TABLES", "run_rank"]
 
 CPU = torch.device("cpu")
 VOCABULARY, WIDTH = 64, 8
@@ -501,6 +501,10 @@ SLOW_CASES: dict[str, Callable[[], dict]] = {
 }
 
 
+TABLES = {"two": CASES, "four": FOUR_CASES, "four, fused": SLOW_CASES}
+"""By a name, as a table itself holds functions, which no process hands another."""
+
+
 def run_rank(rank: int, world: int, folder: str, which: str) -> None:
     """Some cases on one rank; what they give back lies in `folder`.
 
@@ -508,7 +512,7 @@ def run_rank(rank: int, world: int, folder: str, which: str) -> None:
         rank: this one.
         world: how many there are.
         folder: shared by all.
-        which: the name of one of the tables above; a table itself holds functions, which no process hands another.
+        which: the name of one of `TABLES`.
     """
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     warnings.simplefilter("ignore")
@@ -517,7 +521,7 @@ def run_rank(rank: int, world: int, folder: str, which: str) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=180)
     )
     found = {}
-    for name, case in globals()[which].items():
+    for name, case in TABLES[which].items():
         began = time.perf_counter()
         found[name] = case() | {"seconds": time.perf_counter() - began}
         distributed.barrier()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz import uncompiled_regions
 from tests.graphs import training
+from tests.models import stack
 from thunder_mem import BudgetError, MemEfficient, joint_plan, last_plan, measure_peak, predict, simulate
 from thunder_mem.budget import parse_budget
 from thunder_mem.executors import mem_pointwise_ex
@@ -98,11 +99,6 @@ def test_no_choice_is_dearer_than_the_ladders_first_rung_that_fits(seed, share):
         greedy = greedy_fit(problem, level.rungs, budget)
         if greedy.peak_bytes <= budget:
             assert fit_budget(problem, budget).seconds <= greedy.seconds
-
-
-def stack() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1)) for _ in range(6)))
 
 
 @pytest.mark.parametrize("activation", [torch.nn.GELU(), torch.nn.Softmax(-1)])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.models import stack
 from thunder_mem import MemEfficient, cost_measure, last_plan, predict, simulate
 from thunder_mem.attention import mem_attention_ex
 from thunder_mem.cost import (
@@ -204,11 +205,6 @@ def test_a_broken_cache_file_is_named(tmp_path, content):
     file.write_text(content)
     with pytest.raises(ValueError, match=r"times\.json"):
         cost_measure.MeasuredCosts(file)
-
-
-def stack() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1)) for _ in range(6)))
 
 
 def bought(x, **options):

@@ -17,7 +17,7 @@ from torch import multiprocessing
 from tests.distributed_cases import CASES, FOUR_CASES, SLOW_CASES, run_rank
 
 # Seconds for all cases of a table; a rank that hangs does not hang the tests.
-LIMITS = {"CASES": 600, "FOUR_CASES": 600, "SLOW_CASES": 3000}
+LIMITS = {"two": 600, "four": 600, "four, fused": 3000}
 
 
 def _run(world: int, folder: Path, which: str) -> list[dict[str, dict]]:
@@ -39,17 +39,17 @@ def _run(world: int, folder: Path, which: str) -> list[dict[str, dict]]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return _run(2, tmp_path_factory.mktemp("ranks"), "CASES")
+    return _run(2, tmp_path_factory.mktemp("ranks"), "two")
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return _run(4, tmp_path_factory.mktemp("four"), "FOUR_CASES")
+    return _run(4, tmp_path_factory.mktemp("four"), "four")
 
 
 @pytest.fixture(scope="module")
 def four_fused(tmp_path_factory):
-    return _run(4, tmp_path_factory.mktemp("four_fused"), "SLOW_CASES")
+    return _run(4, tmp_path_factory.mktemp("four_fused"), "four, fused")
 
 
 def _agrees(found: list[dict], tolerance: float = 1e-5) -> None:

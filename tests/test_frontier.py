@@ -9,15 +9,11 @@ import pytest
 import thunder
 import torch
 
+from tests.models import stack
 from thunder_mem import MemEfficient, last_plan, memory_time_frontier, predict
 from thunder_mem.cost import device_model
 from thunder_mem.plan_time import plan_seconds
 from thunder_mem.study import study_program
-
-
-def stack() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1)) for _ in range(6)))
 
 
 @pytest.fixture(scope="module")
