@@ -1,7 +1,7 @@
 """Step time and planning time next to Thunder's own: ``python -m benchmarks.step_time``.
 
-The small litgpt step on the CPU (T=1024, D=256, bf16), and the scaled litgpt models of the benchmark's matrix with
-the loss inside: Thunder with the package's executors against the same with MemEfficient, on one thread. The two
+The small litgpt step on the CPU (T=1024, D=256, bf16), and the scaled models of the benchmark's matrix with the
+loss inside: Thunder with the package's executors against the same with MemEfficient, on one thread. The two
 are timed in turn within one run, so that what else the machine does falls on both; the ratio of the medians counts.
 Planning's share is of `thunder.jit`'s own time: tracing, transforming and planning, without compiling regions,
 which happens at the first call.
@@ -18,7 +18,6 @@ from pathlib import Path
 import thunder
 import torch
 from litgpt import GPT, Config
-from litgpt.model import Block
 from rich.console import Console
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
@@ -26,14 +25,13 @@ from benchmarks.models import Program, llama_step
 from thunder_mem import MemEfficient
 from thunder_mem.attention import mem_attention_ex
 from thunder_mem.benchmarks.matrix import MODELS
-from thunder_mem.benchmarks.models import WithLoss, known_models
+from thunder_mem.benchmarks.models import CUSTOM, WithLoss, block_class, build_custom, known_models
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.predict import compiled_entry
 
 RESULTS = Path(__file__).parent / "results"
 EXECUTORS = [mem_attention_ex, mem_pointwise_ex]
 STEPS, STEPS_OF_A_MODEL = 41, 7
-NOT_LITGPT = ("gpt2-124m", "bert-base-mlm")
 
 
 def scaled_model(name: str, checkpointing: bool) -> Program:
@@ -42,9 +40,10 @@ def scaled_model(name: str, checkpointing: bool) -> Program:
     with known_models(how.cpu_scale):
         config = Config.from_name(name, n_layer=how.cpu_layers)
         torch.manual_seed(0)
-        model = GPT(config).to(torch.bfloat16)
+        model = (build_custom(name, config) if name in CUSTOM else GPT(config)).to(torch.bfloat16)
     if checkpointing:
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+        block = block_class(name)
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block))
     tokens, targets = torch.randint(0, config.vocab_size, (2, how.cpu_batch, config.block_size))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -99,8 +98,7 @@ def main() -> None:
         add(compare(llama_step(checkpointing=checkpointing), STEPS))
     for checkpointing in (True, False):
         for name in MODELS:
-            if name not in NOT_LITGPT:
-                add(compare(scaled_model(name, checkpointing), STEPS_OF_A_MODEL))
+            add(compare(scaled_model(name, checkpointing), STEPS_OF_A_MODEL))
 
 
 if __name__ == "__main__":

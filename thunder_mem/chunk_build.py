@@ -88,7 +88,8 @@ def build_loop(
     probe = blocks([probe_rows], wanted if grads else nothing, with_outputs or not grads)[probe_rows]
     whole_bytes = sum(specs[i].nbytes for i in sides if i in grads and not specs[i].sharding.split)
     row_scratch = -(-max(0, probe.peak_bytes - whole_bytes) // probe_rows)
-    block_rows = _block_rows(region.n, rows, head.row_bytes, row_scratch, _least_rows(region, head))
+    least_rows = _least_rows(region, head)
+    block_rows = _block_rows(region.n, rows, head.row_bytes, row_scratch, least_rows, asked=sized == "asked")
     if sized != "asked" and block_rows < rows < region.n:
         rows -= rows % block_rows  # so that a chunk of any other number of blocks needs no others
     sizes = block_sizes(region.n, rows, block_rows)
@@ -199,13 +200,15 @@ def _least_rows(region: Region, head: Head) -> int:
     return floor_rows(head.device) if any(m.bsym.sym.id in PRODUCTS for m in region.members) else 1
 
 
-def _block_rows(n: int, chunk_rows: int, row_bytes: int, row_scratch: int, least_rows: int) -> int:
+def _block_rows(n: int, chunk_rows: int, row_bytes: int, row_scratch: int, least_rows: int, asked: bool) -> int:
     """Rows between the products: their temporaries take at most a tenth of the chunk's logits, or 128 KiB.
 
-    Or a 32nd of all logits up to 1 MiB, as on less a CPU works no longer than the calls themselves take. As few
-    blocks of distinct sizes as possible: a divisor of the chunk is preferred.
+    Or a 16th of all logits up to 1 MiB, as on less a CPU works no longer than the calls themselves take; a 32nd if
+    the chunks were asked for, which then are most of the peak. As few blocks of distinct sizes as possible: a divisor
+    of the chunk is preferred.
     """
-    allowed_bytes = max(1 << 17, chunk_rows * row_bytes // 10, min(1 << 20, n * row_bytes // 32))
+    share_bytes = n * row_bytes // (32 if asked else 16)
+    allowed_bytes = max(1 << 17, chunk_rows * row_bytes // 10, min(1 << 20, share_bytes))
     most = min(chunk_rows, max(least_rows, allowed_bytes // max(1, row_scratch)))
     for size in range(most, max(1, most // 2), -1):
         if chunk_rows % size == 0:
