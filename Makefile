@@ -18,8 +18,9 @@ test: $(STAMP)
 test-notebooks: $(STAMP)  ## run all, and compare with what is committed: 4 minutes
 	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist load tests/test_notebooks.py
 
-test-long: $(STAMP)
-	$(BIN)/python -m pytest -m slow $(PARALLEL)
+LONG ?= tests
+test-long: $(STAMP)  ## an hour; LONG="tests/test_fuzz.py" for a part of it
+	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist worksteal $(LONG)
 
 # A third each of what Thunder gets right, of checkpoints, and of overwritten values; FROM is the first seed.
 # Every second program runs with the default options, the others with some that are drawn for them.

@@ -82,6 +82,22 @@ PROGRAMS = {
     "views of results": (lambda x: (x.sum(1, keepdim=True).expand(4, 6), (x * 2)[:2], (x * 3).t()), R(4, 5)),
     "reductions": (lambda x: (*torch.var_mean(x, 1), x.prod(0), x.amin((0, 1)), x.mean()), R(6, 8)),
     "bool": (lambda x: ((x > 0) & (x < 1), ~(x > 0), torch.where(x > 0, x, -float("inf"))), R(4, 4)),
+    "masks and views of them": (
+        lambda x, m: (x < 0, (x > 0)[1:], (x > 0).t(), (x == 0).any(1), m[0], m | (x < 0), (x < 1).expand(2, 4, 5)),
+        R(5, 4).t(),
+        R(4, 5) < 0,
+    ),
+    "views of results that lie like a transposed input": (
+        lambda x: ((x * 2)[1:], (x * 3).expand(2, 4, 5), (y := x.sin(), y.t(), y[0])),
+        R(5, 4).t(),
+    ),
+    "views of what is concatenated": (
+        lambda x, y: (a := x * 2, b := y < 0, torch.cat([y, a]), torch.cat([b, x < 0]), a[1:], b[1:], a.t()),
+        R(4, 5),
+        R(3, 5),
+    ),
+    "a mask and a view of it": (lambda x: (mask := x < 0, mask.reshape(20), mask[2:]), R(4, 5)),
+    "no mask at all": (lambda x: (x < 0, (x < 0).any()), R(0, 4)),
     "int": (lambda x: (x // 2, x.sum(), x.to(torch.float32).mean(), x & 3), torch.arange(-8, 8).reshape(4, 4)),
     "lerp": (lambda x, y: torch.lerp(x, y, 0.3), R(4, 4), R(4, 4)),
     "what PyTorch makes contiguous": (

@@ -35,6 +35,7 @@ from torch._guards import TracingContext, active_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from thunder_mem.fusible_prims import VIEWS
+from thunder_mem.region_outputs import return_whole_results
 from thunder_mem.region_sums import split_long_sums
 from thunder_mem.takeover import Reuse, fits, interleave, never, own_inputs, show_over, write_late
 
@@ -230,6 +231,7 @@ def _compile(
         with mode:
             graph = make_fx(of_tensors, decomposition_table=select_decomp_table())(*fakes)
         split_long_sums(graph)
+        finishes = return_whole_results(graph)
         # Inductor may choose other strides, unless it is told that somebody sees them.
         returned = graph.graph.output_node()
         nodes: Any = returned.args[0]
@@ -238,6 +240,13 @@ def _compile(
         with tracing(TracingContext(mode)):
             compiled = compile_fx_inner(graph, fakes)
 
-    if len(slots) == len(args):
+    if len(slots) == len(args) and not finishes:
         return compiled
-    return lambda boxed: compiled([boxed[i] for i in slots])
+
+    def region(boxed: list[Any]) -> Sequence[torch.Tensor]:
+        outputs = list(compiled([boxed[i] for i in slots]))
+        for i, finish in finishes.items():
+            outputs[i] = finish(outputs[i])
+        return outputs
+
+    return region
