@@ -3,15 +3,19 @@
 Two layers, T=16384, B=1, bf16, on a simulated H100, with and without activation checkpointing, the loss
 inside or outside of the compiled function. The exact peaks of the final forward and backward traces, in
 GiB, parameters included (a tangent of the logits too, where the loss is outside), and how long planning
-took next to the whole of Thunder's compilation. Writes ``benchmarks/results/longchat.json``.
+took next to the whole of Thunder's compilation. Thunder stands here twice: as it is, and without the step of its
+fusion pass that computes a region's inputs again from what others keep (`rematerialize`), which by itself takes a
+third off what its backward holds. Writes ``benchmarks/results/longchat.json``.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import thunder
 import torch
@@ -30,6 +34,8 @@ TOKENS = 16384
 COMPILERS = {
     "Thunder consecutive": {},
     "Thunder dataflow": {"fusion_type": "dataflow"},
+    "Thunder consecutive, no rematerialize": {},
+    "Thunder dataflow, no rematerialize": {"fusion_type": "dataflow"},
     "MemEfficient(chunk=False)": {"transforms": [MemEfficient(chunk=False, strict=True)]},
     "MemEfficient": {"transforms": [MemEfficient(strict=True)]},
 }
@@ -68,7 +74,8 @@ def config(layers: int) -> Config:
 
 
 def measure(checkpointing: bool, loss_inside: bool, compiler: str, layers: int = 2) -> Row:
-    with simulate("H100-80GB"):
+    plain = patch("thunder.executors.torch_compile.rematerialize", lambda trace: trace)
+    with simulate("H100-80GB"), plain if compiler.endswith("no rematerialize") else nullcontext():
         model = gpt_module(config(layers), checkpointing, loss_inside, "cuda", torch.bfloat16)
         jitted = thunder.jit(model, **COMPILERS[compiler])
         tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="cuda")

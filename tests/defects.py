@@ -242,6 +242,18 @@ DEFECTS = {
         "asks for the derivative of zeros_like, and takes the source to be as small as the index",
         r"baseutils.py:check: Shapes were expected to be the same, but got shapes",
     ),
+    "scatter_add of a larger source": Defect(
+        Program(
+            (_x(shape=(5, 4), grad=True), _x("x1", (3, 2), dtype="int64")),
+            (
+                Step("scatter_add", ("v0",), ("x0", "x1"), (0,)),
+                Region("no_grad", (Step("mul_scalar", ("v1",), ("v0",), (2,)),), ("v1",)),
+            ),
+            ("v1",),
+        ),
+        "asks for its derivative though no gradient comes, and that takes the source to be as small as the index",
+        r"baseutils.py:check: The gradient for the value Tensor is implemented only when value.shape == index.shape",
+    ),
     "setitem of another dtype": Defect(
         Program(
             (_x(shape=(1,), dtype="bfloat16"), _x("x1", (8, 2), grad=True)),

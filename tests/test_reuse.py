@@ -106,6 +106,8 @@ REGIONS = {
     "another shape": (lambda x, y: (x * y).reshape(32, 2, 256), "ff", 1),
     "another dtype": (lambda x, y: (x * y).to(torch.bfloat16), "ff", 0),
     "comparison": (lambda x, y: x > y, "ff", 0),
+    "comparison beside a product": (lambda x, y: (x * y, x > y), "ff", 1),
+    "part of a sum beside a product": (lambda x, y: (x * y, (x + y)[1:]), "ff", 0),
     "same input twice": (lambda x, y: (x * x + x, y), "ff", 1),
     "sum over rows first": (lambda x, y: x - x.sum(0).reshape(1, 256) * y, "ff", 1),
     "transposed": (lambda x, y: y * (x + 1).reshape(256, 64).permute(1, 0), "ff", 1),

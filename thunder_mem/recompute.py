@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
@@ -179,4 +179,19 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
         second = {p.name: again[p.name] for p in wanted}
         placed[op.index] = len(body)
         body.append(renamed(bsym, second, outputs=False) if wanted else bsym)
-    return body
+    return _without_unread(body, {placed[op] for op in repeated}, source.result)
+
+
+def _without_unread(body: Sequence[BoundSymbol], firsts: Collection[int], result: BoundSymbol) -> list[BoundSymbol]:
+    """The body without those `firsts`, by position, whose readers all take the second values.
+
+    Planned into the backward, one would keep what it reads, which Thunder then finds that nobody takes.
+    """
+    read = {p.name for p in result.flat_proxy_args}
+    kept = []
+    for at in reversed(range(len(body))):
+        bsym = body[at]
+        if at not in firsts or any(p.name in read for p in bsym.flat_proxy_outs):
+            kept.append(bsym)
+            read.update(p.name for p in bsym.flat_proxy_args)
+    return kept[::-1]

@@ -42,10 +42,11 @@ class Finish:
         return whole.as_strided(shape, strides, whole.storage_offset() + before)
 
 
-def return_whole_results(graph: GraphModule) -> dict[int, Finish]:
+def return_whole_results(graph: GraphModule, writes: bool = False) -> dict[int, Finish]:
     """Rewrite, in place, what a graph returns whose nodes know their values; how to finish which output.
 
-    Outputs that show an input, or a result in another dtype, stay as they are.
+    Outputs that show an input, or a result in another dtype, stay as they are. So do masks in a graph that writes
+    over its inputs: they must exist before the write, and what is made of them would be memory beside them.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -67,7 +68,7 @@ def return_whole_results(graph: GraphModule) -> dict[int, Finish]:
         whole, value = makers[_memory(node)], node.meta["val"]
         if whole.op == "placeholder" or value.dtype != whole.meta["val"].dtype:
             continue
-        mask = value.dtype == torch.bool and value.device.type == "cpu"
+        mask = value.dtype == torch.bool and value.device.type == "cpu" and not writes
         view = None if whole is node else (tuple(value.shape), value.stride(), value.storage_offset())
         if mask and whole not in as_bytes:
             as_bytes[whole] = _as_bytes(graph, whole, before=returned)
