@@ -1,4 +1,4 @@
-"""Scalars that a program computes and that meet larger tensors have eager's gradients, which plain Thunder's are not."""
+"""Scalars that a program computes and that meet larger tensors have eager's gradients; plain Thunder's are wrong."""
 
 import pytest
 import thunder

@@ -34,7 +34,7 @@ from thunder_mem.offload_schedule import schedule_transfers, with_transfers
 from thunder_mem.plan import Plan
 from thunder_mem.planner import peaks_of
 from thunder_mem.ranks import agree
-from thunder_mem.reuse import reuse_and_sort, with_reuse
+from thunder_mem.reuse import regions_in_order, reuse_and_sort, with_reuse
 from thunder_mem.trace_graph import read_trace
 from thunder_mem.verify import is_verified, verify_final, verify_rewrite
 
@@ -193,16 +193,18 @@ def _finished(planned: Planned, *, given: TraceCtx, session: _Session, start: in
     """The plan with its final trace, but for the rows of chunk loops, and the peaks that it has there."""
     options, plan = session.options, planned.plan
     executors = {str(e.name): e for e in session.executors}
-    new = emit(planned.source, planned.trace, plan, executors, f"Memory planning (took {_took_ms(start)} milliseconds)")
+    note = f"Memory planning (took {_took_ms(start)} milliseconds)"
+    emitted = new = emit(planned.source, planned.trace, plan, executors, note)
     source = read_trace(new)
     plan = plan.with_peaks(*peaks_of(source.graph, range(len(source.graph))))
     if options.reuse and (reused := reuse_and_sort(source, new, options.sort)):
-        new, plan = reused.trace, with_reuse(plan, new, reused)
+        new, plan = reused.trace, with_reuse(plan, reused)
     new, plan = with_overlap(new, plan, given)
     device = device_model_of(device_of(planned.source))
     limit_bytes = plan.budget.budget_bytes if plan.budget else plan.candidate.peak_bytes
     if scheduled := schedule_transfers(new, device, limit_bytes):
-        new, plan = scheduled.trace, with_transfers(plan, new, scheduled)
+        new, plan = scheduled.trace, with_transfers(plan, scheduled)
+    plan = replace(plan, regions=regions_in_order(plan.regions, emitted, new))
     return replace(planned, plan=plan, final=new)
 
 

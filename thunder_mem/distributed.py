@@ -21,7 +21,6 @@ from thunder_mem.overlap import overlapped
 from thunder_mem.plan import Decision, Plan, Refusal
 from thunder_mem.planner import THUNDERS_OWN, peaks_of
 from thunder_mem.regather import asks_for_zero3, needed_by_checkpoints, with_parameters_gathered_again
-from thunder_mem.reuse import regions_in_order
 from thunder_mem.trace_graph import TraceGraph, read_trace
 
 __all__ = ["buckets_not_built", "communicating", "prepared", "with_overlap"]
@@ -108,7 +107,6 @@ def with_overlap(emitted: TraceCtx, plan: Plan, given: TraceCtx) -> tuple[TraceC
     chosen = replace(plan.candidate, forward_peak_bytes=forward, backward_peak_bytes=backward)
     return new, replace(
         plan,
-        regions=regions_in_order(plan.regions, emitted, new),
         candidates=tuple(chosen if c.name == plan.chosen else c for c in plan.candidates),
         decisions=(*plan.decisions, decision),
         budget=plan.budget and replace(plan.budget, peak_bytes=chosen.peak_bytes),

@@ -24,7 +24,6 @@ from thunder_mem.offload_exec import is_transfer, offloaded_names
 from thunder_mem.plan import Decision, Plan
 from thunder_mem.plan_time import bound_symbol_seconds
 from thunder_mem.planner import peaks_of
-from thunder_mem.reuse import regions_in_order
 from thunder_mem.timeline import simulate
 from thunder_mem.trace_graph import TraceGraph, read_trace
 
@@ -85,12 +84,11 @@ def schedule_transfers(trace: TraceCtx, device: DeviceModel, limit_bytes: int) -
     return Scheduled(new, names, timeline.host_peak_bytes, link_s, exposed_s, *peaks_of(graph, order))
 
 
-def with_transfers(plan: Plan, before: TraceCtx, scheduled: Scheduled) -> Plan:
+def with_transfers(plan: Plan, scheduled: Scheduled) -> Plan:
     """The plan with what its copies come to.
 
     Args:
-        plan: of `before`.
-        before: the trace whose copies were scheduled.
+        plan: of the trace whose copies were scheduled.
         scheduled: what became of it.
     """
     plan = plan.with_peaks(scheduled.forward_peak_bytes, scheduled.backward_peak_bytes)
@@ -102,7 +100,6 @@ def with_transfers(plan: Plan, before: TraceCtx, scheduled: Scheduled) -> Plan:
     decision = Decision("offload", how, "host", 0, scheduled.host_bytes)
     return replace(
         plan,
-        regions=regions_in_order(plan.regions, before, scheduled.trace),
         decisions=(*plan.decisions, decision),
         budget=plan.budget
         and replace(

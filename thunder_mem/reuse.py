@@ -122,25 +122,26 @@ def _with_shared_storages(graph: Graph, memory_of: Mapping[int, int]) -> Graph:
     )
 
 
-def with_reuse(plan: Plan, emitted: TraceCtx, reused: Reused) -> Plan:
-    """The plan with the peaks and the order that its trace has now.
+def with_reuse(plan: Plan, reused: Reused) -> Plan:
+    """The plan with the peaks that its trace has now.
 
     Args:
         plan: that was emitted.
-        emitted: its trace, before anything was reused.
-        reused: what became of it.
+        reused: what became of its trace.
     """
     how = f"{reused.results} results written over values that die, {reused.nbytes:,} bytes"
     decision = Decision("reuse", how, "peak", plan.candidate.peak_bytes, reused.peak_bytes)
     return replace(
         plan.with_peaks(reused.forward_peak_bytes, reused.backward_peak_bytes),
-        regions=regions_in_order(plan.regions, emitted, reused.trace),
         decisions=(*plan.decisions, decision),
     )
 
 
 def regions_in_order(regions: Sequence[PlannedRegion], emitted: TraceCtx, final: TraceCtx) -> tuple[PlannedRegion, ...]:
-    """The regions of an emitted trace in the order in which a later trace, of the same steps, runs them."""
+    """The regions of an emitted trace in the order in which a later trace, of the same steps, runs them.
+
+    In what was emitted the operations of a region stand together, also where nothing fuses them.
+    """
     runs_at = {_key(b): i for i, b in enumerate(final.bound_symbols)}
     body = iter([b for b in emitted.bound_symbols if b.sym.id not in UNPACKING])
     starts = []
