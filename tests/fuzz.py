@@ -34,8 +34,8 @@ PROFILES = {
     # What plain Thunder compiles and gets right.
     "thunder": Profile(),
     # What plain Thunder gets wrong and MemEfficient must get right; see `defects.py`.
-    "checkpoint": Profile(regions=("checkpoint",), in_checkpoint=Profile().families),
-    "overwritten": Profile(regions=(), overwrites_needed=True),
+    "checkpoint": Profile(regions=("checkpoint",), in_checkpoint=Profile().families, scalars_meet_larger=True),
+    "overwritten": Profile(regions=(), overwrites_needed=True, scalars_meet_larger=True),
 }
 
 

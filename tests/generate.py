@@ -52,6 +52,7 @@ class Profile:
         in_no_grad: families that may be used under no_grad.
         overwrites_needed: statements in place may overwrite what their own derivative, or a view that is read later,
             needs; what they give may be returned under both of its names.
+        scalars_meet_larger: a value without dims that has a gradient may be broadcast.
         input_writes: statements in place may overwrite inputs.
         aliases: an input may be a view of another, or be passed twice.
         layouts: inputs may be non-contiguous.
@@ -65,6 +66,7 @@ class Profile:
     in_checkpoint: tuple[str, ...] = tuple(f for f in WEIGHTS if f not in ("in-place", "random"))
     in_no_grad: tuple[str, ...] = tuple(f for f in WEIGHTS if f not in ("in-place", "view", "cast", "random"))
     overwrites_needed: bool = False
+    scalars_meet_larger: bool = False
     input_writes: bool = True
     aliases: bool = True
     layouts: tuple[str, ...] = LAYOUTS
@@ -140,6 +142,8 @@ class _Builder:
 
     def loses_dims(self, name: str, dims: int) -> bool:
         t = self.tensors[name]
+        if self.profile.scalars_meet_larger and not t.dim():
+            return False
         return t.requires_grad and t.numel() == 1 and t.dim() < dims
 
     def step(self, families: tuple[str, ...]) -> Step | None:

@@ -87,12 +87,24 @@ def test_what_is_detached_and_computed_in_a_block_of_it_is_no_error():
     assert x.grad.shape == x.shape
 
 
+def test_an_argument_that_is_used_in_two_ways():
+    """PyTorch sums what is handed to an argument: also the other way's part, once for each element."""
+
+    def fn(x, y):
+        return x * y + (y * 2).exp().reshape(1, 1)
+
+    args = torch.ones(2, 3), torch.tensor(0.5)
+    expected = gradients(fn, *args)
+    for found, exact in zip(gradients(planned(fn), *args), expected, strict=True):
+        torch.testing.assert_close(found, exact)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_only_what_needs_it_is_expanded(grad):
     def fn(x, y):
-        return x * y + (x * 2) * x.sum(0, keepdim=True)
+        return (x * 2) * x.sum(0, keepdim=True) + (y if grad else y.sum())
 
-    x, y = torch.ones(2, 3, requires_grad=grad), torch.tensor(2.0)
+    x, y = torch.ones(2, 3, requires_grad=grad), torch.ones(3)
     jitted = planned(fn)
     jitted(x, y)
     assert not any("Scalars" in str(t.get_provenance()) for t in thunder.last_traces(jitted))

@@ -1,9 +1,8 @@
-"""Scalars of the program's own, expanded before they meet larger tensors, so that their gradients are sums.
+"""Scalars, expanded before they meet larger tensors, so that their gradients are sums.
 
 On a CPU, Thunder 0.2.6 takes a tensor without dims for a number and does not broadcast it. What comes back to it in
 the backward then has the shape of its partner and is never summed: the gradient of ``(w * w.sum()).sum()`` is
-silently wrong. With the broadcast written out, the backward of that is the sum. Arguments of the program need
-none: PyTorch sums what is handed to them.
+silently wrong. With the broadcast written out, the backward of that is the sum.
 """
 
 from __future__ import annotations
@@ -24,19 +23,17 @@ __all__ = ["expand_scalars"]
 
 
 def expand_scalars(trace: TraceCtx) -> TraceCtx:
-    """The trace with a broadcast before each pointwise operation of a scalar that it computes; itself if there is none.
+    """The trace with a broadcast before each pointwise operation of a scalar with a larger tensor; itself without such.
 
     A trace whose arguments ask for no gradient stays as it is.
     """
-    args = [p for p in trace.args if isinstance(p, TensorProxy)]
-    if not any(p.requires_grad for p in args):
+    if not any(isinstance(p, TensorProxy) and p.requires_grad for p in trace.args):
         return trace
-    given = {p.name for p in args}
-    if not any(_scalars(bsym, given) for top in trace.bound_symbols for bsym in _prims(top)):
+    if not any(_scalars(bsym) for top in trace.bound_symbols for bsym in _prims(top)):
         return trace
     expanded = from_trace(trace)
     with tracectx(expanded):
-        expanded.bound_symbols = [new for bsym in trace.bound_symbols for new in _rewritten(expanded, bsym, given)]
+        expanded.bound_symbols = [new for bsym in trace.bound_symbols for new in _rewritten(expanded, bsym)]
     expanded.set_provenance(TraceProvenance("Scalars expanded"))
     return expanded
 
@@ -45,26 +42,26 @@ def _prims(bsym: BoundSymbol) -> list[BoundSymbol]:
     return [leaf for sub in bsym.subsymbols for leaf in _prims(sub)] if bsym.subsymbols else [bsym]
 
 
-def _scalars(bsym: BoundSymbol, given: set[str]) -> list[TensorProxy]:
+def _scalars(bsym: BoundSymbol) -> list[TensorProxy]:
     """Those of its operands that have to be expanded."""
     out = bsym.output
     if bsym.sym.id not in POINTWISE or not isinstance(out, TensorProxy) or not out.ndim:
         return []
-    return [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy) and _is_scalar(a) and a.name not in given]
+    return [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy) and _is_scalar(a)]
 
 
 def _is_scalar(a: TensorProxy) -> bool:
     return a.ndim == 0 and is_inexact_dtype(a.dtype) and a.device.devicetype is DeviceType.CPU
 
 
-def _rewritten(trace: TraceCtx, bsym: BoundSymbol, given: set[str]) -> Sequence[BoundSymbol]:
+def _rewritten(trace: TraceCtx, bsym: BoundSymbol) -> Sequence[BoundSymbol]:
     if bsym.subsymbols:
-        subsymbols = [new for sub in bsym.subsymbols for new in _rewritten(trace, sub, given)]
+        subsymbols = [new for sub in bsym.subsymbols for new in _rewritten(trace, sub)]
         same = len(subsymbols) == len(bsym.subsymbols) and all(map(is_, subsymbols, bsym.subsymbols))
         return [bsym if same else bsym.from_bsym(subsymbols=subsymbols)]
     swaps: dict[object, Proxy] = {}
     trace.push_scope([])
-    for a in _scalars(bsym, given):
+    for a in _scalars(bsym):
         swaps[variableify(a)] = prims.broadcast_in_dim(a, tuple(bsym.output.shape), ())
     made = trace.pop_scope()
     return [*made, bsym.from_bsym_swap_proxies(swaps, skip_output=True) if swaps else bsym]
