@@ -99,6 +99,17 @@ def test_an_argument_that_is_used_in_two_ways():
         torch.testing.assert_close(found, exact)
 
 
+@pytest.mark.parametrize("rows", [0, 3])
+def test_an_arange_beside_it(rows):
+    """Thunder's proxy of an empty one has no dims, unlike the tensor. Found by the fuzzer."""
+
+    def fn(x):
+        return (x + torch.arange(x.shape[-1])).sum() * WEIGHTS
+
+    args = (torch.ones(rows),)
+    torch.testing.assert_close(gradients(planned(fn), *args), gradients(fn, *args))
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_only_what_needs_it_is_expanded(grad):
     def fn(x, y):

@@ -43,9 +43,9 @@ def _prims(bsym: BoundSymbol) -> list[BoundSymbol]:
 
 
 def _scalars(bsym: BoundSymbol) -> list[TensorProxy]:
-    """Those of its operands that have to be expanded."""
+    """Those of its operands that have to be expanded; none beside what is empty, as an empty `arange` has no dims."""
     out = bsym.output
-    if bsym.sym.id not in POINTWISE or not isinstance(out, TensorProxy) or not out.ndim:
+    if bsym.sym.id not in POINTWISE or not isinstance(out, TensorProxy) or not out.ndim or not out.numel:
         return []
     return [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy) and _is_scalar(a)]
 
