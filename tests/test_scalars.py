@@ -27,9 +27,9 @@ OPERATIONS = {
 WEIGHTS = torch.arange(6.0).reshape(2, 3)
 
 
-def gradients(fn, *args):
+def gradients(fn, *args, weights=WEIGHTS):
     given = [a.clone().requires_grad_() for a in args]
-    (fn(*given) * WEIGHTS.to(args[0].dtype)).sum().backward()
+    (fn(*given) * weights.to(args[0].dtype)).sum().backward()
     return [torch.zeros_like(a) if a.grad is None else a.grad for a in given]
 
 
@@ -108,6 +108,27 @@ def test_an_arange_beside_it(rows):
 
     args = (torch.ones(rows),)
     torch.testing.assert_close(gradients(planned(fn), *args), gradients(fn, *args))
+
+
+def test_symbolic_sizes():
+    def fn(w, s):
+        return (w * w.sum() * s).exp() + torch.relu(w)
+
+    options = {"executors": [], "cache": "symbolic values"}
+    jitted = thunder.jit(fn, transforms=[MemEfficient(strict=True)], **options)
+    for rows in (2, 4):
+        args = torch.full((rows, 3), 0.1), torch.tensor(0.5)
+        expected = gradients(fn, *args, weights=torch.ones(rows, 3))
+        for found, exact in zip(gradients(jitted, *args, weights=torch.ones(rows, 3)), expected, strict=True):
+            torch.testing.assert_close(found, exact)
+    assert thunder.cache_misses(jitted) == 1
+
+
+def test_a_scalar_beside_tensors_of_another_device():
+    """On CUDA that is what one writes; no kernel takes an expanded one."""
+    w, s = torch.randn(2, 3, device="meta", requires_grad=True), torch.tensor(2.0)
+    (planned(lambda w, s: w.exp() / s)(w, s)).sum().backward()
+    assert w.grad.shape == w.shape
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -45,8 +45,8 @@ class Finish:
 def return_whole_results(graph: GraphModule, writes: bool = False) -> dict[int, Finish]:
     """Rewrite, in place, what a graph returns whose nodes know their values; how to finish which output.
 
-    Outputs that show an input, or a result in another dtype, stay as they are. So do masks in a graph that writes
-    over its inputs: they must exist before the write, and what is made of them would be memory beside them.
+    Outputs that show an input, or a result in another dtype or conjugated, stay as they are. So do masks in a graph
+    that writes over its inputs: they must exist before the write, and what is made of them would be memory beside them.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -66,7 +66,7 @@ def return_whole_results(graph: GraphModule, writes: bool = False) -> dict[int, 
     as_bytes: dict[Node, Node] = {}
     for i, node in enumerate(outputs):
         whole, value = makers[_memory(node)], node.meta["val"]
-        if whole.op == "placeholder" or value.dtype != whole.meta["val"].dtype:
+        if whole.op == "placeholder" or _kind(value) != _kind(whole.meta["val"]):
             continue
         mask = value.dtype == torch.bool and value.device.type == "cpu" and not writes
         view = None if whole is node else (tuple(value.shape), value.stride(), value.storage_offset())
@@ -90,6 +90,10 @@ def _as_bytes(graph: GraphModule, mask: Node, before: Node) -> Node:
             following.meta["val"] = _CONVERT(mask.meta["val"], dtype)
         mask = following
     return mask
+
+
+def _kind(t: Tensor) -> tuple[torch.dtype, bool, bool]:
+    return t.dtype, t.is_conj(), t.is_neg()
 
 
 def _memory(node: Node) -> int:

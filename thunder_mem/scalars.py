@@ -13,7 +13,7 @@ from operator import is_
 from thunder.core import prims
 from thunder.core.devices import DeviceType
 from thunder.core.dtypes import is_inexact_dtype
-from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.proxies import Proxy, TensorProxy, pyval, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
@@ -43,11 +43,16 @@ def _prims(bsym: BoundSymbol) -> list[BoundSymbol]:
 
 
 def _scalars(bsym: BoundSymbol) -> list[TensorProxy]:
-    """Those of its operands that have to be expanded; none beside what is empty, as an empty `arange` has no dims."""
+    """Those of its operands that have to be expanded; none beside what is empty, as an empty `arange` has no dims.
+
+    Nor is one that meets tensors on another device: expanded, it could not.
+    """
     out = bsym.output
-    if bsym.sym.id not in POINTWISE or not isinstance(out, TensorProxy) or not out.ndim or not out.numel:
+    if bsym.sym.id not in POINTWISE or not isinstance(out, TensorProxy) or not out.ndim:
         return []
-    return [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy) and _is_scalar(a)]
+    found = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy) and _is_scalar(a) and a.device == out.device]
+    # `shape` would record an operation where sizes are symbolic.
+    return [] if found and any(pyval(n) == 0 for n in out._shape) else found
 
 
 def _is_scalar(a: TensorProxy) -> bool:
@@ -59,9 +64,13 @@ def _rewritten(trace: TraceCtx, bsym: BoundSymbol) -> Sequence[BoundSymbol]:
         subsymbols = [new for sub in bsym.subsymbols for new in _rewritten(trace, sub)]
         same = len(subsymbols) == len(bsym.subsymbols) and all(map(is_, subsymbols, bsym.subsymbols))
         return [bsym if same else bsym.from_bsym(subsymbols=subsymbols)]
-    swaps: dict[object, Proxy] = {}
+    if not (scalars := _scalars(bsym)):
+        return [bsym]
+    partner = next((a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy) and a.ndim), None)
+    if partner is None:
+        return [bsym]
     trace.push_scope([])
-    for a in _scalars(bsym):
-        swaps[variableify(a)] = prims.broadcast_in_dim(a, tuple(bsym.output.shape), ())
+    shape = tuple(partner.shape)  # of what exists already: where sizes are symbolic, this is an operation
+    swaps: dict[object, Proxy] = {variableify(a): prims.broadcast_in_dim(a, shape, ()) for a in scalars}
     made = trace.pop_scope()
-    return [*made, bsym.from_bsym_swap_proxies(swaps, skip_output=True) if swaps else bsym]
+    return [*made, bsym.from_bsym_swap_proxies(swaps, skip_output=True)]
