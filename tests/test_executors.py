@@ -306,7 +306,7 @@ def test_functions_live_as_long_as_the_traces_that_call_them():
 
 
 def test_fuse_is_lazy_and_prints_its_body(monkeypatch):
-    monkeypatch.setattr(compiled_region, "_compile", lambda *_: pytest.fail("compiled before the first call"))
+    monkeypatch.setattr(compiled_region, "_compile", lambda *_, **__: pytest.fail("compiled before the first call"))
     monkeypatch.setattr(compiled_region, "_python_function", lambda *_: pytest.fail("built before the first call"))
     trace = TraceCtx(None)
     with tracectx(trace):
@@ -338,7 +338,7 @@ def test_fake_tensors_run_unfused_and_look_like_the_real_thing(monkeypatch):
     function = region_of(make, F32, F32)
     args = [torch.randn(4, 4), torch.randn(4, 4)]
     real = function(*args)
-    monkeypatch.setattr(compiled_region, "_compile", lambda *_: pytest.fail("compiled fake tensors"))
+    monkeypatch.setattr(compiled_region, "_compile", lambda *_, **__: pytest.fail("compiled fake tensors"))
     with FakeTensorMode() as mode:
         fake = function(*map(mode.from_tensor, args))
         iota = region_of(lambda: prims.iota(5, start=0, step=1, device=devices.cpu, dtype=dtypes.int64))()
