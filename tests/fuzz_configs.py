@@ -265,7 +265,7 @@ def uncompiled_regions() -> Iterator[None]:
         def __getattr__(self, name: str) -> Any:
             return (lambda fn, **options: fn) if name == "compile" else getattr(torch, name)
 
-    compiled_region._compile = lambda unfused, args, writes=False: unfused
+    compiled_region._compile = lambda unfused, args: unfused
     torch_compile.torch = Uncompiled()
     try:
         yield

@@ -13,7 +13,9 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.utils import Region
 from thunder.extend import get_executor
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +23,7 @@ from thunder_mem import compiled_region
 from thunder_mem.attention import mem_attention_ex
 from thunder_mem.compiled_region import CompileWarning
 from thunder_mem.executors import mem_pointwise_ex, region_function
+from thunder_mem.region_outputs import return_whole_results
 
 # A region that silently runs unfused would pass every comparison below.
 pytestmark = pytest.mark.filterwarnings("error::thunder_mem.compiled_region.CompileWarning")
@@ -120,6 +123,13 @@ def test_values_strides_and_aliasing_are_those_of_eager(name):
         torch.testing.assert_close(actual, expected)
         assert layout(actual, tensors(args)) == layout(expected, tensors(args))
     assert functions(jitted)
+
+
+def test_masks_of_what_writes_over_its_inputs_stay_booleans():
+    """They must exist before the write, and bytes made of them would be memory beside them."""
+    for fn, positions in ((lambda x: (x < 0, x.copy_(x * 2)), []), (lambda x: (x < 0, x * 2), [0])):
+        graph = make_fx(fn, decomposition_table=select_decomp_table(), tracing_mode="fake")(R(4))
+        assert sorted(return_whole_results(graph)) == positions
 
 
 def test_dropout_draws_after_a_region_as_it_does_after_the_operation():
@@ -306,7 +316,7 @@ def test_functions_live_as_long_as_the_traces_that_call_them():
 
 
 def test_fuse_is_lazy_and_prints_its_body(monkeypatch):
-    monkeypatch.setattr(compiled_region, "_compile", lambda *_, **__: pytest.fail("compiled before the first call"))
+    monkeypatch.setattr(compiled_region, "_compile", lambda *_: pytest.fail("compiled before the first call"))
     monkeypatch.setattr(compiled_region, "_python_function", lambda *_: pytest.fail("built before the first call"))
     trace = TraceCtx(None)
     with tracectx(trace):
@@ -338,7 +348,7 @@ def test_fake_tensors_run_unfused_and_look_like_the_real_thing(monkeypatch):
     function = region_of(make, F32, F32)
     args = [torch.randn(4, 4), torch.randn(4, 4)]
     real = function(*args)
-    monkeypatch.setattr(compiled_region, "_compile", lambda *_, **__: pytest.fail("compiled fake tensors"))
+    monkeypatch.setattr(compiled_region, "_compile", lambda *_: pytest.fail("compiled fake tensors"))
     with FakeTensorMode() as mode:
         fake = function(*map(mode.from_tensor, args))
         iota = region_of(lambda: prims.iota(5, start=0, step=1, device=devices.cpu, dtype=dtypes.int64))()

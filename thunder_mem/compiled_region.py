@@ -142,7 +142,7 @@ class RegionFunction:
             return _compile(unfused, args)
         flag = never(next(a.device for a in args if isinstance(a, torch.Tensor)))
         try:
-            compiled = _compile(self._writing, (*args, flag), writes=True)
+            compiled = _compile(self._writing, (*args, flag))
         except Exception:
             # On a CPU Inductor 2.11 may lose a buffer's name where rows are reduced, and read after a write
             # (`KeyError: 'buf1'`). A result in memory of its own costs its bytes; an uncompiled region many times more.
@@ -204,15 +204,9 @@ def _python_function(
 
 
 def _compile(
-    unfused: Callable[[list[Any]], Sequence[torch.Tensor]], args: tuple[Any, ...], writes: bool = False
+    unfused: Callable[[list[Any]], Sequence[torch.Tensor]], args: tuple[Any, ...]
 ) -> Callable[[list[Any]], Any]:
-    """Inductor's function for `unfused` at the shapes and strides of `args`; its numbers become constants.
-
-    Args:
-        unfused: what is compiled.
-        args: what it is called with first.
-        writes: whether it writes over its arguments.
-    """
+    """Inductor's function for `unfused` at the shapes and strides of `args`; its numbers become constants."""
     # Inductor takes seconds to import, and a plan that never runs does not need it.
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -237,7 +231,7 @@ def _compile(
         with mode:
             graph = make_fx(of_tensors, decomposition_table=select_decomp_table())(*fakes)
         split_long_sums(graph)
-        finishes = return_whole_results(graph, writes)
+        finishes = return_whole_results(graph)
         # Inductor may choose other strides, unless it is told that somebody sees them.
         returned = graph.graph.output_node()
         nodes: Any = returned.args[0]

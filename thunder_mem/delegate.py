@@ -26,7 +26,7 @@ from thunder_mem.chunk_fit import fit_loops, leaner_loops, with_fitted_loops
 from thunder_mem.chunk_narrow import narrow_sums
 from thunder_mem.cost import device_model_of
 from thunder_mem.distributed import buckets_not_built, prepared, with_overlap
-from thunder_mem.emit import emit
+from thunder_mem.emit import emit, regions_in_order
 from thunder_mem.fx import highest_peak, is_fx
 from thunder_mem.joint_plan import Planned, PlanningOptions, device_of, plan_joint_trace, with_checkpoints
 from thunder_mem.measure import collector_off
@@ -34,7 +34,7 @@ from thunder_mem.offload_schedule import schedule_transfers, with_transfers
 from thunder_mem.plan import Plan
 from thunder_mem.planner import peaks_of
 from thunder_mem.ranks import agree
-from thunder_mem.reuse import regions_in_order, reuse_and_sort, with_reuse
+from thunder_mem.reuse import reuse_and_sort, with_reuse
 from thunder_mem.trace_graph import read_trace
 from thunder_mem.verify import is_verified, verify_final, verify_rewrite
 

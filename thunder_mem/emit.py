@@ -1,8 +1,8 @@
-"""Build the trace that a plan describes."""
+"""Build the trace that a plan describes, and find the plan's regions in it again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from thunder.core.proxies import Proxy, variableify
@@ -15,9 +15,9 @@ from thunder.extend import FusionExecutor
 from thunder_mem.layout import is_view
 from thunder_mem.plan import Plan, PlannedRegion
 from thunder_mem.renaming import named, renamed
-from thunder_mem.trace_graph import BACKWARD, TraceGraph
+from thunder_mem.trace_graph import BACKWARD, UNPACKING, TraceGraph
 
-__all__ = ["emit"]
+__all__ = ["emit", "regions_in_order"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,26 @@ def emit(
     new.bound_symbols = [*source.prefix, *body, source.result]
     new.set_provenance(TraceProvenance(note))
     return new
+
+
+def regions_in_order(regions: Sequence[PlannedRegion], emitted: TraceCtx, final: TraceCtx) -> tuple[PlannedRegion, ...]:
+    """The regions of an emitted trace in the order in which a later trace, of the same steps, runs them.
+
+    In what was emitted the operations of a region stand together, also where nothing fuses them.
+    """
+    runs_at = {_key(b): i for i, b in enumerate(final.bound_symbols)}
+    body = iter([b for b in emitted.bound_symbols if b.sym.id not in UNPACKING])
+    starts = []
+    for region in regions:
+        first = next(body)
+        for _ in range(0 if first.sym.is_fusion else len(region.ops) - 1):
+            next(body)
+        starts.append(runs_at[_key(first)])
+    return tuple(regions[k] for k in sorted(range(len(regions)), key=starts.__getitem__))
+
+
+def _key(bsym: BoundSymbol) -> Hashable:
+    return (bsym.sym.name, *(p.name for p in bsym.flat_proxy_outs), *(p.name for p in bsym.flat_proxy_args))
 
 
 def _step(source: TraceGraph, region: PlannedRegion) -> _Step:

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 __all__ = ["Finish", "return_whole_results"]
 
+_WRITE = torch.ops.aten.copy_.default
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -42,7 +43,7 @@ class Finish:
         return whole.as_strided(shape, strides, whole.storage_offset() + before)
 
 
-def return_whole_results(graph: GraphModule, writes: bool = False) -> dict[int, Finish]:
+def return_whole_results(graph: GraphModule) -> dict[int, Finish]:
     """Rewrite, in place, what a graph returns whose nodes know their values; how to finish which output.
 
     Outputs that show an input, or a result in another dtype or conjugated, stay as they are. So do masks in a graph
@@ -58,6 +59,7 @@ def return_whole_results(graph: GraphModule, writes: bool = False) -> dict[int, 
     """
     returned = graph.graph.output_node()
     outputs: list[Node] = list(returned.args[0])  # type: ignore[arg-type]
+    writes = any(node.target is _WRITE for node in graph.graph.nodes)
     makers: dict[int, Node] = {}  # per memory, the node that makes it
     for node in graph.graph.nodes:
         if isinstance(node.meta.get("val"), Tensor):

@@ -8,7 +8,7 @@ which of them. An executor that aliases by itself (nvFuser) is left to do so.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from thunder.core import prims
@@ -21,14 +21,14 @@ from thunder_mem.aliases import Aliases
 from thunder_mem.compiled_region import RegionFunction
 from thunder_mem.executors import mem_pointwise_ex, new_leaves, region_function
 from thunder_mem.graph import Graph, make_graph
-from thunder_mem.plan import Decision, Plan, PlannedRegion
+from thunder_mem.plan import Decision, Plan
 from thunder_mem.planner import order_halves, peaks_of
 from thunder_mem.reuse_region import plan_reuse
 from thunder_mem.sorting import SortFunction
 from thunder_mem.takeover import Reuse, taken_over
-from thunder_mem.trace_graph import UNPACKING, TraceGraph, proxies_in, read_trace
+from thunder_mem.trace_graph import TraceGraph, proxies_in, read_trace
 
-__all__ = ["Reused", "regions_in_order", "reuse_and_sort", "reuse_dying", "with_reuse"]
+__all__ = ["Reused", "reuse_and_sort", "reuse_dying", "with_reuse"]
 
 # Whose results are known to be memory of their own, where they are no views.
 _FRESH_EXECUTORS = {"torch", "sdpa", "mem_attention", "python"}
@@ -135,26 +135,6 @@ def with_reuse(plan: Plan, reused: Reused) -> Plan:
         plan.with_peaks(reused.forward_peak_bytes, reused.backward_peak_bytes),
         decisions=(*plan.decisions, decision),
     )
-
-
-def regions_in_order(regions: Sequence[PlannedRegion], emitted: TraceCtx, final: TraceCtx) -> tuple[PlannedRegion, ...]:
-    """The regions of an emitted trace in the order in which a later trace, of the same steps, runs them.
-
-    In what was emitted the operations of a region stand together, also where nothing fuses them.
-    """
-    runs_at = {_key(b): i for i, b in enumerate(final.bound_symbols)}
-    body = iter([b for b in emitted.bound_symbols if b.sym.id not in UNPACKING])
-    starts = []
-    for region in regions:
-        first = next(body)
-        for _ in range(0 if first.sym.is_fusion else len(region.ops) - 1):
-            next(body)
-        starts.append(runs_at[_key(first)])
-    return tuple(regions[k] for k in sorted(range(len(regions)), key=starts.__getitem__))
-
-
-def _key(bsym: BoundSymbol) -> Hashable:
-    return (bsym.sym.name, *(p.name for p in bsym.flat_proxy_outs), *(p.name for p in bsym.flat_proxy_args))
 
 
 def reuse_and_sort(source: TraceGraph, trace: TraceCtx, sort: str | SortFunction) -> Reused | None:

@@ -17,6 +17,7 @@ from thunder.core.proxies import Proxy, TensorProxy, pyval, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
+from thunder_mem.effects import leaves
 from thunder_mem.fusible_prims import POINTWISE
 
 __all__ = ["expand_scalars"]
@@ -29,17 +30,13 @@ def expand_scalars(trace: TraceCtx) -> TraceCtx:
     """
     if not any(isinstance(p, TensorProxy) and p.requires_grad for p in trace.args):
         return trace
-    if not any(_scalars(bsym) for top in trace.bound_symbols for bsym in _prims(top)):
+    if not any(_scalars(bsym) for top in trace.bound_symbols for bsym in leaves(top)):
         return trace
     expanded = from_trace(trace)
     with tracectx(expanded):
         expanded.bound_symbols = [new for bsym in trace.bound_symbols for new in _rewritten(expanded, bsym)]
     expanded.set_provenance(TraceProvenance("Scalars expanded"))
     return expanded
-
-
-def _prims(bsym: BoundSymbol) -> list[BoundSymbol]:
-    return [leaf for sub in bsym.subsymbols for leaf in _prims(sub)] if bsym.subsymbols else [bsym]
 
 
 def _scalars(bsym: BoundSymbol) -> list[TensorProxy]:
@@ -66,9 +63,7 @@ def _rewritten(trace: TraceCtx, bsym: BoundSymbol) -> Sequence[BoundSymbol]:
         return [bsym if same else bsym.from_bsym(subsymbols=subsymbols)]
     if not (scalars := _scalars(bsym)):
         return [bsym]
-    partner = next((a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy) and a.ndim), None)
-    if partner is None:
-        return [bsym]
+    partner = next(a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy) and a.ndim)
     trace.push_scope([])
     shape = tuple(partner.shape)  # of what exists already: where sizes are symbolic, this is an operation
     swaps: dict[object, Proxy] = {variableify(a): prims.broadcast_in_dim(a, shape, ()) for a in scalars}
