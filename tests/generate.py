@@ -92,6 +92,7 @@ class _Builder:
     said: list[tuple[str, tuple[str, ...], tuple]] = field(default_factory=list)  # the statements so far
     random: bool = False  # a random value has been drawn
     first_names: dict[str, str] = field(default_factory=dict)  # of what a statement in place gave another name
+    from_scalars: set[str] = field(default_factory=set)  # computed from scalars alone
     missed: set[str] = field(default_factory=set)  # shows a write that Thunder's autograd does not see there
     outside: frozenset[str] | None = None  # in a checkpoint's body: the names from before the outermost
     alive: list = field(default_factory=list)  # so that no storage's address is used twice
@@ -110,14 +111,17 @@ class _Builder:
         return storage(t) == storage(u) and not alike
 
     def mixes_scalars(self, names: tuple[str, ...]) -> bool:
-        """Floats of several dtypes, one of which may be a scalar that was broadcast.
+        """Floats of several dtypes, one of which may be a scalar that was broadcast, or come of such.
 
         Thunder's proxy of that still promotes like a number, so its traces tell another dtype than eager gives.
         """
         tensors = [self.tensors[name] for name in names]
         if len({t.dtype for t in tensors if t.is_floating_point()}) < 2:
             return False
-        return any(t.dim() > 0 and all(n == 1 or not step for n, step in _dims(t)) for t in tensors)
+        return any(t.dim() > 0 and self.like_scalar(name) for t, name in zip(tensors, names, strict=True))
+
+    def like_scalar(self, name: str) -> bool:
+        return name in self.from_scalars or all(n == 1 or not step for n, step in _dims(self.tensors[name]))
 
     def miss(self, written: str) -> None:
         """Read nothing more that shares the memory of what was just written and that Thunder takes for another value.
@@ -200,6 +204,8 @@ class _Builder:
                     target = f"v{self.count - 1}"
                     self.tensors[target] = self.tensors[args[0]]
                     self.first_names[target] = self.first_name(args[0])
+                    if args[0] in self.from_scalars:
+                        self.from_scalars.add(target)
                     return Step(op, (target,), args, params)
                 return Step(op, (), args, params)
             result = eval(text, scope)
@@ -222,6 +228,8 @@ class _Builder:
             self.frozen.add(storage(results[1]))  # Thunder: the backward of the variance reads the mean
         targets = tuple(f"v{self.count + i}" for i in range(len(results)))
         self.count += len(results)
+        if args and all(map(self.like_scalar, args[:1] if op in ("cat", "stack") else args)):
+            self.from_scalars.update(targets)
         self.tensors.update(zip(targets, results, strict=True))
         if spec.kind in ("fresh", "view") and not spec.writes:
             self.said.append((op, args, params))
