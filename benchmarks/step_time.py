@@ -3,8 +3,9 @@
 The small litgpt step on the CPU (T=1024, D=256, bf16), and the scaled models of the benchmark's matrix with the
 loss inside: Thunder with the package's executors against the same with MemEfficient, on one thread. The two
 are timed in turn within one run, so that what else the machine does falls on both, and the ratio of the medians
-counts. It differs by up to a tenth between processes, by where their memory happens to lie: each program runs in
-three processes of its own, and the middle ratio stands first.
+counts. It differs by up to a tenth between processes, by where their memory happens to lie, and which of the two
+was compiled first is part of that: each program runs in four processes of its own, in two of them Thunder's first,
+and the median of the four ratios stands first.
 Planning's share is of `thunder.jit`'s own time: tracing, transforming and planning, without compiling regions,
 which happens at the first call.
 Writes ``benchmarks/results/step_time.json``.
@@ -17,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import thunder
@@ -36,7 +37,8 @@ from thunder_mem.predict import compiled_entry
 
 RESULTS = Path(__file__).parent / "results"
 EXECUTORS = [mem_attention_ex, mem_pointwise_ex]
-STEPS, STEPS_OF_A_MODEL, ROUNDS = 41, 9, 3
+FEWEST_STEPS, MOST_STEPS, SECONDS = 9, 41, 10
+ORDERS = (("thunder", "MemEfficient"), ("MemEfficient", "thunder")) * 2
 
 
 def scaled_model(name: str, checkpointing: bool) -> Program:
@@ -60,42 +62,44 @@ def planning_ms(jitted: object) -> int:
     return thunder.compile_stats(jitted).thunder_mem_planning_ms
 
 
-def compare(program: Program, steps: int) -> dict[str, object]:
-    plain = thunder.jit(program.fn, executors=EXECUTORS)
-    ours = thunder.jit(program.fn, executors=EXECUTORS, transforms=[MemEfficient(strict=True)])
-    for compiled in (plain, ours):
+def compare(program: Program, order: Sequence[str]) -> dict[str, object]:
+    """Both compiled in that order, then timed in turn."""
+    transforms = {"thunder": [], "MemEfficient": [MemEfficient(strict=True)]}
+    jitted, jit_ms = {}, {}
+    for name in order:
+        jitted[name] = thunder.jit(program.fn, executors=EXECUTORS, transforms=transforms[name])
+        start = time.perf_counter()
+        compiled_entry(jitted[name], program.args, {}, call=True)  # compiles, runs nothing
+        jit_ms[name] = (time.perf_counter() - start) * 1e3
         for _ in range(2):
-            program.step(compiled)
-    times: dict[str, list[float]] = {"thunder": [], "MemEfficient": []}
-    for _ in range(steps):
-        for name, compiled in (("thunder", plain), ("MemEfficient", ours)):
-            start = time.perf_counter()
-            program.step(compiled)
-            times[name].append(time.perf_counter() - start)
-    again = thunder.jit(program.fn, executors=EXECUTORS, transforms=[MemEfficient(strict=True)])
+            program.step(jitted[name])
     start = time.perf_counter()
-    compiled_entry(again, program.args, {}, call=True)  # compiles, runs nothing
-    jit_ms = (time.perf_counter() - start) * 1e3
+    program.step(jitted[order[0]])
+    steps = max(FEWEST_STEPS, min(MOST_STEPS, int(SECONDS / (time.perf_counter() - start))))
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for _ in range(steps):
+        for name in order:
+            start = time.perf_counter()
+            program.step(jitted[name])
+            times[name].append(time.perf_counter() - start)
+    planned_ms = planning_ms(jitted["MemEfficient"])
     return {
         "program": program.name,
         "steps": steps,
-        "median_ms": {name: round(statistics.median(t) * 1e3, 2) for name, t in times.items()},
+        "median_ms": {name: round(statistics.median(times[name]) * 1e3, 2) for name in transforms},
         "ratio_of_medians": round(statistics.median(times["MemEfficient"]) / statistics.median(times["thunder"]), 4),
         "ratio_of_minima": round(min(times["MemEfficient"]) / min(times["thunder"]), 4),
-        "planning_ms": planning_ms(again),
-        "jit_ms": round(jit_ms),
-        "planning_share": round(planning_ms(again) / jit_ms, 4),
+        "planning_ms": planned_ms,
+        "jit_ms": round(jit_ms["MemEfficient"]),
+        "planning_share": round(planned_ms / jit_ms["MemEfficient"], 4),
     }
 
 
-def programs() -> dict[str, Callable[[], tuple[Program, int]]]:
-    """How to make each program, and its steps."""
-    small = {
-        f"llama, checkpointing {on}": lambda on=on: (llama_step(checkpointing=on == "on"), STEPS)
-        for on in ("on", "off")
-    }
+def programs() -> dict[str, Callable[[], Program]]:
+    """How to make each program."""
+    small = {f"llama, checkpointing {on}": lambda on=on: llama_step(checkpointing=on == "on") for on in ("on", "off")}
     models = {
-        f"{name}, checkpointing {on}": lambda name=name, on=on: (scaled_model(name, on == "on"), STEPS_OF_A_MODEL)
+        f"{name}, checkpointing {on}": lambda name=name, on=on: scaled_model(name, on == "on")
         for on in ("on", "off")
         for name in MODELS
     }
@@ -103,19 +107,21 @@ def programs() -> dict[str, Callable[[], tuple[Program, int]]]:
 
 
 def in_processes(name: str) -> dict[str, object]:
-    """The row of one program: its middle round, and the ratios of all."""
-    command = [sys.executable, "-m", "benchmarks.step_time", name]
-    outputs = [subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout for _ in range(ROUNDS)]
-    found = sorted((json.loads(text.splitlines()[-1]) for text in outputs), key=lambda row: row["ratio_of_medians"])
-    return {**found[ROUNDS // 2], "ratios": [row["ratio_of_medians"] for row in found]}
+    """The row of one program: the median of its ratios, and what its processes found."""
+    found = []
+    for order in ORDERS:
+        command = [sys.executable, "-m", "benchmarks.step_time", name, *order]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        found.append({"first": order[0], **json.loads(output.splitlines()[-1])})
+    (program,) = {row.pop("program") for row in found}
+    ratio = statistics.median(row["ratio_of_medians"] for row in found)
+    return {"program": program, "median_ratio": round(ratio, 4), "processes": found}
 
 
-def main(names: list[str]) -> None:
+def main(name: str = "", *order: str) -> None:
     torch.set_num_threads(1)
-    if names:
-        for name in names:
-            program, steps = programs()[name]()
-            print(json.dumps(compare(program, steps)))
+    if name:
+        print(json.dumps(compare(programs()[name](), order or ORDERS[0])))
         return
     RESULTS.mkdir(exist_ok=True)
     rows: list[dict[str, object]] = []
@@ -127,4 +133,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from chunk_cases import CASES
 from test_chunk_losses import loss_and_grads, prepare
+from thunder.core.prims import PrimIDs
 
 from thunder_mem import ChunkLossHead
 from thunder_mem.chunk_loop import is_chunk_loop, loop_of
+from thunder_mem.effects import leaves
 from thunder_mem.executors import mem_pointwise_ex
 
 
@@ -22,6 +24,14 @@ def block_of(compiled):
     (bsym,) = (b for b in thunder.last_traces(compiled)[-1].bound_symbols if is_chunk_loop(b))
     bodies = loop_of(bsym).backward
     return [b.sym.name for b in bodies[max(bodies)].trace.bound_symbols]
+
+
+def wide_sums_of(compiled, columns):
+    """The sums over rows of that many columns in the largest block with gradients."""
+    (bsym,) = (b for b in thunder.last_traces(compiled)[-1].bound_symbols if is_chunk_loop(b))
+    bodies = loop_of(bsym).backward
+    inner = [leaf for b in bodies[max(bodies)].trace.bound_symbols for leaf in leaves(b)]
+    return [b for b in inner if b.sym.id is PrimIDs.SUM and b.args[0].shape[-1] == columns and b.args[1] == (1,)]
 
 
 @pytest.mark.slow
@@ -52,6 +62,7 @@ def test_one_region_makes_the_gradient_from_the_logits(monkeypatch):
     grads = torch.autograd.grad(loss, (x, w))
     names = block_of(compiled)
     assert "scatter_add" not in names and len([n for n in names if n.startswith("MemPointwise")]) == 2, names
+    assert len(wide_sums_of(compiled, 4001)) == 1  # of the exponentials; the scattered gradient's is known
     (plan,) = transform.record.loops
     assert plan.backward_block_bytes < 1.1 * plan.block_rows * plan.row_bytes
     for got, want in zip((loss, *grads), (head(x, w, t), *torch.autograd.grad(head(x, w, t), (x, w))), strict=True):

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 
 from thunder_mem.chunk_body import Body
-from thunder_mem.chunk_gemm import gemm, scratch_bytes_of
+from thunder_mem.chunk_gemm import gemm
 from thunder_mem.chunk_plan import Gemm, LoopPlan, Spec
 from thunder_mem.chunk_rows import block_sizes, read_rows, row_views, write_rows
 from thunder_mem.chunk_rules import local_shape
@@ -96,7 +96,7 @@ def run(
         torch.empty(min(plan.chunk_rows, plan.n), g.width, dtype=g.out.dtype, device=g.out.device) for g in plan.gemms
     ]
     fake = any(isinstance(t, FakeTensor) for t in inputs)
-    tiles = scratch_bytes_of(plan.logits_bytes)
+    tiles = plan.tiles_bytes
     for start in range(0, plan.n, plan.chunk_rows):
         stop = min(start + plan.chunk_rows, plan.n)
         rows = stop - start

@@ -55,7 +55,7 @@ def scratch_bytes_of(chunk_logits_bytes: int) -> int:
 
 
 def gemm_scratch_bytes(
-    device: str, dtype: torch.dtype, out_dtypes: Iterable[torch.dtype], rows: int, chunk_logits_bytes: int
+    device: str, dtype: torch.dtype, out_dtypes: Iterable[torch.dtype], rows: int, scratch_bytes: int
 ) -> int:
     """Bytes that the products of a chunk hold besides their operands and results, at most.
 
@@ -64,10 +64,10 @@ def gemm_scratch_bytes(
         dtype: of the operands.
         out_dtypes: of the results.
         rows: rows in the chunk.
-        chunk_logits_bytes: one chunk's results.
+        scratch_bytes: what tiles may take.
     """
     kind = device.split(":")[0]
-    tiles = scratch_bytes_of(chunk_logits_bytes) if any(_tiled(kind, out, dtype) for out in out_dtypes) else 0
+    tiles = scratch_bytes if any(_tiled(kind, out, dtype) for out in out_dtypes) else 0
     if kind == "cpu" and dtype.itemsize < 4 and multiplies(kind, dtype):
         return max(tiles, tiles // 3 + _packed_bytes(rows))  # a third of a tile's share is the product itself
     return tiles

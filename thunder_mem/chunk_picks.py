@@ -6,7 +6,8 @@ the block's fused code in two, and what the halves hand over is as large as the 
 - a pick from an element-by-element result is that operation on picks from its operands, so the gather
   moves up to the block's own logits, where it reads one value a row (and still refuses a target outside
   of the vocabulary), and
-- zeros with one value in each row are a comparison of column numbers with the picked ones,
+- zeros with one value in each row are a comparison of column numbers with the picked ones, and their sum
+  over the row is that value,
 
 after which one region computes the gradient of the logits from the logits and allocates nothing else.
 """
@@ -42,23 +43,28 @@ def fusible_picks(trace: TraceCtx, executors: Sequence[Any]) -> TraceCtx:
         the new trace; the same object where there is nothing to rewrite or nobody who fuses.
     """
     rewriter = _Rewriter(trace, executors)
-    swaps: dict[int, tuple[list[BoundSymbol], dict]] = {}
-    for at, bsym in enumerate(trace.bound_symbols):
-        made = rewriter.gather(bsym) or rewriter.scatter(bsym)
-        if made is not None:
-            scope, result = made
-            swaps[at] = scope, {variableify(result): bsym.output}
-    if not swaps:
+    written: dict[int, list[BoundSymbol]] = {}  # by the identity of the bound symbol that they stand for
+    for bsym in trace.bound_symbols:
+        if (made := rewriter.gather(bsym) or rewriter.scatter(bsym)) is not None:
+            written[id(bsym)] = _named_as(bsym, *made)
+    for at, leaves in rewriter.leaves.items():
+        for leaf in leaves:
+            if (made := rewriter.sum_of_one(leaf)) is not None:
+                written[id(leaf)] = _named_as(leaf, *made)
+                rewriter.opened.add(at)
+    if not written:
         return trace
     new = from_trace(trace)
     new.bound_symbols = []
     for at, bsym in enumerate(trace.bound_symbols):
-        if at in swaps:
-            scope, swap = swaps[at]
-            new.bound_symbols += [b.from_bsym_swap_proxies(swap) for b in scope]
-        else:
-            new.bound_symbols += rewriter.leaves[at] if at in rewriter.opened else [bsym]
+        for b in rewriter.leaves[at] if at in rewriter.opened else [bsym]:
+            new.bound_symbols += written.get(id(b), [b])
     return dce(new)
+
+
+def _named_as(bsym: BoundSymbol, scope: Sequence[BoundSymbol], result: TensorProxy) -> list[BoundSymbol]:
+    """What was traced in the place of an operation, under the name of its result."""
+    return [b.from_bsym_swap_proxies({variableify(result): bsym.output}) for b in scope]
 
 
 class _Rewriter:
@@ -68,6 +74,7 @@ class _Rewriter:
         self.trace, self.executors = trace, executors
         self.opened: set[int] = set()
         self.leaves: dict[int, list[BoundSymbol]] = {}
+        self.one_a_row: dict[str, tuple[TensorProxy, int]] = {}  # zeros but for these values, each along a dim
         self.producer: dict[str, tuple[int, BoundSymbol]] = {}
         known = {a.name for a in trace.args}
         for at, bsym in enumerate(trace.bound_symbols):
@@ -164,7 +171,24 @@ class _Rewriter:
 
         scope: list[BoundSymbol] = []
         result = self._traced(scope, compare)
-        return (scope, result) if result.dtype == bsym.output.dtype and all(map(self._fuses, scope)) else None
+        if result.dtype != bsym.output.dtype or not all(map(self._fuses, scope)):
+            return None
+        self.one_a_row[bsym.output.name] = value, dim
+        return scope, result
+
+    def sum_of_one(self, leaf: BoundSymbol) -> tuple[list[BoundSymbol], TensorProxy] | None:
+        """The sum over rows of zeros with one value: that value."""
+        if leaf.sym.id != PrimIDs.SUM:
+            return None
+        operand, dims = leaf.args[:2]
+        while (made := self.producer.get(operand.name, (-1, None))[1]) and made.sym.id == PrimIDs.SHALLOW_COPY:
+            operand = made.args[0]
+        value, dim = self.one_a_row.get(operand.name, (None, -1))
+        if value is None or tuple(dims) != (dim,) or leaf.output.dtype != value.dtype:
+            return None
+        scope: list[BoundSymbol] = []
+        result = self._traced(scope, lambda: prims.squeeze(value, (dim,)))
+        return (scope, result) if all(map(self._fuses, scope)) else None
 
 
 def _one_a_row(source: TensorProxy, index: TensorProxy, dim: int) -> bool:

@@ -126,6 +126,11 @@ class LoopPlan:
         return self.n * self.row_bytes
 
     @property
+    def tiles_bytes(self) -> int:
+        """What the tiles of a product may take: their share, or what a block has taken by then and given back."""
+        return max(scratch_bytes_of(self.logits_bytes), self.backward_block_bytes)
+
+    @property
     def forward_scratch_bytes(self) -> int:
         """Held at most while the forward runs, beyond inputs and results."""
         return self.logits_bytes + max(self._gemm_bytes, self.forward_block_bytes)
@@ -160,7 +165,7 @@ class LoopPlan:
     def _gemm_bytes(self) -> int:
         sums = dict(zip(self.grads, self.grad_dtypes, strict=True))
         sums |= {i: torch.float32 for i in self.grads if self.finer(i)}
-        tiles = scratch_bytes_of(self.logits_bytes) if any(map(self.finer, self.grads)) else 0
+        tiles = self.tiles_bytes if any(map(self.finer, self.grads)) else 0
         return max(
             tiles,
             *(
@@ -169,7 +174,7 @@ class LoopPlan:
                     g.out.dtype,
                     {g.out.dtype, sums.get(g.w, g.out.dtype)},
                     self.chunk_rows,
-                    self.logits_bytes,
+                    self.tiles_bytes,
                 )
                 for g in self.gemms
             ),
