@@ -26,7 +26,7 @@ class Block(torch.nn.Module):
     [
         pytest.param(0.0, torch.float32, marks=pytest.mark.slow),
         (0.0, torch.bfloat16),
-        (0.1, torch.float32),
+        pytest.param(0.1, torch.float32, marks=pytest.mark.slow),
         pytest.param(0.1, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )

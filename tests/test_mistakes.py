@@ -52,6 +52,13 @@ def test_two_of_them_with_other_options(way):
         way([MemEfficient(budget=64), MemEfficient()])
 
 
+@pytest.mark.parametrize("way", [of_a_function, of_a_module])
+def test_a_list_in_place_of_a_transform(way):
+    """Thunder's own sentence; ours has no part in it but its name."""
+    with pytest.raises(ValueError, match=r"\[thunder_mem.MemEfficient\(.*\)\] had an unexpected type <class 'list'>"):
+        way([[MemEfficient()]])
+
+
 def test_it_is_the_class_that_is_named():
     with pytest.raises(TypeError, match=r"write transforms=\[ChunkLossHead\(...\)\] with brackets"):
         of_a_function(ChunkLossHead())
