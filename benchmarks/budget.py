@@ -4,9 +4,9 @@ longchat-7b-16k with all its 32 layers, T=16384, B=1, bf16, loss outside, no che
 H100: budgets over the range from the free plan's peak down to the smallest. For each the exact peak of the
 plan, what is left unused, the recomputation by the roofline beside its lower bound and beside the greedy's
 (the first rung of the ladder of minimum cuts that fits), and the search's seconds of CPU. Then many more, evenly
-spaced: whether a larger budget ever costs more, or has a lower peak. One budget is compiled as a user would, and
-its final traces predicted. Writes
-``benchmarks/results/budget.json`` and ``budget.png``.
+spaced: whether a larger budget ever costs more, or has a lower peak; that also for fewer layers, as other parts of
+the search answer there. One budget is compiled as a user would, and its final traces predicted. Writes
+``benchmarks/results/budget.json`` and ``budget.png``; with ``sweeps`` only what it says of fewer layers anew.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from thunder_mem.cost import device_model
 from thunder_mem.fit_budget import SavingProblem, fit_budget, greedy_fit
 from thunder_mem.measure import collector_off
 from thunder_mem.plan_time import plan_seconds
+from thunder_mem.refine import Planned
 from thunder_mem.saving import storages_to_rebuild
 from thunder_mem.study import Study, study_program
 
@@ -39,6 +40,7 @@ RESULTS = Path(__file__).parent / "results"
 DEVICE = "H100-80GB"
 SHARES = (0.02, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 0.98)
 COMPILED = (0.25,)
+LAYERS, FEWER_LAYERS = 32, (1, 2, 4, 8, 16)
 SWEPT = 96
 GIB = 2**30
 
@@ -103,15 +105,34 @@ def compiled(layers: int, budget_bytes: int) -> dict[str, object]:
     return {"budget_bytes": budget_bytes, **{f"{half}_peak_bytes": peak for half, peak in peaks.items()}}
 
 
-def main(layers: int) -> None:
-    console = Console()
-    torch.set_num_threads(1)
+def fewer_layers(layers: int) -> dict[str, object]:
+    """The sweep of a smaller model."""
     with simulate(DEVICE):
         model, tokens = program(layers)
         study = study_program(model, (tokens,), {})
         problem = fresh(study.problem)
-        smallest = study.plan(fit_budget(problem, 1).rebuilt)
-        free = study.plan(storages_to_rebuild(problem.graph, problem.fuse, problem.choices))
+        low, high = smallest_and_free(study, problem)
+        return {
+            "layers": layers,
+            "ops": len(problem.graph),
+            "smallest_peak_bytes": low.peak_bytes,
+            "free_peak_bytes": high.peak_bytes,
+            **swept(study, low.peak_bytes, high.peak_bytes),
+        }
+
+
+def smallest_and_free(study: Study, problem: SavingProblem) -> tuple[Planned, Planned]:
+    """Plans at both ends of the range."""
+    smallest = study.plan(fit_budget(problem, 1).rebuilt)
+    return smallest, study.plan(storages_to_rebuild(problem.graph, problem.fuse, problem.choices))
+
+
+def whole_model(console: Console) -> dict:
+    with simulate(DEVICE):
+        model, tokens = program(LAYERS)
+        study = study_program(model, (tokens,), {})
+        problem = fresh(study.problem)
+        smallest, free = smallest_and_free(study, problem)
         low, high = smallest.peak_bytes, free.peak_bytes
         console.print(f"{len(problem.graph)} ops, from {low / GIB:.3f} to {high / GIB:.3f} GiB")
         rows = []
@@ -122,7 +143,7 @@ def main(layers: int) -> None:
         record = {
             "command": "python -m benchmarks.budget",
             "torch": torch.__version__,
-            "layers": layers,
+            "layers": LAYERS,
             "ops": len(problem.graph),
             "smallest_peak_bytes": low,
             "free_peak_bytes": high,
@@ -135,9 +156,21 @@ def main(layers: int) -> None:
         save(record)
         del study, free, smallest, model
         for share in COMPILED:
-            record["compiled"].append(compiled(layers, int(low + (high - low) * share)))
+            record["compiled"].append(compiled(LAYERS, int(low + (high - low) * share)))
             console.print(record["compiled"][-1])
             save(record)
+        return record
+
+
+def main(only: str = "") -> None:
+    console = Console()
+    torch.set_num_threads(1)
+    record = json.loads((RESULTS / "budget.json").read_text()) if only == "sweeps" else whole_model(console)
+    record["sweeps"] = []
+    for layers in FEWER_LAYERS:
+        record["sweeps"].append(fewer_layers(layers))
+        console.print(record["sweeps"][-1])
+        save(record)
 
 
 def save(record: dict) -> None:
@@ -160,4 +193,4 @@ def save(record: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if sys.argv[1:] else 32)
+    main(*sys.argv[1:])
