@@ -6,7 +6,7 @@ plan, what is left unused, the recomputation by the roofline beside its lower bo
 (the first rung of the ladder of minimum cuts that fits), and the search's seconds of CPU. Then many more, evenly
 spaced: whether a larger budget ever costs more, or has a lower peak; that also for fewer layers, as other parts of
 the search answer there. One budget is compiled as a user would, and its final traces predicted. Writes
-``benchmarks/results/budget.json`` and ``budget.png``; with ``sweeps`` only what it says of fewer layers anew.
+``benchmarks/results/budget.json`` and ``budget.png``; with ``fewer_layers`` only what it says of fewer layers anew.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ def smallest_and_free(study: Study, problem: SavingProblem) -> tuple[Planned, Pl
 
 
 def whole_model(console: Console) -> dict:
+    """Budgets of the model with all layers; each part is saved when it is there."""
     with simulate(DEVICE):
         model, tokens = program(LAYERS)
         study = study_program(model, (tokens,), {})
@@ -163,13 +164,15 @@ def whole_model(console: Console) -> dict:
 
 
 def main(only: str = "") -> None:
+    if only not in ("", "fewer_layers"):
+        raise SystemExit(f"usage: python -m benchmarks.budget [fewer_layers], not {only!r}")
     console = Console()
     torch.set_num_threads(1)
-    record = json.loads((RESULTS / "budget.json").read_text()) if only == "sweeps" else whole_model(console)
-    record["sweeps"] = []
+    record = json.loads((RESULTS / "budget.json").read_text()) if only == "fewer_layers" else whole_model(console)
+    record["fewer_layers"] = []
     for layers in FEWER_LAYERS:
-        record["sweeps"].append(fewer_layers(layers))
-        console.print(record["sweeps"][-1])
+        record["fewer_layers"].append(fewer_layers(layers))
+        console.print(record["fewer_layers"][-1])
         save(record)
 
 

@@ -228,6 +228,7 @@ class _Builder:
             self.frozen.add(storage(results[1]))  # Thunder: the backward of the variance reads the mean
         targets = tuple(f"v{self.count + i}" for i in range(len(results)))
         self.count += len(results)
+        # A result promotes like a number if all operands do; of a join it has the first one's dtype as it is.
         if args and all(map(self.like_scalar, args[:1] if op in ("cat", "stack") else args)):
             self.from_scalars.update(targets)
         self.tensors.update(zip(targets, results, strict=True))

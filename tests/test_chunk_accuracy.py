@@ -3,10 +3,16 @@
 import math
 
 import pytest
+import thunder
 import torch
+import torch.nn.functional as F
 from chunk_tools import chunked, exact, head, inputs, relative
 
-from thunder_mem.chunk_gemm import multiplies
+from thunder_mem import ChunkLossHead, predict
+from thunder_mem.chunk_gemm import gemm_scratch_bytes, multiplies
+from thunder_mem.chunk_plan import Gemm, Spec
+from thunder_mem.chunk_rules import Sharding
+from thunder_mem.chunk_sums import Accumulator
 from thunder_mem.measure import measure_peak
 
 
@@ -98,3 +104,46 @@ def test_peak_at_published_heads_an_eighth_as_large(d, v, accumulate):
     step()
     bound_bytes = 2 * (n + v) * d + (2 if accumulate == "float32" else 1) * v * d
     assert measure_peak(step) <= bound_bytes + 1.1 * (n // chunks) * v * 2
+
+
+@pytest.mark.parametrize(("rows", "depth", "scratch_kib"), [(512, 64, 768), (512, 256, 682), (192, 64, 256)])
+def test_a_product_for_a_finer_sum_holds_no_more_than_is_planned(rows, depth, scratch_kib):
+    spec = Spec("w", (8192, depth), torch.bfloat16, "cpu", Sharding((None, None)))
+    dlogits, x = torch.randn(rows, 8192).bfloat16(), torch.randn(rows, depth).bfloat16()
+    total = Accumulator(spec, torch.bfloat16, finer=True)
+    gemm = Gemm(0, 1, depth, 8192, w_rows_first=True, x_rows_last=False, out=spec)
+    total.add_product(gemm, dlogits, x, scratch_kib << 10)
+    peak_bytes = measure_peak(total.add_product, gemm, dlogits, x, scratch_kib << 10)
+    assert peak_bytes <= gemm_scratch_bytes("cpu", torch.bfloat16, {torch.float32}, rows, scratch_kib << 10)
+
+
+@pytest.mark.parametrize("multiplies", [True, False], ids=["with units", "without"])
+def test_the_forward_of_a_head_that_recomputes_plans_for_its_own_blocks(multiplies, monkeypatch):
+    """Its products take no tiles as large as the backward's blocks."""
+    monkeypatch.setattr("thunder_mem.chunk_gemm._bfloat16_units", lambda: multiplies)
+    x, w = torch.randn(1024, 32).bfloat16().requires_grad_(), torch.randn(8192, 32).bfloat16().requires_grad_()
+    t = torch.randint(0, 8192, (1024,))
+    transform = ChunkLossHead(chunks=64)
+    compiled = thunder.jit(
+        lambda x, w, t: F.cross_entropy(F.linear(x, w), t, reduction="none"), executors=[], transforms=[transform]
+    )
+    compiled(x, w, t)
+    (plan,) = transform.record.loops
+    assert plan.mode == "recompute-in-backward"
+    assert plan.forward_scratch_bytes < plan.backward_scratch_bytes
+    returned_bytes = sum(spec.nbytes for spec in plan.outputs)
+    assert measure_peak(compiled, x, w, t) <= plan.forward_scratch_bytes + returned_bytes + 4096
+
+
+def test_predictions_tell_loops_apart_that_look_alike():
+    x, w = torch.randn(512, 64).bfloat16().requires_grad_(), torch.randn(1024, 64).bfloat16().requires_grad_()
+    t = torch.randint(0, 1024, (512,))
+    for accumulate in ("float32", "input"):
+        transform = ChunkLossHead(chunks=4, accumulate=accumulate)
+        compiled = thunder.jit(head, executors=[], transforms=[transform])
+
+        def step(compiled=compiled):
+            return torch.autograd.grad(compiled(x, w, t), (x, w))
+
+        step()
+        assert predict(compiled, x, w, t).measured_bytes == pytest.approx(measure_peak(step), abs=8192)

@@ -4,6 +4,7 @@ import chunk_cases
 import pytest
 import thunder
 import torch
+import torch.nn.functional as F
 from chunk_cases import CASES, Case, N, V
 
 from thunder_mem.measure import measure_peak
@@ -50,3 +51,18 @@ def test_eager_peaks_are_above_the_logits():
     case = next(c for c in CASES if c.name == "ce_mean")
     tensors = prepare(case, torch.float32)
     assert measure_peak(loss_and_grads, case.fn, tensors, case.grads) > 2 * chunk_cases.N * chunk_cases.V * 4
+
+
+def test_nll_loss_ignores_what_eager_ignores():
+    """-100 where nothing is said; -1 is an error as in eager."""
+
+    def head(x, w, t):
+        return F.nll_loss(F.linear(x, w).log_softmax(-1), t)
+
+    x, w, t = torch.randn(37, 8).requires_grad_(), torch.randn(41, 8).requires_grad_(), torch.randint(0, 41, (37,))
+    t[3] = -100
+    compiled = thunder.jit(head, executors=[], transforms=[ChunkLossHead(chunks=3)])
+    torch.testing.assert_close(compiled(x, w, t), head(x, w, t))
+    t[3] = -1
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        compiled(x, w, t)

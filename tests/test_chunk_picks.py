@@ -72,6 +72,49 @@ def test_one_region_makes_the_gradient_from_the_logits(monkeypatch):
         compiled(x, w, t + 4001)
 
 
+@pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["open", "fused"])
+@pytest.mark.parametrize(
+    ("reduction", "dtype", "trains"),
+    [("mean", torch.float32, False), ("mean", torch.float16, True), ("none", torch.float32, True)],
+)
+@pytest.mark.parametrize("outside", [99, -1])
+def test_a_target_outside_of_the_vocabulary_raises(reduction, dtype, trains, outside, executors, monkeypatch):
+    """In blocks without gradients as well, and where a loss for each row leaves the gradients to the backward."""
+    monkeypatch.setattr("thunder_mem.compiled_region._compile", lambda unfused, args: unfused)
+    x, w = torch.randn(61, 8, dtype=dtype), torch.randn(97, 8, dtype=dtype)
+    t = torch.randint(0, 97, (61,))
+    compiled = thunder.jit(
+        lambda x, w, t: F.cross_entropy(F.linear(x, w), t, reduction=reduction),
+        executors=executors,
+        transforms=[ChunkLossHead(chunks=3)],
+    )
+    args = x.requires_grad_(trains), w.requires_grad_(trains)
+    compiled(*args, t)
+    t[7] = outside
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        compiled(*args, t)
+
+
+def test_sums_that_are_not_along_the_scattered_dim_stay(monkeypatch):
+    """Over the rows, and of two scatters added up."""
+    monkeypatch.setattr("thunder_mem.compiled_region._compile", lambda unfused, args: unfused)
+
+    def head(x, w, t, u):
+        log_p = F.linear(x, w).log_softmax(-1)
+        picked = log_p.gather(1, t[:, None]) + 2 * log_p.gather(1, u[:, None])
+        counts = torch.zeros_like(log_p).scatter_add(1, t[:, None], picked).sum(0)
+        return picked.sum() + counts.square().sum()
+
+    x, w = torch.randn(37, 8).requires_grad_(), torch.randn(41, 8).requires_grad_()
+    t, u = torch.randint(0, 41, (2, 37))
+    compiled, _ = fused(head)
+    got, want = compiled(x, w, t, u), head(x.double(), w.double(), t, u)
+    grads = zip(torch.autograd.grad(got, (x, w)), torch.autograd.grad(want, (x, w)), strict=True)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    for mine, exact in grads:
+        torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-4)
+
+
 def test_nothing_is_rewritten_where_nobody_fuses():
     x, w = torch.randn(37, 8).requires_grad_(), torch.randn(401, 8)
     compiled = thunder.jit(

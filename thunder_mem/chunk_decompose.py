@@ -79,7 +79,8 @@ def _class_loss(
     dim = 1 if log_p.ndim > 1 else 0
     valid = ltorch.ne(target, ignore_index)
     index = ltorch.where(valid, target, 0)
-    picked = ltorch.squeeze(ltorch.take_along_dim(log_p, ltorch.unsqueeze(index, dim), dim), dim)
+    # `take_along_dim` would not look whether the index is inside.
+    picked = ltorch.squeeze(ltorch.gather(log_p, dim, ltorch.unsqueeze(index, dim)), dim)
     each = ltorch.where(valid, ltorch.neg(picked), 0.0)
     row_weight = None
     if weight is not None:
@@ -119,7 +120,7 @@ def _cross_entropy(
 
 
 def _nll_loss(a, target, weight=None, ignore_index=-100, reduction="mean"):
-    ignore_index = -1 if ignore_index is None else ignore_index  # as Thunder resolves it
+    ignore_index = -100 if ignore_index is None else ignore_index  # None is Thunder's for torch's default
     return _class_loss(ltorch.to(a, _wide(a.dtype)), target, weight, ignore_index, reduction, 0.0, a.dtype)
 
 

@@ -96,7 +96,7 @@ def run(
         torch.empty(min(plan.chunk_rows, plan.n), g.width, dtype=g.out.dtype, device=g.out.device) for g in plan.gemms
     ]
     fake = any(isinstance(t, FakeTensor) for t in inputs)
-    tiles = plan.tiles_bytes
+    tiles = plan.tiles_bytes(plan.forward_block_bytes if tangents is None else plan.backward_block_bytes)
     for start in range(0, plan.n, plan.chunk_rows):
         stop = min(start + plan.chunk_rows, plan.n)
         rows = stop - start

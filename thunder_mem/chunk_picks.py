@@ -74,7 +74,7 @@ class _Rewriter:
         self.trace, self.executors = trace, executors
         self.opened: set[int] = set()
         self.leaves: dict[int, list[BoundSymbol]] = {}
-        self.one_a_row: dict[str, tuple[TensorProxy, int]] = {}  # zeros but for these values, each along a dim
+        self.scattered: dict[str, tuple[TensorProxy, int]] = {}  # zeros but for one value of these in each row
         self.producer: dict[str, tuple[int, BoundSymbol]] = {}
         known = {a.name for a in trace.args}
         for at, bsym in enumerate(trace.bound_symbols):
@@ -173,17 +173,19 @@ class _Rewriter:
         result = self._traced(scope, compare)
         if result.dtype != bsym.output.dtype or not all(map(self._fuses, scope)):
             return None
-        self.one_a_row[bsym.output.name] = value, dim
+        self.scattered[bsym.output.name] = value, dim
         return scope, result
 
     def sum_of_one(self, leaf: BoundSymbol) -> tuple[list[BoundSymbol], TensorProxy] | None:
-        """The sum over rows of zeros with one value: that value."""
+        """The sum along each row of zeros with one value in it: that value."""
         if leaf.sym.id != PrimIDs.SUM:
             return None
         operand, dims = leaf.args[:2]
-        while (made := self.producer.get(operand.name, (-1, None))[1]) and made.sym.id == PrimIDs.SHALLOW_COPY:
-            operand = made.args[0]
-        value, dim = self.one_a_row.get(operand.name, (None, -1))
+        _, maker = self.producer.get(operand.name, (-1, None))
+        while maker is not None and maker.sym.id == PrimIDs.SHALLOW_COPY:
+            operand = maker.args[0]
+            _, maker = self.producer.get(operand.name, (-1, None))
+        value, dim = self.scattered.get(operand.name, (None, -1))
         if value is None or tuple(dims) != (dim,) or leaf.output.dtype != value.dtype:
             return None
         scope: list[BoundSymbol] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -125,22 +126,24 @@ class LoopPlan:
         """What the amplifiers' results would take unchunked."""
         return self.n * self.row_bytes
 
-    @property
-    def tiles_bytes(self) -> int:
-        """What the tiles of a product may take: their share, or what a block has taken by then and given back."""
-        return max(scratch_bytes_of(self.logits_bytes), self.backward_block_bytes)
+    def tiles_bytes(self, block_bytes: int) -> int:
+        """What the tiles of a product may take: as much as a block holds while none runs, and no less than is fast."""
+        return max(scratch_bytes_of(self.logits_bytes), block_bytes)
 
     @property
     def forward_scratch_bytes(self) -> int:
         """Held at most while the forward runs, beyond inputs and results."""
-        return self.logits_bytes + max(self._gemm_bytes, self.forward_block_bytes)
+        return self.logits_bytes + max(self._gemm_bytes(self.forward_block_bytes, {}), self.forward_block_bytes)
 
     @property
     def backward_scratch_bytes(self) -> int:
         """Held at most while gradients are computed, beyond inputs and results; 0 if they never are."""
         if not self.grads:
             return 0
-        return self.logits_bytes + max(self._gemm_bytes, self.backward_block_bytes) + self.finer_sums_bytes
+        sums = dict(zip(self.grads, self.grad_dtypes, strict=True))
+        sums |= {i: torch.float32 for i in self.grads if self.finer(i)}
+        gemms = self._gemm_bytes(self.backward_block_bytes, sums)
+        return self.logits_bytes + max(gemms, self.backward_block_bytes) + self.finer_sums_bytes
 
     def finer(self, i: int) -> bool:
         """Whether the gradient of input `i` keeps a byte a number beside the 16 bits in which it adds up."""
@@ -161,24 +164,13 @@ class LoopPlan:
             math.prod(s.shape) * (d.itemsize - s.dtype.itemsize) for s, d in zip(specs, self.grad_dtypes, strict=True)
         )
 
-    @property
-    def _gemm_bytes(self) -> int:
-        sums = dict(zip(self.grads, self.grad_dtypes, strict=True))
-        sums |= {i: torch.float32 for i in self.grads if self.finer(i)}
-        tiles = self.tiles_bytes if any(map(self.finer, self.grads)) else 0
-        return max(
-            tiles,
-            *(
-                gemm_scratch_bytes(
-                    g.out.device,
-                    g.out.dtype,
-                    {g.out.dtype, sums.get(g.w, g.out.dtype)},
-                    self.chunk_rows,
-                    self.tiles_bytes,
-                )
-                for g in self.gemms
-            ),
-        )
+    def _gemm_bytes(self, block_bytes: int, sums: Mapping[int, torch.dtype]) -> int:
+        tiles = self.tiles_bytes(block_bytes)
+        needed = [tiles if any(self.finer(i) for i in sums) else 0]
+        for g in self.gemms:
+            dtypes = {g.out.dtype, sums.get(g.w, g.out.dtype)}
+            needed.append(gemm_scratch_bytes(g.out.device, g.out.dtype, dtypes, self.chunk_rows, tiles))
+        return max(needed)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a report."""

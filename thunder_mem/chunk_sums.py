@@ -96,6 +96,7 @@ class Accumulator:
                 bits = total.view(torch.int32).add_(1 << 7)  # to nearest
                 upper[some].copy_(bits >> 16)
                 lower[some].copy_(bits.bitwise_right_shift_(8))
+                del bits  # a view of `total`
             del total
             if isinstance(upper, FakeTensor):
                 break  # every stretch takes the same memory

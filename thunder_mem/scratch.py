@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from thunder_mem import scratch_table
+from thunder_mem.chunk_loop import is_chunk_loop, loop_of
 from thunder_mem.measure import collector_off, record_curve
 from thunder_mem.output_layout import describe, lay_out
 from thunder_mem.redraw import with_valid_state
@@ -51,15 +52,17 @@ class _Failed:
 
 _Probes = dict[Hashable, Probe | _Failed]
 _PROBES: _Probes = {}
-_REGION_PROBES: WeakKeyDictionary[Any, _Probes] = WeakKeyDictionary()
+_PROBES_OF: WeakKeyDictionary[Any, _Probes] = WeakKeyDictionary()
 
 
 def _known_probes(bsym: BoundSymbol) -> _Probes:
-    """Where the probes of `bsym` are kept: with the callable for a compiled region, else for all time."""
+    """Where the probes of `bsym` are kept: with a compiled region's callable or a chunk loop, else for all time."""
+    if is_chunk_loop(bsym):
+        return _PROBES_OF.setdefault(loop_of(bsym), {})
     if not bsym.sym.is_fusion:
         return _PROBES
     function = next(iter((bsym._call_ctx or {}).values()))
-    return _REGION_PROBES.setdefault(function, {})
+    return _PROBES_OF.setdefault(function, {})
 
 
 class ProbingRunner:
