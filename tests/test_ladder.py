@@ -1,11 +1,15 @@
 """The ladder's anchors: what alone carries the forward stays kept, so that the smallest plan is as small as by hand."""
 
+from itertools import pairwise
+
 import pytest
 import thunder
 import torch
 
 from thunder_mem import MemEfficient
+from thunder_mem.anchors import anchors, without_first_block
 from thunder_mem.fit_budget import fit_budget
+from thunder_mem.ladder import ladders
 from thunder_mem.saving import storages_to_rebuild
 from thunder_mem.study import study_program
 
@@ -38,3 +42,26 @@ def test_the_smallest_plan_is_no_larger_than_with_what_layers_hand_on_alone(drop
     problem = study_program(layerwise, (x,), {}).problem
     by_layer = problem.trial(storages_to_rebuild(problem.graph, problem.fuse, problem.choices))
     assert smallest.peak_bytes <= by_layer.peak_bytes < problem.trial(frozenset()).peak_bytes
+
+
+def test_equal_layers_are_decided_once():
+    """On every rung there are at most two patterns among equal layers, the earlier ones having gone over to the next."""
+    layers = 9
+    model = torch.nn.Sequential(*(Block(0.0) for _ in range(layers)))
+    problem = study_program(model, (torch.randn(2048, 64),), {}).problem
+    graph = problem.graph
+    found = anchors(graph, problem.fuse, problem.repeat_s)
+    bounds = [graph.allocator[s] for s in without_first_block(graph, problem.fuse, found)]
+    forward = [s for s, op in enumerate(graph.allocator) if op is not None and not graph.ops[op].backward]
+
+    def patterns(rebuilt: frozenset[int]) -> list[tuple[int, ...]]:
+        """Per stretch between two anchors, which of its storages are rebuilt."""
+        stretches: dict[int, list[int]] = {}
+        for s in sorted(forward, key=lambda s: graph.allocator[s]):
+            stretches.setdefault(sum(bound < graph.allocator[s] for bound in bounds), []).append(s)
+        return [tuple(i for i, s in enumerate(of) if s in rebuilt) for _, of in sorted(stretches.items())]
+
+    rungs = next(iter(ladders(graph, problem.fuse, problem.repeat_s)))
+    inner = [patterns(rung.rebuilt)[2:-2] for rung in rungs]  # the ends of a stack are no layers like the others
+    changes = [sum(a != b for a, b in pairwise(p)) for p in inner]
+    assert len(rungs) > layers and max(changes) == 1, changes

@@ -1,8 +1,9 @@
 """From keeping all that is worth its bytes to recomputing nearly everything, in small steps.
 
 For every price of a byte the minimum cut (`saving.py`) gives the best exchange of memory for time, and as
-the price rises the sets of what is rebuilt are nested. Between two such sets stands a whole stack of equal
-layers; the rungs between them take one stretch of the forward after the other. Long before the price is
+the price rises the sets of what is rebuilt are nested. Equal layers are decided once: a cut repeats the same
+of each. Between two such sets stands a whole stack of them; the rungs between take one stretch of the forward
+after the other, so that what is left to say is how many layers have gone over. Long before the price is
 infinite this stops paying, because what is rebuilt from far back must itself be alive; so the values
 through which alone the forward passes (the residual stream between blocks) are anchors that stay kept:
 all of them, every second, every fourth, and so on (Chen et al., "Training deep nets with sublinear

@@ -10,8 +10,8 @@ tensor rematerialization" (MLSys 2020) has the model with a variable for every o
 value is rebuilt at most once, just before its first use, and variables say only at the rows' own steps
 whether that has happened.
 
-Equal layers keep variables of their own, though the ladder's cuts (`ladder.py`), which know no steps, decide them
-alike: a step tells an early layer from a late one. Tied by "what a layer keeps, later ones keep as well", the 32
+Equal layers keep variables of their own, though the ladder (`ladder.py`), which knows no steps, decides them once:
+a step tells an early layer from a late one. Tied by "what a layer keeps, later ones keep as well", the 32
 layers of a LLaMA took HiGHS up to twice as long, for plans of the same cost.
 """
 
