@@ -45,7 +45,7 @@ def test_the_smallest_plan_is_no_larger_than_with_what_layers_hand_on_alone(drop
 
 
 def test_equal_layers_are_decided_once():
-    """On every rung there are at most two patterns among equal layers, the earlier ones having gone over to the next."""
+    """On every rung equal layers have at most two patterns: the earlier ones have gone over to the next."""
     layers = 9
     model = torch.nn.Sequential(*(Block(0.0) for _ in range(layers)))
     problem = study_program(model, (torch.randn(2048, 64),), {}).problem
