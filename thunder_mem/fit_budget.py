@@ -28,8 +28,9 @@ from thunder_mem.trial import Trial, try_rebuilding
 
 __all__ = ["Fit", "SavingProblem", "fit_budget", "greedy_fit", "sweep"]
 
-# The range of peaks is cut into so many targets, in programs of fewer than so many ops into fewer.
-_CELLS, _CELLS_OF_SMALL, _SMALL = 256, 32, 500
+# The range of peaks is cut into so many targets, in programs that are solved exactly into fewer, and into the fewest
+# in those of fewer than so many ops.
+_CELLS, _CELLS_OF_EXACT, _CELLS_OF_SMALL, _SMALL = 256, 64, 32, 500
 # Rounds of cutting planes for one target; each costs a solution and a trial.
 _ROUNDS = 3
 # How many cells below the budget's own are tried one by one; further down the steps double.
@@ -37,7 +38,7 @@ _CELLS_BELOW = 2
 # Relative difference below which times are the same.
 _EQUAL = 1e-9
 # In programs of fewer ops every target is solved exactly, all those below a budget are asked, and so is the ladder
-# after its own: in larger ones that takes too long (8 layers of a LLaMA have 2,020 and take 5 s instead of 1).
+# after its own: in larger ones that takes too long (8 layers of a LLaMA have 2,020 and take 3 s instead of 1).
 _EXACT = 2500
 # Rungs between the ends are tried, too, as long as all trials together run no more ops than this.
 _SAMPLED_OPS = 8000
@@ -147,7 +148,9 @@ class _Level:
     def __init__(self, problem: SavingProblem, rungs: Sequence[Rung]) -> None:
         self.problem, self.rungs = problem, rungs
         self.exact = len(problem.graph) < _EXACT
-        self.cells = _CELLS_OF_SMALL if len(problem.graph) < _SMALL else _CELLS
+        self.cells = _CELLS_OF_EXACT if self.exact else _CELLS
+        if len(problem.graph) < _SMALL:
+            self.cells = _CELLS_OF_SMALL
         self._solutions: dict[int, Solution | None] = {}
         self._answers: dict[int, frozenset[int]] = {}
         self.candidates = Candidates(
