@@ -203,11 +203,11 @@ def _least_rows(region: Region, head: Head) -> int:
 def _block_rows(n: int, chunk_rows: int, row_bytes: int, row_scratch: int, least_rows: int, asked: bool) -> int:
     """Rows between the products: their temporaries take at most a tenth of the chunk's logits, or 128 KiB.
 
-    Or a 16th of all logits up to 1 MiB, as on less a CPU works no longer than the calls themselves take; a 32nd if
-    the chunks were asked for, which then are most of the peak. As few blocks of distinct sizes as possible: a divisor
-    of the chunk is preferred.
+    Or a 16th of all logits up to 1 MiB, as on less a CPU works no longer than the calls themselves take; not if the
+    chunks were asked for, which then are most of the peak. As few blocks of distinct sizes as possible: a divisor of
+    the chunk is preferred.
     """
-    share_bytes = n * row_bytes // (32 if asked else 16)
+    share_bytes = 0 if asked else n * row_bytes // 16
     allowed_bytes = max(1 << 17, chunk_rows * row_bytes // 10, min(1 << 20, share_bytes))
     most = min(chunk_rows, max(least_rows, allowed_bytes // max(1, row_scratch)))
     for size in range(most, max(1, most // 2), -1):

@@ -127,8 +127,13 @@ class LoopPlan:
         return self.n * self.row_bytes
 
     def tiles_bytes(self, block_bytes: int) -> int:
-        """What the tiles of a product may take: as much as a block holds while none runs, and no less than is fast."""
-        return max(scratch_bytes_of(self.logits_bytes), block_bytes)
+        """What the tiles of a product may take: their share, or, where nobody asked for the chunks, as much as a block.
+
+        By the sizes of its tensors, that is, of which less may exist at once: chunks that were asked for are most of
+        the peak, which would rise by the difference.
+        """
+        share_bytes = scratch_bytes_of(self.logits_bytes)
+        return share_bytes if self.sized == "asked" else max(share_bytes, block_bytes)
 
     @property
     def forward_scratch_bytes(self) -> int:
