@@ -108,34 +108,33 @@ def compiled(layers: int, budget_bytes: int) -> dict[str, object]:
 def fewer_layers(layers: int) -> dict[str, object]:
     """The sweep of a smaller model."""
     with simulate(DEVICE):
-        model, tokens = program(layers)
-        study = study_program(model, (tokens,), {})
-        problem = fresh(study.problem)
-        low, high = smallest_and_free(study, problem)
+        study, smallest, free = studied(layers)
+        ends = smallest.peak_bytes, free.peak_bytes
         return {
             "layers": layers,
-            "ops": len(problem.graph),
-            "smallest_peak_bytes": low.peak_bytes,
-            "free_peak_bytes": high.peak_bytes,
-            **swept(study, low.peak_bytes, high.peak_bytes),
+            "ops": len(study.problem.graph),
+            "smallest_peak_bytes": ends[0],
+            "free_peak_bytes": ends[1],
+            **swept(study, *ends),
         }
 
 
-def smallest_and_free(study: Study, problem: SavingProblem) -> tuple[Planned, Planned]:
-    """Plans at both ends of the range."""
+def studied(layers: int) -> tuple[Study, Planned, Planned]:
+    """The model of so many layers, and the plans at both ends of the range."""
+    model, tokens = program(layers)
+    study = study_program(model, (tokens,), {})
+    problem = fresh(study.problem)
     smallest = study.plan(fit_budget(problem, 1).rebuilt)
-    return smallest, study.plan(storages_to_rebuild(problem.graph, problem.fuse, problem.choices))
+    return study, smallest, study.plan(storages_to_rebuild(problem.graph, problem.fuse, problem.choices))
 
 
 def whole_model(console: Console) -> dict:
     """Budgets of the model with all layers; each part is saved when it is there."""
     with simulate(DEVICE):
-        model, tokens = program(LAYERS)
-        study = study_program(model, (tokens,), {})
-        problem = fresh(study.problem)
-        smallest, free = smallest_and_free(study, problem)
+        study, smallest, free = studied(LAYERS)
         low, high = smallest.peak_bytes, free.peak_bytes
-        console.print(f"{len(problem.graph)} ops, from {low / GIB:.3f} to {high / GIB:.3f} GiB")
+        ops = len(study.problem.graph)
+        console.print(f"{ops} ops, from {low / GIB:.3f} to {high / GIB:.3f} GiB")
         rows = []
         for share in SHARES:
             rows.append({"share": share, **measure(study, int(low + (high - low) * share))})
@@ -145,7 +144,7 @@ def whole_model(console: Console) -> dict:
             "command": "python -m benchmarks.budget",
             "torch": torch.__version__,
             "layers": LAYERS,
-            "ops": len(problem.graph),
+            "ops": ops,
             "smallest_peak_bytes": low,
             "free_peak_bytes": high,
             "free_step_ms": round(step_ms, 2),
@@ -155,7 +154,7 @@ def whole_model(console: Console) -> dict:
         record["sweep"] = swept(study, low, high)
         console.print(record["sweep"])
         save(record)
-        del study, free, smallest, model
+        del study, free, smallest
         for share in COMPILED:
             record["compiled"].append(compiled(LAYERS, int(low + (high - low) * share)))
             console.print(record["compiled"][-1])
