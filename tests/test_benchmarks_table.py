@@ -36,7 +36,7 @@ def test_all_of_thunders_options_are_there():
     assert {f"--{name}" for name in thunders} <= set(parser._option_string_actions)
 
 
-@pytest.mark.parametrize("loss_inside", ["False", "True"])
+@pytest.mark.parametrize("loss_inside", ["False", pytest.param("True", marks=pytest.mark.slow)])
 def test_one_run_on_a_cpu_writes_thunders_metrics(tmp_path, loss_inside):
     path = tmp_path / "folder" / "metrics.json"
     arguments = [*TINY, *QUICK, "--loss_inside", loss_inside, "--json_path", str(path), "--global_batch_size", "2"]

@@ -115,6 +115,40 @@ def test_a_smaller_budget_is_not_cheaper_where_another_spacing_of_what_is_kept_b
         assert larger.seconds <= smaller.seconds and larger.peak_bytes >= smaller.peak_bytes
 
 
+class Transformer(torch.nn.Module):
+    """Two blocks with norms and scores of attention, and a loss head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = torch.nn.Embedding(2048, 64), torch.nn.Linear(64, 2048)
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(64) for _ in range(4))
+        self.qkv = torch.nn.ModuleList(torch.nn.Linear(64, 192) for _ in range(2))
+        self.proj = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
+        self.up = torch.nn.ModuleList(torch.nn.Linear(64, 256) for _ in range(2))
+        self.down = torch.nn.ModuleList(torch.nn.Linear(256, 64) for _ in range(2))
+
+    def forward(self, tokens, targets):
+        x = self.embedding(tokens)
+        for i in range(2):
+            q, k, v = self.qkv[i](self.norms[2 * i](x)).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+            scores = (q @ k.transpose(-1, -2) / 4).softmax(-1)
+            x = x + self.proj[i]((scores @ v).transpose(1, 2).reshape(x.shape))
+            x = x + self.down[i](F.gelu(self.up[i](self.norms[2 * i + 1](x))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def test_what_one_trial_shows_of_a_step_is_not_forgotten_for_what_the_next_one_shows():
+    """Else a target's answer may cost less than the target allows, and fit a smaller budget than its neighbours'."""
+    tokens = torch.zeros(2, 256, dtype=torch.long)
+    problem = study_program(Transformer(), (tokens, tokens), {}).problem
+    low, high = fit_budget(problem, 1).peak_bytes, fit_budget(problem, 1 << 40).peak_bytes
+    fits = [fit_budget(problem, low + (high - low) * i // 60) for i in range(55, 61)]
+    assert fits[0].seconds > fits[-1].seconds
+    for smaller, larger in pairwise(fits):
+        assert larger.seconds <= smaller.seconds and larger.peak_bytes >= smaller.peak_bytes
+
+
 def test_every_budget_of_a_tiny_program_costs_no_more_than_any_other_choice():
     """Also where the last rung of the ladder is not its lowest."""
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from chunk_tools import chunked, exact, head, inputs, relative
 
 from thunder_mem import ChunkLossHead, predict
-from thunder_mem.chunk_gemm import gemm_scratch_bytes, multiplies
+from thunder_mem.chunk_gemm import gemm, gemm_scratch_bytes, multiplies
 from thunder_mem.chunk_plan import Gemm, Spec
 from thunder_mem.chunk_rules import Sharding
 from thunder_mem.chunk_sums import Accumulator
@@ -46,6 +46,22 @@ def test_bfloat16_units_round_once_more_however_many_chunks(counts):
     one, rounding = dw_error(1)
     errors = [dw_error(chunks)[0] for chunks in counts]
     assert max(errors) < 1.03 * math.hypot(one, rounding), (one, rounding, errors)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4, 8, 32])
+def test_sums_of_bfloat16_products_err_less_than_twice_as_much_as_one_product(chunks):
+    """In RMS; a single element whose products nearly cancel can err more (`docs/numerics.md`)."""
+    n, d, v = 256, 32, 512
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        x, w = torch.randn(n, d, generator=generator).bfloat16(), torch.randn(v, d, generator=generator).bfloat16()
+        targets = F.one_hot(torch.randint(v, (n,), generator=generator), v)
+        dlogits = (((x @ w.t() / 8).float().softmax(-1) - targets) / n).bfloat16()
+        want = dlogits.double().t() @ x.double()
+        total = torch.zeros(v, d)
+        for rows, xs in zip(dlogits.chunk(chunks), x.chunk(chunks), strict=True):
+            gemm(total, rows.t(), xs, add=True, scratch_bytes=1 << 16)
+        assert relative(total.bfloat16(), want) < 2 * relative(torch.mm(dlogits.t(), x), want), seed
 
 
 def test_bfloat16_loss_is_summed_in_float32():

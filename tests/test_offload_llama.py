@@ -13,6 +13,7 @@ from thunder_mem.offload_fit import fit_with_offload
 from thunder_mem.offload_option import OffloadOption, moves_for
 from thunder_mem.study import study_program
 
+pytestmark = pytest.mark.slow
 H100 = device_model("H100-80GB")
 # 20 times slower products behind a link of 400 GB/s; and a link so slow that no other work hides a copy.
 FAST_LINK = replace(
@@ -21,7 +22,7 @@ FAST_LINK = replace(
 SLOW_LINK = replace(H100, link_bytes_per_s=1e7)
 
 
-@pytest.fixture(scope="module", params=[3, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[3, 32])
 def llama(request):
     config = Config(
         n_layer=request.param, n_embd=512, n_head=8, block_size=2048, vocab_size=1024, padded_vocab_size=1024,
@@ -46,7 +47,6 @@ def budget_of(llama) -> int:
     return low + (high - low) // 4
 
 
-@pytest.mark.slow
 def test_the_device_decides_between_the_link_and_arithmetic(llama):
     budget = budget_of(llama)
     fast, slow = (fit_with_offload(problem_on(llama, device), budget) for device in (FAST_LINK, SLOW_LINK))

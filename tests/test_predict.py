@@ -20,7 +20,7 @@ MIB = 2**20
 # Compiling takes seconds a case, so only some are quick.
 QUICK = [(case, "torch") for case in CASES]
 QUICK += [("inefficient", "planned"), ("tied", "planned"), ("gpt", "planned"), ("gpt_loss", "chunked")]
-QUICK += [("in_place", "pointwise"), ("many_kernels", "torchcompile"), ("views", "planned pointwise")]
+QUICK += [("many_kernels", "torchcompile"), ("views", "planned pointwise")]
 LONG = [(case, way) for case in CASES for way in WAYS if (case, way) not in QUICK and way != "chunked"]
 
 

@@ -144,9 +144,7 @@ def called(fn, *args, stop_at: int = -1) -> int:
     return calls
 
 
-@pytest.mark.parametrize(
-    "sixteenths", [(4, 10), pytest.param(range(1, 16), marks=pytest.mark.slow)], ids=["two", "many"]
-)
+@pytest.mark.parametrize("sixteenths", [(7,), pytest.param(range(1, 16), marks=pytest.mark.slow)], ids=["one", "many"])
 def test_an_interrupt_leaves_nothing_broken(sixteenths):
     """Wherever it strikes, the next call compiles, and computes what one that was not interrupted does."""
     x = randn(5, 6, grad=False)

@@ -10,7 +10,7 @@ ladder's first rung that does is the answer (the greedy fallback).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -198,7 +198,7 @@ class _Level:
     def solution(self, cell: int) -> Solution | None:
         """The integer program's solution for a target, by the level's own rows."""
         if cell not in self._solutions:
-            self._solutions[cell] = self._solve(self.rows, self.target_bytes(cell))
+            self._solutions[cell] = self._solve(list(self.rows.values()), self.target_bytes(cell))
         return self._solutions[cell]
 
     def answer(self, cell: int) -> Fit | None:
@@ -210,18 +210,19 @@ class _Level:
             self._answers[cell] = self._mended(first, self.target_bytes(cell))
         return self.problem.fit(self._answers[cell], first.bound_seconds, "milp")
 
-    def _solve(self, rows: Mapping[int, MemoryRow], target_bytes: int) -> Solution | None:
+    def _solve(self, rows: Sequence[MemoryRow], target_bytes: int) -> Solution | None:
         gap = 0.0 if self.exact else _LARGE_GAP
-        return solve(self.candidates, list(rows.values()), target_bytes, gap)
+        return solve(self.candidates, rows, target_bytes, gap)
 
     def _mended(self, solution: Solution, target_bytes: int) -> frozenset[int]:
-        rows = dict(self.rows)
+        # One step may have several rows: what a trial shows of it does not replace what others showed.
+        rows = list(self.rows.values())
         chosen = solution
         for _ in range(_ROUNDS):
             trial = self.problem.trial(chosen.rebuilt)
             if trial.peak_bytes <= target_bytes:
                 return chosen.rebuilt
-            rows |= {row.key: row for row in memory_rows(self.candidates, trial)}
+            rows += memory_rows(self.candidates, trial)
             following = self._solve(rows, target_bytes)
             if following is None:
                 break
