@@ -3,9 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# One thread a worker; a file stays with one worker, whose fixtures and compiled programs it shares. In order of names:
-# ordered by their number of tests, the few long ones would come last, and leave one worker idle.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# One thread a worker; a file stays with one worker, whose fixtures and compiled programs it shares.
+PARALLEL := -n 2 --dist loadfile
 
 .PHONY: demo test test-notebooks test-long fuzz upstream-tests lint docs notebooks
 .DELETE_ON_ERROR:

@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from thunder.executors.data_dependent_partition import consecutive_fusion
 
 from tests.fusible import fusible, fusible_graphs, values
 from tests.generate import Profile
-from tests.graphs import Builder, graphs, oracle_optimum, shuffled
+from tests.graphs import Builder, graphs, layered, oracle_optimum, shuffled
 from tests.traces import traced_programs, unfused
 from thunder_mem.amplifiers import MAX_CHAIN_SOURCES, MAX_CHAIN_VALUES, absorb_amplifiers
 from thunder_mem.executors import mem_pointwise_ex
@@ -154,6 +154,7 @@ def test_contraction_never_raises_the_best_peak_of_tiny_graphs(graph, seed):
 
 
 @settings(max_examples=300)
+@example(layered(24081, 9, 2), 1)  # a producer with a second result, which nobody reads
 @given(graphs(14), st.integers(0, 10**6))
 def test_contraction_never_raises_the_best_peak(graph, seed):
     graph, fuse = fusible(graph, seed, often=0.95)

@@ -122,7 +122,7 @@ def consecutive_groups(graph: Graph, fuse: Fusibility) -> Groups:
 def contract_chains(graph: Graph, groups: Groups, fuse: Fusibility) -> Groups:
     """Merge a region into its only consumer where that can never raise the best peak.
 
-    That is so when the bytes the producer could free are at most the bytes it makes (running the two
+    That is so when the bytes the producer could free are at most the bytes it hands on (running the two
     together then dominates). Repeats until nothing changes.
     """
     chains = _Chains(graph.contract(groups), fuse)
@@ -175,13 +175,14 @@ class _Chains:
         return c if self.fuse.may_grow(self.traits[p].joined(self.traits[c])) else None
 
     def _dominates(self, p: int, c: int) -> bool:
-        """Whether `p` makes at least the bytes that it frees where it runs last of all that could.
+        """Whether `p` hands on at least the bytes that it frees where it runs last of all that could.
 
         Whatever runs after `p` in every order runs after `c`, so a storage that such a region uses is not freed.
         """
         storages = self.regions.storages
         may_free = sum(storages[s].nbytes for s in self._mortal(p))
-        made = sum(storages[s].nbytes for s in self.makes[p])
+        # What nobody uses dies with `p` alone, but in one region it exists beside what `c` makes.
+        made = sum(storages[s].nbytes * (1 if self.users[s] - {p} else -1) for s in self.makes[p])
         if may_free > made:
             later = self._some_after(c)
             may_free = sum(storages[s].nbytes for s in self._mortal(p) if self.users[s].isdisjoint(later))
