@@ -148,9 +148,8 @@ class _Level:
     def __init__(self, problem: SavingProblem, rungs: Sequence[Rung]) -> None:
         self.problem, self.rungs = problem, rungs
         self.exact = len(problem.graph) < _EXACT
-        self.cells = _CELLS_OF_EXACT if self.exact else _CELLS
-        if len(problem.graph) < _SMALL:
-            self.cells = _CELLS_OF_SMALL
+        small = len(problem.graph) < _SMALL
+        self.cells = _CELLS_OF_SMALL if small else _CELLS_OF_EXACT if self.exact else _CELLS
         self._solutions: dict[int, Solution | None] = {}
         self._answers: dict[int, frozenset[int]] = {}
         self.candidates = Candidates(
@@ -180,12 +179,12 @@ class _Level:
         return max(fit.peak_bytes for fit in self.sampled)
 
     @cached_property
-    def rows(self) -> dict[int, MemoryRow]:
+    def rows(self) -> list[MemoryRow]:
         """Of some sampled rungs; none says more of any sampled rung than its trial shows."""
         trials = [self.problem.trial(fit.rebuilt) for fit in self.sampled]
         shown = {i * (len(trials) - 1) // _ROW_TRIALS for i in range(_ROW_TRIALS + 1)}
         found = {row.key: row for i in sorted(shown) for row in memory_rows(self.candidates, trials[i])}
-        return {row.key: row for row in calibrated(self.candidates, found.values(), trials)}
+        return calibrated(self.candidates, found.values(), trials)
 
     def cell(self, nbytes: int) -> int:
         """The highest target that is at most so many bytes, counted from the low end; negative if there is none."""
@@ -198,7 +197,7 @@ class _Level:
     def solution(self, cell: int) -> Solution | None:
         """The integer program's solution for a target, by the level's own rows."""
         if cell not in self._solutions:
-            self._solutions[cell] = self._solve(list(self.rows.values()), self.target_bytes(cell))
+            self._solutions[cell] = self._solve(self.rows, self.target_bytes(cell))
         return self._solutions[cell]
 
     def answer(self, cell: int) -> Fit | None:
@@ -216,7 +215,7 @@ class _Level:
 
     def _mended(self, solution: Solution, target_bytes: int) -> frozenset[int]:
         # One step may have several rows: what a trial shows of it does not replace what others showed.
-        rows = list(self.rows.values())
+        rows = list(self.rows)
         chosen = solution
         for _ in range(_ROUNDS):
             trial = self.problem.trial(chosen.rebuilt)

@@ -182,11 +182,11 @@ class _Chains:
         storages = self.regions.storages
         may_free = sum(storages[s].nbytes for s in self._mortal(p))
         # What nobody uses dies with `p` alone, but in one region it exists beside what `c` makes.
-        made = sum(storages[s].nbytes * (1 if self.users[s] - {p} else -1) for s in self.makes[p])
-        if may_free > made:
+        handed_on = sum(storages[s].nbytes * (1 if self.users[s] - {p} else -1) for s in self.makes[p])
+        if may_free > handed_on:
             later = self._some_after(c)
             may_free = sum(storages[s].nbytes for s in self._mortal(p) if self.users[s].isdisjoint(later))
-        return may_free <= made
+        return may_free <= handed_on
 
     def _mortal(self, p: int) -> list[int]:
         storages, outputs = self.regions.storages, self.regions.outputs
