@@ -1,5 +1,7 @@
 """What users write by mistake, and where they may find themselves: each is answered by a sentence that helps."""
 
+import inspect
+import pickle
 import sys
 from importlib import metadata
 
@@ -7,6 +9,7 @@ import pytest
 import thunder
 import torch
 from thunder.dynamo import thunderfx
+from thunder.transforms import ConstantFolding
 from torch import nn
 
 from tests.fuzz import uncompiled_regions
@@ -52,17 +55,20 @@ def test_two_of_them_with_other_options(way):
         way([MemEfficient(budget=64), MemEfficient()])
 
 
-@pytest.mark.parametrize(
-    ("way", "words"),
-    [
-        (of_a_function, r"\[thunder_mem.MemEfficient\(.*\)\] had an unexpected type <class 'list'>"),
-        (of_a_module, r"'list' object has no attribute 'transform_module'"),
-    ],
-)
-def test_a_list_in_place_of_a_transform(way, words):
-    """Thunder's own sentences, which the table in docs/first_steps.md has: a list in a list calls nothing of ours."""
-    with pytest.raises((ValueError, AttributeError), match=words):
-        way([[MemEfficient()]])
+@pytest.mark.parametrize("way", [of_a_function, of_a_module, of_thunderfx])
+@pytest.mark.parametrize("inner", [[MemEfficient()], (MemEfficient(),), [ConstantFolding(), ChunkLossHead()]])
+def test_a_list_in_place_of_a_transform(way, inner):
+    name = type(inner[-1]).__name__
+    with pytest.raises(Exception, match=rf"write transforms=\[{name}\(...\)\] with one pair of brackets"):
+        way([inner])
+
+
+def test_thunders_jit_is_otherwise_its_own():
+    """What is asked in front of it is seen by nobody: its name, its signature, and lists that hold nothing of ours."""
+    assert pickle.loads(pickle.dumps(thunder.jit)) is thunder.jit
+    assert "transforms" in inspect.signature(thunder.jit).parameters
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'transform_module'"):
+        of_a_module([[ConstantFolding()]])
 
 
 def test_it_is_the_class_that_is_named():

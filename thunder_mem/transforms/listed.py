@@ -2,18 +2,28 @@
 
 Users write ``transforms=[MemEfficient()]``. Whatever else they write gets one sentence that says so; and the
 list, which is theirs, keeps what they put into it (`pruning.py`).
+
+Of a list within the list Thunder calls nothing that is ours: it says "'list' object has no attribute
+'transform_module'", or for a function, at its first call, which types it supports. So `thunder.jit` is asked in
+front of that; it is the one function of Thunder's that importing this package wraps, and every other call passes
+through as it is.
 """
 
 from __future__ import annotations
 
 from abc import ABCMeta
-from typing import Any, NoReturn
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn, TypeVar, cast
 
+import thunder
 from thunder.core.transform_common import Transform
 
 from thunder_mem.pruning import take_back_pruning
 
 __all__ = ["ListedTransform"]
+
+_Jit = TypeVar("_Jit", bound=Callable[..., Any])
 
 
 class _Class(ABCMeta):
@@ -46,3 +56,24 @@ class ListedTransform(Transform, metaclass=_Class):
             f"{type(self).__name__} is a transform, plugins= takes a plugin: "
             'write plugins="mem-efficient" or plugins=thunder_mem.MemEfficientPlugin(...)'
         )
+
+
+def _refuses_nested(jit: _Jit) -> _Jit:
+    """`thunder.jit`, for which a list of this package's transforms within ``transforms=`` is a `TypeError`."""
+
+    @wraps(jit)
+    def asked_first(*args: Any, **kwargs: Any) -> Any:
+        transforms = kwargs.get("transforms")
+        for item in transforms if isinstance(transforms, list | tuple) else ():
+            for inner in item if isinstance(item, list | tuple) else ():
+                if isinstance(inner, ListedTransform):
+                    raise TypeError(
+                        f"transforms= has a list in its list: write transforms=[{type(inner).__name__}(...)] "
+                        "with one pair of brackets, or [*others, ...] to add to a list of yours"
+                    )
+        return jit(*args, **kwargs)
+
+    return cast(_Jit, asked_first)
+
+
+thunder.jit = _refuses_nested(thunder.jit)
