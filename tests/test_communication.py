@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 
@@ -11,7 +12,14 @@ import pytest
 import thunder
 import torch
 from thunder.core.trace import TraceCtx
-from thunder.distributed import FSDPBucketingStrategy, FSDPType, ddp, fsdp
+from thunder.distributed import (
+    FSDPBucketingStrategy,
+    FSDPType,
+    ddp,
+    fsdp,
+    reset_skip_data_parallel_grad_sync,
+    set_skip_data_parallel_grad_sync,
+)
 
 from tests.collectives import in_place, two_groups
 from tests.distributed_cases import CPU, VOCABULARY, model
@@ -415,3 +423,16 @@ def test_nobody_is_asked_where_nobody_is(world):
 def test_steps_that_are_equal_do_not_differ():
     with pytest.raises(ValueError, match="do not differ"):
         first_difference(["a"], ["a"])
+
+
+@pytest.mark.parametrize(("wrap", "warned"), [(sharded(), True), (ddp, False)], ids=["fsdp", "ddp"])
+def test_gradients_that_no_sync_spoils_are_warned_of(world, wrap, warned):
+    """Thunder's own fault: with two processes they are off by a third and more, and those of `ddp` are right."""
+    token = set_skip_data_parallel_grad_sync(True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled(wrap)
+    finally:
+        reset_skip_data_parallel_grad_sync(token)
+    assert any("fsdp are wrong after no_sync()" in str(w.message) for w in caught) is warned

@@ -7,6 +7,7 @@ import thunder
 import torch
 from thunder.dynamo import ThunderCompiler, thunderfx
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import thunder_mem
 from tests.cases import randn
@@ -258,3 +259,32 @@ def test_checkpoints_and_buffers_under_thunderfx():
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer.double(), eager.get_buffer(name).double())
     assert all(last_plan(p.jitted) for p in fx.subgraphs(compiled)) and last_plan(compiled) is not None
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def wide(self, x):
+        return nn.functional.gelu(self.a(x))
+
+    def forward(self, x):
+        y = checkpoint(self.wide, x, use_reentrant=False)  # first
+        return self.b(y).square()  # second
+
+
+def test_reports_name_the_users_lines_and_not_dynamos():
+    """Of what a checkpoint holds its line: Thunder rewrites these nodes, and leaves away where they come from."""
+    model, x = Checkpointed(), randn(32, 16)
+    step = thunderfx(model, executors=[], transforms=[MemEfficient()])
+    step(x).sum().backward()
+    text = str(explain(step))
+    assert "<eval_with_key>" not in text
+    numbers = {
+        word: number
+        for number, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+        for word in ("first", "second")
+        if line.endswith(f"# {word}")
+    }
+    assert all(f"test_fx.py:{number}" in text for number in numbers.values()) and len(numbers) == 2

@@ -63,6 +63,20 @@ def test_a_list_in_place_of_a_transform(way, inner):
         way([inner])
 
 
+@pytest.mark.parametrize("way", [of_a_function, of_a_module, of_thunderfx])
+@pytest.mark.parametrize("given", [["mem-efficient"], [MemEfficientPlugin()]], ids=["name", "plugin"])
+def test_a_plugin_in_place_of_a_transform(way, given):
+    with pytest.raises(Exception, match=r"is a plugin: write transforms=\[MemEfficient\(...\)\], or thunder.compile"):
+        way(given)
+
+
+def test_a_transform_in_place_of_a_compiler():
+    with pytest.raises(TypeError, match=r"ChunkLossHead compiles nothing itself: write thunder.jit\(fn, transforms="):
+        ChunkLossHead()(nn.Linear(4, 4))
+    with pytest.raises(Exception, match=r"MemEfficient compiles nothing itself: write thunder.jit\(fn, transforms="):
+        torch.compile(nn.Linear(4, 4), backend=MemEfficient())(X)
+
+
 def test_thunders_jit_is_otherwise_its_own():
     """What is asked in front of it is seen by nobody: its name, its signature, and lists that hold nothing of ours."""
     assert pickle.loads(pickle.dumps(thunder.jit)) is thunder.jit

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from thunder.core.compile_data import get_compile_option
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import IntegerProxy, TensorProxy
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
+from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.transforms.cudagraph import CUDAGraphTransform
 
 from thunder_mem.chunk_mark import strip_marks
@@ -31,6 +33,16 @@ _SORT_HELP = (
 NO_CUDA = (
     "CUDA graphs need a GPU, and no argument of this program is on one: move the model to it, "
     'or leave CUDAGraphTransform (the plugin "reduce-overhead") out'
+)
+
+LEFT_AUTOCAST = (
+    "Thunder keeps the torch.autocast of an earlier call: this call is outside of it and was traced as within, "
+    "so its results have the lower precision; use a thunder.jit of its own for calls without autocast"
+)
+
+UNSYNCED_SHARDS = (
+    "Thunder's gradients of fsdp are wrong after no_sync(): "
+    "accumulate without it, each backward then reduces its own (ddp has no such fault)"
 )
 
 # Transforms that rewrite a trace without looking for products: they do the same to a program with chunk loops.
@@ -63,6 +75,12 @@ def composed(options: PlanningOptions, data: Any, trace: TraceCtx) -> PlanningOp
     """
     options = replace(options, sort=_asked_sort(options.sort))
     refused = []
+    if not data.autocast_stack.is_empty() and not (
+        torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    ):
+        warnings.warn(LEFT_AUTOCAST, stacklevel=3)
+    if getattr(data, "use_fsdp", False) and get_skip_data_parallel_grad_sync():
+        warnings.warn(UNSYNCED_SHARDS, stacklevel=3)
     if any(isinstance(t, CUDAGraphTransform) for t in data.transforms):
         if not any(isinstance(a, TensorProxy) and a.device.type == "cuda" for a in trace.args):
             warnings.warn(NO_CUDA, stacklevel=3)

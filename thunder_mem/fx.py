@@ -16,6 +16,8 @@ from typing import Any
 import thunder
 import torch
 
+from thunder_mem.user_lines import node_lines
+
 __all__ = ["Break", "Subgraph", "graph_breaks", "highest_peak", "is_fx", "only_subgraph", "subgraphs"]
 
 
@@ -194,5 +196,5 @@ def _in_a_line(text: str | None) -> str:
 
 
 def _place(node: torch.fx.Node) -> str:
-    lines = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
-    return ":".join(lines[-1]) if lines else ""
+    *_, last = ("", *(f"{file}:{line}" for file, line in node_lines(node)))
+    return last

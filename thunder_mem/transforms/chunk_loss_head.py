@@ -15,6 +15,7 @@ from thunder_mem.chunking import ChunkingError, check_options, chunk_trace
 from thunder_mem.composition import rewriting_after, with_whole_heads
 from thunder_mem.overwrites import without_writes
 from thunder_mem.pruning import pruned
+from thunder_mem.smoothed_labels import without_ignored_targets
 from thunder_mem.tensor_parallel import waits_for_shards
 from thunder_mem.transforms.listed import ListedTransform
 
@@ -78,7 +79,7 @@ class ChunkLossHead(ListedTransform):
                 record = ChunkRecord(refusals=(Refusal("of the program", "", other, "", reason),))
             else:
                 computation_trace, record = chunk_trace(
-                    without_writes(computation_trace),
+                    without_ignored_targets(without_writes(computation_trace)),
                     chunks=self.chunks,
                     rows=self.rows,
                     accumulate=self.accumulate,

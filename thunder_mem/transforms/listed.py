@@ -3,10 +3,9 @@
 Users write ``transforms=[MemEfficient()]``. Whatever else they write gets one sentence that says so; and the
 list, which is theirs, keeps what they put into it (`pruning.py`).
 
-Of a list within the list Thunder calls nothing that is ours: it says "'list' object has no attribute
-'transform_module'", or for a function, at its first call, which types it supports. So `thunder.jit` is asked in
-front of that; it is the one function of Thunder's that importing this package wraps, and every other call passes
-through as it is.
+Of a list within the list, or a plugin's name, Thunder calls nothing that is ours: it says "'list' object has no
+attribute 'transform_module'", or for a function, at its first call, which types it supports. So the arguments of
+`thunder.jit` are looked at before it is called; every call without such a mistake passes through as it is.
 """
 
 from __future__ import annotations
@@ -49,6 +48,9 @@ class ListedTransform(Transform, metaclass=_Class):
 
     __iter__ = __getitem__ = append = _is_no_list
 
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} compiles nothing itself: write thunder.jit(fn, transforms=[...])")
+
     @property
     def policy(self) -> NoReturn:
         """What Thunder asks plugins for."""
@@ -58,22 +60,35 @@ class ListedTransform(Transform, metaclass=_Class):
         )
 
 
-def _refuses_nested(jit: _Jit) -> _Jit:
-    """`thunder.jit`, for which a list of this package's transforms within ``transforms=`` is a `TypeError`."""
+def _mistake(item: Any) -> str:
+    """What to do about something in ``transforms=`` that is ours and no transform; "" of anything else."""
+    if isinstance(item, list | tuple):
+        mine = (type(inner).__name__ for inner in item if isinstance(inner, ListedTransform))
+        name = next(mine, "")
+        return name and (
+            f"transforms= has a list in its list: write transforms=[{name}(...)] with one pair of brackets, "
+            "or [*others, ...] to add to a list of yours"
+        )
+    if item == "mem-efficient" or getattr(type(item), "__name__", "") == "MemEfficientPlugin":
+        return (
+            f"transforms= takes transforms, and {item!r} is a plugin: write transforms=[MemEfficient(...)], "
+            "or thunder.compile(model, plugins=...)"
+        )
+    return ""
+
+
+def _asks_first(jit: _Jit) -> _Jit:
+    """`thunder.jit`, which answers such a mistake with a `TypeError`."""
 
     @wraps(jit)
     def asked_first(*args: Any, **kwargs: Any) -> Any:
         transforms = kwargs.get("transforms")
-        for item in transforms if isinstance(transforms, list | tuple) else ():
-            for inner in item if isinstance(item, list | tuple) else ():
-                if isinstance(inner, ListedTransform):
-                    raise TypeError(
-                        f"transforms= has a list in its list: write transforms=[{type(inner).__name__}(...)] "
-                        "with one pair of brackets, or [*others, ...] to add to a list of yours"
-                    )
+        for item in transforms if isinstance(transforms, list | tuple) else [transforms]:
+            if mistake := _mistake(item):
+                raise TypeError(mistake)
         return jit(*args, **kwargs)
 
     return cast(_Jit, asked_first)
 
 
-thunder.jit = _refuses_nested(thunder.jit)
+thunder.jit = _asks_first(thunder.jit)

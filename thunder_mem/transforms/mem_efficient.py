@@ -35,6 +35,7 @@ from thunder_mem.policies import Policy, PolicyChooser, check_policy
 from thunder_mem.pruning import pruned
 from thunder_mem.recompute_config import Written, from_environment, parse_config
 from thunder_mem.scalars import expand_scalars
+from thunder_mem.smoothed_labels import without_ignored_targets
 from thunder_mem.sorting import SortFunction
 from thunder_mem.tensor_parallel import waits_for_shards
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
@@ -226,7 +227,8 @@ class MemEfficient(ListedTransform):
     def _prepared(self, trace: TraceCtx, prologue_trace: TraceCtx) -> TraceCtx:
         """The trace as planning wants it, with values in place of writes; as it was where that does not work."""
         try:
-            named = trace if self._names_nothing else name_origins(trace, prologue_trace)
+            opened = without_ignored_targets(trace)
+            named = opened if self._names_nothing else name_origins(opened, prologue_trace)
             return take_over_checkpoints(expand_scalars(without_writes(named)))
         except Exception as error:
             if self._options.strict:
