@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.quick_thunder import disassembled_once
+from tests.quick_thunder import interpreted_quickly
 from thunder_mem import scratch_table
 
 torch.set_num_threads(1)
@@ -29,9 +29,9 @@ def _measured_anew():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _disassembled_once():
+def _interpreted_quickly():
     """Half of the time that tests take is Thunder's interpreter, which disassembles what it enters each time anew."""
-    with disassembled_once():
+    with interpreted_quickly():
         yield
 
 

@@ -20,19 +20,20 @@ from thunder.core.proxies import ProxyInterface
 from thunder.core.symbol import Symbol
 from thunder.executors import passes
 
-__all__ = ["disassembled_once", "looked_up_once"]
+__all__ = ["interpreted_quickly", "looked_up_once"]
 
 _frames: dict[Hashable, FrameType] = {}
 _MOST = 10_000
 
 
 @contextmanager
-def disassembled_once() -> Iterator[None]:
-    """Within, a piece of bytecode is disassembled once, not each time that Thunder's interpreter enters it.
+def interpreted_quickly() -> Iterator[None]:
+    """Within, Thunder's interpreter traces a module in half of the time, to the same trace.
 
-    What comes out is the same, a code object being immutable, and Thunder traces a module in half of the time.
+    A piece of bytecode, which is immutable, is disassembled once and not each time that it is entered; and where the
+    caller stands is told without the source around each frame of the stack.
     """
-    disassemble = dis.get_instructions
+    disassemble, stack = dis.get_instructions, inspect.stack
 
     @functools.lru_cache(_MOST)
     def instructions(code: CodeType, options: tuple[tuple[str, Any], ...]) -> tuple[dis.Instruction, ...]:
@@ -43,22 +44,33 @@ def disassembled_once() -> Iterator[None]:
             return iter(instructions(x, tuple(options.items())))
         return disassemble(x, **options)
 
-    dis.get_instructions = once
+    def stack_without_sources(context: int = 1) -> list[inspect.FrameInfo]:
+        frames, frame = [], sys._getframe(1)
+        while frame is not None:
+            line, code = frame.f_lineno, frame.f_code
+            positions = Positions(line, line, 0, 999)
+            frames.append(
+                inspect.FrameInfo(frame, code.co_filename, line, code.co_name, None, None, positions=positions)
+            )
+            frame = frame.f_back
+        return frames
+
+    dis.get_instructions, inspect.stack = once, stack_without_sources
     try:
         yield
     finally:
-        dis.get_instructions = disassemble
+        dis.get_instructions, inspect.stack = disassemble, stack
 
 
 @contextmanager
 def looked_up_once() -> Iterator[None]:
     """Within, Thunder compiles small programs in half of the time; each of these is a tenth or more of it.
 
-    Signatures, which classes are trees, where the caller stands, the frames that stand for interpreted ones in
-    tracebacks, and a pass whose result is not used.
+    Signatures, which classes are trees, the frames that stand for interpreted ones in tracebacks, a pass whose result
+    is not used, and what `interpreted_quickly` has.
     """
     flatten, flatten_dataclasses = pytree.tree_flatten, pytree.tree_flatten_with_dataclass
-    normalize, stack, make_frame = Symbol.normalize, inspect.stack, InterpreterFrame.get_or_make_python_frame
+    normalize, make_frame = Symbol.normalize, InterpreterFrame.get_or_make_python_frame
     claim = passes._transform_for_operator_executor_execution
     plain = {tuple, list, dict, str, int, bool, float, type(None)}
     signature, is_dataclass = functools.cache(inspect.signature), functools.cache(dataclasses.is_dataclass)
@@ -77,17 +89,6 @@ def looked_up_once() -> Iterator[None]:
         bound.apply_defaults()
         return bound.args, bound.kwargs
 
-    def quick_stack(context: int = 1) -> list[inspect.FrameInfo]:
-        frames, frame = [], sys._getframe(1)
-        while frame is not None:
-            line, code = frame.f_lineno, frame.f_code
-            positions = Positions(line, line, 0, 999)
-            frames.append(
-                inspect.FrameInfo(frame, code.co_filename, line, code.co_name, None, None, positions=positions)
-            )
-            frame = frame.f_back
-        return frames
-
     def quick_frame(self: InterpreterFrame) -> FrameType:
         key = (self.code, self.qualname, self.positions and self.positions.lineno)
         if key not in _frames:
@@ -104,15 +105,16 @@ def looked_up_once() -> Iterator[None]:
     for old, new in quick.items():
         for module, name in _places(old):
             setattr(module, name, new)
-    Symbol.normalize, inspect.stack = quick_normalize, quick_stack  # type: ignore[method-assign]
+    Symbol.normalize = quick_normalize  # type: ignore[method-assign]
     InterpreterFrame.get_or_make_python_frame = quick_frame  # type: ignore[method-assign]
     try:
-        yield
+        with interpreted_quickly():
+            yield
     finally:
         for old in quick:
             for module, name in _places(old):
                 setattr(module, name, old)
-        Symbol.normalize, inspect.stack = normalize, stack  # type: ignore[method-assign]
+        Symbol.normalize = normalize  # type: ignore[method-assign]
         InterpreterFrame.get_or_make_python_frame = make_frame  # type: ignore[method-assign]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import io
 import pickle
 import sys
@@ -15,6 +16,7 @@ import thunder
 import thunder.torch as ltorch
 import torch
 from thunder.core import devices, dtypes, prims
+from thunder.core.interpreter import InterpreterError
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch import nn
@@ -127,12 +129,15 @@ def gradients(fn, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def called(fn, *args, stop_at: int = -1) -> int:
-    """How many functions of this package a call enters; raises `Stop` as it enters number `stop_at`."""
+    """How many functions of this package a call enters; raises `Stop` as it enters number `stop_at`.
+
+    Generators do not count: one that is dropped half-way is entered to end it, where Python swallows what is raised.
+    """
     calls = 0
 
     def enter(frame, event, arg):
         nonlocal calls
-        if frame.f_code.co_filename.startswith(PACKAGE):
+        if frame.f_code.co_filename.startswith(PACKAGE) and not frame.f_code.co_flags & inspect.CO_GENERATOR:
             calls += 1
             if calls == stop_at:
                 sys.settrace(None)
@@ -156,7 +161,7 @@ def test_an_interrupt_leaves_nothing_broken(sixteenths):
         want, plan = gradients(reference, module, x), last_plan(reference)
         for part in sixteenths:
             jitted = compiled(module)
-            with pytest.raises(Stop):
+            with pytest.raises((Stop, InterpreterError)):  # the latter where Thunder's interpreter stood
                 called(jitted, x, stop_at=total * part // 16)
             assert len(thunder.compile_stats(jitted).interpreter_cache) == 0
             assert all(map(torch.equal, gradients(jitted, module, x), want)), part
