@@ -19,7 +19,7 @@ test-notebooks: $(STAMP)  ## run all, and compare with what is committed: 4 minu
 	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist load tests/test_notebooks.py
 
 LONG ?= tests
-test-long: $(STAMP)  ## an hour; LONG="tests/test_fuzz.py" for a part of it
+test-long: $(STAMP)  ## 45 minutes; LONG="tests/test_fuzz.py" for a part of it
 	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist worksteal $(LONG)
 
 # A third each of what Thunder gets right, of checkpoints, and of overwritten values; FROM is the first seed.

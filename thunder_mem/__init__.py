@@ -12,6 +12,7 @@ from thunder_mem.fits import fits, largest_batch, largest_sequence
 from thunder_mem.frontier import memory_time_frontier
 from thunder_mem.graph import Graph, GraphError, Op, Storage
 from thunder_mem.measure import measure_peak
+from thunder_mem.mistakes import answer_mistakes
 from thunder_mem.plan_file import PlanFileError, save_plan
 from thunder_mem.plugin import MemEfficientPlugin
 from thunder_mem.predict import predict
@@ -24,6 +25,8 @@ from thunder_mem.sorting import SORTS, register_sort
 from thunder_mem.training_step import predict_step
 from thunder_mem.transforms import ChunkLossHead, MemEfficient
 from thunder_mem.what_if import WhatIf
+
+answer_mistakes()
 
 __version__ = "0.1.0"
 __all__ = [

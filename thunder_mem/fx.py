@@ -16,7 +16,7 @@ from typing import Any
 import thunder
 import torch
 
-from thunder_mem.user_lines import node_lines
+from thunder_mem.user_lines import node_line
 
 __all__ = ["Break", "Subgraph", "graph_breaks", "highest_peak", "is_fx", "only_subgraph", "subgraphs"]
 
@@ -196,5 +196,5 @@ def _in_a_line(text: str | None) -> str:
 
 
 def _place(node: torch.fx.Node) -> str:
-    *_, last = ("", *(f"{file}:{line}" for file, line in node_lines(node)))
-    return last
+    written = node_line(node)
+    return f"{written[0]}:{written[1]}" if written else ""

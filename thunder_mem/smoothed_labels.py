@@ -10,7 +10,7 @@ from __future__ import annotations
 from operator import is_
 
 import thunder.torch as ltorch
-from thunder.core.proxies import NumberProxy, pyval
+from thunder.core.proxies import pyval
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
@@ -39,10 +39,5 @@ def _rewritten(bsym: BoundSymbol, trace: TraceCtx) -> BoundSymbol:
 
 
 def _smooths(bsym: BoundSymbol) -> bool:
-    smoothing = _smoothing_of(*bsym.args, **bsym.kwargs)
-    return bool(pyval(smoothing) if isinstance(smoothing, NumberProxy) else smoothing)
-
-
-def _smoothing_of(a, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
-                  label_smoothing=0.0):  # fmt: skip
-    return label_smoothing
+    *_, smoothing = bsym.sym.normalize(*bsym.args, **bsym.kwargs)[0]  # its last parameter
+    return bool(pyval(smoothing))

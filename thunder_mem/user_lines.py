@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dis import Positions
 from itertools import islice
 from typing import Any
@@ -19,7 +18,7 @@ import thunder
 import torch
 from thunder.core.interpreter import InterpreterFrame, InterpreterRuntimeCtx, unwrap
 
-__all__ = ["name_user_lines", "node_lines"]
+__all__ = ["name_user_lines", "node_line"]
 
 _THUNDERS = InterpreterRuntimeCtx.get_current_user_source_location
 _LIBRARIES = {"torch", "thunder"}
@@ -31,11 +30,10 @@ def name_user_lines() -> None:
     InterpreterRuntimeCtx.get_current_user_source_location = _user_line
 
 
-def node_lines(node: torch.fx.Node) -> Iterator[tuple[str, int]]:
-    """File and line of the user's calls that a node of a graph of Dynamo's stands for, the outermost first."""
-    for file, line in re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or ""):
-        if not file.startswith(_FOLDERS):
-            yield file, int(line)
+def node_line(node: torch.fx.Node) -> tuple[str, int] | None:
+    """File and line of the user's innermost call that a node of a graph of Dynamo's stands for; None if not noted."""
+    calls = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
+    return next(((file, int(line)) for file, line in reversed(calls) if not file.startswith(_FOLDERS)), None)
 
 
 def _user_line(self: InterpreterRuntimeCtx) -> tuple[str, Any] | tuple[None, None]:
@@ -56,6 +54,6 @@ def _written_line(frame: InterpreterFrame) -> tuple[str, Positions] | None:
     numbers, start = getattr(module, "_lineno_map", None), getattr(module, "_prologue_start", None)
     if not isinstance(module, torch.fx.GraphModule) or not numbers or start is None or line is None:
         return None
-    at = numbers.get(line - start)
-    *_, written = (None, *node_lines(next(islice(module.graph.nodes, at, None)))) if at is not None else (None,)
+    number = numbers.get(line - start)
+    written = None if number is None else node_line(next(islice(module.graph.nodes, number, None)))
     return written and (written[0], Positions(written[1], written[1], None, None))

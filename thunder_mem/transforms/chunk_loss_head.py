@@ -79,7 +79,7 @@ class ChunkLossHead(ListedTransform):
                 record = ChunkRecord(refusals=(Refusal("of the program", "", other, "", reason),))
             else:
                 computation_trace, record = chunk_trace(
-                    without_ignored_targets(without_writes(computation_trace)),
+                    without_writes(without_ignored_targets(computation_trace)),
                     chunks=self.chunks,
                     rows=self.rows,
                     accumulate=self.accumulate,

@@ -2,27 +2,18 @@
 
 Users write ``transforms=[MemEfficient()]``. Whatever else they write gets one sentence that says so; and the
 list, which is theirs, keeps what they put into it (`pruning.py`).
-
-Of a list within the list, or a plugin's name, Thunder calls nothing that is ours: it says "'list' object has no
-attribute 'transform_module'", or for a function, at its first call, which types it supports. So the arguments of
-`thunder.jit` are looked at before it is called; every call without such a mistake passes through as it is.
 """
 
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
-import thunder
 from thunder.core.transform_common import Transform
 
 from thunder_mem.pruning import take_back_pruning
 
 __all__ = ["ListedTransform"]
-
-_Jit = TypeVar("_Jit", bound=Callable[..., Any])
 
 
 class _Class(ABCMeta):
@@ -58,37 +49,3 @@ class ListedTransform(Transform, metaclass=_Class):
             f"{type(self).__name__} is a transform, plugins= takes a plugin: "
             'write plugins="mem-efficient" or plugins=thunder_mem.MemEfficientPlugin(...)'
         )
-
-
-def _mistake(item: Any) -> str:
-    """What to do about something in ``transforms=`` that is ours and no transform; "" of anything else."""
-    if isinstance(item, list | tuple):
-        mine = (type(inner).__name__ for inner in item if isinstance(inner, ListedTransform))
-        name = next(mine, "")
-        return name and (
-            f"transforms= has a list in its list: write transforms=[{name}(...)] with one pair of brackets, "
-            "or [*others, ...] to add to a list of yours"
-        )
-    if item == "mem-efficient" or getattr(type(item), "__name__", "") == "MemEfficientPlugin":
-        return (
-            f"transforms= takes transforms, and {item!r} is a plugin: write transforms=[MemEfficient(...)], "
-            "or thunder.compile(model, plugins=...)"
-        )
-    return ""
-
-
-def _asks_first(jit: _Jit) -> _Jit:
-    """`thunder.jit`, which answers such a mistake with a `TypeError`."""
-
-    @wraps(jit)
-    def asked_first(*args: Any, **kwargs: Any) -> Any:
-        transforms = kwargs.get("transforms")
-        for item in transforms if isinstance(transforms, list | tuple) else [transforms]:
-            if mistake := _mistake(item):
-                raise TypeError(mistake)
-        return jit(*args, **kwargs)
-
-    return cast(_Jit, asked_first)
-
-
-thunder.jit = _asks_first(thunder.jit)
