@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One thread a worker; a file stays with one worker, whose fixtures and compiled programs it shares.
 PARALLEL := -n 2 --dist loadfile
+# CI passes --longest=5: a test that takes more seconds and is not marked slow fails the run.
+LONGEST ?=
 
 .PHONY: demo test test-notebooks test-long fuzz upstream-tests lint docs notebooks
 .DELETE_ON_ERROR:
@@ -12,14 +14,14 @@ PARALLEL := -n 2 --dist loadfile
 demo: $(STAMP)  ## the main job: issue 1337's functions and a small training step, before and after
 	$(BIN)/python -m benchmarks.demo
 
-test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
+test: $(STAMP)  ## all that is not slow: 5 minutes on two cores
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(LONGEST)
 
 test-notebooks: $(STAMP)  ## run all, and compare with what is committed: 4 minutes
 	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist load tests/test_notebooks.py
 
-LONG ?= tests
-test-long: $(STAMP)  ## 45 minutes; LONG="tests/test_fuzz.py" for a part of it
+LONG ?= --ignore=tests/test_notebooks.py tests
+test-long: $(STAMP)  ## all slow tests; LONG="tests/test_fuzz.py" for one file, LONG="--third=0 tests" for a third
 	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist worksteal $(LONG)
 
 # A third each of what Thunder gets right, of checkpoints, and of overwritten values; FROM is the first seed.
@@ -52,6 +54,7 @@ lint: $(STAMP)
 
 # torch first and alone, so that nothing resolves it to a version that Thunder does not know.
 $(STAMP): pyproject.toml
+	@echo "Setting up $(VENV) with torch 2.11, Thunder and what the tests need: two minutes, 5 GB, once."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.11.0

@@ -129,6 +129,8 @@ def main() -> None:
         task = progress.add_task("compiling and measuring", total=len(todo))
         for program, peer in todo:
             progress.update(task, description=f"{peer}: {program.name}")
+            if not console.is_terminal:
+                console.print(f"measuring {peer}: {program.name}")
             rows.append(measure(program, peer))
             progress.advance(task)
     console.print(table(rows))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.quick_thunder import interpreted_quickly
+from tests.durations import *  # noqa: F403 - hooks of pytest
+from tests.quick_thunder import looked_up_once
 from thunder_mem import scratch_table
 
 torch.set_num_threads(1)
@@ -29,9 +30,9 @@ def _measured_anew():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _interpreted_quickly():
-    """Half of the time that tests take is Thunder's interpreter, which disassembles what it enters each time anew."""
-    with interpreted_quickly():
+def _looked_up_once():
+    """Most of the time that tests take is Thunder's interpreter, which finds out the same things again and again."""
+    with looked_up_once():
         yield
 
 

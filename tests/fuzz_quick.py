@@ -17,7 +17,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from tests.fuzz_trace import called
-from tests.quick_thunder import looked_up_once
+from tests.quick_thunder import claimed_once, looked_up_once
 
 __all__ = ["quickly"]
 
@@ -26,7 +26,7 @@ __all__ = ["quickly"]
 def quickly() -> Iterator[None]:
     """Within, programs compile in about a third of the time; for small programs on one process alone."""
     with ExitStack() as stack:
-        for context in (_directly_traced, _stepwise_regions, looked_up_once):
+        for context in (_directly_traced, _stepwise_regions, looked_up_once, claimed_once):
             stack.enter_context(context())
         yield
 

@@ -74,12 +74,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.upstream_plain:
         config.pluginmanager.register(_Recorder(config))
     elif config.option.upstream_record:
-        from tests.quick_thunder import looked_up_once
+        from tests.quick_thunder import claimed_once, looked_up_once
         from tests.upstream.inject import injected
 
         stack = ExitStack()
         config.add_cleanup(stack.close)
         stack.enter_context(looked_up_once())
+        stack.enter_context(claimed_once())
         config.pluginmanager.register(_Sides(config, stack.enter_context(injected())))
 
 
