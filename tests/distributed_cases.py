@@ -26,6 +26,7 @@ from torch import distributed, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from tests.quick_thunder import looked_up_once
 from thunder_mem import ChunkLossHead, MemEfficient, last_plan, measure_peak
 from thunder_mem.communication import starts
 from thunder_mem.ranks import RanksDifferError, schedule_of
@@ -521,9 +522,10 @@ def run_rank(rank: int, world: int, folder: str, which: str) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=180)
     )
     found = {}
-    for name, case in TABLES[which].items():
-        began = time.perf_counter()
-        found[name] = case() | {"seconds": time.perf_counter() - began}
-        distributed.barrier()
+    with looked_up_once():
+        for name, case in TABLES[which].items():
+            began = time.perf_counter()
+            found[name] = case() | {"seconds": time.perf_counter() - began}
+            distributed.barrier()
     torch.save(found, f"{folder}/{rank}.pt")
     distributed.destroy_process_group()

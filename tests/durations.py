@@ -1,13 +1,13 @@
 """Which tests run, by how long they take, and what each of them took.
 
 `--third K` leaves the slow tests of two thirds out, so that three runs cover all. `--longest S` fails a run in which a
-test that is not marked slow takes more than S seconds. Seconds are of the processor, this process and its children:
-what another process does on the same machine does not count.
+test that is not marked slow takes more than S seconds. Seconds are of the processor, in the test's own process:
+another process on the same machine does not count.
 """
 
 from __future__ import annotations
 
-import os
+import time
 import zlib
 from collections.abc import Iterator
 from operator import attrgetter
@@ -60,14 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [i for i in items if i not in left_out]
 
 
-def _processor_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    item.stash[_STARTED] = _processor_seconds()
+    item.stash[_STARTED] = time.process_time()
     return (yield)
 
 
@@ -75,7 +70,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """With each report of a test the seconds since it began, its fixtures' included."""
     report = yield
-    seconds = _processor_seconds() - item.stash[_STARTED]
+    seconds = time.process_time() - item.stash[_STARTED]
     report.user_properties = [("seconds", seconds)]
     return report
 

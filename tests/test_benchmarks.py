@@ -63,6 +63,7 @@ def test_thunders_longchat_is_what_was_measured_on_a_gpu():
     assert (peak.peak_bytes + transposes) / GB == pytest.approx(12.36, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_inside,most_gb", [pytest.param(False, 8.8, marks=pytest.mark.slow), (True, 7.4)])
 def test_mem_efficient_is_below_everything_published(loss_inside, most_gb):
     peak = simulated({"mem_efficient": True, "loss_inside": loss_inside}, compile="thunder")

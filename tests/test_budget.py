@@ -101,6 +101,7 @@ def test_no_choice_is_dearer_than_the_ladders_first_rung_that_fits(seed, share):
             assert fit_budget(problem, budget).seconds <= greedy.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [torch.nn.GELU(), torch.nn.Softmax(-1)])
 def test_a_smaller_budget_is_not_cheaper_where_another_spacing_of_what_is_kept_begins(activation):
     blocks = ((torch.nn.Linear(32, 128), activation, torch.nn.Linear(128, 32), torch.nn.Dropout(0.1)),) * 6
@@ -138,6 +139,7 @@ class Transformer(torch.nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.slow
 def test_what_one_trial_shows_of_a_step_is_not_forgotten_for_what_the_next_one_shows():
     """Else a target's answer may cost less than the target allows, and fit a smaller budget than its neighbours'."""
     tokens = torch.zeros(2, 256, dtype=torch.long)
@@ -149,6 +151,7 @@ def test_what_one_trial_shows_of_a_step_is_not_forgotten_for_what_the_next_one_s
         assert larger.seconds <= smaller.seconds and larger.peak_bytes >= smaller.peak_bytes
 
 
+@pytest.mark.slow
 def test_every_budget_of_a_tiny_program_costs_no_more_than_any_other_choice():
     """Also where the last rung of the ladder is not its lowest."""
 
@@ -168,6 +171,7 @@ def test_every_budget_of_a_tiny_program_costs_no_more_than_any_other_choice():
         assert fit.seconds <= problem.seconds(chosen)
 
 
+@pytest.mark.slow
 def test_the_targets_below_a_budget_are_asked_until_one_fits():
     """Attention blocks, of which the first targets below a budget have no answer that keeps it."""
 

@@ -64,6 +64,7 @@ def test_the_demos_step_with_its_loss_inside(checkpointing, most_mib):
     assert measure_peak(lambda: program.step(compiled)) <= most_mib * 2**20
 
 
+@pytest.mark.slow
 def test_bert_for_masked_lm():
     from thunder.dynamo import thunderfx
     from transformers import BertConfig, BertForMaskedLM

@@ -432,6 +432,7 @@ def test_a_bar_on_a_terminal_and_silence_elsewhere(run, monkeypatch):
     assert "\x1b" in out
 
 
+@pytest.mark.slow
 def test_as_a_process_of_its_own(script):
     command = [sys.executable, "-m", "thunder_mem", "predict", "train.py:build", "--device", "T4", "--budget", "1KiB"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

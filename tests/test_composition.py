@@ -502,7 +502,7 @@ def hugging_face(name):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        ("llama", "thunderfx"),
+        pytest.param("llama", "thunderfx", marks=pytest.mark.slow),
         pytest.param("bert", "thunderfx", marks=pytest.mark.slow),
         pytest.param("llama", "jit", marks=pytest.mark.slow),  # Thunder's interpreter takes a minute to trace it
         pytest.param("gpt2", "jit", marks=pytest.mark.slow),

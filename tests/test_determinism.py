@@ -35,6 +35,7 @@ def check(found: list[dict[str, list[str]]], first: dict[str, list[str]]) -> Non
             assert other[name] == texts, name
 
 
+@pytest.mark.slow
 def test_ranks_plan_alike():
     """Each with its own hash seed and number of threads, and all programs compiled twice in each."""
     first, *others = ran([(0, 1), (12345, 4), (1, 2), (4294967295, 1)])

@@ -125,11 +125,13 @@ def test_a_rank_that_cannot_compile_does_not_hang_the_others(ranks):
     assert failing["type"] == "BudgetError"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FOUR_CASES if name not in RAISING])
 def test_four_ranks(four, name):
     _agrees([rank[name] for rank in four])
 
 
+@pytest.mark.slow
 def test_four_ranks_that_would_communicate_differently_are_told(four):
     assert all("would communicate differently" in rank["different_models"]["message"] for rank in four)
 

@@ -9,9 +9,10 @@ pytest_plugins = ["pytester"]
 # A processor that has worked a second more each time that it is asked: a test of two phases takes three.
 CONFTEST = """
 from itertools import count
+from types import SimpleNamespace
 from tests import durations
 from tests.durations import *
-durations._processor_seconds = count().__next__
+durations.time = SimpleNamespace(process_time=count().__next__)
 """
 TESTS = """
 import pytest
@@ -29,7 +30,7 @@ def test_slow(n):
 @pytest.fixture
 def run(pytester, monkeypatch):
     monkeypatch.setattr(durations, "_took", [])
-    monkeypatch.setattr(durations, "_processor_seconds", durations._processor_seconds)
+    monkeypatch.setattr(durations, "time", durations.time)
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(TESTS)
     pytester.makeini("[pytest]\nmarkers = slow: long\n")

@@ -82,6 +82,7 @@ def test_small_programs(program: Program):
         pytest.fail(f"{found[0]}\n{source(small)}{small!r}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 1_000, 2_000])
 def test_seeded_programs(start: int):
     """Each through the default and through options that are drawn for it."""

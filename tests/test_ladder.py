@@ -25,6 +25,7 @@ class Block(torch.nn.Module):
         return x + torch.nn.functional.dropout(mixed, self.dropout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dropout", "dtype"),
     [
@@ -44,6 +45,7 @@ def test_the_smallest_plan_is_no_larger_than_with_what_layers_hand_on_alone(drop
     assert smallest.peak_bytes <= by_layer.peak_bytes < problem.trial(frozenset()).peak_bytes
 
 
+@pytest.mark.slow
 def test_equal_layers_are_decided_once():
     """On every rung equal layers have at most two patterns: the earlier ones have gone over to the next."""
     layers = 9

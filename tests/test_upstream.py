@@ -3,6 +3,7 @@
 import os
 import textwrap
 
+import pytest
 import thunder
 import torch
 from thunder.extend import get_executor
@@ -90,6 +91,7 @@ FILE = """
 """
 
 
+@pytest.mark.slow
 def test_a_regression_a_crash_and_nothing_else_is_found(tmp_path, monkeypatch):
     tests = tmp_path / "package" / "tests"
     tests.mkdir(parents=True)
