@@ -4,6 +4,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 
+from thunder_mem.measure import measure_peak
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 
 
@@ -33,3 +34,10 @@ def exact(fn, *args, tangent=1.0):
 
 def relative(a, b):
     return ((a.double() - b).norm() / b.norm()).item()
+
+
+def packed_bytes(rows: int, d: int, v: int, dtype: torch.dtype) -> int:
+    """The most that a product of a head takes beside its result on this CPU, whose kernels may pack their operands."""
+    x, w, logits = (torch.zeros(shape, dtype=dtype) for shape in ((rows, d), (v, d), (rows, v)))
+    products = [lambda: x @ w.t(), lambda: logits @ w, lambda: logits.t() @ x]
+    return max(measure_peak(product) - product().nbytes for product in products)

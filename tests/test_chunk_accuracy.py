@@ -6,7 +6,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from chunk_tools import chunked, exact, head, inputs, relative
+from chunk_tools import chunked, exact, head, inputs, packed_bytes, relative
 
 from thunder_mem import ChunkLossHead, predict
 from thunder_mem.chunk_gemm import gemm, gemm_scratch_bytes, multiplies
@@ -102,7 +102,7 @@ def test_peak_is_the_lower_bound_and_a_chunk(dtype, accumulate):
     bound = s * (n + v) * d + wider * v * d
     chunk = n // chunks * v * s
     assert transform.record.loops[0].logits_bytes == chunk
-    assert measure_peak(step) <= bound + 1.15 * chunk
+    assert measure_peak(step) <= bound + 1.15 * chunk + packed_bytes(n // chunks, d, v, dtype)
     assert measure_peak(step) < n * v * s
 
 
@@ -119,7 +119,8 @@ def test_peak_at_published_heads_an_eighth_as_large(d, v, accumulate):
 
     step()
     bound_bytes = 2 * (n + v) * d + (2 if accumulate == "float32" else 1) * v * d
-    assert measure_peak(step) <= bound_bytes + 1.1 * (n // chunks) * v * 2
+    packed = packed_bytes(n // chunks, d, v, torch.bfloat16)
+    assert measure_peak(step) <= bound_bytes + 1.1 * (n // chunks) * v * 2 + packed
 
 
 @pytest.mark.parametrize(("rows", "depth", "scratch_kib"), [(512, 64, 768), (512, 256, 682), (192, 64, 256)])
