@@ -16,6 +16,6 @@ CORRUPTIONS = (
     plans.all_copies, plans.forward_in_backward, plans.twice, plans.moved_op, plans.merged_across,
     traces.swapped_effects, traces.lost_write, traces.late_reader, traces.another_number, traces.exchanged_operands,
     traces.another_dtype, traces.unnamed_input, traces.empty_fusion_part, traces.exchanged_fusion_operands,
-    traces.another_result, traces.redefined, traces.untagged, traces.mistagged, traces.no_return,
+    traces.another_part, traces.another_result, traces.redefined, traces.untagged, traces.mistagged, traces.no_return,
     *VALUES,
 )  # fmt: skip

@@ -142,6 +142,23 @@ def exchanged_fusion_operands(program, rng):
     return with_bsyms(program, i, corrupted) if _matters(fusion, k) else None
 
 
+def another_part(program, rng):
+    """Another operation inside of a composite that a fusion runs, whose own arguments stay as they were."""
+    if (found := _fusion(program, rng)) is None:
+        return None
+    i, fusion = found
+    for k, composite in enumerate(fusion.subsymbols):
+        if not composite.subsymbols or not _matters(fusion, k):
+            continue
+        *parts, last = composite.subsymbols
+        others = [p for p in composite.flat_proxy_args if isinstance(p, TensorProxy)]
+        if isinstance(last.args[0], TensorProxy) and (others := [p for p in others if p.name != last.args[0].name]):
+            wrong = composite.from_bsym(subsymbols=[*parts, last.from_bsym(args=(others[0], *last.args[1:]))])
+            parts = [*fusion.subsymbols[:k], wrong, *fusion.subsymbols[k + 1 :]]
+            return with_bsyms(program, i, fusion.from_bsym(subsymbols=parts))
+    return None
+
+
 def _matters(fusion: BoundSymbol, k: int) -> bool:
     """Whether the results of a fusion depend on its member `k`."""
     needed = {p.name for p in fusion.flat_proxy_outs}

@@ -16,7 +16,7 @@ from tests.corruptions import CORRUPTIONS, Rewritten, rewrite
 from tests.traces import replaced, unfused
 from tests.written_programs import WRITTEN, arguments
 from thunder_mem import MemEfficient
-from thunder_mem.effects import effects_of
+from thunder_mem.effects import effects_of, leaves
 from thunder_mem.emit import emit
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.renaming import renamed
@@ -64,6 +64,19 @@ def test_what_planning_emits_is_the_same_program(programs):
         verify_rewrite(program.planned.original, program.after)
     assert any(r.copies for p in programs for r in p.planned.plan.regions)
     assert any(p.planned.trace is not p.planned.original for p in programs)
+
+
+def test_a_region_may_run_the_operations_of_composites(programs):
+    """As nvFuser's do, which know prims alone."""
+    composites = 0
+    for program in programs:
+        bsyms = []
+        for b in program.after.bound_symbols:
+            parts = [leaf for part in b.subsymbols for leaf in leaves(part)]
+            composites += b.sym.is_fusion and len(parts) > len(b.subsymbols)
+            bsyms.append(b.from_bsym(subsymbols=parts) if b.sym.is_fusion else b)
+        verify_rewrite(program.planned.original, replaced(program.after, bsyms))
+    assert composites
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -5,6 +5,7 @@ symbols: a value is the operation that made it and the values that went in, with
 that it read, of the random generator and of the process group that it used. Equal programs return equal
 values, leave the caller's memory in equal states, and draw, communicate and print in the same order. What
 was moved or computed twice has the same number; whatever moved across a write that it can see has not.
+What a composite makes is what its operations make, since an executor (nvFuser) may run these in its place.
 
 `verify_rewrite` compares the joint trace before planning with the one that was emitted;
 `verify_final` looks at the names of a trace that is about to run: each defined once, before its use and
@@ -69,6 +70,7 @@ class _Numbers:
 
     number_of: dict[Hashable, int] = field(default_factory=dict)
     name_of: list[str] = field(default_factory=list)
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # a composite: its results, made by its parts
     effects: dict[int, Effects] = field(default_factory=dict)
 
     def number(self, content: Hashable, name: str) -> int:
@@ -152,6 +154,8 @@ class _Run:
                 if p.name in outer and p.name not in handed_in:
                     raise VerificationError(f"{bsym.sym.name} uses {p.name}, which it is not given")
             self._execute(part)
+            if self._is_taken_apart(part) and (other := self._otherwise(part)):
+                raise VerificationError(f"{bsym.sym.name} makes {other} of other values than {part.sym.name} does")
         handed_out = {p.name for p in bsym.flat_proxy_outs}
         if missing := sorted(name for name in handed_out if name not in self.values):
             raise VerificationError(f"{bsym.sym.name} hands out {missing[0]}, which it does not make")
@@ -242,10 +246,31 @@ class _Run:
         # Whenever the same shards are gathered, and waited for, that gives the same.
         again = is_gather(bsym) or any(True for _ in awaited_futures(bsym))
         made = self.numbers.number(("gathered", *content[:-1]), bsym.sym.name) if again else number
-        for i, p in enumerate(outs):
+        if self.known is None and number not in self.numbers.parts and self._is_taken_apart(bsym):
+            self.numbers.parts[number] = self._by_parts(bsym)
+        values = self.numbers.parts.get(number) or [self.numbers.number((made, i), p.name) for i, p in enumerate(outs)]
+        for i, (p, value) in enumerate(zip(outs, values, strict=True)):
             if i not in passed_on:
-                self._define(p.name, self.numbers.number((made, i), p.name), bsym)
+                self._define(p.name, value, bsym)
         return number
+
+    def _is_taken_apart(self, bsym: BoundSymbol) -> bool:
+        """Whether a fusion executor may run the operations of a composite in its place (nvFuser does)."""
+        return _is_composite(bsym) and self.numbers.effects_of(bsym).pure
+
+    def _by_parts(self, bsym: BoundSymbol) -> tuple[int, ...]:
+        """The results of a composite, as its operations make them out of its arguments."""
+        outer, self.values = self.values, {p.name: self._value(p.name, bsym) for p in bsym.flat_proxy_args}
+        for part in bsym.subsymbols:
+            self._execute(part)
+        made = tuple(self._value(p.name, bsym) for p in bsym.flat_proxy_outs)
+        self.values = outer
+        return made
+
+    def _otherwise(self, bsym: BoundSymbol) -> str | None:
+        """The first result of a composite that its operations make of other values than its name says."""
+        pairs = zip(bsym.flat_proxy_outs, self._by_parts(bsym), strict=True)
+        return next((p.name for p, made in pairs if made != self.values[p.name]), None)
 
     def _is_added_copy(self, bsym: BoundSymbol, content: Hashable) -> bool:
         """A copy that the program does not make, of memory that nobody overwrites: the same value once more."""
@@ -290,6 +315,18 @@ class _Run:
 def _operation(bsym: BoundSymbol) -> Hashable:
     sym = bsym.sym
     return sym.id if sym.id is not None else (sym.name, str(sym.executor.name if sym.executor else None))
+
+
+def _is_composite(bsym: BoundSymbol) -> bool:
+    """Nobody has claimed it, and its operations need nothing but its arguments."""
+    if not bsym.subsymbols or bsym.sym.executor is not None:
+        return False
+    known = {p.name for p in bsym.flat_proxy_args}
+    for part in bsym.subsymbols:
+        if not known.issuperset(p.name for p in part.flat_proxy_args):
+            return False
+        known.update(p.name for p in part.flat_proxy_outs)
+    return known.issuperset(p.name for p in bsym.flat_proxy_outs)
 
 
 def _flat(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
