@@ -10,16 +10,16 @@ from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.extend import FusionExecutor
 
 from thunder_mem.effects import leaves
+from thunder_mem.executors import MemPointwiseExecutor
+from thunder_mem.fusible_prims import POINTWISE, SHAPES
 from thunder_mem.regions import Fusibility
 from thunder_mem.trace_graph import TraceGraph
 
 __all__ = ["fusibility"]
 
-_NOT_CHEAP = {
-    PrimIDs.SUM, PrimIDs.PROD, PrimIDs.AMAX, PrimIDs.AMIN, PrimIDs.VAR, PrimIDs.VAR_MEAN, PrimIDs.STD,
-    PrimIDs.ARGMAX, PrimIDs.ARGMIN, PrimIDs.SORT, PrimIDs.TOPK, PrimIDs.GATHER, PrimIDs.TAKE,
-    PrimIDs.TAKE_ALONG_AXIS, PrimIDs.INDEX_ADD, PrimIDs.SCATTER_ADD, PrimIDs.SCATTER, PrimIDs.INDEX_PUT,
-    PrimIDs.EMBEDDING, PrimIDs.EMBEDDING_BACKWARD, PrimIDs.DEVICE_PUT,
+_CHEAP = POINTWISE | SHAPES | {
+    PrimIDs.BITCAST, PrimIDs.DIGAMMA, PrimIDs.ERFCINV, PrimIDs.FLIP, PrimIDs.IMAG, PrimIDs.LERP, PrimIDs.NDTRI,
+    PrimIDs.REAL, PrimIDs.STRIDE_ORDER, PrimIDs.UNIFORM_PHILOX, PrimIDs.ZETA,
 }  # fmt: skip
 _NOT_CHEAP_TAGS: set = {OpTags.REDUCTION_OP, OpTags.MATMUL_OP, OpTags.RANDOM_OP, OpTags.DONT_RECOMPUTE_IN_BACKWARD}
 
@@ -31,8 +31,9 @@ def fusibility(source: TraceGraph, executors: Sequence[FusionExecutor]) -> Fusib
     its view of that storage might become a copy.
     """
     graph = source.graph
-    selective = 0
+    selective = overwriting = 0
     for bit, executor in enumerate(executors):
+        overwriting |= isinstance(executor, MemPointwiseExecutor) << bit
         if getattr(executor, "required_ops", None):
             selective |= 1 << bit
     takes, required, cheap, operands = [], [], [], []
@@ -50,11 +51,13 @@ def fusibility(source: TraceGraph, executors: Sequence[FusionExecutor]) -> Fusib
         cheap.append(bool(bits) and effects.pure and not returned and _is_cheap(bsym))
         producers = (source.producer_of.get(p.name) for p in bsym.flat_proxy_args)
         operands.append(tuple(sorted({p for p in producers if p is not None and p != op.index})))
-    return Fusibility(tuple(takes), tuple(required), selective, tuple(cheap), tuple(operands))
+    return Fusibility(tuple(takes), tuple(required), selective, tuple(cheap), tuple(operands), overwriting=overwriting)
 
 
 def _takes(executor: FusionExecutor, bsym: BoundSymbol) -> bool:
     if bsym.sym.is_fusion or not any(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):
+        return False
+    if bsym.sym.executor not in (None, executor):  # claimed: nvFuser would run what it is composed of instead
         return False
     # nvFuser's can_fuse leaves the question of the device to its fusion pass.
     on_device = getattr(executor, "has_cuda_input_or_output", None)
@@ -63,6 +66,11 @@ def _takes(executor: FusionExecutor, bsym: BoundSymbol) -> bool:
 
 def _is_cheap(bsym: BoundSymbol) -> bool:
     """Elementwise or a view throughout, with tensors for results."""
-    if not all(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):
+    if not all(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs) or has_tags(bsym, _NOT_CHEAP_TAGS):
         return False
-    return not (any(b.sym.id in _NOT_CHEAP for b in (bsym, *leaves(bsym))) or has_tags(bsym, _NOT_CHEAP_TAGS))
+    return all(leaf.sym.id in _CHEAP or _hands_on(leaf) for leaf in leaves(bsym))
+
+
+def _hands_on(bsym: BoundSymbol) -> bool:
+    """It returns its arguments, as a cast to the same dtype does."""
+    return {p.name for p in bsym.flat_proxy_outs} <= {p.name for p in bsym.flat_proxy_args}

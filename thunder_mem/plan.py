@@ -90,8 +90,8 @@ class Plan:
         decisions: what each decision was worth, in the order they were made; peaks build on each other.
         fingerprint: identifies the source graph, so that plans of equal programs can be compared.
         budget: what the budget bought; None without one.
-        overwritten_peak_bytes: the peak if every region could write its results over what dies there, by
-            which free plans are compared; see `reuse.py` for what can.
+        overwritten_peak_bytes: the peak if every region of `mem_pointwise` could write its results over what dies
+            there, by which free plans are compared; see `reuse.py` for what can.
     """
 
     regions: tuple[PlannedRegion, ...]

@@ -37,7 +37,7 @@ class _Arrangement:
 
     @cached_property
     def overwritten_peak_bytes(self) -> int:
-        """The peak, if every region wrote its results over inputs of the same bytes that die there.
+        """The peak, if every region that may wrote its results over inputs of the same bytes that die there.
 
         `reuse.py` knows which really can be, but only of the final trace. A value that another region reads later as
         well does not die, so what looks lower without this may end higher.
@@ -48,7 +48,8 @@ class _Arrangement:
         peak_bytes = 0
         for step, (op, live_bytes) in enumerate(zip(timeline.order, timeline.live_bytes, strict=True)):
             saved_bytes = 0
-            if len(self.groups[step]) > 1:
+            group = self.groups[step]
+            if len(group) > 1 and self.base.fuse.executor(group) & self.base.fuse.overwriting:
                 made, read = regions.ops[op].allocates, regions.ops[op].reads
                 dying = [s for s in read if timeline.live_range(s)[1] == step and regions.allocator[s] is not None]
                 sizes = [Counter(regions.storages[s].nbytes for s in side) for side in (made, dying)]
@@ -225,6 +226,6 @@ def _planned_region(group: tuple[int, ...], base: Absorbed, executors: Sequence[
     own = {base.origin[op] for op in group if op not in base.fuse.copies}
     copied = {base.origin[op] for op in group if op in base.fuse.copies} - own
     ops = tuple(sorted(own | copied))
-    taken = base.fuse.executors(group) if len(ops) > 1 else 0
-    name = executors[(taken & -taken).bit_length() - 1] if taken else None
+    taken = base.fuse.executor(group) if len(ops) > 1 else 0
+    name = executors[taken.bit_length() - 1] if taken else None
     return PlannedRegion(ops, tuple(sorted(copied)), name, base.graph.ops[group[0]].backward)

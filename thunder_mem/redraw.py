@@ -44,6 +44,8 @@ def why_not_redrawn(bsym: BoundSymbol) -> str | None:
     Args:
         bsym: a bound symbol, claimed by an executor, whose one effect is that it draws.
     """
+    if not any(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):  # as nvFuser's draws are prepared
+        return "it advances a generator and draws no tensor"
     state_bytes = _STATE_BYTES.get(_device(bsym).devicetype)
     if _function(bsym) is None or state_bytes is None or bsym.sym.executor is mem_redraw_ex:
         return "it draws random numbers"

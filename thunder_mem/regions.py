@@ -57,6 +57,7 @@ class Fusibility:
         copies: the ops that are copies for one consumer each, and so never run apart from it.
         kept: forward ops that run once, as somebody asked for it: the backward gets their results, not copies of its
             own. Nor have consumers in the forward, or Thunder would move the op to the backward.
+        overwriting: bits of the executors whose regions may write results over inputs that die there.
     """
 
     takes: tuple[int, ...]
@@ -66,6 +67,7 @@ class Fusibility:
     operands: tuple[tuple[int, ...], ...]
     copies: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
+    overwriting: int = 0
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -89,6 +91,11 @@ class Fusibility:
         """The executors that take these ops as one region, as bits."""
         takes, required, _ = self.traits(ops)
         return takes & (~self.selective | required)
+
+    def executor(self, ops: Iterable[int]) -> int:
+        """The executor that runs these ops as one region, the first that takes them, as a bit; 0 for none."""
+        taken = self.executors(ops)
+        return taken & -taken
 
     def joinable(self, ops: Iterable[int]) -> int:
         """The executors that these ops may go on growing towards: a required op may still come, as
