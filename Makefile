@@ -8,7 +8,7 @@ PARALLEL := -n 2 --dist loadfile
 # CI passes --longest=5: a test that takes more seconds and is not marked slow fails the run.
 LONGEST ?=
 
-.PHONY: demo test test-notebooks test-long fuzz upstream-tests lint docs notebooks
+.PHONY: demo test test-nvfuser test-notebooks test-long fuzz upstream-tests lint docs notebooks
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)  ## the main job: issue 1337's functions and a small training step, before and after
@@ -19,6 +19,13 @@ test: $(STAMP)  ## all that is not slow: 5 minutes on two cores
 
 test-notebooks: $(STAMP)  ## run all, and compare with what is committed: 4 minutes
 	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist load tests/test_notebooks.py
+
+# nvFuser has wheels for torch 2.10 at most, and for Python 3.10 and 3.12; under pyenv a version must be chosen first.
+NVFUSER := .venv-nvfuser
+PYTHON312 ?= $(shell for v in system $$(pyenv versions --bare 2>/dev/null | grep '^3\.12'); do \
+  PYENV_VERSION=$$v python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
+test-nvfuser: $(NVFUSER)/.installed  ## what the real nvFuser makes of plans, without a GPU: 2 minutes, once 5 GB
+	$(NVFUSER)/bin/python -m pytest --confcutdir=tests/with_nvfuser -n 2 --dist load tests/with_nvfuser
 
 LONG ?= --ignore=tests/test_notebooks.py tests
 test-long: $(STAMP)  ## all slow tests; LONG="tests/test_fuzz.py" for one file, LONG="--third=0 tests" for a third
@@ -59,4 +66,13 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.11.0
 	$(BIN)/python -m pip install --quiet -e ".[test,plot,docs]"
+	touch $@
+
+$(NVFUSER)/.installed:
+	@test -n "$(PYTHON312)" || { echo "make test-nvfuser needs Python 3.12, which is not here: install it," \
+	  "or give PYTHON312=/path/to/python3.12" >&2; exit 1; }
+	test -x $(NVFUSER)/bin/python || $(PYTHON312) -m venv $(NVFUSER)
+	$(NVFUSER)/bin/python -m pip install --quiet torch==2.10.0
+	$(NVFUSER)/bin/python -m pip install --quiet nvfuser-cu128-torch210 lightning-thunder==0.2.6 \
+	  litgpt==0.5.13 "transformers>=4.50,<5" scipy rich pytest pytest-xdist
 	touch $@

@@ -331,6 +331,7 @@ WRONG = {
     "untraceable": (["train.py:untraceable", "--input", "3"], r"cannot be traced at \S*train.py:\d+: AttributeError"),
     "shapes that do not match": (["train.py:product", "--input", "3x4", "--input", "5x6"], "cannot be traced at"),
     "no such device": (["train.py:build", "--device", "H1000"], "unknown device 'H1000': .*H100-80GB"),
+    "no such fusion": (["train.py:build", "--fusion", "xla"], "'xla'.*mem_pointwise.*nvfuser.*torchcompile.*none"),
     "no budget": (["train.py:build", "--budget", "40Gi"], "'40Gi' is not a size"),
     "nothing of a budget": (["train.py:build", "--budget", "0GiB"], "a size is above 0"),
     "no microbatch": (["train.py:build", "--accumulate", "0"], "a number from 1 up, not '0'"),
@@ -344,6 +345,15 @@ WRONG = {
     "jitted and plain": (["train.py:jitted", "--input", "2x64", "--plain"], "jitted already"),
     "an option nobody knows": (["train.py:build", "--frobnicate"], "unrecognized arguments: --frobnicate"),
 }
+
+
+def test_fusion_is_by_name(run):
+    def peak_bytes(*words):
+        return json.loads(run("predict", "train.py:build", "--device", "T4", "--json", *words)[1])["peak_bytes"]
+
+    assert peak_bytes() == peak_bytes("--fusion", "mem_pointwise") <= peak_bytes("--fusion", "nvfuser")
+    code, out, error = run("predict", "train.py:build", "--fusion", "nvfuser")
+    assert (code, out) == (2, "") and "nvFuser needs a GPU" in error
 
 
 @pytest.mark.parametrize("words, message", WRONG.values(), ids=WRONG.keys())

@@ -44,7 +44,10 @@ def test_it_is_gone_after_an_error_too():
 def test_unknown_names_list_the_known():
     with pytest.raises(ValueError, match=r"unknown device 'H1000'.*H100-80GB"), simulate("H1000"):
         pass
-    with pytest.raises(ValueError, match=r"unknown fusion 'xla'.*nvfuser-like"), simulate("T4", fusion="xla"):
+    with (
+        pytest.raises(ValueError, match=r"unknown fusion 'xla'.*'mem_pointwise', 'nvfuser', 'torchcompile'"),
+        simulate("T4", fusion="xla"),
+    ):
         pass
     with pytest.raises(ValueError, match="by name"):
         device_spec(3)
@@ -105,8 +108,8 @@ def upcast(x):
     return (x.float().sin() * 2).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("fusion, inside_bytes", [(None, 8 * MIB), ("nvfuser-like", 0), ("torchcompile", 0)])
-def test_a_region_is_its_outputs_and_nothing_inside(fusion, inside_bytes):
+@pytest.mark.parametrize("fusion", [None, "mem_pointwise", "nvfuser", "torchcompile"])
+def test_a_region_is_its_outputs_and_nothing_inside(fusion):
     with simulate("H100-80GB", fusion=fusion):
         x = torch.empty(MIB, dtype=torch.bfloat16, device="cuda")
         jitted = thunder.jit(upcast)
@@ -115,11 +118,18 @@ def test_a_region_is_its_outputs_and_nothing_inside(fusion, inside_bytes):
     assert prediction.held_bytes == 2 * MIB
     assert (REGIONS in prediction.assumptions) == (fusion is not None)
     # unfused, the float32 product and one of its factors are there together, and no output yet
-    assert prediction.peak_bytes == (2 * MIB + inside_bytes if inside_bytes else 4 * MIB)
+    assert prediction.peak_bytes == (10 * MIB if fusion is None else 4 * MIB)
     assert (result.dtype, tuple(result.shape), result.device.type) == (torch.bfloat16, (MIB,), "cuda")
 
 
-@pytest.mark.parametrize("fusion, said", [("nvfuser-like", False), ("torchcompile", True)])
+def test_without_fusion_there_is_none_of_ours_either():
+    with simulate("H100-80GB", fusion=None):
+        jitted = thunder.jit(upcast, transforms=[MemEfficient(strict=True)])
+        predict(jitted, torch.empty(64, dtype=torch.bfloat16, device="cuda"))
+    assert {r.executor for r in last_plan(jitted).regions} == {None}
+
+
+@pytest.mark.parametrize("fusion, said", [("mem_pointwise", False), ("nvfuser", False), ("torchcompile", True)])
 def test_regions_with_products_inside_are_named_as_assumptions(fusion, said):
     with simulate("T4", fusion=fusion):
         x = torch.empty(64, 64, device="cuda")
@@ -127,7 +137,7 @@ def test_regions_with_products_inside_are_named_as_assumptions(fusion, said):
     assert REGIONS in prediction.assumptions and (PRODUCTS in prediction.assumptions) == said
 
 
-@pytest.mark.parametrize("fusion", ["nvfuser-like", "torchcompile"])
+@pytest.mark.parametrize("fusion", ["mem_pointwise", "nvfuser", "torchcompile"])
 def test_views_that_leave_a_region_cost_nothing(fusion):
     with simulate("H100-80GB", fusion=fusion):
         x = torch.empty(1024, 1024, device="cuda")

@@ -79,7 +79,7 @@ def fits(
     targets: int = 0,
     sizes: Mapping[str, int] | None = None,
     transforms: Sequence[Transform] = (),
-    fusion: str | None = "nvfuser-like",
+    fusion: str | None = "mem_pointwise",
     accumulate: int = 1,
     set_to_none: bool = True,
 ) -> Fit:

@@ -31,16 +31,14 @@ import thunder.executors.utils
 import torch
 from thunder.core import dtypes
 from thunder.executors.utils import SpdaBackend
-from thunder.extend import Executor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from thunder_mem.devices import DeviceSpec, device_spec
-from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.fusions import fuser_of, with_fuser
+from thunder_mem.nvfuser_model import modelled_nvfuser
 from thunder_mem.region_model import modelled_region
 
-__all__ = ["FUSIONS", "SimulatedDevice", "simulate", "simulated_device"]
-
-FUSIONS = ("nvfuser-like", "torchcompile", None)
+__all__ = ["SimulatedDevice", "simulate", "simulated_device"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class SimulatedDevice:
 
     Attributes:
         spec: its memory, capability and names.
-        fusion: which fusion executor stands in for those of a real machine, one of `FUSIONS`.
+        fusion: which fusion executor stands in for those of a real machine, one of `thunder_mem.fusions.FUSIONS`.
         mode: the mode that all fake tensors belong to.
     """
 
@@ -84,14 +82,16 @@ def simulated_device() -> SimulatedDevice | None:
 
 
 @contextlib.contextmanager
-def simulate(device: str = "H100-80GB", *, fusion: str | None = "nvfuser-like") -> Iterator[SimulatedDevice]:
+def simulate(device: str = "H100-80GB", *, fusion: str | None = "mem_pointwise") -> Iterator[SimulatedDevice]:
     """Let this machine stand in for one with the named GPU.
 
     Args:
         device: one of `thunder_mem.devices.DEVICES`.
-        fusion: "nvfuser-like" puts `mem_pointwise`, which fuses what nvFuser would, where nvFuser
-            stands in Thunder's default executors; "torchcompile" puts Thunder's `torchcompile` there;
-            None leaves the operations unfused. A list given to `thunder.jit(executors=...)` goes before.
+        fusion: who fuses where nvFuser stands in Thunder's default executors. "mem_pointwise", which is Triton by
+            Inductor, is what `MemEfficient` has on a GPU without nvFuser's wheel; "nvfuser" is Thunder's own
+            executor of it, planned with as where the wheel is, and writes no result over a dying input;
+            "torchcompile" is Thunder's. None leaves the operations unfused. A list given to
+            `thunder.jit(executors=...)` goes before.
 
     Yields:
         The `SimulatedDevice`.
@@ -106,8 +106,7 @@ def simulate(device: str = "H100-80GB", *, fusion: str | None = "nvfuser-like") 
         ('cuda', True, None)
     """
     spec = device_spec(device)
-    if fusion not in FUSIONS:
-        raise ValueError(f"unknown fusion {fusion!r}: the known ones are {', '.join(map(repr, FUSIONS))}")
+    fuser = fuser_of(fusion, modelled_nvfuser)
     running = _current.get()
     if running is not None:
         raise ValueError(f"{running.name} is being simulated already; leave that simulation first")
@@ -119,18 +118,11 @@ def simulate(device: str = "H100-80GB", *, fusion: str | None = "nvfuser-like") 
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(mock.patch.object(FakeTensor, "__copy__", _copied, create=True))
         stack.callback(thunder.extend.set_default_executors, list(thunder.extend.get_default_executors()))
-        thunder.extend.set_default_executors(_default_executors(fusion))
+        if fuser is not None:  # so that a list of executors may have its name
+            stack.enter_context(mock.patch.dict(thunder.extend._executor_map, {fuser.name: fuser}))
+        thunder.extend.set_default_executors(with_fuser(thunder.extend.get_default_executors(), fuser))
         stack.enter_context(simulated.mode)
         yield simulated
-
-
-def _default_executors(fusion: str | None) -> list[Executor]:
-    """Thunder's own list, with the stand-in at its end, where nvFuser is on a machine that has it."""
-    stand_in = {"nvfuser-like": mem_pointwise_ex, "torchcompile": thunder.executors.torch_compile.torch_compile_ex}
-    executors = [ex for ex in thunder.extend.get_default_executors() if ex.name != "nvfuser"]
-    if fusion is None:
-        return [ex for ex in executors if not isinstance(ex, thunder.extend.FusionExecutor)]
-    return [*(ex for ex in executors if ex is not stand_in[fusion]), stand_in[fusion]]
 
 
 def _replacements(spec: DeviceSpec) -> list[tuple[Any, str, Any]]:

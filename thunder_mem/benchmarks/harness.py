@@ -20,7 +20,6 @@ from unittest import mock
 
 import thunder
 import torch
-from thunder.extend import FusionExecutor
 
 from thunder_mem.attention import mem_attention_ex
 from thunder_mem.benchmarks.fake_loop import LoopPeak, fake_cpu, fake_peak
@@ -30,7 +29,9 @@ from thunder_mem.benchmarks.models import CUSTOM, WithLoss, block_class, build_c
 from thunder_mem.benchmarks.options import Options
 from thunder_mem.benchmarks.predicted_loop import predicted_peak
 from thunder_mem.cost import device_model
-from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.fusions import fuser_of, fuses_generally, with_fuser
+from thunder_mem.nvfuser import installed_nvfuser
+from thunder_mem.nvfuser_model import modelled_nvfuser
 from thunder_mem.plan_time import trace_seconds
 from thunder_mem.simulate import simulate
 
@@ -85,7 +86,7 @@ def _place(module: ModuleType, options: Options, compile: str) -> Iterator[None]
         if on_twins:  # autograd runs on fake CPU tensors only
             stack.enter_context(fake_cpu())
         elif options.simulated is not None:
-            stack.enter_context(simulate(options.simulated))
+            stack.enter_context(simulate(options.simulated, fusion=options.fusion or "mem_pointwise"))
         yield
 
 
@@ -274,7 +275,8 @@ def _compiling(module: ModuleType, options: Options) -> Iterator[None]:
     def with_ours(compiler: Any) -> Any:
         def compile(*args: Any, executors: list[Any], transforms: list[Any], **kwargs: Any) -> Any:
             ours = [*transforms, *options.transforms()]
-            return compiler(*args, executors=_fusing(executors), transforms=ours, **{**kwargs, **extra})
+            fusing = _fusing(executors, options)
+            return compiler(*args, executors=fusing, transforms=ours, **{**kwargs, **extra})
 
         return compile
 
@@ -285,8 +287,9 @@ def _compiling(module: ModuleType, options: Options) -> Iterator[None]:
         yield
 
 
-def _fusing(executors: list[Any]) -> list[Any]:
-    """The list, for every peer alike, with thunder_mem's executors where no general fusion executor is among them."""
-    if any(isinstance(e, FusionExecutor) and not getattr(e, "required_ops", None) for e in executors):
+def _fusing(executors: list[Any], options: Options) -> list[Any]:
+    """The list, for every peer alike: as asked, else with thunder_mem's executors where no general fuser is in it."""
+    if options.fusion is None and any(map(fuses_generally, executors)):
         return executors
-    return [mem_attention_ex, *executors, mem_pointwise_ex]
+    fuser = fuser_of(options.fusion or "mem_pointwise", modelled_nvfuser if options.simulated else installed_nvfuser)
+    return [mem_attention_ex, *with_fuser(executors, fuser)]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thunder_mem.devices import device_spec
+from thunder_mem.fusions import fuser_of
+from thunder_mem.nvfuser import installed_nvfuser
+from thunder_mem.nvfuser_model import modelled_nvfuser
 from thunder_mem.transforms import ChunkLossHead, MemEfficient
 
 __all__ = ["Options"]
@@ -22,6 +25,8 @@ class Options:
         mem_sort: its `sort`: the name of an algorithm.
         mem_chunk: its `chunk`: whether loss heads run chunk by chunk, or in how many chunks.
         mem_recompute: its `recompute`: a configuration, "layerwise", or a file's path.
+        fusion: who fuses what Thunder compiles: "mem_pointwise", "nvfuser" or "torchcompile"; if not given, Thunder's
+            default executors where they fuse, else mem_pointwise.
         fusion_type: Thunder's own way to group operations, "consecutive" or "dataflow"; Thunder's default if not given.
         loss_inside: compile the loss together with the model.
         device: "cuda", "cpu", or "simulate:NAME" for a GPU that is not there, such as simulate:H100-80GB.
@@ -33,6 +38,7 @@ class Options:
     mem_sort: str | None = None
     mem_chunk: bool | int = True
     mem_recompute: str | None = None
+    fusion: str | None = None
     fusion_type: str | None = None
     loss_inside: bool = False
     device: str = "cuda"
@@ -66,6 +72,10 @@ class Options:
             raise ValueError(f"MemEfficient is a transform of Thunder: --compile {compile} has nowhere to put it")
         if self.fusion_type is not None and (self.fusion_type not in _FUSIONS or "thunder" not in compile):
             raise ValueError(f"--fusion_type is {' or '.join(_FUSIONS)}, with --compile thunder")
+        if self.fusion is not None:
+            if "thunder" not in compile:
+                raise ValueError(f"--fusion is for what Thunder compiles: --compile {compile} fuses in its own way")
+            fuser_of(self.fusion, modelled_nvfuser if self.simulated else installed_nvfuser)
         if self.scale != 1 and self.device == "cuda":
             raise ValueError("--scale is for CPUs; on a GPU choose --block_size and --n_layers")
 

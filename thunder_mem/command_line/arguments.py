@@ -152,9 +152,9 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     )
     machine.add_argument(
         "--fusion",
-        choices=("nvfuser-like", "torchcompile", "none"),
-        default="nvfuser-like",
-        help="which fusion there is: of pointwise operations (default), of whatever torch.compile takes, or none",
+        choices=("mem_pointwise", "nvfuser", "torchcompile", "none"),
+        help="who fuses: mem_pointwise, which is Inductor, nvFuser, Thunder's torchcompile, or nobody; if not given, "
+        "with --device mem_pointwise, and without it what Thunder has here, else mem_pointwise",
     )
     if name not in ("plan", "frontier"):
         machine.add_argument(

@@ -9,13 +9,17 @@ from typing import Any
 
 import thunder
 import torch
+from thunder.extend import Executor, get_default_executors
 
 from thunder_mem.allocator import Allocation, allocate, needed_bytes
+from thunder_mem.attention import mem_attention_ex
 from thunder_mem.command_line.program import Program, UsageError
 from thunder_mem.delegate import last_plan
 from thunder_mem.devices import DeviceSpec
+from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.frontier import memory_time_frontier
 from thunder_mem.frontier_table import Frontier
+from thunder_mem.fusions import fuser_of, with_fuser
 from thunder_mem.plan import Plan
 from thunder_mem.predict import Prediction, predict
 from thunder_mem.simulate import simulate
@@ -71,12 +75,14 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def machine(device: str | None, fusion: str) -> Iterator[DeviceSpec | None]:
+def machine(device: str | None, fusion: str | None) -> Iterator[DeviceSpec | None]:
     """The machine that a command asks about: a simulated GPU, on which tensors are made by default, or this CPU."""
     if device is None:
+        _executors(fusion)  # what is missing for it is said before anything is loaded
         yield None
         return
-    with simulate(device, fusion=None if fusion == "none" else fusion) as simulated, torch.device("cuda"):
+    fuser = {None: "mem_pointwise", "none": None}.get(fusion, fusion)
+    with simulate(device, fusion=fuser) as simulated, torch.device("cuda"):
         yield simulated.spec
 
 
@@ -96,7 +102,7 @@ class Question:
         options: others of `MemEfficient`, which `plain` leaves out.
     """
 
-    fusion: str
+    fusion: str | None
     plain: bool
     optimizer: str | None
     loss: str | None
@@ -120,7 +126,7 @@ def limits_of(spec: DeviceSpec | None, budget_bytes: int | None) -> tuple[tuple[
 
 def survey(
     program: Program,
-    fusion: str,
+    fusion: str | None,
     simulated: bool,
     points: int,
     offload: bool | str = False,
@@ -158,11 +164,13 @@ def _check_options(program: Program, options: Mapping[str, str]) -> None:
         raise UsageError(f"the program is jitted already: give {name}= to its own MemEfficient, not --{name}")
 
 
-def _executors(fusion: str) -> list[str] | None:
+def _executors(fusion: str | None) -> list[Executor] | None:
     """What `thunder.jit` is given on a machine that is not simulated; None for its defaults."""
-    if fusion == "nvfuser-like":
+    if fusion is None:
         return None
-    return [] if fusion == "none" else ["torchcompile"]
+    fuser = fuser_of(None if fusion == "none" else fusion)
+    own = [mem_attention_ex] if fuser is mem_pointwise_ex else []
+    return [] if fuser is None else [*own, *with_fuser(get_default_executors(), fuser)]
 
 
 def ask(program: Program, question: Question) -> Outcome:

@@ -12,7 +12,7 @@ from typing import Any
 from thunder.core.compile_data import get_compile_data
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
-from thunder.extend import FusionExecutor, TemporaryExecutor, get_always_executors, get_default_executors
+from thunder.extend import TemporaryExecutor, get_always_executors, get_default_executors
 
 from thunder_mem.attention import mem_attention_ex
 from thunder_mem.budget import parse_budget
@@ -25,7 +25,9 @@ from thunder_mem.cost_measure import COSTS, check_measurable
 from thunder_mem.decisions import about_chunks
 from thunder_mem.delegate import check_final_trace, latest, seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.fusions import fuses_generally
 from thunder_mem.joint_plan import PlanningOptions
+from thunder_mem.nvfuser import without_broken_nvfuser
 from thunder_mem.offload_option import parse_offload
 from thunder_mem.origins import name_origins
 from thunder_mem.overwrites import without_writes
@@ -35,6 +37,7 @@ from thunder_mem.policies import Policy, PolicyChooser, check_policy
 from thunder_mem.pruning import pruned
 from thunder_mem.recompute_config import Written, from_environment, parse_config
 from thunder_mem.scalars import expand_scalars
+from thunder_mem.simulate import simulated_device
 from thunder_mem.smoothed_labels import without_ignored_targets
 from thunder_mem.sorting import SortFunction
 from thunder_mem.tensor_parallel import waits_for_shards
@@ -279,13 +282,16 @@ def _chooser(recompute: Written | Policy) -> Chooser:
 
 
 def _with_defaults(executors: tuple) -> tuple:
-    """Add the package's executors to Thunder's own default list where it has no general fusion executor."""
+    """Add the package's executors to Thunder's own default list where it has no general fusion executor that works."""
     always = get_always_executors()
     # Thunder puts one in front for each time it takes the function up: again for `ddp`, `fsdp`, `add_transform`.
     own = sum(1 for _ in takewhile(lambda e: isinstance(e, TemporaryExecutor), executors))
     given = executors[own:]
-    if tuple(given) != (*get_default_executors(), *always):
-        return executors
-    if any(isinstance(e, FusionExecutor) and not getattr(e, "required_ops", None) for e in given):
-        return executors
+    is_default = tuple(given) == (*get_default_executors(), *always)
+    given = without_broken_nvfuser(given)
+    if not is_default:
+        return (*executors[:own], *given)
+    simulated = simulated_device()
+    if any(map(fuses_generally, given)) or (simulated is not None and simulated.fusion is None):
+        return (*executors[:own], *given)
     return (*executors[:own], mem_attention_ex, *given[: len(given) - len(always)], mem_pointwise_ex, *always)

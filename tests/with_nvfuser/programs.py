@@ -1,0 +1,269 @@
+"""The programs whose plans nvFuser has to express: layers, losses, models, and what users ask of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from litgpt import GPT, Config
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.with_nvfuser.definitions import Program
+from thunder_mem import ChunkLossHead
+from thunder_mem.benchmarks.models import CUSTOM, WithLoss, build_custom, known_models
+
+__all__ = ["PROGRAMS"]
+
+BF16 = torch.bfloat16
+
+
+class Around(nn.Module):
+    """A layer between a product and a residual."""
+
+    def __init__(self, layer: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.linear = layer, nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(self.layer(x)) + x).float().pow(2)
+
+
+def around(layer: Callable[[], Any], dtype: torch.dtype = BF16, **options: Any) -> Program:
+    def make() -> tuple[Any, tuple[Any, ...]]:
+        return Around(layer()).to(dtype), (torch.randn(32, 64, dtype=dtype, requires_grad=True),)
+
+    return Program(make, **options)
+
+
+def of(fn: Callable[..., torch.Tensor], *shapes: tuple[int, ...], dtype: torch.dtype = BF16, **options: Any) -> Program:
+    """A function of matrices."""
+
+    def make() -> tuple[Any, tuple[Any, ...]]:
+        return fn, tuple(torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes or ((32, 64),))
+
+    return Program(make, **options)
+
+
+class Checkpointed(nn.Module):
+    """Two layers, each in a checkpoint."""
+
+    def __init__(self, width: int = 64, dropout: float = 0.0) -> None:
+        super().__init__()
+        layers = (nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width))
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), *layers) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def checkpointed(dropout: float = 0.0, **options: Any) -> Program:
+    return Program(lambda: (Checkpointed(dropout=dropout).to(BF16), (torch.randn(256, 64, dtype=BF16),)), **options)
+
+
+class Head(nn.Module):
+    """An embedding and a loss head, as large as chunking wants one."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor], tied: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.head, self.loss = nn.Embedding(8192, 64), nn.Linear(64, 8192, bias=False), loss
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.head(F.silu(self.embedding(tokens))), targets)
+
+
+def head(loss: Callable[..., torch.Tensor], tied: bool = False, **options: Any) -> Program:
+    def make() -> tuple[Any, tuple[Any, ...]]:
+        return Head(loss, tied).to(BF16), tuple(torch.randint(8192, (4096,)) for _ in range(2))
+
+    return Program(make, **options)
+
+
+def model(
+    name: str,
+    *,
+    layers: int = 2,
+    scale: float = 1 / 16,
+    batch: int = 1,
+    inside: bool = True,
+    wrap: bool = False,
+    **options: Any,
+) -> Program:
+    """One of the benchmark's models, or of litgpt's."""
+
+    def make() -> tuple[Any, tuple[Any, ...]]:
+        with known_models(scale):
+            config = Config.from_name(name, n_layer=layers)
+        made = build_custom(name, config) if name in CUSTOM else GPT(config)
+        if wrap:
+            for i, block in enumerate(made.transformer.h):
+                made.transformer.h[i] = InCheckpoint(block)
+        tokens, targets = (torch.randint(100, (batch, config.block_size)) for _ in range(2))
+        made = made.to(BF16)
+        return (WithLoss(made), (tokens, targets)) if inside else (made, (tokens,))
+
+    return Program(make, **options)
+
+
+class InCheckpoint(nn.Module):
+    """A layer in a checkpoint."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any) -> Any:
+        return checkpoint(self.layer, *args, use_reentrant=False)
+
+
+class Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", BF16):
+            return F.softmax(self.layers(x), -1)
+
+
+def in_place(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x @ w
+    y.add_(1).mul_(y.sigmoid())
+    F.relu(y, inplace=True)
+    y[:4] = 0
+    return y @ w
+
+
+def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    scores = (x @ w) @ x.t() / 8
+    mask = torch.ones(32, 32, dtype=torch.bool, device=x.device).tril()
+    return F.dropout(scores.masked_fill(~mask, float("-inf")).softmax(-1), 0.1) @ x
+
+
+def fused_attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    q, k = (t.view(1, 2, 128, 64) for t in (q.sin(), k.cos()))
+    return F.scaled_dot_product_attention(q, k, q, is_causal=True) * 2
+
+
+def rotary(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.view(8, 4, 64).transpose(0, 1).chunk(2, -1)
+    return (torch.cat((-b, a), -1) * x.view(8, 4, 64).transpose(0, 1).cos()).sum(0)
+
+
+def statistics(x: torch.Tensor) -> torch.Tensor:
+    y = x.float()
+    mean, std = y.mean(-1, keepdim=True), y.std(-1, keepdim=True)
+    return ((y - mean) / std).amax(0) + y.var(0) + y.prod(0) + y.logsumexp(0)
+
+
+def picks(x: torch.Tensor) -> torch.Tensor:
+    best, at = x.sin().topk(4, -1)
+    return best.cos().sum() + torch.gather(x, 1, at).exp().sum() + x[at[:, 0]].sum() + x.cumsum(-1).argsort(-1).sum()
+
+
+def shapes(x: torch.Tensor) -> torch.Tensor:
+    parts = torch.stack([p.exp() for p in x.split(16, -1)])
+    return F.pad(parts.permute(1, 2, 0).reshape(32, -1), (1, 2))[:, 2:40:2].sum(-1)
+
+
+def creations(x: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(64, device=x.device)
+    return torch.where(at > 8, x, torch.zeros_like(x)) * torch.full((64,), 2.0, device=x.device) + at.float()
+
+
+def draws(x: torch.Tensor) -> torch.Tensor:
+    noise = torch.rand_like(x)
+    return F.dropout(x * noise, 0.5) + F.dropout(x.sin(), 0.1) + torch.randn_like(x)
+
+
+def a_scalar_of_the_host(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * torch.tensor(2.0, device="cpu") + 1
+
+
+def gated(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.silu(x @ w) * (x @ w.t()) + F.gelu(x, approximate="tanh")
+
+
+def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    soft = -(x.log_softmax(-1) * y.softmax(-1)).sum(-1).mean()
+    return F.mse_loss(x.sin(), y) + soft + (x - y).abs().mean()
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), targets, **options)
+
+
+def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, label_smoothing=0.1, ignore_index=3)
+
+
+def each(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+def log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.nll_loss(logits.log_softmax(-1), targets)
+
+
+SMALLEST = {"mem": {"budget": 1, "on_infeasible": "warn"}}
+OFFLOAD = {"mem": {"budget": 1, "on_infeasible": "warn", "offload": True}}
+DATAFLOW = {"jit": {"fusion_type": "dataflow"}}
+
+PROGRAMS: dict[str, Program] = {
+    "layer norm": around(lambda: nn.LayerNorm(64)),
+    "RMS norm": around(lambda: nn.RMSNorm(64)),
+    "batch norm": around(lambda: nn.BatchNorm1d(64), torch.float32),
+    "group norm": around(lambda: nn.GroupNorm(4, 64)),
+    "GELU": around(nn.GELU),
+    "SiLU, float32": around(nn.SiLU, torch.float32),
+    "softmax": around(lambda: nn.Softmax(-1)),
+    "dropout": around(lambda: nn.Dropout(0.1)),
+    "dropout, without gradients": around(lambda: nn.Dropout(0.1), train=False),
+    "float16, dataflow": around(lambda: nn.LayerNorm(64), torch.float16, **DATAFLOW),
+    "float64": around(nn.GELU, torch.float64),
+    "autocast": Program(lambda: (Autocast(), (torch.randn(256, 64),))),
+    "in place": of(in_place, (32, 64), (64, 64)),
+    "attention by hand": of(attention, (32, 64), (64, 64)),
+    "attention": of(fused_attention, (256, 64), (256, 64)),
+    "rotary": of(rotary),
+    "statistics": of(statistics, dtype=torch.float32),
+    "picks": of(picks, dtype=torch.float32),
+    "shapes": of(shapes),
+    "creations": of(creations),
+    "draws": of(draws),
+    "a scalar of the host": of(a_scalar_of_the_host, dtype=torch.float32),
+    "gated": of(gated, (32, 64), (64, 64)),
+    "losses": of(losses, (32, 64), (32, 64)),
+    "checkpoints": checkpointed(),
+    "checkpoints with dropout": checkpointed(0.1),
+    "checkpoints, dataflow": checkpointed(**DATAFLOW),
+    "smallest budget": checkpointed(0.1, **SMALLEST),
+    "offload": checkpointed(**OFFLOAD),
+    "all layers alike": checkpointed(mem={"recompute": "layerwise"}),
+    "head": head(cross_entropy),
+    "head, tied": head(cross_entropy, True),
+    "head, whole": head(cross_entropy, mem={"chunk": False}),
+    "head, chunked by 64": head(F.cross_entropy, mem={"chunk": ChunkLossHead(rows=64)}),
+    "head, smoothed": head(smoothed),
+    "head, each loss": head(each),
+    "head, likelihoods": head(log_likelihood),
+    "head, smallest budget": head(cross_entropy, **SMALLEST),
+    "pythia-14m": model("pythia-14m", scale=1, layers=1),
+    "Llama-3.2-1B": model("Llama-3.2-1B", scale=1 / 4, layers=1),
+    "longchat": model("longchat-7b-16k", wrap=True),
+    "longchat, full size, loss outside": model("longchat-7b-16k", scale=1, layers=1, inside=False),
+    "vicuna": model("vicuna-33b-v1.3", layers=1, batch=4, wrap=True, **SMALLEST),
+    "falcon": model("falcon-40b", layers=1, batch=4, **DATAFLOW),
+    "Gemma": model("Gemma-7b", layers=1, inside=False),
+    "pythia-12b": model("pythia-12b", layers=1, batch=4, **OFFLOAD),
+    "Llama-3": model("Llama-3-8B", layers=1, train=False),
+    "GPT-2": model("gpt2-124m", scale=1 / 4, layers=1),
+    "BERT": model("bert-base-mlm", scale=1 / 4, layers=1),
+}
+"""By name; each is planned strictly and verified."""

@@ -1,0 +1,77 @@
+"""nvFuser as it is installed: whether Thunder can run its regions, and what to say where it cannot."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from thunder.extend import Executor, FusionExecutor, get_executor
+
+__all__ = ["installed_nvfuser", "without_broken_nvfuser"]
+
+_INSTALL = "pip install torch==2.10.0 nvfuser-cu128-torch210, for Python 3.10 or 3.12"
+
+
+def installed_nvfuser() -> FusionExecutor:
+    """Thunder's nvFuser executor.
+
+    Raises:
+        ValueError: there is none that works here; says why, and what to do.
+    """
+    executor = get_executor("nvfuser")
+    if executor is None and not torch.cuda.is_available():
+        raise ValueError(
+            'nvFuser needs a GPU, and there is none: plan for one by simulate("H100-80GB", fusion="nvfuser")'
+        )
+    if executor is None:
+        raise ValueError(f"nvFuser is not installed: {_INSTALL}")
+    if (cause := _why_broken(executor)) is not None:
+        raise ValueError(f"nvFuser {executor.version} does not work with this Thunder ({cause}): {_INSTALL}")
+    assert isinstance(executor, FusionExecutor)
+    return executor
+
+
+def without_broken_nvfuser(executors: Sequence[Executor]) -> tuple[Executor, ...]:
+    """The executors; with a warning without an nvFuser of which every region would fail when it runs."""
+    kept = []
+    for executor in executors:
+        if (cause := _why_broken(executor)) is None:
+            kept.append(executor)
+        else:
+            warnings.warn(
+                f"nvFuser {executor.version} counts as not installed, as Thunder cannot run its regions: {cause}",
+                stacklevel=2,
+            )
+    return tuple(kept)
+
+
+def _why_broken(executor: Executor) -> str | None:
+    """Why no region of an executor can run; None for all but an nvFuser that is installed and does not work.
+
+    A region describes its tensors to nvFuser at its first call. Thunder 0.2.6 imports the function for that from the
+    module `nvfuser`, which the wheels have no more since 0.2.36: there `nvfuser_direct` has it, and stands in.
+    """
+    module = sys.modules.get("thunder.executors.nvfuserex_impl")
+    if module is None or executor is not getattr(module, "ex", None):
+        return None
+    missing, cause = _describe(module)
+    direct = sys.modules.get("nvfuser_direct")
+    if missing and direct is not None:
+        sys.modules["nvfuser"] = direct
+        _, cause = _describe(module)
+        if cause is not None:
+            del sys.modules["nvfuser"]
+    return cause
+
+
+def _describe(module: ModuleType) -> tuple[bool, str | None]:
+    """Describe a tensor: whether the module `nvfuser` is missing for that, and the error; (False, None) if it works."""
+    try:
+        module.compute_contiguity((2, 3), (3, 1))
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "nvfuser"
+        return missing, f"{type(error).__name__}: {error}"
+    return False, None
