@@ -11,7 +11,7 @@ from benchmarks.gpu import run as run_book
 from thunder_mem import last_plan
 from thunder_mem.benchmarks import litgpt, rows, table
 from thunder_mem.benchmarks.harness import run
-from thunder_mem.benchmarks.matrix import COMPILERS, MODELS, Case, cases
+from thunder_mem.benchmarks.matrix import COMPILERS, MODELS, Case, cases, runs_on
 from thunder_mem.benchmarks.options import Options
 from thunder_mem.benchmarks.render import draw, markdown
 
@@ -63,6 +63,14 @@ def test_the_compiler_gets_the_options():
     assert done.perf_metrics["memory_used_GB"] == done.loop_peak.peak_bytes / 1e9
 
 
+@pytest.mark.parametrize("fusion", ["nvfuser", "mem_pointwise"])
+def test_who_fuses_is_asked_for(fusion):
+    options = Options(device="simulate:A100-40GB", mem_efficient=True, fusion=fusion)
+    done = run(options, model_name="pythia-14m", n_layers=1, block_size=32, compile="thunder")
+    assert {r.executor for r in last_plan(done.model).regions} >= {fusion}
+    assert {r.executor for r in last_plan(done.model).regions}.isdisjoint({"nvfuser", "mem_pointwise"} - {fusion})
+
+
 @pytest.mark.slow
 def test_thunderfx_compiles_with_the_transform(tmp_path):
     path = tmp_path / "metrics.json"
@@ -79,6 +87,8 @@ def test_the_matrix_is_every_combination_once():
     assert len(commands) == 2 * len(found)
     for case in cases(["gpt2-124m"], checkpointing=(True,)):
         for device in ("cpu", "cuda", "simulate:H100-80GB"):
+            if not runs_on(case.compiler, device):
+                continue
             options, given = litgpt.parse(case.arguments(device))
             options.check(given["compile"], given["distributed_mode"])
     with pytest.raises(ValueError, match="gpt5"):
@@ -130,9 +140,16 @@ def test_a_row_is_named_by_its_case():
 
 
 def test_markdown_marks_the_least_and_names_failures(tmp_path):
-    made = [row("eager", 4 * 10**9), row("torch.compile"), row("MemEfficient", 3 * 10**9, median_iter_time=12.0)]
+    made = [
+        row("eager", 4 * 10**9),
+        row("torch.compile"),
+        row("Thunder dataflow, nvFuser", 2 * 10**9),
+        row("MemEfficient, nvFuser", 10**9),
+        row("MemEfficient, mem_pointwise", 3 * 10**9, median_iter_time=12.0),
+    ]
     text = markdown(made)
-    assert "| gpt2-124m | on | outside | 4.000 | failed | **3.000** | 0.750 | 0.750 |" in text
+    ratios = "0.500 | 0.500 | 0.750 | 0.750 |"  # each by the best peer of the same fuser
+    assert f"| gpt2-124m | on | outside | 4.000 | failed | 2.000 | **1.000** | 3.000 | {ratios}" in text
     assert "- gpt2-124m, checkpointing on, loss outside, torch.compile: `out of memory`" in text
     assert "| 12.0 |" in text
     draw(made, tmp_path / "chart.png")

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.gpu.correctness import check
 from thunder_mem.benchmarks.machine import machine_kind, versions
-from thunder_mem.benchmarks.matrix import COMPILERS, MODELS, Case
+from thunder_mem.benchmarks.matrix import COMPILERS, MODELS, Case, runs_on
 from thunder_mem.benchmarks.render import markdown
 from thunder_mem.benchmarks.rows import load, run_here, save
 
@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(about, right)
     rows = load(given.out)
     done = {row["command"] for row in rows if "error" not in row}
-    todo = [case for case in order() if case.command(given.device, ITERATIONS) not in done]
+    todo = [case for case in order() if runs_on(case.compiler, given.device)]
+    todo = [case for case in todo if case.command(given.device, ITERATIONS) not in done]
     for case in todo[: given.rows]:
         if time.monotonic() > deadline - RESERVE_S:
             console.print("out of time: call again to go on")

@@ -190,6 +190,20 @@ def gated(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.silu(x @ w) * (x @ w.t()) + F.gelu(x, approximate="tanh")
 
 
+def scattered(x: torch.Tensor) -> torch.Tensor:
+    best = x.argmax(-1, keepdim=True)
+    return torch.zeros_like(x).scatter(1, best, 1.0) * x + F.one_hot(best.squeeze(-1), 64)
+
+
+def indexed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return w[x.argmax(-1)].sin() + x[..., ::2].repeat(1, 2)
+
+
+def activations(x: torch.Tensor) -> torch.Tensor:
+    kinked = x.log().nan_to_num() * x.clamp(0, 1) + F.leaky_relu(x) + F.hardswish(x)
+    return kinked + F.softplus(x) + F.elu(x) + F.mish(x)
+
+
 def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     soft = -(x.log_softmax(-1) * y.softmax(-1)).sum(-1).mean()
     return F.mse_loss(x.sin(), y) + soft + (x - y).abs().mean()
@@ -213,6 +227,7 @@ def log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 SMALLEST = {"mem": {"budget": 1, "on_infeasible": "warn"}}
 OFFLOAD = {"mem": {"budget": 1, "on_infeasible": "warn", "offload": True}}
+ALONE = {"executors": ["nvfuser"]}
 DATAFLOW = {"jit": {"fusion_type": "dataflow"}}
 
 PROGRAMS: dict[str, Program] = {
@@ -239,6 +254,9 @@ PROGRAMS: dict[str, Program] = {
     "draws": of(draws),
     "a scalar of the host": of(a_scalar_of_the_host, dtype=torch.float32),
     "gated": of(gated, (32, 64), (64, 64)),
+    "scattered": of(scattered, dtype=torch.float32),
+    "indexed": of(indexed, (32, 64), (64, 64)),
+    "activations": of(activations, dtype=torch.float32),
     "losses": of(losses, (32, 64), (32, 64)),
     "checkpoints": checkpointed(),
     "checkpoints with dropout": checkpointed(0.1),
@@ -246,9 +264,13 @@ PROGRAMS: dict[str, Program] = {
     "smallest budget": checkpointed(0.1, **SMALLEST),
     "offload": checkpointed(**OFFLOAD),
     "all layers alike": checkpointed(mem={"recompute": "layerwise"}),
+    "products in regions": checkpointed(jit={"nv_enable_linear": True, "nv_enable_matmul": True}),
+    "attention in regions": of(fused_attention, (256, 64), (256, 64), jit={"nv_enable_sdpa": True, **ALONE}),
+    "beside mem_pointwise": checkpointed(0.1, jit={"executors": ["nvfuser", "mem_pointwise"]}),
     "head": head(cross_entropy),
     "head, tied": head(cross_entropy, True),
     "head, whole": head(cross_entropy, mem={"chunk": False}),
+    "head, whole, with nvFuser's loss": head(cross_entropy, mem={"chunk": False}, jit=ALONE),
     "head, chunked by 64": head(F.cross_entropy, mem={"chunk": ChunkLossHead(rows=64)}),
     "head, smoothed": head(smoothed),
     "head, each loss": head(each),

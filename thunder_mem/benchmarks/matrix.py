@@ -6,7 +6,9 @@ import shlex
 from dataclasses import dataclass
 from itertools import product
 
-__all__ = ["COMPILERS", "MODELS", "Case", "Model", "cases"]
+__all__ = ["COMPILERS", "FUSERS", "MODELS", "OURS", "Case", "Model", "cases", "runs_on"]
+
+OURS = "MemEfficient"
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,29 @@ MODELS: dict[str, Model] = {
 falcon of two layers peak where all gradients are there, at what no compiler can lower. For the same reason five take
 2,048 or 4,096 tokens on a CPU: of 1,024, two thirds to five sixths of the peak are parameters, gradients and state."""
 
+FUSERS = {"nvFuser": "nvfuser", "mem_pointwise": "mem_pointwise"}
+"""Who fuses what Thunder compiles, as columns name it, and its `--fusion`."""
+
+_CONSECUTIVE = ("--compile", "thunder", "--fusion_type", "consecutive")
+_DATAFLOW = ("--compile", "thunder", "--fusion_type", "dataflow")
+_MEM = ("--compile", "thunder", "--mem_efficient", "True")
+
 COMPILERS: dict[str, tuple[str, ...]] = {
     "eager": ("--compile", "eager"),
     "torch.compile": ("--compile", "inductor"),
-    "Thunder consecutive": ("--compile", "thunder", "--fusion_type", "consecutive"),
-    "Thunder dataflow": ("--compile", "thunder", "--fusion_type", "dataflow"),
-    "MemEfficient": ("--compile", "thunder", "--mem_efficient", "True"),
-    "MemEfficient, smallest": ("--compile", "thunder", "--mem_efficient", "True", "--mem_budget", "min"),
+    **{
+        f"{name}, {fuser}": (*options, "--fusion", fusion)
+        for fuser, fusion in FUSERS.items()
+        for name, options in (("Thunder consecutive", _CONSECUTIVE), ("Thunder dataflow", _DATAFLOW), (OURS, _MEM))
+    },
+    f"{OURS} smallest, mem_pointwise": (*_MEM, "--mem_budget", "min", "--fusion", "mem_pointwise"),
 }
 """What compiles, and the options that say so; the last one buys all the memory that time can buy."""
+
+
+def runs_on(compiler: str, device: str) -> bool:
+    """Whether a column has rows on a device: nvFuser knows no CPU."""
+    return device != "cpu" or not compiler.endswith("nvFuser")
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,7 @@ class Case:
     """One run.
 
     Example:
-        >>> case = Case("longchat-7b-16k", True, False, "MemEfficient")
+        >>> case = Case("longchat-7b-16k", True, False, "MemEfficient, nvFuser")
         >>> case.command("simulate:H100-80GB").startswith("python -m thunder_mem.benchmarks.litgpt --model_name long")
         True
     """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from thunder_mem.devices import device_spec
 from thunder_mem.fusions import fuser_of
 from thunder_mem.nvfuser import installed_nvfuser
@@ -75,7 +77,10 @@ class Options:
         if self.fusion is not None:
             if "thunder" not in compile:
                 raise ValueError(f"--fusion is for what Thunder compiles: --compile {compile} fuses in its own way")
-            fuser_of(self.fusion, modelled_nvfuser if self.simulated else installed_nvfuser)
+            if (self.fusion, self.device) == ("nvfuser", "cpu"):
+                raise ValueError("nvFuser knows no CPU: --fusion mem_pointwise fuses there what it would")
+            there = self.device == "cuda" and torch.cuda.is_available()
+            fuser_of(self.fusion, installed_nvfuser if there else modelled_nvfuser)
         if self.scale != 1 and self.device == "cuda":
             raise ValueError("--scale is for CPUs; on a GPU choose --block_size and --n_layers")
 

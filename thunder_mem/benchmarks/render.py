@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thunder_mem.benchmarks.matrix import COMPILERS, MODELS
+from thunder_mem.benchmarks.matrix import COMPILERS, FUSERS, MODELS, OURS
 
 __all__ = ["draw", "markdown"]
 
 Row = dict[str, Any]
-_OURS = ("MemEfficient", "MemEfficient, smallest")
 _RATIOS = ("MemEfficient / best peer", "the same above parameters, state and inputs")
-_COLOURS = dict(zip(COMPILERS, ("#8c8c8c", "#e0a030", "#4477aa", "#66aacc", "#bb3344", "#e58c99"), strict=True))
+_COLOURS = dict(
+    zip(
+        COMPILERS,
+        ("#8c8c8c", "#e0a030", "#226633", "#77aa77", "#882288", "#4477aa", "#66aacc", "#bb3344", "#e58c99"),
+        strict=True,
+    )
+)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -58,8 +63,9 @@ def _unit(rows: Sequence[Row]) -> tuple[str, int]:
 
 def _table(rows: Sequence[Row], value: Any, emphasis: str) -> list[str]:
     compilers = [name for name in COMPILERS if any(row["compiler"] == name for row in rows)]
-    ratio = bool(emphasis) and "MemEfficient" in compilers and len(compilers) > 1
-    head = ["model", "checkpointing", "loss", *compilers, *(_RATIOS if ratio else ())]
+    fusers = [fuser for fuser in FUSERS if emphasis and f"{OURS}, {fuser}" in compilers and len(compilers) > 1]
+    ratios = [f"{fuser}: {ratio}" for fuser in fusers for ratio in _RATIOS]
+    head = ["model", "checkpointing", "loss", *compilers, *ratios]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * 3 + "---:|" * (len(head) - 3)]
     for group in _groups(rows):
         by = {row["compiler"]: row for row in group}
@@ -74,8 +80,8 @@ def _table(rows: Sequence[Row], value: Any, emphasis: str) -> list[str]:
             else:
                 text = f"{values[name]:.3f}" if emphasis else f"{values[name]:.1f}"
                 cells.append(f"**{text}**" if emphasis and values[name] == best else text)
-        if ratio:
-            cells += [_ratio(by, lambda row: row["peak_bytes"]), _ratio(by, _above)]
+        for fuser in fusers:
+            cells += [_ratio(by, fuser, lambda row: row["peak_bytes"]), _ratio(by, fuser, _above)]
         lines.append("| " + " | ".join([*_words(group[0]), *cells]) + " |")
     return lines
 
@@ -84,10 +90,13 @@ def _above(row: Row) -> int:
     return row["peak_bytes"] - row.get("held_bytes", 0)
 
 
-def _ratio(by: dict[str, Row], value: Any) -> str:
+def _ratio(by: dict[str, Row], fuser: str, value: Any) -> str:
+    """Ours by that of the best peer: eager, torch.compile, and Thunder with the same fuser."""
+    others = [f", {other}" for other in FUSERS if other != fuser]
     values = {name: value(row) for name, row in by.items() if "error" not in row}
-    peers = [v for name, v in values.items() if name not in _OURS]
-    return f"{values['MemEfficient'] / min(peers):.3f}" if "MemEfficient" in values and peers else ""
+    peers = [v for name, v in values.items() if not name.startswith(OURS) and not name.endswith(tuple(others))]
+    ours = values.get(f"{OURS}, {fuser}")
+    return "" if ours is None or not peers else f"{ours / min(peers):.3f}"
 
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:
@@ -129,7 +138,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             for i, name in enumerate(compilers):
                 if (model, name) in peaks:
                     share = peaks[model, name] / peaks[model, "eager"]
-                    axis.bar(place + (i - (len(compilers) - 1) / 2) * 0.14, share, 0.13, color=_COLOURS[name])
+                    width = 0.84 / len(compilers)
+                    at = place + (i - (len(compilers) - 1) / 2) * width
+                    axis.bar(at, share, 0.93 * width, color=_COLOURS[name])
         axis.axhline(1, color="#8c8c8c", linewidth=0.6)
         labels = [f"{name}\neager {peaks[name, 'eager']:.2f} {unit}" for name in models]
         axis.set_xticks(range(len(models)), labels, fontsize=8)
@@ -141,7 +152,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[name]) for name in compilers]
-    figure.legend(handles, compilers, ncols=len(compilers), loc="outside upper center", frameon=False, fontsize=9)
+    figure.legend(handles, compilers, ncols=5, loc="outside upper center", frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

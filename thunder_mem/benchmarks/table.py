@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from thunder_mem.benchmarks.matrix import COMPILERS, MODELS, cases
+from thunder_mem.benchmarks.matrix import COMPILERS, MODELS, cases, runs_on
 from thunder_mem.benchmarks.render import draw, markdown
 from thunder_mem.benchmarks.rows import load, run_apart, run_here, save
 
@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    todo = [case for case in todo if runs_on(case.compiler, given.device)]
     path = Path(given.results) / f"litgpt-{given.device.replace(':', '-')}.json"
     console = Console(soft_wrap=True)
     done = set() if given.again else {row["command"] for row in load(path) if "error" not in row}
