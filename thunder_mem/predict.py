@@ -188,8 +188,14 @@ def predict(
     return finish(ledger, (*assumptions, *runner.assumptions))
 
 
-def finish(ledger: Ledger, assumptions: Sequence[str]) -> Prediction:
-    """Close a ledger: what is still alive stays alive to the end."""
+def finish(ledger: Ledger, assumptions: Sequence[str], capability: tuple[int, int] | None = None) -> Prediction:
+    """Close a ledger: what is still alive stays alive to the end.
+
+    Args:
+        ledger: with all events.
+        assumptions: what the numbers rest on.
+        capability: of the GPU, if it is one; by default the present one's, real or simulated.
+    """
     save_tables()
     end = len(ledger.events) - 1
     on_gpu = ledger.device_types[0] == "cuda"
@@ -200,7 +206,7 @@ def finish(ledger: Ledger, assumptions: Sequence[str]) -> Prediction:
         held_bytes=sum(b.nbytes for b in ledger.blocks if b.held),
         device_type=ledger.device_types[0],
         assumptions=tuple(dict.fromkeys((*assumptions, *unknown))),
-        library=library_memory(ledger.events, torch.cuda.get_device_capability()) if on_gpu else (),
+        library=library_memory(ledger.events, capability or torch.cuda.get_device_capability()) if on_gpu else (),
     )
 
 
