@@ -29,7 +29,7 @@ from thunder_mem.fx import is_fx
 from thunder_mem.predict import Prediction, PredictionError, finish
 from thunder_mem.replay import Ledger
 from thunder_mem.simulate import SimulatedDevice, attention_backend_for, simulate, simulated_device
-from thunder_mem.stand_ins import OnCpu, in_place_of, owners_of, stepping
+from thunder_mem.stand_ins import OnCpu, in_place_of, owned_by, stepping
 from thunder_mem.twin_optimizer import hold_state, make_state, next_scalars, twin_optimizer
 from thunder_mem.twins import Twins, Watch
 
@@ -86,17 +86,17 @@ def estimate(
         ('H100-80GB', True, ('forward', 'loss', 'backward', 'optimizer'))
     """
     _check(model_or_step, optimizer, accumulate)
-    modules, found = owners_of(model_or_step, loss_fn)
-    optimizers = list({id(o): o for o in (optimizer, *found) if o is not None}.values())
+    owned = owned_by(model_or_step, loss_fn)
+    optimizers = list({id(o): o for o in (optimizer, *owned.optimizers) if o is not None}.values())
     with _device(device) as simulated, contextlib.ExitStack() as stack:
         twins = Twins(simulated.mode, Ledger("cuda", "cpu"))
         for p in (p for o in optimizers for group in o.param_groups for p in group["params"]):
             twins.hold(p, "parameter", with_grad=False)
-        for t in tree_leaves((args, dict(kwargs or {}))):
+        for t in (*tree_leaves((args, dict(kwargs or {}))), *owned.tensors):
             if isinstance(t, Tensor):
                 twins.hold(t, "argument")
         # The CPU is where the twins are, whatever device the caller makes tensors on by default.
-        for within in (twins.gradients_within(), torch.device("cpu"), in_place_of(twins, modules), OnCpu(twins)):
+        for within in (twins.gradients_within(), torch.device("cpu"), in_place_of(twins, owned.modules)):
             stack.enter_context(within)
         given, named = tree_map_only(Tensor, twins.of, (args, dict(kwargs or {})))
         scalars: dict[int, float] = {}
@@ -105,6 +105,7 @@ def estimate(
             twin = _twin(each, twins, set_to_none, first, scalars)
             stack.enter_context(stepping(each, twin))
             own = twin if each is optimizer else own
+        stack.enter_context(OnCpu(twins))  # not before: optimizers are rehearsed on real numbers
 
         def run(enter: Callable[[str], None]) -> None:
             _step(lambda: model_or_step(*given, **named), loss_fn, own, enter, accumulate, set_to_none)

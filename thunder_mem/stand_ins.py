@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -22,19 +23,27 @@ from torch.utils._pytree import tree_map
 
 from thunder_mem.twins import Twins
 
-__all__ = ["OnCpu", "in_place_of", "owners_of", "stepping"]
+__all__ = ["OnCpu", "Owned", "in_place_of", "owned_by", "stepping"]
 
 
-def owners_of(*values: Any) -> tuple[list[nn.Module], list[Optimizer]]:
-    """The modules and optimizers that values are, are bound to, or refer to by closures and globals, each once.
+@dataclass(frozen=True)
+class Owned:
+    """What values are, are bound to, or refer to by closures and globals, each once."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+
+def owned_by(*values: Any) -> Owned:
+    """Look through functions, methods, partials and containers; what a module owns is left to it.
 
     Example:
         >>> layer = nn.Linear(2, 2)
-        >>> owners_of(lambda x: layer(x).sum()) == ([layer], [])
+        >>> owned_by(lambda x: layer(x).sum()).modules == [layer]
         True
     """
-    modules: list[nn.Module] = []
-    optimizers: list[Optimizer] = []
+    found = Owned()
     seen: set[int] = set()
     todo = list(values)
     while todo:
@@ -42,11 +51,13 @@ def owners_of(*values: Any) -> tuple[list[nn.Module], list[Optimizer]]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module):
-            modules.append(value)
+        if isinstance(value, Tensor):
+            found.tensors.append(value)
+        elif isinstance(value, nn.Module):
+            found.modules.append(value)
             todo += [hook for p in value.parameters() for hook in _hooks(p)]
         elif isinstance(value, Optimizer):
-            optimizers.append(value)
+            found.optimizers.append(value)
         elif isinstance(value, functools.partial):
             todo += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, list | tuple):
@@ -58,7 +69,7 @@ def owners_of(*values: Any) -> tuple[list[nn.Module], list[Optimizer]]:
         elif inspect.isfunction(value):
             names = inspect.getclosurevars(value)
             todo += [*names.nonlocals.values(), *names.globals.values(), *(value.__defaults__ or ())]
-    return modules, optimizers
+    return found
 
 
 def _hooks(p: Tensor) -> list[Callable[[Tensor], None]]:
@@ -123,7 +134,7 @@ class OnCpu(TorchFunctionMode):
 
     def _here(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self.twins.leaf(value)
+            return self.twins.met(value)
         return _cpu(value) if isinstance(value, torch.device) else value
 
 

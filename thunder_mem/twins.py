@@ -72,6 +72,14 @@ class Twins:
         self._twins[id(t)] = (t, twin)
         return twin
 
+    def met(self, t: torch.Tensor) -> torch.Tensor:
+        """The twin of a tensor that code brings along, held from now on; a fake tensor of this mode as it is."""
+        if id(t) not in self._twins:
+            if isinstance(t, FakeTensor) and t.fake_mode is self.mode and t.device.type == "cpu":
+                return t
+            self.hold(t, "tensor")
+        return self._twins[id(t)][1]
+
     def to_cpu(self, t: torch.Tensor) -> torch.Tensor:
         """A CPU tensor laid out like a fake CUDA one and standing for the same block; a leaf of autograd."""
         if t.device.type == "cpu" and (not isinstance(t, FakeTensor) or t.fake_mode is self.mode):
