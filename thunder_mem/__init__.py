@@ -8,6 +8,7 @@ from thunder_mem.budget import BudgetError
 from thunder_mem.choices import RecomputeError
 from thunder_mem.chunk_mark import chunked
 from thunder_mem.delegate import last_plan
+from thunder_mem.eager import estimate
 from thunder_mem.fits import fits, largest_batch, largest_sequence
 from thunder_mem.frontier import memory_time_frontier
 from thunder_mem.graph import Graph, GraphError, Op, Storage
@@ -44,6 +45,7 @@ __all__ = [
     "Storage",
     "WhatIf",
     "chunked",
+    "estimate",
     "explain",
     "fits",
     "fx",

@@ -29,15 +29,17 @@ class Allocation:
     """What the allocator makes of a prediction, in bytes.
 
     Attributes:
-        allocated_peak_bytes: the peak with every block rounded up to 512 bytes and scratch included.
+        allocated_peak_bytes: the peak with every block rounded up to 512 bytes, scratch and libraries included.
             `torch.cuda.max_memory_allocated` reports this, plus what was not worth splitting off (at
             most 1 MiB a block, and only for some).
         reserved_peak_bytes: the peak of the segments taken from the device, an estimate of
             `torch.cuda.max_memory_reserved`.
+        library_bytes: what libraries hold of both: `Prediction.library`.
     """
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
+    library_bytes: int = 0
 
     @property
     def fragmentation_bytes(self) -> int:
@@ -166,10 +168,11 @@ def rounded(nbytes: int) -> int:
 
 
 def needed_bytes(prediction: Prediction) -> int:
-    """What has to fit into a device's memory or a budget: the one figure that every verdict and headroom rests on.
+    """What tensors need of a device's memory or a budget: the one figure that every verdict and headroom rests on.
 
-    On a GPU the peak with scratch and with every block rounded up to 512 bytes, as its allocator does; on a
-    CPU the peak with scratch, which is what `measure_peak` measures there beyond what is held already.
+    What libraries keep (`Prediction.library`) is not among it: a device has so much less room for tensors. On a
+    GPU the peak with scratch and with every block rounded up to 512 bytes, as its allocator does; on a CPU the
+    peak with scratch, which is what `measure_peak` measures there beyond what is held already.
     """
     return prediction.total_peak_bytes if prediction.device_type == "cpu" else _rounded_peak_bytes(prediction)
 
@@ -205,11 +208,15 @@ def allocate(prediction: Prediction, limit_bytes: int | None = None) -> Allocati
     allocator = CachingAllocator(limit_bytes)
     born, dies, before = _lives(prediction)
     taken = {i: allocator.take(prediction.storages[i].nbytes) for i in born.get(before, ())}
+    for kept in prediction.library:  # since the first step, when little else was there
+        allocator.take(kept.nbytes)
     for event in prediction.timeline:
         for i in born.get(event.index, ()):
             taken[i] = allocator.take(prediction.storages[i].nbytes)
         allocator.give_back(allocator.take(event.scratch_bytes))
         for i in dies.get(event.index, ()):
             allocator.give_back(taken.pop(i))
-    allocated_peak_bytes = _rounded_peak_bytes(prediction)
-    return Allocation(allocated_peak_bytes, max(allocator.reserved_peak_bytes, allocated_peak_bytes))
+    library_bytes = sum(rounded(kept.nbytes) for kept in prediction.library)
+    allocated_peak_bytes = _rounded_peak_bytes(prediction) + library_bytes
+    reserved_peak_bytes = max(allocator.reserved_peak_bytes, allocated_peak_bytes)
+    return Allocation(allocated_peak_bytes, reserved_peak_bytes, library_bytes)

@@ -11,11 +11,12 @@ import torch
 from thunder.core.transform_common import Transform
 
 from thunder_mem.allocator import Allocation, allocate
+from thunder_mem.devices import DeviceSpec
 from thunder_mem.predict import Prediction, PredictionError, predict
-from thunder_mem.simulate import SimulatedDevice, simulate
+from thunder_mem.simulate import simulate
 from thunder_mem.training_step import predict_step
 
-__all__ = ["Fit", "Largest", "fits", "largest_batch", "largest_sequence"]
+__all__ = ["Fit", "Largest", "fit_of", "fits", "largest_batch", "largest_sequence"]
 
 Shape = Sequence[int | str]
 Batch = Sequence[Shape | tuple[Shape, torch.dtype]]
@@ -131,7 +132,7 @@ def fits(
                 accumulate=accumulate,
                 set_to_none=set_to_none,
             )
-        return _fit(prediction, simulated)
+        return fit_of(prediction, simulated.spec)
 
 
 def largest_batch(
@@ -224,10 +225,11 @@ def _guess(found: Mapping[int, Fit], low: int, high: int) -> int:
     return max(low + 1, min(high - 1, guess))
 
 
-def _fit(prediction: Prediction, simulated: SimulatedDevice) -> Fit:
-    allocation = allocate(prediction, simulated.spec.usable_bytes)
-    headroom_bytes = simulated.spec.usable_bytes - allocation.allocated_peak_bytes
-    return Fit(headroom_bytes >= 0, headroom_bytes, simulated.name, simulated.spec.usable_bytes, allocation, prediction)
+def fit_of(prediction: Prediction, spec: DeviceSpec) -> Fit:
+    """A prediction for a device, as the allocator counts, against what there is."""
+    allocation = allocate(prediction, spec.usable_bytes)
+    headroom_bytes = spec.usable_bytes - allocation.allocated_peak_bytes
+    return Fit(headroom_bytes >= 0, headroom_bytes, spec.name, spec.usable_bytes, allocation, prediction)
 
 
 def _split(entry: Any) -> tuple[Shape, torch.dtype]:

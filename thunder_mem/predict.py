@@ -13,7 +13,7 @@ import re
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_mem.accumulate import accumulate
 from thunder_mem.fx import is_fx, only_subgraph
+from thunder_mem.library_memory import LibraryMemory, library_memory, unknown_library_memory
 from thunder_mem.region_model import empty_like_proxy
 from thunder_mem.replay import Block, Event, Ledger, PredictionError, Runner, replay
 from thunder_mem.scratch import ProbingRunner, SimulatedRunner
@@ -68,6 +69,8 @@ class Prediction:
         held_bytes: what the caller holds throughout (parameters, inputs), included in every total.
         device_type: "cpu" or "cuda": only this device's storages count.
         assumptions: what the numbers rest on, in sentences.
+        library: on CUDA, what libraries keep on the device once these operations have run; part of no other figure
+            here, but of `allocator.allocate`'s.
     """
 
     timeline: tuple[Event, ...]
@@ -75,6 +78,7 @@ class Prediction:
     held_bytes: int
     device_type: str
     assumptions: tuple[str, ...] = ()
+    library: tuple[LibraryMemory, ...] = ()
 
     @cached_property
     def peak_event(self) -> Event | None:
@@ -108,6 +112,11 @@ class Prediction:
         return self.total_peak_bytes - self.held_bytes
 
     @property
+    def library_bytes(self) -> int:
+        """What libraries keep on the device: the sum of `library`."""
+        return sum(kept.nbytes for kept in self.library)
+
+    @property
     def host_bytes(self) -> int:
         """The most bytes of the host's memory that offloaded values take at once; part of no other figure."""
         return max((e.host_bytes for e in self.timeline), default=0)
@@ -131,7 +140,7 @@ class Prediction:
         events = tuple(e for e in self.timeline if e.phase == name)
         if not events:
             raise ValueError(f"there is no phase {name!r} here, only {', '.join(map(repr, self.phases)) or 'none'}")
-        return Prediction(events, self.storages, self.held_bytes, self.device_type, self.assumptions)
+        return replace(self, timeline=events)
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -179,16 +188,25 @@ def predict(
     return finish(ledger, (*assumptions, *runner.assumptions))
 
 
-def finish(ledger: Ledger, assumptions: Sequence[str]) -> Prediction:
-    """Close a ledger: what is still alive stays alive to the end."""
+def finish(ledger: Ledger, assumptions: Sequence[str], capability: tuple[int, int] | None = None) -> Prediction:
+    """Close a ledger: what is still alive stays alive to the end.
+
+    Args:
+        ledger: with all events.
+        assumptions: what the numbers rest on.
+        capability: of the GPU, if it is one; by default the present one's, real or simulated.
+    """
     save_tables()
     end = len(ledger.events) - 1
+    on_gpu = ledger.device_types[0] == "cuda"
+    unknown = unknown_library_memory(ledger.events) if on_gpu else ()
     return Prediction(
         timeline=tuple(ledger.events),
         storages=tuple(_held(block, end) for block in ledger.blocks),
         held_bytes=sum(b.nbytes for b in ledger.blocks if b.held),
         device_type=ledger.device_types[0],
-        assumptions=tuple(dict.fromkeys(assumptions)),
+        assumptions=tuple(dict.fromkeys((*assumptions, *unknown))),
+        library=library_memory(ledger.events, capability or torch.cuda.get_device_capability()) if on_gpu else (),
     )
 
 

@@ -122,6 +122,7 @@ class Ledger:
         self._ignored: dict[int, StorageWeakRef] = {}
         self._on_host: dict[int, tuple[StorageWeakRef, int]] = {}
         self._alive: dict[int, tuple[StorageWeakRef, Block]] = {}
+        self._mortal: dict[int, None] = {}
         self._refs: dict[int, int] = {}
 
     def add(self, name: str, tensor: torch.Tensor, kind: str, *, held: bool = False) -> int:
@@ -166,6 +167,8 @@ class Ledger:
 
     def _follow(self, storage: torch.UntypedStorage, block: Block) -> None:
         self._alive[storage._cdata] = (StorageWeakRef(storage), block)
+        if not block.held:
+            self._mortal[storage._cdata] = None
         self._refs[id(block)] = self._refs.get(id(block), 0) + 1
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
@@ -179,11 +182,13 @@ class Ledger:
 
     def sweep(self, keys: Iterable[int] | None = None) -> int:
         """Drop the storages (of `keys`, by default all) that nobody shows any more; return the bytes freed."""
-        candidates = self._alive if keys is None else [key for key in dict.fromkeys(keys) if key in self._alive]
+        # What the caller holds throughout cannot have died.
+        candidates = self._mortal if keys is None else [key for key in dict.fromkeys(keys) if key in self._alive]
         dead = [key for key in candidates if self._alive[key][0].expired()]
         freed_bytes = 0
         for key in dead:
             _, block = self._alive.pop(key)
+            self._mortal.pop(key, None)
             self._refs[id(block)] -= 1
             if not self._refs[id(block)]:
                 block.last = len(self.events) - 1

@@ -38,7 +38,7 @@ from thunder_mem.region_model import run_region
 from thunder_mem.replay import proxies, tensor_proxies
 from thunder_mem.scratch_table import Probe
 
-__all__ = ["KERNEL_SCRATCH", "ProbingRunner", "SimulatedRunner"]
+__all__ = ["KERNEL_SCRATCH", "OPERATOR_SCRATCH", "ProbingRunner", "SimulatedRunner"]
 
 Run = Callable[[dict[str, Any]], Any]
 
@@ -211,21 +211,42 @@ class _Watch(TorchDispatchMode):
         return out
 
 
-def _flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, *_: torch.Tensor) -> int:
+def _flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *_: object) -> int:
     """float32 accumulator of dQ and the row sums, with rows padded to 128 and heads to 32.
 
-    Read in PyTorch's `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`, `mha_bwd`.
+    Where several heads share keys and values, their gradients come first for each head apart. Read in PyTorch's
+    `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`, `mha_bwd`.
     """
     batch, heads, rows, size = query.shape
     rows = math.ceil(rows / 128) * 128
-    size = math.ceil(size / 32) * 32 if size <= 192 else 256
-    return 4 * batch * heads * rows * (size + 1)
+    accumulated_bytes = 4 * batch * heads * rows * ((math.ceil(size / 32) * 32 if size <= 192 else 256) + 1)
+    if key is None or key.shape[1] == heads:
+        return accumulated_bytes
+    return accumulated_bytes + 2 * batch * heads * key.shape[2] * size * key.element_size()
+
+
+def _efficient_backward_bytes(grad: torch.Tensor, query: torch.Tensor, *_: object) -> int:
+    """A float32 accumulator of dQ, or the product of the output and its gradient, and the row sums.
+
+    After PyTorch's `aten/src/ATen/native/transformers/cuda/attention_backward.cu`, which sizes it by the kernel that
+    the shapes choose: an estimate.
+    """
+    batch, heads, rows, size = query.shape
+    return 4 * batch * heads * (rows * size + math.ceil(rows / 32) * 32)
 
 
 KERNEL_SCRATCH: dict[str, Callable[..., int]] = {
     "sdpafx_scaled_dot_product_efficient_attention_backward": _flash_backward_bytes,
 }
 """Bytes a CUDA kernel holds inside itself, as a function of the operation's tensors; by symbol name."""
+
+OPERATOR_SCRATCH: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward_bytes,
+    # Inductor compiles for a CPU what stands for CUDA here.
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward_bytes,
+}
+"""The same for PyTorch's operators."""
 
 
 def _key(bsym: BoundSymbol, inputs: dict[str, torch.Tensor]) -> Hashable:

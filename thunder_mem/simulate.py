@@ -38,7 +38,7 @@ from thunder_mem.fusions import fuser_of, with_fuser
 from thunder_mem.nvfuser_model import modelled_nvfuser
 from thunder_mem.region_model import modelled_region
 
-__all__ = ["SimulatedDevice", "simulate", "simulated_device"]
+__all__ = ["SimulatedDevice", "attention_backend_for", "simulate", "simulated_device"]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _replacements(spec: DeviceSpec) -> list[tuple[Any, str, Any]]:
             )
         return real_backward(tensors, *args, **kwargs)
 
-    choose = _attention_backend_for(spec)
+    choose = attention_backend_for(spec)
     return [
         (torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None),
         (thunder.executors.sdpaex, "_fused_sdp_choice", choose),
@@ -196,7 +196,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return same.requires_grad_(tensor.requires_grad)
 
 
-def _attention_backend_for(spec: DeviceSpec) -> Callable[..., SpdaBackend]:
+def attention_backend_for(spec: DeviceSpec) -> Callable[..., SpdaBackend]:
     """Thunder's `_fused_sdp_choice`, answered for `spec`.
 
     The rules are those of PyTorch's `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`, as far as

@@ -9,8 +9,7 @@ the traces works on CPU twins, and a block of memory lives as long as either twi
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -124,7 +123,7 @@ def predict_step(
         watch.phase = "backward"
         return loss
 
-    with mode, _inside(twins):
+    with mode, twins.gradients_within():
         if optimizer is not None and twin is not None:
             if not first:
                 with torch.device("cpu"):
@@ -254,17 +253,6 @@ class _Phases:
     def zero_grad(self, *, set_to_none: bool) -> None:
         self.watch.phase = "zero_grad"
         self.optimizer.zero_grad(set_to_none=set_to_none)
-
-
-@contextlib.contextmanager
-def _inside(twins: Twins) -> Iterator[None]:
-    """Gradients exist within only."""
-    try:
-        yield
-    finally:
-        for p in twins.all():
-            if p.is_leaf:
-                p.grad = None
 
 
 def _owned(model: Any) -> list[torch.Tensor]:

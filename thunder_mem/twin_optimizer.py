@@ -29,9 +29,9 @@ def twin_optimizer(optimizer: torch.optim.Optimizer, twins: Twins, simulated: bo
 
 
 def _state_twin(t: torch.Tensor, twins: Twins) -> torch.Tensor:
-    if t.device.type == "cuda":
-        return twins.to_cpu(t)
-    return t if isinstance(t, FakeTensor) else twins.mode.from_tensor(t, static_shapes=True)
+    if t.device.type == "cpu" and not isinstance(t, FakeTensor):
+        return twins.mode.from_tensor(t, static_shapes=True)
+    return twins.to_cpu(t)
 
 
 def _on_device(kind: type, group: dict[str, Any], simulated: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_mem.engine_sums import EngineSums
 from thunder_mem.replay import Ledger
-from thunder_mem.scratch import probe_operator
+from thunder_mem.scratch import OPERATOR_SCRATCH, probe_operator
 
 __all__ = ["Leaves", "Scalars", "Twins", "Watch"]
 
@@ -34,7 +34,7 @@ class Twins:
         twin: torch.Tensor
         if t.device.type == "cpu" and not isinstance(t, FakeTensor):
             twin = self.mode.from_tensor(t, static_shapes=True)
-        elif t.device.type == "cpu":
+        elif isinstance(t, FakeTensor) and t.device.type == "cpu" and t.fake_mode is self.mode:
             twin = t
         else:
             self.ledger.add(f"{kind}{len(self._twins)}", t, kind, held=True)
@@ -72,9 +72,17 @@ class Twins:
         self._twins[id(t)] = (t, twin)
         return twin
 
+    def met(self, t: torch.Tensor) -> torch.Tensor:
+        """The twin of a tensor that code brings along, held from now on; a fake tensor of this mode as it is."""
+        if id(t) not in self._twins:
+            if isinstance(t, FakeTensor) and t.fake_mode is self.mode and t.device.type == "cpu":
+                return t
+            self.hold(t, "tensor")
+        return self._twins[id(t)][1]
+
     def to_cpu(self, t: torch.Tensor) -> torch.Tensor:
         """A CPU tensor laid out like a fake CUDA one and standing for the same block; a leaf of autograd."""
-        if t.device.type == "cpu":
+        if t.device.type == "cpu" and (not isinstance(t, FakeTensor) or t.fake_mode is self.mode):
             return t
         return self._mirror(t, "cpu")
 
@@ -82,8 +90,15 @@ class Twins:
         """The way back, for what autograd hands to a compiled backward."""
         return self._mirror(t, "cuda")
 
-    def all(self) -> list[torch.Tensor]:
-        return [twin for _, twin in self._twins.values()]
+    @contextlib.contextmanager
+    def gradients_within(self) -> Iterator[None]:
+        """Gradients exist within only."""
+        try:
+            yield
+        finally:
+            for _, twin in self._twins.values():
+                if twin.is_leaf:
+                    twin.grad = None
 
     def _mirror(self, t: torch.Tensor, device: str) -> torch.Tensor:
         with torch.no_grad(), self.mode, self.paused():
@@ -113,6 +128,8 @@ class Twins:
 class Watch(TorchDispatchMode):
     """Writes every operator that runs outside of the traces into the ledger."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, ledger: Ledger, *, probe: bool, twins: Twins) -> None:
         super().__init__()
         self.ledger = ledger
@@ -141,25 +158,39 @@ class Watch(TorchDispatchMode):
             args, kwargs = tree_map_only(torch.Tensor, self._on_cpu, (args, kwargs))
         self.ledger.sweep()
         if in_place:
-            self.ledger.record(self.phase, "aten::add_")
+            self.ledger.record(self._phase(), "aten::add_")
             return args[0]
-        out = func(*args, **kwargs)
+        out = _random(func, args) if func.name() in _RANDOM else func(*args, **kwargs)
         if func is torch.ops.aten.detach.default:  # autograd's own, by which it keeps a gradient as it is
             return out
         new = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        name = func.name() if hasattr(func, "name") else str(func)
+        name = func.name()
         allocated_bytes = sum(self.ledger.add(f"{name}:{i}", t, "computed") for i, t in enumerate(new))
-        probed = probe_operator(func, args, kwargs) if self.probe else None
-        self.ledger.record(
-            self.phase,
-            name,
-            allocated_bytes=allocated_bytes,
-            scratch_bytes=0 if probed is None else max(0, probed[0] - allocated_bytes),
-        )
+        if self.probe:
+            probed = probe_operator(func, args, kwargs)
+            scratch_bytes = 0 if probed is None else max(0, probed[0] - allocated_bytes)
+        else:
+            scratch_bytes = OPERATOR_SCRATCH[func](*args) if func in OPERATOR_SCRATCH else 0
+        self.ledger.record(self._phase(), name, allocated_bytes=allocated_bytes, scratch_bytes=scratch_bytes)
         return out
+
+    def _phase(self) -> str:
+        """The backward, too, where code runs it of which nobody tells the phases."""
+        in_backward = self.phase == "forward" and torch._C._current_graph_task_id() != -1
+        return "backward" if in_backward else self.phase
 
     def _on_cpu(self, t: torch.Tensor) -> torch.Tensor:
         return t if t.device.type == "cpu" else self.twins.to_cpu(t)
+
+
+_RANDOM = ("run_and_save_rng_state", "run_with_rng_state")
+"""Inductor runs what may draw random numbers through these, so that a checkpoint draws the same again."""
+
+
+def _random(func: Any, args: tuple[Any, ...]) -> Any:
+    if func.name() == "run_with_rng_state":
+        return args[1](*args[2:])
+    return torch.empty(16, dtype=torch.uint8), args[0](*args[1:])  # the state of CUDA's generator
 
 
 class Leaves(TorchFunctionMode):

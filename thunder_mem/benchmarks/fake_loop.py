@@ -1,38 +1,25 @@
-"""The benchmark's training loop on fake CPU tensors, every storage followed: the peak of eager PyTorch.
-
-Storages are counted when an operator returns them and leave when nobody shows them any more, as PyTorch's
-allocator sees them. Autograd's engine and the optimizer are the real ones, so what they hold is exact. CPU
-tensors stand for CUDA ones, because the engine does not run on fake CUDA tensors; the memory of the
-operators is the same, except for attention, see `_CUDA_SCRATCH` and `attention_as_on_cuda`.
-"""
+"""The benchmark's training loop in eager PyTorch, followed on fake tensors: `thunder_mem.eager` with its own loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from thunder_mem.devices import device_spec
+from thunder_mem.eager import follow
+from thunder_mem.predict import Prediction, mode_of
 from thunder_mem.replay import Ledger
-from thunder_mem.scratch import KERNEL_SCRATCH
 from thunder_mem.simulate import apply_to
+from thunder_mem.twins import Twins
 
-__all__ = ["LoopPeak", "attention_as_on_cuda", "benchmark_loop", "fake_cpu", "fake_peak", "held_bytes"]
-
-_CUDA_SCRATCH = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: KERNEL_SCRATCH[
-        "sdpafx_scaled_dot_product_efficient_attention_backward"
-    ]
-}
-"""What the kernel that CUDA runs in an operator's place holds inside, by the operator's first two arguments."""
+__all__ = ["LoopPeak", "benchmark_loop", "fake_cpu", "fake_peak", "held_bytes", "loop_peak"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +33,7 @@ class LoopPeak:
         operation: the operator that runs at the peak.
         phase_peak_bytes: the peak of each phase.
         alive: (name, bytes) of the largest storages at the peak, the largest first.
+        library_bytes: what libraries keep on the GPU, see `thunder_mem.library_memory`; beside all of the above.
     """
 
     peak_bytes: int
@@ -54,6 +42,7 @@ class LoopPeak:
     operation: str
     phase_peak_bytes: dict[str, int] = field(default_factory=dict)
     alive: tuple[tuple[str, int], ...] = ()
+    library_bytes: int = 0
 
 
 def benchmark_loop(
@@ -114,6 +103,7 @@ def fake_peak(
     loss_inside: bool,
     microbatches: int = 1,
     call: Callable[..., Tensor] | None = None,
+    device: str = "H100-80GB",
 ) -> LoopPeak:
     """The peak of two iterations of `benchmark_loop`, the second of which finds the optimizer's state.
 
@@ -121,23 +111,36 @@ def fake_peak(
         module: on fake CPU tensors; to be called within the mode that they belong to.
         optimizer, batch, loss_inside, microbatches: as in `benchmark_loop`.
         call: what computes, if it is not `module` itself: a compiled form of it.
+        device: the GPU that the CPU tensors stand for.
     """
-    ledger = Ledger("cpu")
+    twins = Twins(mode_of(batch), Ledger("cuda", "cpu"))
     for t in (*module.parameters(), *module.buffers(), *batch):
-        ledger.add("parameter" if isinstance(t, nn.Parameter) else "buffer or input", t, "parameter", held=True)
-    watch = _Watch(ledger)
-    with attention_as_on_cuda(), watch:
-        benchmark_loop(
-            module if call is None else call,
-            optimizer,
-            batch,
-            iterations=2,
-            loss_inside=loss_inside,
-            microbatches=microbatches,
-            enter=watch.enter,
-        )
-    before_bytes = held_bytes(optimizer, module, *batch)
-    return LoopPeak(watch.peak_bytes, before_bytes, watch.peak_phase, watch.operation, watch.phase_peaks, watch.alive())
+        twins.hold(t, "parameter" if isinstance(t, nn.Parameter) else "buffer or input")
+
+    def loop(enter: Callable[[str], None]) -> None:
+        how = {"iterations": 2, "loss_inside": loss_inside, "microbatches": microbatches, "enter": enter}
+        benchmark_loop(module if call is None else call, optimizer, batch, **how)  # type: ignore[arg-type]
+
+    peak = loop_peak(follow(loop, twins, device_spec(device)))
+    return replace(peak, held_bytes=held_bytes(optimizer, module, *batch))
+
+
+def loop_peak(prediction: Prediction, left_bytes: int = 0) -> LoopPeak:
+    """The peak with scratch, where `left_bytes` of the iteration before are there until the first forward is over."""
+    first_loss = next((e.index for e in prediction.timeline if e.phase != "forward"), 0)
+    totals = [e.live_bytes + e.scratch_bytes + (left_bytes if e.index < first_loss else 0) for e in prediction.timeline]
+    phases: dict[str, int] = {}
+    for event, total in zip(prediction.timeline, totals, strict=True):
+        phases[event.phase] = max(total, phases.get(event.phase, 0))
+    worst = max(range(len(totals)), key=totals.__getitem__)
+    event = prediction.timeline[worst]
+    alive = [(f"{h.name} {list(h.shape)} {h.dtype}", h.nbytes) for h in prediction.held_at(event.index)]
+    if worst < first_loss and left_bytes:
+        alive.insert(0, ("what the loop holds of the iteration before", left_bytes))
+    if event.scratch_bytes:
+        alive.insert(0, ("scratch", event.scratch_bytes))
+    held, kept = prediction.held_bytes, prediction.library_bytes
+    return LoopPeak(totals[worst], held, event.phase, event.name, phases, tuple(alive[:24]), kept)
 
 
 def held_bytes(optimizer: torch.optim.Optimizer, model: object, *tensors: Tensor) -> int:
@@ -147,67 +150,3 @@ def held_bytes(optimizer: torch.optim.Optimizer, model: object, *tensors: Tensor
     buffers = getattr(model, "buffers", None)
     held += [*(buffers() if buffers is not None else ()), *tensors]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
-
-
-class _Watch(TorchDispatchMode):
-    """Follows the storages of whatever runs, and remembers the worst moment."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
-        self.ledger = ledger
-        self.phase = "forward"
-        self.phase_peaks: dict[str, int] = {}
-        self.peak_bytes, self.peak_phase, self.operation, self.scratch_bytes = 0, "", "", 0
-        self._at_peak: list[Any] = []
-
-    def enter(self, phase: str) -> None:
-        self.phase = phase
-
-    def alive(self, most: int = 24) -> tuple[tuple[str, int], ...]:
-        """The largest blocks that were alive at the peak."""
-        blocks = sorted(self._at_peak, key=lambda b: -b.nbytes)[:most]
-        scratch = [("scratch", self.scratch_bytes)] if self.scratch_bytes else []
-        return (*scratch, *((f"{b.names[0]} {list(b.shape)} {b.dtype}", b.nbytes) for b in blocks))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:  # the optimizer reads its step count
-            return 0.5
-        self.ledger.sweep()
-        out = _random(func, args) if func.name() in _RANDOM else func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                self.ledger.add(func.name(), t, "computed")
-        scratch_bytes = _CUDA_SCRATCH[func](args[0], args[1]) if func in _CUDA_SCRATCH else 0
-        now_bytes = self.ledger.live_bytes + scratch_bytes
-        self.phase_peaks[self.phase] = max(now_bytes, self.phase_peaks.get(self.phase, 0))
-        if now_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_phase, self.operation = now_bytes, self.phase, func.name()
-            self.scratch_bytes = scratch_bytes
-            self._at_peak = [b for b in self.ledger.blocks if b.last is None]
-        return out
-
-
-_RANDOM = ("run_and_save_rng_state", "run_with_rng_state")
-"""Inductor runs what may draw random numbers through these, so that a checkpoint draws the same again."""
-
-
-def _random(func: Any, args: tuple[Any, ...]) -> Any:
-    if func.name() == "run_with_rng_state":
-        return args[1](*args[2:])
-    return torch.empty(16, dtype=torch.uint8), args[0](*args[1:])  # the state of CUDA's generator
-
-
-@contextmanager
-def attention_as_on_cuda() -> Iterator[None]:
-    """CUDA's fused attention takes dropout, which the CPU's does not: it costs no memory, so it is left out."""
-    attention = functional.scaled_dot_product_attention
-
-    def without_dropout(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if len(args) > 1:
-            args = (args[0], 0.0, *args[2:])
-        return attention(query, key, value, *args, **{**kwargs, **({} if len(args) > 1 else {"dropout_p": 0.0})})
-
-    with mock.patch.object(functional, "scaled_dot_product_attention", without_dropout):
-        yield

@@ -14,8 +14,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from thunder_mem.benchmarks.fake_loop import LoopPeak, attention_as_on_cuda, fake_peak
+from thunder_mem.benchmarks.fake_loop import LoopPeak, fake_peak
 
 __all__ = ["inductor_peak"]
 
@@ -59,7 +60,7 @@ def _compiled(module: nn.Module, arguments: tuple[Tensor, ...]) -> Callable[...,
         return call
 
     torch._dynamo.reset()
-    with attention_as_on_cuda():
+    with _attention_without_dropout():
         torch._dynamo.optimize(backend)(module)(*arguments)
     if len(graphs) != 1:
         raise RuntimeError(f"torch.compile makes {len(graphs)} graphs of it, not one: its peak is not simulated")
@@ -71,6 +72,20 @@ def _compiled(module: nn.Module, arguments: tuple[Tensor, ...]) -> Callable[...,
         return output
 
     return call
+
+
+@contextmanager
+def _attention_without_dropout() -> Iterator[None]:
+    """CUDA's fused attention takes dropout, which the CPU's does not: it costs no memory, so it is left out."""
+    attention = functional.scaled_dot_product_attention
+
+    def without_dropout(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > 1:
+            args = (args[0], 0.0, *args[2:])
+        return attention(query, key, value, *args, **{**kwargs, **({} if len(args) > 1 else {"dropout_p": 0.0})})
+
+    with mock.patch.object(functional, "scaled_dot_product_attention", without_dropout):
+        yield
 
 
 @contextmanager

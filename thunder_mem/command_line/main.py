@@ -35,6 +35,7 @@ from thunder_mem.command_line.pages import check_files, plan_page, predict_page
 from thunder_mem.command_line.predictions import Outcome, Question, ask, limits_of, machine, survey
 from thunder_mem.command_line.program import Program, UsageError, load_target, make_program
 from thunder_mem.devices import device_spec
+from thunder_mem.library_memory import cublas_workspace_bytes
 from thunder_mem.predict import PredictionError
 from thunder_mem.report import explain
 from thunder_mem.report.frontier_page import frontier_page
@@ -222,7 +223,10 @@ def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar
 
 
 def _frontier(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
-    limits = limits_of(device_spec(options.device) if options.device else None, options.budget)
+    spec = device_spec(options.device) if options.device else None
+    # Two threads with a handle of cuBLAS each, as in any training step with products.
+    library_bytes = 2 * cublas_workspace_bytes(spec.capability) if spec is not None else 0
+    limits = limits_of(spec, options.budget, library_bytes)
     with bar.step("planning from no recomputation to the smallest peak"):
         frontier = survey(
             program, options.fusion, bool(options.device), options.points, options.offload, _asked(options)

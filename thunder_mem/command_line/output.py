@@ -10,7 +10,7 @@ from thunder_mem.command_line.predictions import Outcome
 from thunder_mem.frontier_table import Frontier
 from thunder_mem.report import Report
 from thunder_mem.report.frontier_page import frontier_table
-from thunder_mem.report.sections import Section, about_scratch, sections
+from thunder_mem.report.sections import Section, about_library, about_scratch, sections
 from thunder_mem.sizes import change, size
 
 __all__ = [
@@ -42,7 +42,8 @@ def verdict(found: Outcome) -> tuple[str, ...]:
     allocation = found.allocation
     if allocation is not None:
         lines.append(
-            f"with the allocator's rounding {size(allocation.allocated_peak_bytes)}; "
+            f"with the allocator's rounding{' and libraries' if allocation.library_bytes else ''} "
+            f"{size(allocation.allocated_peak_bytes)}; "
             f"fragmentation, an estimate: {size(allocation.fragmentation_bytes)} more"
         )
     return tuple(lines)
@@ -75,6 +76,7 @@ def predict_tables(found: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]
         f"held by the caller throughout: {size(p.held_bytes)} (parameters, inputs and what else it keeps)",
     ]
     lines += about_scratch(p)
+    lines += about_library(p)
     lines += [f"assumed: {a}" for a in p.assumptions]
     rows = []
     for name in p.phases:
@@ -89,6 +91,7 @@ def predict_json(found: Outcome) -> dict[str, Any]:
     return {
         "peak_bytes": p.peak_bytes,
         "scratch_bytes": p.scratch_bytes,
+        "library_bytes": p.library_bytes,
         "total_peak_bytes": p.total_peak_bytes,
         "held_bytes": p.held_bytes,
         "device": p.device_type,
@@ -112,6 +115,7 @@ def plan_tables(alone: Outcome, planned: Outcome) -> tuple[tuple[str, ...], tupl
     lines = [
         f"Peak {size(before.peak_bytes)} by Thunder alone, {size(after.peak_bytes)} with MemEfficient"
         + (f" ({by})" if by else ""),
+        *about_library(after),
         *verdict(planned),
         *(f"assumed: {a}" for a in after.assumptions),
     ]

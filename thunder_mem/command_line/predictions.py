@@ -41,7 +41,7 @@ class Outcome:
         plan: what MemEfficient decided, if it was asked.
         allocation: what PyTorch's allocator makes of it on a GPU; None on a CPU.
         needed_bytes: what has to fit, see `thunder_mem.allocator.needed_bytes`.
-        limits: name and bytes of each limit that was given.
+        limits: name and bytes of each limit that was given; of a GPU what it leaves to tensors.
         asked: this command asked for the plan, not the script.
     """
 
@@ -112,15 +112,10 @@ class Question:
     budget_bytes: int | None
     options: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def limits(self) -> tuple[tuple[str, int], ...]:
-        """Name and bytes of each limit that was given."""
-        return limits_of(self.spec, self.budget_bytes)
 
-
-def limits_of(spec: DeviceSpec | None, budget_bytes: int | None) -> tuple[tuple[str, int], ...]:
-    """Name and bytes of each limit that was given."""
-    limits = [] if spec is None else [(spec.name, spec.usable_bytes)]
+def limits_of(spec: DeviceSpec | None, budget_bytes: int | None, library_bytes: int = 0) -> tuple[tuple[str, int], ...]:
+    """Name and bytes of each limit that was given; of a GPU what libraries leave of its memory."""
+    limits = [] if spec is None else [(spec.name, spec.usable_bytes - library_bytes)]
     return (*limits, *([] if budget_bytes is None else [(_BUDGET, budget_bytes)]))
 
 
@@ -237,7 +232,8 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
         )
     allocation = allocate(prediction, question.spec.usable_bytes) if question.spec is not None else None
     needed = needed_bytes(prediction)
-    return Outcome(jitted, prediction, last_plan(jitted), allocation, needed, question.limits, not program.is_jitted)
+    limits = limits_of(question.spec, question.budget_bytes, prediction.library_bytes)
+    return Outcome(jitted, prediction, last_plan(jitted), allocation, needed, limits, not program.is_jitted)
 
 
 def _optimizer(program: Program, jitted: Any, name: str | None) -> torch.optim.Optimizer | None:

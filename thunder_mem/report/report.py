@@ -244,6 +244,7 @@ class Report:
             "peak_bytes": self.peak_bytes,
             "total_peak_bytes": self.prediction.total_peak_bytes,
             "scratch_bytes": self.prediction.scratch_bytes,
+            "library_bytes": self.prediction.library_bytes,
             "held_bytes": self.prediction.held_bytes,
             "needed_bytes": self.needed_bytes,
             "budget_bytes": self.budget_bytes,

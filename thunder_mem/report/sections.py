@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from thunder_mem.library_memory import LibraryMemory
 from thunder_mem.planner import THUNDERS_OWN
 from thunder_mem.predict import Prediction
 from thunder_mem.report.advice import advice
@@ -14,7 +15,7 @@ from thunder_mem.report.lines import shorten
 from thunder_mem.report.report import Moment, Report, Tenant
 from thunder_mem.sizes import change, size
 
-__all__ = ["Section", "about_scratch", "headline", "sections"]
+__all__ = ["Section", "about_library", "about_scratch", "headline", "sections"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def headline(report: Report) -> tuple[str, ...]:
     if any(o.proven and o.phase == peak.phase for o in report.optimality):
         lines.append("no order of these operations is lower: what remains is to save less, recompute more, or chunk")
     lines += about_scratch(prediction)
+    lines += about_library(prediction)
     lines += _verdict(report)
     lines += [f"assumed: {a}" for a in prediction.assumptions]
     return (*lines, *report.notes)
@@ -81,6 +83,17 @@ def about_scratch(prediction: Prediction) -> tuple[str, ...]:
     where = "there" if most is peak else f"in the {most.phase}, at {most.name} #{most.index}"
     total = f"{size(prediction.total_peak_bytes)} ({prediction.total_peak_bytes:,} bytes)"
     return (f"with scratch {total}, {where}: {size(most.scratch_bytes)} that it holds only while it runs",)
+
+
+def about_library(prediction: Prediction) -> tuple[str, ...]:
+    """What libraries keep on the device beside all that; nothing without any."""
+    of: dict[str, list[LibraryMemory]] = {}
+    for kept in prediction.library:
+        of.setdefault(kept.library, []).append(kept)
+    return tuple(
+        f"beside all tensors {name} keeps {size(sum(k.nbytes for k in kept))}: {', '.join(k.purpose for k in kept)}"
+        for name, kept in of.items()
+    )
 
 
 def sections(report: Report, most: int = 25) -> tuple[Section, ...]:
