@@ -19,6 +19,7 @@ from thunder.transforms.cudagraph import CUDAGraphTransform
 from thunder_mem.chunk_mark import strip_marks
 from thunder_mem.chunking import ChunkingError
 from thunder_mem.joint_plan import PlanningOptions
+from thunder_mem.outside import quoted
 from thunder_mem.plan import Refusal
 from thunder_mem.sorting import SORTS, SortFunction
 
@@ -57,9 +58,9 @@ def check_sort(sort: Any, name: str = "sort") -> None:
     """
     if isinstance(sort, str):
         if sort not in SORTS:
-            raise ValueError(f"{name}={sort!r} is not known; known are {', '.join(SORTS)}, or give a function")
+            raise ValueError(f"{name}={quoted(sort)} is not known; known are {', '.join(SORTS)}, or give a function")
     elif not callable(sort):
-        raise TypeError(f"{name} is a name or a function (Graph) -> Sequence[int], not {sort!r}")
+        raise TypeError(f"{name} is a name or a function (Graph) -> Sequence[int], not {quoted(sort)}")
 
 
 def composed(options: PlanningOptions, data: Any, trace: TraceCtx) -> PlanningOptions:

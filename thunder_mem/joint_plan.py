@@ -32,7 +32,7 @@ from thunder_mem.offload_exec import offloaded_names
 from thunder_mem.offload_fit import fit_with_offload
 from thunder_mem.offload_option import OffloadOption, moves_for
 from thunder_mem.old_values import protect_old_values
-from thunder_mem.origins import origin_of, source_of, word
+from thunder_mem.origins import origin_of, source_of, symbol_name, word
 from thunder_mem.plan import Decision, Plan, Refusal
 from thunder_mem.planner import between_halves, cannot_beat, make_plan
 from thunder_mem.recompute import draws_once, gathers_of_held, recompute_in_backward, why_not_again
@@ -291,7 +291,7 @@ def _maker(name: str, source: TraceGraph) -> str:
         return name
     bsym = source.bsyms[op]
     origin = origin_of(bsym)
-    made_by = word(bsym.sym.name) if origin is None else origin.word
+    made_by = word(symbol_name(bsym.sym)) if origin is None else origin.word
     module = "" if origin is None else re.sub(r"\d+", "#", origin.module)
     line = source_of(bsym)
     where = f" in module {module}" if module else f" at {line}" if line else ""

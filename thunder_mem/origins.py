@@ -16,10 +16,11 @@ from itertools import takewhile
 import thunder
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.extend import TemporaryExecutor
 
-__all__ = ["Origin", "layer_numbers", "name_origins", "origin_of", "source_of", "word"]
+__all__ = ["Origin", "layer_numbers", "name_origins", "origin_of", "source_of", "symbol_name", "word"]
 
 _THUNDER = os.path.dirname(thunder.__file__) + os.sep
 _SCENERY = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT, PrimIDs.RETURN, PrimIDs.UPDATE_ALIASES}
@@ -70,6 +71,16 @@ def word(function: str) -> str:
     return _WORDS.get(name) or "".join(part[:1].upper() + part[1:] for part in name.split("_"))
 
 
+def symbol_name(sym: Symbol) -> str:
+    """The name of a symbol, the same in every process.
+
+    Thunder gives an operator that it makes of the user's code (a `torch.autograd.Function`, a function that it cannot
+    look into) the address of an object for a name: "Gate_140163007810448_0" is "Gate" here.
+    """
+    made = isinstance(sym.executor, TemporaryExecutor)
+    return re.sub(rf"_{id(sym.executor)}_\d+$", "", sym.name) if made else sym.name
+
+
 def origin_of(bsym: BoundSymbol) -> Origin | None:
     """The operation that a bound symbol was made of; of several the first."""
     found = [tag for tag in bsym.tags if isinstance(tag, Origin)]
@@ -97,7 +108,7 @@ def name_origins(trace: TraceCtx, prologue: TraceCtx | None = None) -> TraceCtx:
         if bsym.sym.id in _SCENERY:
             new.bound_symbols.append(bsym)
         else:
-            new.bound_symbols.append(_tagged(bsym, Origin(index, bsym.sym.name, modules[index], layers[index])))
+            new.bound_symbols.append(_tagged(bsym, Origin(index, symbol_name(bsym.sym), modules[index], layers[index])))
     new.set_provenance(TraceProvenance("Operations know where they come from"))
     return new
 

@@ -36,6 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from thunder_mem.devices import DeviceSpec, device_spec
 from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.outside import quoted
 from thunder_mem.region_model import modelled_region
 
 __all__ = ["FUSIONS", "SimulatedDevice", "simulate", "simulated_device"]
@@ -107,7 +108,7 @@ def simulate(device: str = "H100-80GB", *, fusion: str | None = "nvfuser-like") 
     """
     spec = device_spec(device)
     if fusion not in FUSIONS:
-        raise ValueError(f"unknown fusion {fusion!r}: the known ones are {', '.join(map(repr, FUSIONS))}")
+        raise ValueError(f"unknown fusion {quoted(fusion)}: the known ones are {', '.join(map(repr, FUSIONS))}")
     running = _current.get()
     if running is not None:
         raise ValueError(f"{running.name} is being simulated already; leave that simulation first")

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from thunder_mem.cost_measure import COSTS
 from thunder_mem.devices import DEVICES, device_spec
 from thunder_mem.offload_option import parse_offload
+from thunder_mem.outside import quoted, whole_number
 from thunder_mem.recompute_config import parse_config
 from thunder_mem.sizes import parse_bytes
 
@@ -229,6 +230,6 @@ def _offload(text: str) -> str:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise ValueError(f"a number from 1 up, not {text!r}")
-    return int(text)
+    if (number := whole_number(text)) is None or number < 1:
+        raise ValueError(f"a number from 1 up, not {quoted(text)}")
+    return number

@@ -15,6 +15,8 @@ from typing import Any
 import thunder
 import torch
 
+from thunder_mem.outside import quoted, shortened, whole_number
+
 __all__ = ["Program", "UsageError", "load_target", "make_program", "parse_input"]
 
 _KEYS = ("model", "args", "kwargs", "loss", "optimizer")
@@ -55,10 +57,10 @@ def load_target(target: str) -> Any:
     """
     path_text, colon, name = target.rpartition(":")
     if not colon or not path_text or not name:
-        raise UsageError(f"{target!r} is no target: write path/to/script.py:function_or_model_factory")
+        raise UsageError(f"{quoted(target)} is no target: write path/to/script.py:function_or_model_factory")
     path = pathlib.Path(path_text)
     if not path.is_file():
-        raise UsageError(f"there is no file {path_text!r}")
+        raise UsageError(f"there is no file {quoted(path_text)}")
     spec = importlib.util.spec_from_file_location(f"thunder_mem_target_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path_text!r} is not a Python file: its name ends in .py")
@@ -122,19 +124,26 @@ def parse_input(text: str, *, grad: bool = False) -> tuple[str, torch.Tensor]:
     """
     name, equals, rest = text.rpartition("=")
     if equals and not name.isidentifier():
-        raise UsageError(f"--input {text}: {name!r} is not the name of an argument")
+        raise UsageError(f"--input {shortened(text, 80)}: {quoted(name, 80)} is not the name of an argument")
     shape_text, _, dtype_text = rest.partition(":")
     sizes = [] if shape_text == "scalar" else shape_text.replace(",", "x").split("x")
-    if not all(part.isdigit() for part in sizes):
-        raise UsageError(f"--input {text}: {shape_text!r} is not a shape; write sizes such as 8x1024, or scalar")
+    shape = [whole_number(part) for part in sizes]
+    if any(n is None or n < 0 for n in shape):
+        raise UsageError(
+            f"--input {shortened(text, 80)}: {quoted(shape_text, 80)} is not a shape; "
+            "write sizes such as 8x1024, or scalar"
+        )
     dtype = _DTYPES.get(dtype_text) or (getattr(torch, dtype_text, None) if dtype_text else torch.get_default_dtype())
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"--input {text}: unknown dtype {dtype_text!r}; known are float32, bf16, int64, bool, ...")
+        raise UsageError(
+            f"--input {shortened(text, 80)}: unknown dtype {quoted(dtype_text, 80)}; "
+            "known are float32, bf16, int64, bool, ..."
+        )
     try:
-        zeros = torch.zeros([int(part) for part in sizes], dtype=dtype)
+        zeros = torch.zeros(shape, dtype=dtype)  # type: ignore[arg-type]
     except RuntimeError as error:
         where = "with --device nothing is allocated" if torch.get_default_device().type == "cpu" else "it is too large"
-        raise UsageError(f"--input {text} cannot be made: {where} ({error})") from error
+        raise UsageError(f"--input {shortened(text)} cannot be made: {where} ({error})") from error
     return name, zeros.requires_grad_() if grad and dtype.is_floating_point else zeros
 
 
