@@ -93,6 +93,9 @@ def sad():
 
     return {"model": model, "args": torch.ones(3, 64), "loss": loss, "optimizer": torch.optim.SGD(model.parameters())}
 
+def uncalled():
+    return {"model": mlp(), "args": torch.ones(32, 64), "optimizer": torch.optim.AdamW}
+
 def odd():
     return {"model": mlp(), "arguments": ()}
 """
@@ -309,6 +312,7 @@ WRONG = {
     "a jitted model without inputs": (["train.py:jitted"], r"comes without arguments for the call \(input\)"),
     "a factory that exits": (["train.py:quits"], r"quits\(\) exits by itself \(code 4\)"),
     "no program": (["train.py:number"], "is an int, not a model"),
+    "an optimizer's class": (["train.py:uncalled"], "train.py:uncalled .* AdamW is the class: call it"),
     "an odd key": (["train.py:odd"], "takes the keys model, args, kwargs, loss, optimizer, but it has 'arguments'"),
     "no args": (["train.py:strange_args"], "args of train.py:strange_args is a str, not a tensor or a tuple"),
     "no kwargs": (["train.py:strange_kwargs"], "kwargs of train.py:strange_kwargs is an int, not a dict"),

@@ -20,8 +20,20 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.extend import TemporaryExecutor
 
-__all__ = ["Origin", "layer_numbers", "name_origins", "origin_of", "source_of", "symbol_name", "word"]
+__all__ = [
+    "Origin",
+    "alike",
+    "layer_numbers",
+    "modules_in_words",
+    "name_origins",
+    "numberless",
+    "origin_of",
+    "source_of",
+    "symbol_name",
+    "word",
+]
 
+_MODULES = 4  # so many are named one by one
 _THUNDER = os.path.dirname(thunder.__file__) + os.sep
 _SCENERY = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT, PrimIDs.RETURN, PrimIDs.UPDATE_ALIASES}
 
@@ -79,6 +91,37 @@ def symbol_name(sym: Symbol) -> str:
     """
     made = isinstance(sym.executor, TemporaryExecutor)
     return re.sub(rf"_{id(sym.executor)}_\d+$", "", sym.name) if made else sym.name
+
+
+def modules_in_words(modules: Iterable[str]) -> str:
+    """Modules whose paths differ in nothing but numbers: by one name with #, or by their numbers if they have no other.
+
+    Example:
+        >>> modules_in_words(["transformer.h.3.mlp", "transformer.h.4.mlp"]), modules_in_words(["1", "3", "1"])
+        ('module transformer.h.#.mlp', 'modules 1, 3')
+    """
+    first, *others = dict.fromkeys(modules)
+    if not others:
+        return f"module {first}"
+    if (name := alike(first)) != first:
+        return f"module {name}"
+    shown = [first, *others] if len(others) < _MODULES else [first, *others[: _MODULES - 2], "…", others[-1]]
+    return f"modules {', '.join(shown)}"
+
+
+def alike(module: str) -> str:
+    """A module's path with # for each number, or, if it is nothing but numbers, as it is.
+
+    Example:
+        >>> alike("transformer.h.3.mlp"), alike("2.0")
+        ('transformer.h.#.mlp', '2.0')
+    """
+    return numberless(module) if re.search(r"[^\d.]", module) else module
+
+
+def numberless(module: str) -> str:
+    """A module's path with # for each number, the same for equal layers."""
+    return re.sub(r"\d+", "#", module)
 
 
 def origin_of(bsym: BoundSymbol) -> Origin | None:

@@ -25,7 +25,7 @@ from thunder_mem.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.twin_optimizer import hold_state, make_state, next_scalars, twin_optimizer
 from thunder_mem.twins import Leaves, Twins, Watch
 
-__all__ = ["predict_step", "training_step"]
+__all__ = ["instead_of_optimizer", "predict_step", "training_step"]
 
 
 def training_step(
@@ -87,7 +87,7 @@ def predict_step(
             and a loss that is no scalar or does not depend on a parameter.
     """
     if not isinstance(optimizer, torch.optim.Optimizer | None):
-        raise TypeError(f"predict_step takes a torch.optim optimizer or None, not {type(optimizer).__name__}")
+        raise TypeError(f"predict_step takes a torch.optim optimizer or None, {instead_of_optimizer(optimizer)}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS calls the model from a closure, as often as it likes: its step cannot be predicted")
     if not isinstance(accumulate, int) or accumulate < 1:
@@ -147,6 +147,14 @@ def predict_step(
     ledger.sweep()
     notes = [] if first or optimizer is None else ["the optimizer has its state already"]
     return finish(ledger, (*assumptions, *runner.assumptions, *notes))
+
+
+def instead_of_optimizer(optimizer: Any) -> str:
+    """What was given in an optimizer's place, and what to do, to end a sentence."""
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        name = optimizer.__name__
+        return f"and {name} is the class: call it with the parameters, {name}(model.parameters())"
+    return f"not {type(optimizer).__name__}"
 
 
 class _Model:

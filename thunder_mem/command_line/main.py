@@ -202,7 +202,7 @@ def _explain(options: argparse.Namespace, program: Program, answer: _Answering, 
             *program.args,
             kwargs=program.kwargs,
             prediction=found.prediction,
-            budget_bytes=options.budget or found.own_budget_bytes,
+            budget=options.budget or found.own_budget_bytes,
             bounds=not options.no_bounds,
         )
     # Of the budget the report itself speaks.

@@ -16,6 +16,7 @@ import thunder
 import torch
 
 from thunder_mem.outside import quoted, shortened, whole_number
+from thunder_mem.training_step import instead_of_optimizer
 
 __all__ = ["Program", "UsageError", "load_target", "make_program", "parse_input"]
 
@@ -182,7 +183,7 @@ def _from_result(target: str, result: Any) -> Program:
         )
     optimizer = parts.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"the optimizer of {target} is {_article(type(optimizer).__name__)}, not one of torch.optim")
+        raise UsageError(f"the optimizer of {target} is one of torch.optim, {instead_of_optimizer(optimizer)}")
     args = (args,) if isinstance(args, torch.Tensor) else args
     kwargs, loss = parts.get("kwargs") or {}, parts.get("loss")
     for what, value, fits, wanted in (
