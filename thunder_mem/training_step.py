@@ -97,6 +97,11 @@ def predict_step(
         raise ValueError("nothing that the model takes or owns requires a gradient, so there is no step to predict")
 
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    if any(not t.is_leaf for t in tensors):
+        raise ValueError(
+            "an argument was computed from what has a gradient, so the step is only a part of one: "
+            "give predict_step t.detach().requires_grad_(), or ask predict about this call"
+        )
     simulated = device_type_of(inputs) == "cuda"
     ledger = Ledger("cuda", "cpu") if simulated else Ledger("cpu")
     runner = SimulatedRunner() if simulated else ProbingRunner()

@@ -42,6 +42,7 @@ from thunder_mem.tensor_parallel import waits_for_shards
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.listed import ListedTransform
 from thunder_mem.verify import VerificationError
+from thunder_mem.written_arguments import with_histories
 
 __all__ = ["MemEfficient"]
 
@@ -166,6 +167,9 @@ class MemEfficient(ListedTransform):
         self._is_alone_in(compile_data.transforms)
         if self._options.costs == "measured":
             check_measurable()
+        prologue_trace, computation_trace, epilogue_trace = with_histories(
+            prologue_trace, computation_trace, epilogue_trace, compile_data.compile_options
+        )
         if waits_for_shards(self, compile_data.transforms, computation_trace):
             return prologue_trace, self._prepared(computation_trace, prologue_trace), epilogue_trace
         executors = _with_defaults(compile_data.executors_list)
