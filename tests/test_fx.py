@@ -1,5 +1,6 @@
 """`MemEfficient` under ThunderFX: every subgraph is planned, and nothing of the caller's is touched."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import thunder_mem
 from tests.cases import randn
 from tests.fuzz import uncompiled_regions
-from thunder_mem import ChunkLossHead, MemEfficient, explain, fx, last_plan
+from thunder_mem import ChunkLossHead, MemEfficient, explain, fx, last_plan, why_no_plan
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +144,47 @@ def test_explain_says_why_thunder_compiles_nothing():
         ValueError, match=r"Thunder compiles nothing of this program: .*sinc.* is compiled by Inductor.*: sinc only has"
     ):
         explain(compiled)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x):
+        return self.lstm(x)[0].sum()
+
+
+def test_a_program_that_dynamo_leaves_whole_is_warned_of_and_explained():
+    compiled = thunderfx(Recurrent(), executors=[], transforms=[MemEfficient()])
+    for ask in (explain, thunder_mem.predict):
+        with pytest.raises(ValueError, match="has never been called"):
+            ask(compiled)
+    x = torch.randn(3, 2, 4)
+    with pytest.warns(UserWarning, match="compiled nothing of this program, so MemEfficient changes nothing: .*LSTM"):
+        compiled(x)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ThunderFX compiled nothing")
+        compiled(x)  # once is enough
+    for ask in (explain, thunder_mem.predict):
+        with pytest.raises(
+            ValueError, match=r"Dynamo leaves all of this program to eager PyTorch.*LSTM.*allow_rnn=True"
+        ):
+            ask(compiled)
+    assert "allow_rnn" in why_no_plan(compiled) and last_plan(compiled) is None
+
+
+def test_of_a_backend_it_is_not_known_whether_it_was_called():
+    backend = ThunderCompiler(transforms=[MemEfficient()])
+    torch.compile(Recurrent(), backend=backend)(torch.randn(3, 2, 4))
+    with pytest.raises(ValueError, match=r"never been called .*, or Dynamo leaves all of it to eager"):
+        explain(backend)
+
+
+def test_without_our_transform_nothing_is_warned_of():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ThunderFX compiled nothing")
+        thunderfx(Recurrent(), executors=[])(torch.randn(3, 2, 4))
 
 
 def test_predict_says_that_several_subgraphs_are_none_of_its():

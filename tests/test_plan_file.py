@@ -170,7 +170,7 @@ def test_a_file_is_bounded(tmp_path):
 
 
 def test_there_must_be_a_plan_to_save(tmp_path):
-    with pytest.raises(ValueError, match="nothing was compiled"):
+    with pytest.raises(ValueError, match="nothing of it was compiled yet: call it once"):
         save_plan(compiled(), tmp_path / "plan.json")
     assert not list(tmp_path.iterdir())
 

@@ -16,9 +16,19 @@ from typing import Any
 import thunder
 import torch
 
+from thunder_mem.fx_calls import left_whole
 from thunder_mem.user_lines import node_line
 
-__all__ = ["Break", "Subgraph", "graph_breaks", "highest_peak", "is_fx", "only_subgraph", "subgraphs"]
+__all__ = [
+    "Break",
+    "Subgraph",
+    "graph_breaks",
+    "highest_peak",
+    "is_fx",
+    "only_subgraph",
+    "subgraphs",
+    "why_no_subgraphs",
+]
 
 
 @dataclass(frozen=True)
@@ -130,16 +140,28 @@ def highest_peak(compiled: Any) -> Callable[..., Any] | None:
     return max(compiled_ones, key=peak_bytes)[0] if compiled_ones else None
 
 
+def why_no_subgraphs(compiled: Any) -> str:
+    """Why a program of ThunderFX has no subgraphs, and what to do, in a sentence."""
+    if (why := left_whole(compiled)) is not None:
+        return f"Dynamo leaves all of this program to eager PyTorch, so nothing of it is compiled: {why}"
+    if hasattr(compiled, "_backend"):  # which notes its calls
+        return "the program of ThunderFX has never been called: call it once, then ask without arguments"
+    return (
+        "nothing of this program is compiled: it has never been called (call it once, then ask without arguments), "
+        "or Dynamo leaves all of it to eager PyTorch (TORCH_LOGS=graph_breaks says why)"
+    )
+
+
 def only_subgraph(compiled: Any) -> Callable[..., Any]:
     """What `thunder.jit` returned for a program of ThunderFX that is one subgraph.
 
     Raises:
-        ValueError: it has not been called yet.
+        ValueError: it has none: it has not been called yet, or nothing of it is compiled.
         TypeError: it has several subgraphs, which share the memory in a way that no trace says.
     """
     parts = subgraphs(compiled)
     if not parts:
-        raise ValueError("the program of ThunderFX has never been called: call it once, then it has subgraphs")
+        raise ValueError(why_no_subgraphs(compiled))
     if len(parts) > 1 or parts[0].jitted is None:
         raise TypeError(
             f"ThunderFX made {len(parts)} subgraphs of this program, and none of them is all of it: measure it by "

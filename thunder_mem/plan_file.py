@@ -25,6 +25,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 from thunder.extend import TemporaryExecutor
 
+from thunder_mem.fx import is_fx, only_subgraph
 from thunder_mem.origins import symbol_name
 from thunder_mem.outside import quoted, read_json, replace_file, shortened
 from thunder_mem.plan import Plan
@@ -127,11 +128,12 @@ def save_plan(jitted: Callable[..., Any], path: str | os.PathLike[str]) -> None:
         Traceback (most recent call last):
         thunder_mem.plan_file.PlanFileError: plan.json is for another program
     """
-    stats: Any = thunder.compile_stats(jitted)
+    stats: Any = thunder.compile_stats(only_subgraph(jitted) if is_fx(jitted) else jitted)
     plan = getattr(stats, "thunder_mem_plan", None)
     if plan is None:
-        failure = getattr(stats, "thunder_mem_failure", "")
-        raise ValueError(f"there is no plan to save: {failure or 'nothing was compiled with MemEfficient yet'}")
+        from thunder_mem.report.circumstances import why_no_plan  # which knows plans, as this module's users do
+
+        raise ValueError(f"there is no plan to save: {why_no_plan(jitted)}")
     program, options = stats.thunder_mem_program
     data = {
         "format": FORMAT,

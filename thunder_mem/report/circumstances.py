@@ -8,16 +8,47 @@ import thunder
 from thunder.extend import FusionExecutor
 from thunder.transforms.cudagraph import CUDAGraphTransform
 
-from thunder_mem.delegate import unseat
-from thunder_mem.fx import graph_breaks, highest_peak, subgraphs
+from thunder_mem.delegate import last_failure, last_plan, unseat
+from thunder_mem.fx import graph_breaks, highest_peak, is_fx, subgraphs, why_no_subgraphs
+from thunder_mem.transforms.mem_efficient import MemEfficient
 
-__all__ = ["about_compilation", "about_subgraphs", "left_to_others"]
+__all__ = ["about_compilation", "about_subgraphs", "left_to_others", "why_no_plan"]
 
 NOT_FUSED = (
     "no executor of this compilation fuses operations, so none is rebuilt at no cost: leave executors= out, "
     'or add "mem_pointwise" to it'
 )
 CUDA_GRAPHS = "CUDA graphs keep their values, and copies of arguments, between calls: these are not counted"
+
+
+def why_no_plan(jitted: Any) -> str:
+    """Why `last_plan` is None, and what to do, in a sentence; "" where there is a plan.
+
+    Args:
+        jitted: what `thunder.jit` or ThunderFX returned.
+
+    Example:
+        >>> why_no_plan(thunder.jit(lambda x: x * 2))
+        'it has no MemEfficient: write thunder.jit(..., transforms=[MemEfficient()])'
+    """
+    if is_fx(jitted):
+        if (shown := highest_peak(jitted)) is None:
+            others = "; ".join(left_to_others(jitted))
+            return f"Thunder compiles nothing of this program: {others}" if others else why_no_subgraphs(jitted)
+        return why_no_plan(shown)
+    data: Any = thunder.compile_data(jitted)
+    stats: Any = thunder.compile_stats(jitted)
+    if data is None or stats is None:
+        return f"{type(jitted).__name__} is nothing that Thunder compiled: give what thunder.jit or thunderfx returned"
+    if last_plan(jitted) is not None:
+        return ""
+    if failure := last_failure(jitted):
+        return f"planning failed, and Thunder alone compiled it: {failure}"
+    if not any(isinstance(transform, MemEfficient) for transform in data.transforms):
+        return "it has no MemEfficient: write thunder.jit(..., transforms=[MemEfficient()])"
+    if not stats.interpreter_cache:
+        return "nothing of it was compiled yet: call it once"
+    return "its last compilation made no plan, and no failure is known: MemEfficient(strict=True) raises where it ends"
 
 
 def about_compilation(jitted: Any) -> tuple[str, ...]:

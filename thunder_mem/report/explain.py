@@ -11,7 +11,7 @@ import torch
 
 from thunder_mem.budget import parse_budget
 from thunder_mem.delegate import last_failure, last_plan
-from thunder_mem.fx import highest_peak, is_fx
+from thunder_mem.fx import highest_peak, is_fx, why_no_subgraphs
 from thunder_mem.predict import Prediction, compiled_entry, predict
 from thunder_mem.report.bound import Optimality, optimality
 from thunder_mem.report.circumstances import about_compilation, about_subgraphs, left_to_others
@@ -70,7 +70,7 @@ def explain(
         if shown is None and (others := left_to_others(jitted)):
             raise ValueError(f"Thunder compiles nothing of this program: {'; '.join(others)}")
         if shown is None:
-            raise ValueError(f"{NEVER_CALLED}, then explain it without arguments")
+            raise ValueError(why_no_subgraphs(jitted))
         report = explain(shown, prediction=prediction, budget=budget, bounds=bounds)
         return replace(report, notes=(*report.notes, *about_subgraphs(jitted)))
     stats: Any = thunder.compile_stats(jitted)

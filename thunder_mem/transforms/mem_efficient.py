@@ -25,6 +25,7 @@ from thunder_mem.cost_measure import COSTS, check_measurable
 from thunder_mem.decisions import about_chunks
 from thunder_mem.delegate import check_final_trace, latest, seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.fx_calls import watch_calls
 from thunder_mem.joint_plan import PlanningOptions
 from thunder_mem.offload_option import parse_offload
 from thunder_mem.origins import name_origins
@@ -156,6 +157,7 @@ class MemEfficient(ListedTransform):
             verify=verify,
         )
         self._chunk = chunk
+        watch_calls(lambda transform: isinstance(transform, MemEfficient))
         self._recompute = recompute
         self._plan = None if plan is None else read_plan(plan)
         self._offload = offload
