@@ -14,6 +14,7 @@ import thunder_mem
 from tests.cases import randn
 from tests.fuzz import uncompiled_regions
 from thunder_mem import ChunkLossHead, MemEfficient, explain, fx, last_plan, why_no_plan
+from thunder_mem.report.circumstances import about_subgraphs
 
 
 @pytest.fixture(autouse=True)
@@ -301,6 +302,40 @@ def test_checkpoints_and_buffers_under_thunderfx():
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer.double(), eager.get_buffer(name).double())
     assert all(last_plan(p.jitted) for p in fx.subgraphs(compiled)) and last_plan(compiled) is not None
+
+
+class Headed(nn.Module):
+    """A loss head and a graph break; what holds the logits over the break is told by `way`."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.body, self.head, self.way = nn.Linear(16, 16), nn.Linear(16, 4096, bias=False), way
+
+    def forward(self, x, target):
+        logits = self.head(self.body(x).relu())
+        if self.way == "read":
+            torch._dynamo.graph_break()
+            return nn.functional.cross_entropy(logits, target)
+        loss = nn.functional.cross_entropy(logits, target)
+        if self.way == "object":
+            output = {"loss": loss, "logits": logits}
+            torch._dynamo.graph_break()
+            return output["loss"]
+        torch._dynamo.graph_break()
+        return loss
+
+
+@pytest.mark.parametrize("way, whole", [("read", True), ("object", True), ("loss alone", False)])
+def test_what_keeps_logits_whole_over_a_break_is_said(way, whole):
+    step = thunderfx(Headed(way), executors=[], transforms=[MemEfficient(strict=True)])
+    step(torch.randn(1024, 16), torch.randint(0, 4096, (1024,))).backward()
+    (first, *_) = fx.subgraphs(step)
+    assert any(d.what == "loss head" for d in last_plan(first.jitted).decisions) == (not whole)
+    (found,) = fx.graph_breaks(step)
+    told = (
+        f"graph 0, thunder_0: linear is no loss head in chunks, as what runs behind the break at {found.source} still"
+    )
+    assert any(told in note for note in about_subgraphs(step)) == whole
 
 
 class Checkpointed(nn.Module):

@@ -42,6 +42,7 @@ class Subgraph:
         operations: what it calls, in order, each once.
         source: "file:line" of the first operation that Thunder does not compile, or "".
         reason: why Thunder does not compile it; "" where it does.
+        graph: number of its graph.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Subgraph:
     operations: tuple[str, ...]
     source: str = ""
     reason: str = ""
+    graph: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def subgraphs(compiled: Any) -> tuple[Subgraph, ...]:
             calls = [n for n in module.graph.nodes if n.op in ("call_function", "call_method", "call_module")]
             operations = tuple(dict.fromkeys(map(_operation, calls)))
             if made.compiler.name == "THUNDER":
-                found.append(Subgraph(f"graph {number}, thunder_{at}", "thunder", made.compiled_fn, operations))
+                name = f"graph {number}, thunder_{at}"
+                found.append(Subgraph(name, "thunder", made.compiled_fn, operations, graph=number))
                 continue
             kind = "eager" if isinstance(made.compiled_fn, torch.fx.GraphModule) else "inductor"
             reasons = {node: r for r in info.split_reasons or () if (node := _node_of(r.info))}
@@ -107,7 +110,7 @@ def subgraphs(compiled: Any) -> tuple[Subgraph, ...]:
             source = reason = ""
             if culprit is not None:
                 source, reason = _place(culprit), f"{_operation(culprit)} {_phrase(reasons[culprit.name].info)}"
-            found.append(Subgraph(f"graph {number}, inductor_{at}", kind, None, operations, source, reason))
+            found.append(Subgraph(f"graph {number}, inductor_{at}", kind, None, operations, source, reason, number))
     return tuple(found)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import thunder
 from thunder.extend import FusionExecutor
 from thunder.transforms.cudagraph import CUDAGraphTransform
 
+from thunder_mem.chunk_region import RETURNED_WHOLE
 from thunder_mem.delegate import last_failure, last_plan, unseat
-from thunder_mem.fx import graph_breaks, highest_peak, is_fx, subgraphs, why_no_subgraphs
+from thunder_mem.fx import Break, Subgraph, graph_breaks, highest_peak, is_fx, subgraphs, why_no_subgraphs
 from thunder_mem.transforms.mem_efficient import MemEfficient
 
 __all__ = ["about_compilation", "about_subgraphs", "left_to_others", "why_no_plan"]
@@ -92,7 +94,24 @@ def about_subgraphs(compiled: Any) -> tuple[str, ...]:
             "thunder_mem.fx.subgraphs has all"
         )
     notes += left_to_others(compiled)
-    for found in graph_breaks(compiled):
+    breaks = graph_breaks(compiled)
+    for found in breaks:
         at = f" at {found.source}" if found.source else ""
         notes.append(f"graph {found.graph} breaks{at}: {found.reason}")
-    return tuple(notes)
+    return (*notes, *_heads_kept_whole(theirs, breaks))
+
+
+def _heads_kept_whole(theirs: Sequence[Subgraph], breaks: Sequence[Break]) -> Iterator[str]:
+    """What keeps the results of loss heads that leave their graph, though the program may return only a loss."""
+    for part in theirs:
+        plan = last_plan(part.jitted)
+        for refused in plan.refused if plan is not None else ():
+            ended = next((b for b in breaks if b.graph == part.graph), None)
+            if RETURNED_WHOLE not in refused.reason or ended is None:
+                continue
+            at = f" at {ended.source}" if ended.source else ""
+            yield (
+                f"{part.name}: {refused.what} is no loss head in chunks, as what runs behind the break{at} still reads "
+                "its result, or holds an object (a dict, a tuple, a model's output, an attribute) that has it: "
+                "take the loss out of the object before the break, or move the break"
+            )
