@@ -15,8 +15,11 @@ import pytest
 import thunder
 import torch
 
+import thunder_mem_start
 from thunder_mem.command_line import main, predictions
-from thunder_mem.command_line.program import UsageError, parse_input
+from thunder_mem.command_line.arguments import read_words, split_target
+from thunder_mem.command_line.program import UsageError, load_target, parse_input
+from thunder_mem.cost_measure import COSTS
 from thunder_mem.predict import predict
 from thunder_mem.sizes import parse_bytes, size
 from thunder_mem.transforms import MemEfficient
@@ -437,16 +440,49 @@ def test_a_bar_on_a_terminal_and_silence_elsewhere(run, monkeypatch):
 
 
 def test_as_a_process_of_its_own(script):
-    command = [sys.executable, "-m", "thunder_mem", "predict", "train.py:build", "--device", "T4", "--budget", "1KiB"]
+    command = [sys.executable, "-m", "thunder_mem_start", "predict", "train.py:build", "--device", "T4", "--budget", "1KiB"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("Peak ") and "Traceback" not in done.stderr
+    assert done.stdout.startswith("Peak ") and done.stderr == "this must not get between the JSON\n"
 
 
 def test_the_entry_point_is_there():
     (entry,) = re.findall(r'^thunder-mem = "([\w.]+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert getattr(importlib.import_module(entry[0]), entry[1]) is main
+    assert getattr(importlib.import_module(entry[0]), entry[1]) is thunder_mem_start.main
+
+
+@pytest.mark.parametrize(
+    "words, code, message",
+    [
+        (["predic", "train.py:build"], 2, "invalid choice: 'predic'"),
+        (["predict", "train.py:biuld"], 2, "train.py has no 'biuld'; it defines build, "),
+        (["predict", "trian.py:build"], 2, "there is no file 'trian.py'"),
+        (["predict", "train.py:build", "--device", "H100-80BG"], 2, "unknown device 'H100-80BG'"),
+        (["predict", "train.py:build", "--budget", "40Gi"], 2, "'40Gi' is not a size"),
+        (["predict", "--help"], 0, ""),
+    ],
+)
+def test_what_is_mistyped_is_answered_before_pytorch_is_imported(script, words, code, message):
+    program = (
+        "import sys, thunder_mem_start; code = thunder_mem_start.main(sys.argv[1:]); "
+        "slow = {'torch', 'thunder', 'numpy', 'thunder_mem'} & set(sys.modules); sys.exit(str(slow) if slow else code)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == code and message in done.stderr and done.stderr.count("\n") == (code == 2), done.stderr
+
+
+def test_names_that_a_script_makes_are_looked_for_when_it_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made.py").write_text("for i in range(2):\n    globals()[f'build_{i}'] = abs\n")
+    assert split_target("made.py:build_1") == ("made.py", "build_1")
+    with pytest.raises(UsageError, match=r"made\.py has no 'build_2'"):
+        load_target("made.py:build_2")
+
+
+def test_costs_are_those_of_memefficient(script):
+    assert [read_words(["predict", "train.py:build", "--costs", cost]).costs for cost in COSTS] == list(COSTS)
 
 
 def test_inputs_are_zeros_of_their_shape():

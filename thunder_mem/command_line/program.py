@@ -15,6 +15,7 @@ from typing import Any
 import thunder
 import torch
 
+from thunder_mem.command_line.arguments import split_target
 from thunder_mem.outside import quoted, shortened, whole_number
 from thunder_mem.training_step import instead_of_optimizer
 
@@ -56,15 +57,13 @@ def load_target(target: str) -> Any:
     Raises:
         UsageError: there is no such file or name, or the script raises.
     """
-    path_text, colon, name = target.rpartition(":")
-    if not colon or not path_text or not name:
-        raise UsageError(f"{quoted(target)} is no target: write path/to/script.py:function_or_model_factory")
+    try:
+        path_text, name = split_target(target)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     path = pathlib.Path(path_text)
-    if not path.is_file():
-        raise UsageError(f"there is no file {quoted(path_text)}")
     spec = importlib.util.spec_from_file_location(f"thunder_mem_target_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path_text!r} is not a Python file: its name ends in .py")
+    assert spec is not None and spec.loader is not None  # as its name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # dataclasses and pickles look themselves up there
     sys.path.insert(0, str(path.resolve().parent))
