@@ -363,6 +363,28 @@ def test_whatever_is_wrong_is_one_line(run, words, message):
 
 
 @pytest.mark.parametrize(
+    "words, says",
+    [
+        (["untraceable", "--input", "3"], "Thunder alone fails too; --debug"),
+        (["untraceable", "--input", "3", "--plain"], "--debug shows where"),
+        (["build", "--recompute", "Gelu+:1:-1"], "matches nothing"),
+    ],
+)
+def test_a_failure_says_whether_thunder_alone_fails_too(run, words, says):
+    code, _, err = run("predict", f"train.py:{words[0]}", *words[1:], *PLAIN)
+    assert code == 2 and says in err and ("Thunder alone" in err) == ("Thunder alone" in says), err
+    if "--plain" not in words:
+        code, _, err = run("frontier", f"train.py:{words[0]}", *words[1:], *PLAIN)
+        assert code == 2 and says in err, err
+
+
+def test_a_failure_of_memefficient_alone_is_named_as_its_own(run, monkeypatch):
+    monkeypatch.setattr("thunder_mem.transforms.mem_efficient.pruned", lambda *_: torch.ones(2) @ torch.ones(3))
+    code, _, err = run("predict", "train.py:build", *PLAIN)
+    assert code == 2 and "Thunder alone compiles it (--plain), so MemEfficient is at fault" in err, err
+
+
+@pytest.mark.parametrize(
     "words, message",
     [
         (["plan", "train.py:jitted", "--input", "2x64"], "jitted already, so there is no before and after"),
@@ -440,7 +462,17 @@ def test_a_bar_on_a_terminal_and_silence_elsewhere(run, monkeypatch):
 
 
 def test_as_a_process_of_its_own(script):
-    command = [sys.executable, "-m", "thunder_mem_start", "predict", "train.py:build", "--device", "T4", "--budget", "1KiB"]
+    command = [
+        sys.executable,
+        "-m",
+        "thunder_mem_start",
+        "predict",
+        "train.py:build",
+        "--device",
+        "T4",
+        "--budget",
+        "1KiB",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1, done.stderr

@@ -33,10 +33,9 @@ from thunder_mem.command_line.output import (
 )
 from thunder_mem.command_line.pages import check_files, plan_page, predict_page
 from thunder_mem.command_line.predictions import Outcome, Question, ask, limits_of, machine, survey
-from thunder_mem.command_line.program import Program, UsageError, load_target, make_program
+from thunder_mem.command_line.program import Program, UsageError, in_words, load_target, make_program
 from thunder_mem.devices import device_spec
 from thunder_mem.offload_option import parse_offload
-from thunder_mem.predict import PredictionError
 from thunder_mem.recompute_config import parse_config
 from thunder_mem.report import explain
 from thunder_mem.report.frontier_page import frontier_page
@@ -108,10 +107,8 @@ def answer(options: argparse.Namespace) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        known = isinstance(error, UsageError | PredictionError | ValueError | TypeError | ImportError | OSError)
-        what = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
         hint = "" if options.debug or isinstance(error, UsageError) else " (--debug shows where)"
-        print(f"thunder-mem: {' '.join(what.split())}{hint}", file=sys.stderr)  # one line, however many it has
+        print(f"thunder-mem: {in_words(error)}{hint}", file=sys.stderr)
         return USAGE
     finally:
         sys.path[:] = path  # the script's folder was put there

@@ -17,9 +17,10 @@ import torch
 
 from thunder_mem.command_line.arguments import split_target
 from thunder_mem.outside import quoted, shortened, whole_number
+from thunder_mem.predict import PredictionError
 from thunder_mem.training_step import instead_of_optimizer
 
-__all__ = ["Program", "UsageError", "load_target", "make_program", "parse_input"]
+__all__ = ["Program", "UsageError", "in_words", "load_target", "make_program", "parse_input"]
 
 _KEYS = ("model", "args", "kwargs", "loss", "optimizer")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "float": torch.float32}
@@ -27,6 +28,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 class UsageError(Exception):
     """Something about the command, the script or the program that the user can mend; the message says what."""
+
+
+def in_words(error: Exception) -> str:
+    """An error as one line: its message alone where its type says nothing more."""
+    known = isinstance(error, UsageError | PredictionError | ValueError | TypeError | ImportError | OSError)
+    what = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
+    return " ".join(what.split())
 
 
 @dataclass(frozen=True)
