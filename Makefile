@@ -55,8 +55,8 @@ notebooks: $(STAMP)  ## run the notebooks and keep their outputs; ONLY="01 03" f
 	$(BIN)/python -m notebooks.run $(ONLY)
 
 lint: $(STAMP)
-	$(BIN)/ruff check thunder_mem tests benchmarks docs notebooks
-	$(BIN)/ruff format --check thunder_mem tests benchmarks docs notebooks
+	$(BIN)/ruff check thunder_mem thunder_mem_start.py tests benchmarks docs notebooks
+	$(BIN)/ruff format --check thunder_mem thunder_mem_start.py tests benchmarks docs notebooks
 	$(BIN)/mypy
 
 # torch first and alone, so that nothing resolves it to a version that Thunder does not know.

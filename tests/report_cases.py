@@ -45,7 +45,7 @@ class Stack(nn.Module):
 def planned() -> Report:
     jitted = thunder.jit(Blocks(), executors=[], transforms=[MemEfficient()])
     jitted(torch.randn(8, 16))
-    return explain(jitted, budget_bytes=2**20)
+    return explain(jitted, budget=2**20)
 
 
 @functools.cache

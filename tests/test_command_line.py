@@ -15,8 +15,11 @@ import pytest
 import thunder
 import torch
 
+import thunder_mem_start
 from thunder_mem.command_line import main, predictions
-from thunder_mem.command_line.program import UsageError, parse_input
+from thunder_mem.command_line.arguments import read_words, split_target
+from thunder_mem.command_line.program import UsageError, load_target, parse_input
+from thunder_mem.cost_measure import COSTS
 from thunder_mem.predict import predict
 from thunder_mem.sizes import parse_bytes, size
 from thunder_mem.transforms import MemEfficient
@@ -92,6 +95,9 @@ def sad():
         raise RuntimeError("no loss today")
 
     return {"model": model, "args": torch.ones(3, 64), "loss": loss, "optimizer": torch.optim.SGD(model.parameters())}
+
+def uncalled():
+    return {"model": mlp(), "args": torch.ones(32, 64), "optimizer": torch.optim.AdamW}
 
 def odd():
     return {"model": mlp(), "arguments": ()}
@@ -313,6 +319,7 @@ WRONG = {
     "a jitted model without inputs": (["train.py:jitted"], r"comes without arguments for the call \(input\)"),
     "a factory that exits": (["train.py:quits"], r"quits\(\) exits by itself \(code 4\)"),
     "no program": (["train.py:number"], "is an int, not a model"),
+    "an optimizer's class": (["train.py:uncalled"], "train.py:uncalled .* AdamW is the class: call it"),
     "an odd key": (["train.py:odd"], "takes the keys model, args, kwargs, loss, optimizer, but it has 'arguments'"),
     "no args": (["train.py:strange_args"], "args of train.py:strange_args is a str, not a tensor or a tuple"),
     "no kwargs": (["train.py:strange_kwargs"], "kwargs of train.py:strange_kwargs is an int, not a dict"),
@@ -367,6 +374,28 @@ def test_whatever_is_wrong_is_one_line(run, words, message):
     assert (code, out) == (2, "")
     assert re.search(message, said), said
     assert said.count("\n") == 1 and said.startswith("thunder-mem") and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["untraceable", "--input", "3"], "Thunder alone fails too; --debug"),
+        (["untraceable", "--input", "3", "--plain"], "--debug shows where"),
+        (["build", "--recompute", "Gelu+:1:-1"], "matches nothing"),
+    ],
+)
+def test_a_failure_says_whether_thunder_alone_fails_too(run, words, says):
+    code, _, err = run("predict", f"train.py:{words[0]}", *words[1:], *PLAIN)
+    assert code == 2 and says in err and ("Thunder alone" in err) == ("Thunder alone" in says), err
+    if "--plain" not in words:
+        code, _, err = run("frontier", f"train.py:{words[0]}", *words[1:], *PLAIN)
+        assert code == 2 and says in err, err
+
+
+def test_a_failure_of_memefficient_alone_is_named_as_its_own(run, monkeypatch):
+    monkeypatch.setattr("thunder_mem.transforms.mem_efficient.pruned", lambda *_: torch.ones(2) @ torch.ones(3))
+    code, _, err = run("predict", "train.py:build", *PLAIN)
+    assert code == 2 and "Thunder alone compiles it (--plain), so MemEfficient is at fault" in err, err
 
 
 @pytest.mark.parametrize(
@@ -448,16 +477,59 @@ def test_a_bar_on_a_terminal_and_silence_elsewhere(run, monkeypatch):
 
 @pytest.mark.slow
 def test_as_a_process_of_its_own(script):
-    command = [sys.executable, "-m", "thunder_mem", "predict", "train.py:build", "--device", "T4", "--budget", "1KiB"]
+    command = [
+        sys.executable,
+        "-m",
+        "thunder_mem_start",
+        "predict",
+        "train.py:build",
+        "--device",
+        "T4",
+        "--budget",
+        "1KiB",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("Peak ") and "Traceback" not in done.stderr
+    assert done.stdout.startswith("Peak ") and done.stderr == "this must not get between the JSON\n"
 
 
 def test_the_entry_point_is_there():
     (entry,) = re.findall(r'^thunder-mem = "([\w.]+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert getattr(importlib.import_module(entry[0]), entry[1]) is main
+    assert getattr(importlib.import_module(entry[0]), entry[1]) is thunder_mem_start.main
+
+
+@pytest.mark.parametrize(
+    "words, code, message",
+    [
+        (["predic", "train.py:build"], 2, "invalid choice: 'predic'"),
+        (["predict", "train.py:biuld"], 2, "train.py has no 'biuld'; it defines build, "),
+        (["predict", "trian.py:build"], 2, "there is no file 'trian.py'"),
+        (["predict", "train.py:build", "--device", "H100-80BG"], 2, "unknown device 'H100-80BG'"),
+        (["predict", "train.py:build", "--budget", "40Gi"], 2, "'40Gi' is not a size"),
+        (["predict", "--help"], 0, ""),
+    ],
+)
+def test_what_is_mistyped_is_answered_before_pytorch_is_imported(script, words, code, message):
+    program = (
+        "import sys, thunder_mem_start; code = thunder_mem_start.main(sys.argv[1:]); "
+        "slow = {'torch', 'thunder', 'numpy', 'thunder_mem'} & set(sys.modules); sys.exit(str(slow) if slow else code)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == code and message in done.stderr and done.stderr.count("\n") == (code == 2), done.stderr
+
+
+def test_names_that_a_script_makes_are_looked_for_when_it_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made.py").write_text("for i in range(2):\n    globals()[f'build_{i}'] = abs\n")
+    assert split_target("made.py:build_1") == ("made.py", "build_1")
+    with pytest.raises(UsageError, match=r"made\.py has no 'build_2'"):
+        load_target("made.py:build_2")
+
+
+def test_costs_are_those_of_memefficient(script):
+    assert [read_words(["predict", "train.py:build", "--costs", cost]).costs for cost in COSTS] == list(COSTS)
 
 
 def test_inputs_are_zeros_of_their_shape():

@@ -431,6 +431,14 @@ def test_a_wrong_compile_option_is_refused(own, option, error, said):
         jitted(X)
 
 
+@pytest.mark.parametrize("name", ["mem_eficient_sort", "memefficient_sort", "mem_efficient_budget"])
+def test_a_compile_option_that_is_almost_ours_is_named(name):
+    jitted = thunder.jit(net(), executors=[], transforms=[MemEfficient()], **{name: "dfs"})
+    with pytest.raises(ValueError, match=f"no compile option '{name}': write mem_efficient_sort="):
+        jitted(X)
+    thunder.jit(net(), executors=[], transforms=[MemEfficient()], nv_store_fusion_inputs=False)(X)  # nor any other
+
+
 # --- PyTorch's features ------------------------------------------------------------------------------
 
 

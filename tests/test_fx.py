@@ -1,5 +1,6 @@
 """`MemEfficient` under ThunderFX: every subgraph is planned, and nothing of the caller's is touched."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import thunder_mem
 from tests.cases import randn
 from tests.fuzz import uncompiled_regions
-from thunder_mem import ChunkLossHead, MemEfficient, explain, fx, last_plan
+from thunder_mem import ChunkLossHead, MemEfficient, explain, fx, last_plan, why_no_plan
+from thunder_mem.report.circumstances import about_subgraphs
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +147,47 @@ def test_explain_says_why_thunder_compiles_nothing():
         explain(compiled)
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x):
+        return self.lstm(x)[0].sum()
+
+
+def test_a_program_that_dynamo_leaves_whole_is_warned_of_and_explained():
+    compiled = thunderfx(Recurrent(), executors=[], transforms=[MemEfficient()])
+    for ask in (explain, thunder_mem.predict):
+        with pytest.raises(ValueError, match="has never been called"):
+            ask(compiled)
+    x = torch.randn(3, 2, 4)
+    with pytest.warns(UserWarning, match="compiled nothing of this program, so MemEfficient changes nothing: .*LSTM"):
+        compiled(x)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ThunderFX compiled nothing")
+        compiled(x)  # once is enough
+    for ask in (explain, thunder_mem.predict):
+        with pytest.raises(
+            ValueError, match=r"Dynamo leaves all of this program to eager PyTorch.*LSTM.*allow_rnn=True"
+        ):
+            ask(compiled)
+    assert "allow_rnn" in why_no_plan(compiled) and last_plan(compiled) is None
+
+
+def test_of_a_backend_it_is_not_known_whether_it_was_called():
+    backend = ThunderCompiler(transforms=[MemEfficient()])
+    torch.compile(Recurrent(), backend=backend)(torch.randn(3, 2, 4))
+    with pytest.raises(ValueError, match=r"never been called .*, or Dynamo leaves all of it to eager"):
+        explain(backend)
+
+
+def test_without_our_transform_nothing_is_warned_of():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ThunderFX compiled nothing")
+        thunderfx(Recurrent(), executors=[])(torch.randn(3, 2, 4))
+
+
 def test_predict_says_that_several_subgraphs_are_none_of_its():
     compiled = thunderfx(broken(), executors=[], transforms=[MemEfficient()])
     compiled(randn(5, 8, grad=False))
@@ -259,6 +302,40 @@ def test_checkpoints_and_buffers_under_thunderfx():
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer.double(), eager.get_buffer(name).double())
     assert all(last_plan(p.jitted) for p in fx.subgraphs(compiled)) and last_plan(compiled) is not None
+
+
+class Headed(nn.Module):
+    """A loss head and a graph break; what holds the logits over the break is told by `way`."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.body, self.head, self.way = nn.Linear(16, 16), nn.Linear(16, 4096, bias=False), way
+
+    def forward(self, x, target):
+        logits = self.head(self.body(x).relu())
+        if self.way == "read":
+            torch._dynamo.graph_break()
+            return nn.functional.cross_entropy(logits, target)
+        loss = nn.functional.cross_entropy(logits, target)
+        if self.way == "object":
+            output = {"loss": loss, "logits": logits}
+            torch._dynamo.graph_break()
+            return output["loss"]
+        torch._dynamo.graph_break()
+        return loss
+
+
+@pytest.mark.parametrize("way, whole", [("read", True), ("object", True), ("loss alone", False)])
+def test_what_keeps_logits_whole_over_a_break_is_said(way, whole):
+    step = thunderfx(Headed(way), executors=[], transforms=[MemEfficient(strict=True)])
+    step(torch.randn(1024, 16), torch.randint(0, 4096, (1024,))).backward()
+    (first, *_) = fx.subgraphs(step)
+    assert any(d.what == "loss head" for d in last_plan(first.jitted).decisions) == (not whole)
+    (found,) = fx.graph_breaks(step)
+    told = (
+        f"graph 0, thunder_0: linear is no loss head in chunks, as what runs behind the break at {found.source} still"
+    )
+    assert any(told in note for note in about_subgraphs(step)) == whole
 
 
 class Checkpointed(nn.Module):

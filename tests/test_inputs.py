@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 import thunder_mem
 from thunder_mem import MemEfficient, explain, memory_time_frontier
 from thunder_mem.budget import parse_budget
+from thunder_mem.command_line.main import main
+from thunder_mem.command_line.program import UsageError, parse_input
 from thunder_mem.cost_measure import _load
 from thunder_mem.recompute_config import ENVIRONMENT, MAX_CHARACTERS, MAX_ENTRIES, parse_config
 from thunder_mem.scratch_table import Table
+from thunder_mem.simulate import simulate
 
 PACKAGE = Path(thunder_mem.__file__).parent
 JSON = st.recursive(
@@ -60,11 +63,50 @@ def test_text_that_is_code_is_refused_and_not_run(form, tmp_path):
     assert not target.exists()
 
 
-@pytest.mark.parametrize("text", [CODE, "1e999GiB", "-1", "0x10", "9" * 5000, "1_0GiB", "nan", "10 GiB;", "∞%"])
+NOT_NUMBERS = ["1_0", "１０", "10\n", "1e3", "+1", "²", "٣", " ", "", "9" * 5000, "nan"]
+
+
+@pytest.mark.parametrize(
+    "text", [CODE, "1e999GiB", "-1", "1_0GiB", "10 GiB;", "∞%", "５０%", "50%\n", "１GiB", "0x10", *NOT_NUMBERS]
+)
 def test_budgets_that_are_no_sizes_are_refused(text, tmp_path):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError) as refused:
         parse_budget(text.format(tmp_path / "made"))
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()) and len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("text", NOT_NUMBERS)
+def test_one_kind_of_number_is_read_everywhere(text):
+    with pytest.raises(ValueError) as refused:
+        parse_config({"Gelu+": {"strategy": 1, "count": text}})
+    assert len(str(refused.value)) < 500
+    assert main(["predict", "a.py:f", "--accumulate", text]) == 2
+    with pytest.raises(UsageError) as refused_shape:
+        parse_input(f"2x{text}")
+    assert len(str(refused_shape.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        lambda text: parse_config(text),
+        lambda text: parse_config([text]),
+        lambda text: parse_config({text: text}),
+        lambda text: parse_config({"Gelu+": {"strategy": text, "count": text}}),
+        lambda text: parse_config({"Gelu+": {text: 1}}),
+        lambda text: MemEfficient(sort=text),
+        lambda text: MemEfficient(costs=text),
+        lambda text: MemEfficient(budget=1, offload=text),
+        lambda text: MemEfficient(on_infeasible=text),
+        lambda text: MemEfficient(chunk=text),
+        lambda text: simulate(text).__enter__(),
+        lambda text: simulate(fusion=text).__enter__(),
+    ],
+)
+def test_messages_quote_little_of_what_was_given(refuse):
+    with pytest.raises((ValueError, TypeError)) as refused:
+        refuse("x" * 50_000)
+    assert len(str(refused.value)) < 700
 
 
 # ---- files ----

@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import re
 import sys
 from importlib import metadata
 
@@ -13,7 +14,7 @@ from thunder.transforms import ConstantFolding
 from torch import nn
 
 from tests.fuzz import uncompiled_regions
-from thunder_mem import ChunkLossHead, MemEfficient, MemEfficientPlugin, explain, last_plan, versions
+from thunder_mem import ChunkLossHead, MemEfficient, MemEfficientPlugin, explain, last_plan, versions, why_no_plan
 
 X = torch.ones(4, 4)
 BRACKETS = r"transforms= takes a list: write transforms=\[MemEfficient\(...\)\] with brackets"
@@ -165,3 +166,36 @@ def test_where_thunder_cannot_be_imported_the_versions_are_named(monkeypatch, kn
 def test_known_versions_are_silent(recwarn):
     versions.check_versions()
     assert not recwarn.list
+
+
+# --- no plan ---------------------------------------------------------------------------------------
+
+
+def without_transform():
+    (jitted := thunder.jit(torch.sin, executors=[]))(X)
+    return jitted
+
+
+def that_failed():
+    (jitted := thunder.jit(torch.sin, executors=[], transforms=[MemEfficient(sort=lambda graph: 1 / 0)]))(X)
+    return jitted
+
+
+NO_PLANS = {
+    "not called": (lambda: thunder.jit(torch.sin, transforms=[MemEfficient()]), "nothing of it was compiled yet: call"),
+    "not asked": (without_transform, r"it has no MemEfficient: write thunder.jit\(..., transforms="),
+    "failed": (that_failed, "planning failed, and Thunder alone compiled it: ZeroDivisionError"),
+    "not jitted": (lambda: torch.sin, "is nothing that Thunder compiled: give what"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:MemEfficient left this program")
+@pytest.mark.parametrize("make, told", NO_PLANS.values(), ids=NO_PLANS.keys())
+def test_why_there_is_no_plan(make, told):
+    jitted = make()
+    assert last_plan(jitted) is None and re.search(told, why_no_plan(jitted)), why_no_plan(jitted)
+
+
+def test_where_there_is_a_plan_there_is_no_reason():
+    (jitted := thunder.jit(torch.sin, executors=[], transforms=[MemEfficient()]))(X)
+    assert last_plan(jitted) is not None and why_no_plan(jitted) == ""

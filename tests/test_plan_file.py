@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.cases import randn
 from tests.fuzz_configs import uncompiled_regions
 from tests.test_inputs import JSON
-from thunder_mem import MemEfficient, PlanFileError, last_plan, plan_file, policies, save_plan
+from thunder_mem import MemEfficient, PlanFileError, last_plan, plan_file, policies, recompute_table, save_plan
 from thunder_mem.plan_file import read_plan
 
 
@@ -113,6 +113,46 @@ def test_whatever_else_a_file_holds_is_refused_or_read(saved, tmp_path, value, k
     assert key in ("versions", "options", "plan") and isinstance(value, dict) and getattr(read, key) == value
 
 
+@pytest.mark.parametrize(
+    "content,says",
+    [
+        ('{"format": 1, "format": 1}', "has the key 'format' twice"),
+        ('{"format": NaN}', "it holds 'NaN', which is no number here"),
+        ('{"format": 1e999}', "holds '1e999'"),
+    ],
+)
+def test_a_file_means_one_thing(tmp_path, content, says):
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    with pytest.raises(PlanFileError, match=says):
+        read_plan(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["program"].update(digest=1),
+        lambda d: d["program"].update(digest="0123456789abcdef\n"),
+        lambda d: d["program"].update(operations=True),
+        lambda d: d["program"].update(operations="1_0"),
+        lambda d: d["plan"]["candidates"][0].update(regions=True),
+        lambda d: d["versions"].update(torch="2" * 10_000),
+        lambda d: d["options"].update({"x" * 10_000: "y" * 10_000}),
+        lambda d: d["plan"].update(sort="x" * 10_000),
+        lambda d: d["plan"].update({"x" * 10_000: ["y" * 10_000]}),
+        lambda d: d.update(format=10**1000),
+    ],
+)
+def test_refusals_are_strict_and_short(saved, tmp_path, change):
+    data = json.loads(saved[0].read_text())
+    change(data)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanFileError) as refused, uncompiled_regions():
+        compiled(plan=path)(*arguments())
+    assert len(str(refused.value).replace(str(path), "")) < 500
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b"null", b"9" * 10_000])
 def test_files_that_are_no_json_are_refused(tmp_path, content):
     path = tmp_path / "plan.json"
@@ -130,6 +170,67 @@ def test_a_file_is_bounded(tmp_path):
 
 
 def test_there_must_be_a_plan_to_save(tmp_path):
-    with pytest.raises(ValueError, match="nothing was compiled"):
+    with pytest.raises(ValueError, match="nothing of it was compiled yet: call it once"):
         save_plan(compiled(), tmp_path / "plan.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_no_file_and_nothing_is_left_behind(tmp_path):
+    with uncompiled_regions():
+        jitted = compiled()
+        jitted(*arguments())
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match="is a folder: name a file in it"):
+        save_plan(jitted, tmp_path / "folder")
+    with pytest.raises(FileNotFoundError):
+        save_plan(jitted, tmp_path / "missing" / "plan.json")
+    assert [p.name for p in tmp_path.rglob("*")] == ["folder"]
+
+
+# ---- torch.autograd.Function ----
+
+
+def gate(factor):
+    """A function by its own rule for gradients, whose class has the same name whatever that rule is."""
+
+    class Gate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x.sigmoid()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return grad * factor * x
+
+    return lambda x, w: Gate.apply(x @ w).sum()
+
+
+def test_a_program_with_an_autograd_function_is_the_same_in_every_compilation(tmp_path):
+    """Thunder names the operator after an object's address; the rule for its gradient is a part of the program."""
+    path = tmp_path / "plan.json"
+    jitted = compiled(gate(2.0), executors=())
+    jitted(*arguments())
+    save_plan(jitted, path)
+    x, w = arguments()
+    again = compiled(gate(2.0), executors=(), plan=path)
+    (found,) = torch.autograd.grad(again(x, w), x)
+    (want,) = torch.autograd.grad(gate(2.0)(x, w), x)
+    torch.testing.assert_close(found, want)
+    with pytest.raises(PlanFileError, match="another program"):
+        compiled(gate(3.0), executors=(), plan=path)(x, w)
+
+
+def test_patterns_name_an_autograd_function_as_its_user_does():
+    class Triple(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 3
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3
+
+    table = recompute_table(compiled(lambda x, w: Triple.apply(x @ w).sin().sum(), executors=()), *arguments())
+    assert "MatMul+Triple+:recompute:-1" in str(table)

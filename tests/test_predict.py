@@ -303,6 +303,7 @@ OUTPUTS = {
     "a view of an input": (lambda a: (a.t(), a * 2), (0, 1)),
     "a boolean": (lambda a: (a * 2, a > 0), (0,)),
     "an index": (lambda a: (a.argmax(), a * 2), (1,)),
+    "an index of each row": (lambda a: (a.exp().sum(0).roll(1, 0).cumsum(0), a.argmax(-1)), (0,)),
     "values and indices": (lambda a: torch.topk(a.sin(), 3), (0,)),
     "one that nobody uses": (lambda a: (a.sin(), a * 2), (1,)),
 }

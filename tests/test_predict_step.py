@@ -286,6 +286,13 @@ def test_nothing_of_the_callers_changes():
     [
         (torch.optim.LBFGS, mean_square, {}, TypeError, "LBFGS calls the model from a closure"),
         (lambda p: 3, mean_square, {}, TypeError, "takes a torch.optim optimizer or None, not int"),
+        (
+            lambda p: torch.optim.AdamW,
+            mean_square,
+            {},
+            TypeError,
+            r"AdamW is the class: call it with the parameters, AdamW\(model.parameters\(\)\)",
+        ),
         (torch.optim.SGD, None, {}, ValueError, r"it is a tensor of shape \(4, 16\): give predict_step a loss_fn"),
         (torch.optim.SGD, lambda out: 3, {}, ValueError, "but it is int"),
         (torch.optim.SGD, lambda out: out.detach().sum(), {}, ValueError, "does not depend on anything"),

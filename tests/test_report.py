@@ -287,11 +287,11 @@ def test_what_cannot_be_explained_says_why():
     with pytest.raises(TypeError, match=r"thunder\.jit returned, not function"):
         explain(lambda x: x)
     with pytest.raises(TypeError, match=r"or a share of the device's memory .*, not 1\.5"):
-        explain(never_called, budget_bytes=1.5)
+        explain(never_called, budget=1.5)
     with pytest.raises(ValueError, match="positive, not -1"):
-        explain(never_called, budget_bytes=-1)
+        explain(never_called, budget=-1)
     with pytest.raises(ValueError, match="'3 apples' is not a size"):
-        explain(never_called, budget_bytes="3 apples")
+        explain(never_called, budget="3 apples")
 
 
 def test_a_program_without_operations_has_a_report():
@@ -311,12 +311,12 @@ def test_headroom_is_that_of_fits_and_of_the_command_line():
     with simulate("T4", fusion=None) as device:
         x = torch.ones(3, device="cuda")
         jitted = thunder.jit(lambda x: (x + 1, x + 2, x * x))
-        report = explain(jitted, x, budget_bytes=4 * 512, bounds=False)
+        report = explain(jitted, x, budget=4 * 512, bounds=False)
         assert report.needed_bytes == 4 * 512 and report.headroom_bytes == 0
         assert "fits into the budget, 2.00 KiB: headroom 0 B, every block rounded" in str(report)
-        short = explain(jitted, x, budget_bytes=4 * 512 - 1, bounds=False)
+        short = explain(jitted, x, budget=4 * 512 - 1, bounds=False)
         assert short.prediction.total_peak_bytes < short.budget_bytes and short.headroom_bytes == -1
-        assert explain(jitted, x, budget_bytes="50%", bounds=False).budget_bytes == device.memory_bytes // 2
+        assert explain(jitted, x, budget="50%", bounds=False).budget_bytes == device.memory_bytes // 2
     answer = fits(lambda: nn.Linear(8, 8), None, [(3, 8)], device="T4")
     libraries_bytes = cublas_workspace_bytes((7, 5))  # a forward alone: one thread
     assert answer.headroom_bytes == answer.usable_bytes - libraries_bytes - Report(answer.prediction).needed_bytes
@@ -328,8 +328,8 @@ def test_the_budget_of_memefficient_is_the_reports():
     x = torch.randn(64)
     report = explain(jitted, x, bounds=False)
     assert report.budget_bytes == 3 * 2**20 and "fits into the budget of MemEfficient, 3.00 MiB" in str(report)
-    assert explain(jitted, x, budget_bytes="2 MiB", bounds=False).budget_bytes == 2 * 2**20
-    assert "of MemEfficient" not in str(explain(jitted, x, budget_bytes="2 MiB", bounds=False))
+    assert explain(jitted, x, budget="2 MiB", bounds=False).budget_bytes == 2 * 2**20
+    assert "of MemEfficient" not in str(explain(jitted, x, budget="2 MiB", bounds=False))
     whole = report.prediction
     assert explain(jitted, x, prediction=whole, bounds=False).budget_bytes is None  # it may hold what no plan saw
 

@@ -64,6 +64,10 @@ BROKEN = {
     "true": edited(lambda data, entry: entry.__setitem__(1, True)),
     "no dtype": edited(lambda data, entry: entry[2][1].__setitem__(-1, "torch.nn")),
     "no such storage": edited(lambda data, entry: entry[2][1].__setitem__(0, "old")),
+    "twice": lambda text: text.replace('"format": 1', '"format": 1, "format": 1'),
+    "more than there is": edited(lambda data, entry: entry.__setitem__(0, 2**50)),
+    "more at the end than ever": edited(lambda data, entry: entry.__setitem__(1, 8192)),
+    "a view beyond its storage": edited(lambda data, entry: entry[2][1].__setitem__(2, 512)),
     "too few": edited(lambda data, entry: entry[2][1].pop()),
 }
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from thunder.executors.sdpaex import sdpa_ex
 from torch import nn
 
-from thunder_mem import MemEfficient, last_plan
+from thunder_mem import MemEfficient, explain, last_plan, memory_time_frontier
 from thunder_mem.allocator import CachingAllocator, allocate, rounded
 from thunder_mem.devices import DEVICES, device_spec
 from thunder_mem.executors import mem_pointwise_ex
@@ -63,6 +63,20 @@ def test_modules_move_and_stay_tied():
         assert model[0].weight is model[1].weight
         assert (model[0].weight.dtype, model[0].weight.device.type) == (torch.bfloat16, "cuda")
         assert isinstance(model[0].weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("ask", [predict, memory_time_frontier, lambda f, x: explain(thunder.jit(f), x)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_on_the_cpu_is_no_answer_about_the_gpu(ask, inside):
+    made = None if inside else nn.Linear(4, 4)
+    with simulate("A100-80GB"):
+        model, x = nn.Linear(4, 4) if made is None else made, torch.ones(2, 4)
+        with pytest.raises(ValueError, match="on the CPU while the A100-80GB is simulated: make the model"):
+            ask(thunder.jit(model) if ask is predict else model, x)
+        with pytest.raises(ValueError, match="on the CPU"):
+            predict_step(thunder.jit(model), None, lambda out: out.sum(), x)
+        if ask is predict:  # what the message says helps
+            assert predict(thunder.jit(model.to("cuda")), x.to("cuda")).device_type == "cuda"
 
 
 def test_autograd_says_what_to_use_instead():

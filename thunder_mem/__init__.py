@@ -20,6 +20,7 @@ from thunder_mem.predict import predict
 from thunder_mem.ranks import RanksDifferError
 from thunder_mem.recompute_table import recompute_table
 from thunder_mem.report import explain
+from thunder_mem.report.circumstances import why_no_plan
 from thunder_mem.simulate import simulate
 from thunder_mem.sort_trace import sort_bound_symbols
 from thunder_mem.sorting import SORTS, register_sort
@@ -62,4 +63,5 @@ __all__ = [
     "save_plan",
     "simulate",
     "sort_bound_symbols",
+    "why_no_plan",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from thunder_mem.outside import quoted
 from thunder_mem.sizes import parse_bytes, size
 
 __all__ = ["BudgetError", "BudgetOutcome", "device_memory_bytes", "parse_budget", "share_in_words"]
@@ -94,19 +95,19 @@ def parse_budget(budget: int | str, device: torch.device | None = None) -> int:
         (1610612736, 2000000, 4096)
     """
     if isinstance(budget, bool) or not isinstance(budget, int | str):
-        raise TypeError(f"budget is {_ACCEPTED}, not {budget!r}")
+        raise TypeError(f"budget is {_ACCEPTED}, not {quoted(budget)}")
     if isinstance(budget, int):
         if budget <= 0:
-            raise ValueError(f"budget is {_ACCEPTED}, and positive, not {budget!r}")
+            raise ValueError(f"budget is {_ACCEPTED}, and positive, not {quoted(budget)}")
         return budget
     try:
-        if match := re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,9})?)\s*%\s*", budget):
+        if match := re.fullmatch(r" *([0-9]{1,3}(?:\.[0-9]{1,9})?) *% *", budget):
             if not 0 < float(match[1]) <= 100:
-                raise ValueError("a percentage is above 0 and at most 100")
+                raise ValueError(f"a percentage is above 0 and at most 100, not {quoted(budget)}")
             return int((device_memory_bytes(device) if device else 100) * float(match[1]) / 100)
         return parse_bytes(budget)
     except ValueError as error:
-        raise ValueError(f"budget is {_ACCEPTED}, not {budget!r}: {error}") from None
+        raise ValueError(f"budget is {_ACCEPTED}: {error}") from None
 
 
 def share_in_words(budget: int | str, device: torch.device) -> str:

@@ -23,6 +23,7 @@ from thunder.core.transforms import nondifferentiable_vjp_symbols
 
 from thunder_mem.chunk_decompose import DECOMPOSITIONS, decomposed
 from thunder_mem.chunk_rules import RULES
+from thunder_mem.origins import symbol_name
 
 __all__ = [
     "PRODUCTS",
@@ -62,14 +63,15 @@ class Leaf:
     @property
     def name(self) -> str:
         """The op's name as a trace prints it."""
-        return self.bsym.sym.name
+        return symbol_name(self.bsym.sym)
 
     @property
     def label(self) -> str:
         """The op as its user wrote it: the outermost composite, and the leaf where it says more."""
         if not self.parents:
             return self.name
-        return f"{self.parents[0].sym.name} ({self.name})" if self.parents[0].sym.name != self.name else self.name
+        outer = symbol_name(self.parents[0].sym)
+        return f"{outer} ({self.name})" if outer != self.name else self.name
 
     @property
     def source(self) -> str:

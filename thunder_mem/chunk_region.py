@@ -19,7 +19,10 @@ from thunder.core.proxies import TensorProxy
 from thunder_mem.chunk_program import PRODUCTS, Leaf, Program, effects, numel, size_bytes, symbolic
 from thunder_mem.chunk_rules import RULES, Relation, RowDim, RuleError, Sharding, propagate
 
-__all__ = ["Amplifier", "Refused", "Region", "Value", "candidates", "grow"]
+__all__ = ["RETURNED_WHOLE", "Amplifier", "Refused", "Region", "Value", "candidates", "grow"]
+
+RETURNED_WHOLE = "is returned whole"
+"""How the reason of a refusal ends where the program, or what is compiled of it, returns the value."""
 
 
 class Refused(Exception):
@@ -350,7 +353,7 @@ def grow(program: Program, leaf: Leaf, rows: int) -> Region:
         if growth.wide(value.proxy):
             name = value.proxy.name
             if name in program.returned:
-                raise Refused(program.producer[name], f"its result {name}, one large value a row, is returned whole")
+                raise Refused(program.producer[name], f"its result {name}, one large value a row, {RETURNED_WHOLE}")
             reader = next(r for r in program.consumers[name] if r.index not in region.inside)
             raise Refused(reader, f"it needs {name}, one large value a row, whole")
     return region

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from thunder.transforms.cudagraph import CUDAGraphTransform
 from thunder_mem.chunk_mark import strip_marks
 from thunder_mem.chunking import ChunkingError
 from thunder_mem.joint_plan import PlanningOptions
+from thunder_mem.outside import quoted
 from thunder_mem.plan import Refusal
 from thunder_mem.sorting import SORTS, SortFunction
 
-__all__ = ["check_sort", "composed", "rewriting_after", "with_whole_heads"]
+__all__ = ["check_compile_options", "check_sort", "composed", "rewriting_after", "with_whole_heads"]
 
 SORT_OPTION = "mem_efficient_sort"
 _SORT_HELP = (
@@ -57,9 +59,24 @@ def check_sort(sort: Any, name: str = "sort") -> None:
     """
     if isinstance(sort, str):
         if sort not in SORTS:
-            raise ValueError(f"{name}={sort!r} is not known; known are {', '.join(SORTS)}, or give a function")
+            raise ValueError(f"{name}={quoted(sort)} is not known; known are {', '.join(SORTS)}, or give a function")
     elif not callable(sort):
-        raise TypeError(f"{name} is a name or a function (Graph) -> Sequence[int], not {sort!r}")
+        raise TypeError(f"{name} is a name or a function (Graph) -> Sequence[int], not {quoted(sort)}")
+
+
+def check_compile_options(given: Iterable[str]) -> None:
+    """Refuse a compile option that Thunder ignores and that is meant for this package.
+
+    Raises:
+        ValueError: it is spelt almost as ours, or named after us.
+    """
+    for name in given:
+        ours = name.startswith("mem_efficient") or get_close_matches(name, [SORT_OPTION], cutoff=0.8)
+        if ours and name != SORT_OPTION:
+            raise ValueError(
+                f"thunder.jit has no compile option {quoted(name)}: write {SORT_OPTION}= for the order, "
+                "and whatever else MemEfficient does in MemEfficient(...)"
+            )
 
 
 def composed(options: PlanningOptions, data: Any, trace: TraceCtx) -> PlanningOptions:
@@ -71,8 +88,9 @@ def composed(options: PlanningOptions, data: Any, trace: TraceCtx) -> PlanningOp
         trace: the computation.
 
     Raises:
-        ValueError, TypeError: the compile option `mem_efficient_sort` is unknown, or contradicts ``sort=``.
+        ValueError, TypeError: the compile option `mem_efficient_sort` is misspelt, unknown, or contradicts ``sort=``.
     """
+    check_compile_options(data.compile_options)
     options = replace(options, sort=_asked_sort(options.sort))
     refused = []
     if not data.autocast_stack.is_empty() and not (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from thunder_mem.cost import DeviceModel, cost_s, is_free
+from thunder_mem.outside import quoted, read_json, replace_file
 
 __all__ = [
     "COSTS",
@@ -50,6 +50,7 @@ COSTS = ("roofline", "measured")
 VERSION = 1
 MAX_BYTES = 2**26
 _REPEATS = 7
+_MOST_S = 86_400  # a day: no operation takes longer
 
 Timer = Callable[[Callable[..., Any], Sequence[Any]], float]
 
@@ -245,24 +246,20 @@ def _load(path: Path) -> dict[str, float]:
     if not path.exists():
         return {}
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(path, MAX_BYTES)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a file of measured times: {error}") from error
     seconds = content.get("seconds") if isinstance(content, dict) and content.get("version") == VERSION else None
     if not isinstance(seconds, dict):
         raise ValueError(f"{path} is not a file of measured times of version {VERSION}; remove it to measure again")
     for key, value in seconds.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-            raise ValueError(f"{path} holds {value!r} for {key!r}, where a number of seconds belongs")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _MOST_S:
+            raise ValueError(
+                f"{path} holds {quoted(value, 100)} for {quoted(key, 100)}, where a number of seconds belongs"
+            )
     return {key: float(value) for key, value in seconds.items()}
 
 
 def _save(path: Path, seconds: dict[str, float]) -> None:
-    """Replace the file in one step, so that another process never reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".json")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump({"version": VERSION, "seconds": dict(sorted(seconds.items()))}, file, indent=1)
-    os.replace(name, path)
+    replace_file(path, json.dumps({"version": VERSION, "seconds": dict(sorted(seconds.items()))}, indent=1))

@@ -125,7 +125,7 @@ def unseat(executors: Sequence[Executor]) -> tuple[Executor, ...]:
 
 
 def last_plan(jitted) -> Plan | None:
-    """The plan of the last compilation of a jitted function or module; None if there was none, or it failed.
+    """The plan of the last compilation of a jitted function or module; None without one: `why_no_plan` says why.
 
     Of the subgraphs of a program of ThunderFX the plan that peaks highest; `thunder_mem.fx.subgraphs` has all.
     """

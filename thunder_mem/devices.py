@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from thunder_mem.outside import quoted
+
 __all__ = ["DEVICES", "DeviceSpec", "device_spec"]
 
 _MIB = 2**20
@@ -68,8 +70,8 @@ def device_spec(name: str) -> DeviceSpec:
         (9, 0)
     """
     if not isinstance(name, str):
-        raise ValueError(f"a device is asked for by name, one of {', '.join(DEVICES)}, not by {name!r}")
+        raise ValueError(f"a device is asked for by name, one of {', '.join(DEVICES)}, not by {quoted(name)}")
     for known, spec in DEVICES.items():
         if known.lower() == name.lower():
             return spec
-    raise ValueError(f"unknown device {name!r}: the known ones are {', '.join(DEVICES)}")
+    raise ValueError(f"unknown device {quoted(name)}: the known ones are {', '.join(DEVICES)}")

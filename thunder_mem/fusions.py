@@ -9,6 +9,7 @@ from thunder.extend import Executor, FusionExecutor
 
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.nvfuser import installed_nvfuser
+from thunder_mem.outside import quoted
 
 __all__ = ["FUSIONS", "fuser_of", "fuses_generally", "with_fuser"]
 
@@ -27,7 +28,7 @@ def fuser_of(fusion: str | None, nvfuser: Callable[[], FusionExecutor] = install
         ValueError: an unknown name, or nvFuser does not work here.
     """
     if fusion not in FUSIONS:
-        raise ValueError(f"unknown fusion {fusion!r}: the known ones are {', '.join(map(repr, FUSIONS))}")
+        raise ValueError(f"unknown fusion {quoted(fusion)}: the known ones are {', '.join(map(repr, FUSIONS))}")
     if fusion == "nvfuser":
         return nvfuser()
     return {"mem_pointwise": mem_pointwise_ex, "torchcompile": torch_compile_ex, None: None}[fusion]

@@ -16,9 +16,19 @@ from typing import Any
 import thunder
 import torch
 
+from thunder_mem.fx_calls import left_whole
 from thunder_mem.user_lines import node_line
 
-__all__ = ["Break", "Subgraph", "graph_breaks", "highest_peak", "is_fx", "only_subgraph", "subgraphs"]
+__all__ = [
+    "Break",
+    "Subgraph",
+    "graph_breaks",
+    "highest_peak",
+    "is_fx",
+    "only_subgraph",
+    "subgraphs",
+    "why_no_subgraphs",
+]
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Subgraph:
         operations: what it calls, in order, each once.
         source: "file:line" of the first operation that Thunder does not compile, or "".
         reason: why Thunder does not compile it; "" where it does.
+        graph: number of its graph.
     """
 
     name: str
@@ -40,6 +51,7 @@ class Subgraph:
     operations: tuple[str, ...]
     source: str = ""
     reason: str = ""
+    graph: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,8 @@ def subgraphs(compiled: Any) -> tuple[Subgraph, ...]:
             calls = [n for n in module.graph.nodes if n.op in ("call_function", "call_method", "call_module")]
             operations = tuple(dict.fromkeys(map(_operation, calls)))
             if made.compiler.name == "THUNDER":
-                found.append(Subgraph(f"graph {number}, thunder_{at}", "thunder", made.compiled_fn, operations))
+                name = f"graph {number}, thunder_{at}"
+                found.append(Subgraph(name, "thunder", made.compiled_fn, operations, graph=number))
                 continue
             kind = "eager" if isinstance(made.compiled_fn, torch.fx.GraphModule) else "inductor"
             reasons = {node: r for r in info.split_reasons or () if (node := _node_of(r.info))}
@@ -97,7 +110,7 @@ def subgraphs(compiled: Any) -> tuple[Subgraph, ...]:
             source = reason = ""
             if culprit is not None:
                 source, reason = _place(culprit), f"{_operation(culprit)} {_phrase(reasons[culprit.name].info)}"
-            found.append(Subgraph(f"graph {number}, inductor_{at}", kind, None, operations, source, reason))
+            found.append(Subgraph(f"graph {number}, inductor_{at}", kind, None, operations, source, reason, number))
     return tuple(found)
 
 
@@ -130,16 +143,28 @@ def highest_peak(compiled: Any) -> Callable[..., Any] | None:
     return max(compiled_ones, key=peak_bytes)[0] if compiled_ones else None
 
 
+def why_no_subgraphs(compiled: Any) -> str:
+    """Why a program of ThunderFX has no subgraphs, and what to do, in a sentence."""
+    if (why := left_whole(compiled)) is not None:
+        return f"Dynamo leaves all of this program to eager PyTorch, so nothing of it is compiled: {why}"
+    if hasattr(compiled, "_backend"):  # which notes its calls
+        return "the program of ThunderFX has never been called: call it once, then ask without arguments"
+    return (
+        "nothing of this program is compiled: it has never been called (call it once, then ask without arguments), "
+        "or Dynamo leaves all of it to eager PyTorch (TORCH_LOGS=graph_breaks says why)"
+    )
+
+
 def only_subgraph(compiled: Any) -> Callable[..., Any]:
     """What `thunder.jit` returned for a program of ThunderFX that is one subgraph.
 
     Raises:
-        ValueError: it has not been called yet.
+        ValueError: it has none: it has not been called yet, or nothing of it is compiled.
         TypeError: it has several subgraphs, which share the memory in a way that no trace says.
     """
     parts = subgraphs(compiled)
     if not parts:
-        raise ValueError("the program of ThunderFX has never been called: call it once, then it has subgraphs")
+        raise ValueError(why_no_subgraphs(compiled))
     if len(parts) > 1 or parts[0].jitted is None:
         raise TypeError(
             f"ThunderFX made {len(parts)} subgraphs of this program, and none of them is all of it: measure it by "

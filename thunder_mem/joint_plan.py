@@ -7,7 +7,6 @@ work is bought.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from thunder_mem.offload_exec import offloaded_names
 from thunder_mem.offload_fit import fit_with_offload
 from thunder_mem.offload_option import OffloadOption, moves_for
 from thunder_mem.old_values import protect_old_values
-from thunder_mem.origins import origin_of, source_of, word
+from thunder_mem.origins import modules_in_words, numberless, origin_of, source_of, symbol_name, word
 from thunder_mem.plan import Decision, Plan, Refusal
 from thunder_mem.planner import between_halves, cannot_beat, make_plan
 from thunder_mem.recompute import draws_once, gathers_of_held, recompute_in_backward, why_not_again
@@ -276,26 +275,30 @@ def _held(timeline: Timeline, source: TraceGraph) -> str:
     alive = timeline.alive_at(timeline.peak_step)
     stays = sum(storages[s].nbytes for s in alive if storages[s].held or s in timeline.graph.outputs)
     others = [storages[s] for s in alive if not storages[s].held and s not in timeline.graph.outputs]
-    makers: dict[str, list[int]] = {}
+    makers: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
     for s in others:
-        makers.setdefault(_maker(s.name, source), []).append(s.nbytes)
-    largest = sorted(makers.items(), key=lambda m: -sum(m[1]))[:_MAKERS]
-    shown = "; ".join(f"{size(sum(n))} of {f'{len(n)} ' if len(n) > 1 else ''}{m}" for m, n in largest)
+        maker, module, half = _maker(s.name, source)
+        makers.setdefault((maker, numberless(module), half), []).append((s.nbytes, module))
+    sums = {kind: sum(nbytes for nbytes, _ in made) for kind, made in makers.items()}
+    shown = "; ".join(
+        f"{size(sums[kind])} of {f'{len(makers[kind])} ' if len(makers[kind]) > 1 else ''}"
+        f"{kind[0]}{f' in {modules_in_words(m for _, m in makers[kind])}' if kind[1] else ''}{kind[2]}"
+        for kind in sorted(makers, key=lambda kind: -sums[kind])[:_MAKERS]
+    )
     computed = f"{size(sum(s.nbytes for s in others))} of computed values"
     return f"{size(stays)} of arguments and results and {computed}" + (f" ({shown})" if shown else "")
 
 
-def _maker(name: str, source: TraceGraph) -> str:
-    """The operation that makes a value, with its module (equal layers' alike) or the user's line; else the name."""
+def _maker(name: str, source: TraceGraph) -> tuple[str, str, str]:
+    """The operation that makes a value (with the user's line where it has no module), its module, and its half."""
     if (op := source.producer_of.get(name)) is None:
-        return name
+        return name, "", ""
     bsym = source.bsyms[op]
     origin = origin_of(bsym)
-    made_by = word(bsym.sym.name) if origin is None else origin.word
-    module = "" if origin is None else re.sub(r"\d+", "#", origin.module)
-    line = source_of(bsym)
-    where = f" in module {module}" if module else f" at {line}" if line else ""
-    return f"{made_by}{where}{', backward' if source.graph.ops[op].backward else ''}"
+    made_by = word(symbol_name(bsym.sym)) if origin is None else origin.word
+    module = "" if origin is None else origin.module
+    line = source_of(bsym) if not module else ""
+    return f"{made_by}{f' at {line}' if line else ''}", module, ", backward" if source.graph.ops[op].backward else ""
 
 
 def _repeat_seconds(source: TraceGraph, fuse: Fusibility, costs: str, device: torch.device) -> list[float]:

@@ -9,6 +9,7 @@ from thunder_mem.choices import Choices, RecomputeError
 from thunder_mem.cost import DeviceModel, cost_s
 from thunder_mem.offload import why_not_offload
 from thunder_mem.offload_link import Moves, moves_of
+from thunder_mem.outside import quoted
 from thunder_mem.patterns import candidates, names_empty_values
 from thunder_mem.regions import Fusibility
 from thunder_mem.trace_graph import TraceGraph
@@ -42,12 +43,12 @@ def parse_offload(given: bool | str) -> OffloadOption | None:
     if isinstance(given, bool):
         return OffloadOption() if given else None
     if not isinstance(given, str):
-        raise TypeError(f'offload is True, False or "{_ONLY}PATTERN", not {given!r}')
+        raise TypeError(f'offload is True, False or "{_ONLY}PATTERN", not {quoted(given)}')
     words = given.removeprefix(_ONLY).strip().removesuffix("+").split("+")
     if not given.startswith(_ONLY) or not all(word.isidentifier() for word in words):
         raise ValueError(
             f'offload is True, False or "{_ONLY}PATTERN", with a pattern as recompute_table names them, such as '
-            f'"{_ONLY}Gelu+", not {given!r}'
+            f'"{_ONLY}Gelu+", not {quoted(given)}'
         )
     return OffloadOption("+".join(words) + "+")
 

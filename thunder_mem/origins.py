@@ -16,11 +16,24 @@ from itertools import takewhile
 import thunder
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.extend import TemporaryExecutor
 
-__all__ = ["Origin", "layer_numbers", "name_origins", "origin_of", "source_of", "word"]
+__all__ = [
+    "Origin",
+    "alike",
+    "layer_numbers",
+    "modules_in_words",
+    "name_origins",
+    "numberless",
+    "origin_of",
+    "source_of",
+    "symbol_name",
+    "word",
+]
 
+_MODULES = 4  # so many are named one by one
 _THUNDER = os.path.dirname(thunder.__file__) + os.sep
 _SCENERY = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT, PrimIDs.RETURN, PrimIDs.UPDATE_ALIASES}
 
@@ -70,6 +83,47 @@ def word(function: str) -> str:
     return _WORDS.get(name) or "".join(part[:1].upper() + part[1:] for part in name.split("_"))
 
 
+def symbol_name(sym: Symbol) -> str:
+    """The name of a symbol, the same in every process.
+
+    Thunder gives an operator that it makes of the user's code (a `torch.autograd.Function`, a function that it cannot
+    look into) the address of an object for a name: "Gate_140163007810448_0" is "Gate" here.
+    """
+    made = isinstance(sym.executor, TemporaryExecutor)
+    return re.sub(rf"_{id(sym.executor)}_\d+$", "", sym.name) if made else sym.name
+
+
+def modules_in_words(modules: Iterable[str]) -> str:
+    """Modules whose paths differ in nothing but numbers: by one name with #, or by their numbers if they have no other.
+
+    Example:
+        >>> modules_in_words(["transformer.h.3.mlp", "transformer.h.4.mlp"]), modules_in_words(["1", "3", "1"])
+        ('module transformer.h.#.mlp', 'modules 1, 3')
+    """
+    first, *others = dict.fromkeys(modules)
+    if not others:
+        return f"module {first}"
+    if (name := alike(first)) != first:
+        return f"module {name}"
+    shown = [first, *others] if len(others) < _MODULES else [first, *others[: _MODULES - 2], "…", others[-1]]
+    return f"modules {', '.join(shown)}"
+
+
+def alike(module: str) -> str:
+    """A module's path with # for each number, or, if it is nothing but numbers, as it is.
+
+    Example:
+        >>> alike("transformer.h.3.mlp"), alike("2.0")
+        ('transformer.h.#.mlp', '2.0')
+    """
+    return numberless(module) if re.search(r"[^\d.]", module) else module
+
+
+def numberless(module: str) -> str:
+    """A module's path with # for each number, the same for equal layers."""
+    return re.sub(r"\d+", "#", module)
+
+
 def origin_of(bsym: BoundSymbol) -> Origin | None:
     """The operation that a bound symbol was made of; of several the first."""
     found = [tag for tag in bsym.tags if isinstance(tag, Origin)]
@@ -97,7 +151,7 @@ def name_origins(trace: TraceCtx, prologue: TraceCtx | None = None) -> TraceCtx:
         if bsym.sym.id in _SCENERY:
             new.bound_symbols.append(bsym)
         else:
-            new.bound_symbols.append(_tagged(bsym, Origin(index, bsym.sym.name, modules[index], layers[index])))
+            new.bound_symbols.append(_tagged(bsym, Origin(index, symbol_name(bsym.sym), modules[index], layers[index])))
     new.set_provenance(TraceProvenance("Operations know where they come from"))
     return new
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from thunder_mem.graph import Graph
-from thunder_mem.origins import Origin, origin_of, word
+from thunder_mem.origins import Origin, origin_of, symbol_name, word
 from thunder_mem.recompute import why_not_again
 from thunder_mem.saving import saved_storages
 from thunder_mem.trace_graph import TraceGraph
@@ -200,5 +200,5 @@ def _words(source: TraceGraph, ops: Sequence[int]) -> Iterator[str]:
     for op in ops:
         origin = origin_of(source.bsyms[op])
         if origin is None or origin != last:
-            yield origin.word if origin is not None else word(source.bsyms[op].sym.name)
+            yield origin.word if origin is not None else word(symbol_name(source.bsyms[op].sym))
         last = origin

@@ -8,11 +8,12 @@ otherwise are refused, each by name. A file is read as data, strictly; nothing i
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import thunder
@@ -20,8 +21,13 @@ import torch
 from thunder.core.compile_data import _compile_data
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
+from thunder.extend import TemporaryExecutor
 
+from thunder_mem.fx import is_fx, only_subgraph
+from thunder_mem.origins import symbol_name
+from thunder_mem.outside import quoted, read_json, replace_file, shortened
 from thunder_mem.plan import Plan
 
 __all__ = [
@@ -77,7 +83,8 @@ class PlanFile:
             for key in sorted({*here, *there}):
                 if here.get(key) != there.get(key):
                     raise PlanFileError(
-                        f"{self.path} is for other {what}: {key} is {there.get(key)!r} there, {here.get(key)!r} here"
+                        f"{self.path} is for other {what}: {shortened(key, 60)} is "
+                        f"{quoted(there.get(key), 140)} there, {quoted(here.get(key))} here"
                         if what != "a program"
                         else f"{self.path} is for another program: {there['operations']} operations with the digest "
                         f"{there['digest']} there, {here['operations']} with {here['digest']} here"
@@ -105,6 +112,7 @@ def save_plan(jitted: Callable[..., Any], path: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: nothing was planned yet, or planning failed.
+        OSError: the path is a folder, or cannot be written.
 
     Example:
         >>> import pathlib, tempfile, thunder, torch
@@ -120,11 +128,12 @@ def save_plan(jitted: Callable[..., Any], path: str | os.PathLike[str]) -> None:
         Traceback (most recent call last):
         thunder_mem.plan_file.PlanFileError: plan.json is for another program
     """
-    stats: Any = thunder.compile_stats(jitted)
+    stats: Any = thunder.compile_stats(only_subgraph(jitted) if is_fx(jitted) else jitted)
     plan = getattr(stats, "thunder_mem_plan", None)
     if plan is None:
-        failure = getattr(stats, "thunder_mem_failure", "")
-        raise ValueError(f"there is no plan to save: {failure or 'nothing was compiled with MemEfficient yet'}")
+        from thunder_mem.report.circumstances import why_no_plan  # which knows plans, as this module's users do
+
+        raise ValueError(f"there is no plan to save: {why_no_plan(jitted)}")
     program, options = stats.thunder_mem_program
     data = {
         "format": FORMAT,
@@ -133,9 +142,7 @@ def save_plan(jitted: Callable[..., Any], path: str | os.PathLike[str]) -> None:
         "program": program,
         "plan": plan_json(plan),
     }
-    new = Path(f"{os.fspath(path)}.{os.getpid()}.new")
-    new.write_text(json.dumps(data, indent=None, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    replace_file(path, json.dumps(data, sort_keys=True) + "\n")
 
 
 def read_plan(path: str | os.PathLike[str]) -> PlanFile:
@@ -146,25 +153,24 @@ def read_plan(path: str | os.PathLike[str]) -> PlanFile:
         OSError: it cannot be read.
     """
     name = os.fspath(path)
-    with Path(path).open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise PlanFileError(f"{name} has more than {MAX_BYTES:,} bytes, which is no plan")
     try:
-        data = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise PlanFileError(f"{name} is not JSON: {error}") from error
+        data = read_json(path, MAX_BYTES)
+    except ValueError as error:
+        raise PlanFileError(f"{name} is no plan file: {error}") from error
     if not isinstance(data, dict) or data.keys() != _FIELDS.keys():
         raise PlanFileError(f"{name} is no plan file, which holds {', '.join(_FIELDS)} and nothing else")
     for key, kind in _FIELDS.items():
         if type(data[key]) is not kind:
             raise PlanFileError(f"{name} is no plan file: its {key} are no {kind.__name__}")
     if data["format"] != FORMAT:
-        raise PlanFileError(f"{name} has the format {data['format']}, and this version of thunder_mem reads {FORMAT}")
+        raise PlanFileError(
+            f"{name} has the format {quoted(data['format'])}, and this version of thunder_mem reads {FORMAT}"
+        )
     for key in ("versions", "options"):
         if not all(isinstance(v, str) for v in data[key].values()):
             raise PlanFileError(f"{name} is no plan file: its {key} are no texts")
-    if data["program"].keys() != {"digest", "operations"}:
+    kinds = {key: type(value) for key, value in data["program"].items()}
+    if kinds != {"digest": str, "operations": int} or not re.fullmatch("[0-9a-f]{16}", data["program"]["digest"]):
         raise PlanFileError(f"{name} is no plan file: its program is no digest and a number of operations")
     return PlanFile(name, data["versions"], data["options"], data["program"], data["plan"])
 
@@ -199,10 +205,28 @@ def program_of(trace: TraceCtx) -> dict[str, Any]:
             return f"%{i} {tuple(map(int, x.shape))} {x.dtype} {x.device} {x.requires_grad}"
         return f"%{i}"
 
-    for bsym in trace.bound_symbols:
-        flat = tree_flatten((bsym.args, bsym.kwargs, bsym.output))[0]
-        digest.update(f"{bsym.sym.name}({', '.join(map(text, flat))})\n".encode())
+    def add(symbols: Iterable[BoundSymbol]) -> None:
+        for bsym in symbols:
+            flat = tree_flatten((bsym.args, bsym.kwargs, bsym.output))[0]
+            digest.update(f"{symbol_name(bsym.sym)}({', '.join(map(text, flat))})\n".encode())
+            if isinstance(bsym.sym.executor, TemporaryExecutor):  # two functions may have one name
+                add(bsym.subsymbols)
+                for inner in _gradient_traces(bsym.sym):
+                    add(inner.bound_symbols)
+
+    add(trace.bound_symbols)
     return {"digest": digest.hexdigest()[:16], "operations": len(trace.bound_symbols)}
+
+
+def _gradient_traces(sym: Symbol) -> Iterator[TraceCtx]:
+    """What Thunder traced of a `torch.autograd.Function`'s forward and backward, which its gradient's closure holds."""
+    functions = [sym.executor.get_grad_transform(sym)]
+    for function in functions:
+        for value in inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(function) else ():
+            if isinstance(value, TraceCtx):
+                yield value
+            elif inspect.isfunction(value) and value not in functions:
+                functions.append(value)
 
 
 def _plain(x: Any) -> str:
@@ -235,12 +259,17 @@ def differing_part(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[
     """
     for key in sorted({*mine, *theirs}):
         here, there = mine.get(key), theirs.get(key)
-        if here == there:
+        if _text(here) == _text(there):  # which tells 1 from True
             continue
         if isinstance(here, list) and isinstance(there, list):
-            at = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)
+            pairs = enumerate(zip(here, there, strict=False))
+            at = next((i for i, (a, b) in pairs if _text(a) != _text(b)), None)
             if at is None:
                 return f"the number of its {key}", str(len(here)), str(len(there))
-            return f"number {at} of its {key}", json.dumps(here[at]), json.dumps(there[at])
-        return f"its {key}", json.dumps(here), json.dumps(there)
+            return f"number {at} of its {key}", shortened(_text(here[at])), shortened(_text(there[at]))
+        return f"its {shortened(key, 60)}", shortened(_text(here)), shortened(_text(there))
     return None
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -27,7 +27,7 @@ from thunder_mem.effects import leaves
 from thunder_mem.graph import Graph
 from thunder_mem.layerwise import handed_between_layers
 from thunder_mem.offload import why_not_offload
-from thunder_mem.origins import origin_of, source_of, word
+from thunder_mem.origins import origin_of, source_of, symbol_name, word
 from thunder_mem.recompute import why_not_again
 from thunder_mem.saving import saved_storages
 from thunder_mem.trace_graph import TraceGraph
@@ -114,14 +114,14 @@ def infos(source: TraceGraph) -> tuple[OpInfo, ...]:
         if op.backward or not op.allocates:
             continue
         origin = origin_of(bsym)
-        name = word(bsym.sym.name) if origin is None else origin.word
+        name = word(symbol_name(bsym.sym)) if origin is None else origin.word
         kind = "matmul" if _is_matmul(bsym) else name
         outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
         found.append(
             OpInfo(
                 index=op.index,
                 word=name,
-                symbol=bsym.sym.name,
+                symbol=symbol_name(bsym.sym),
                 module="" if origin is None else origin.module,
                 layer=None if origin is None else origin.layer,
                 source=source_of(bsym),

@@ -30,6 +30,7 @@ from thunder_mem.region_model import empty_like_proxy
 from thunder_mem.replay import Block, Event, Ledger, PredictionError, Runner, replay
 from thunder_mem.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.scratch_table import save_tables
+from thunder_mem.simulate import simulated_device
 from thunder_mem.tangents import checked_tangents, fill_with_zeros, passed_through
 
 __all__ = ["Held", "Prediction", "PredictionError", "predict"]
@@ -181,7 +182,8 @@ def predict(
     Raises:
         TypeError: `jitted` is not a function jitted by Thunder.
         ValueError: it was never called and no arguments are given; or its tensors live on the meta
-            device, on which nothing takes memory, or on several GPUs; or the tangents are not the outputs'.
+            device, on which nothing takes memory, on several GPUs, or on the CPU while a GPU is simulated; or the
+            tangents are not the outputs'.
         PredictionError: it cannot be traced, or an operation has no prediction.
     """
     ledger, runner, assumptions = run_prediction(jitted, args, dict(kwargs or {}), tangents, keep_outputs)
@@ -316,6 +318,7 @@ def compiled_entry(
         entry = stats.interpreter_cache[-1]
         with mode_of(()):
             inputs = [_from_proxy(p) for p in entry.computation_traces[-1].args]
+        _check_simulated(inputs)
         return entry, inputs, ["inputs are dense and share no memory"]
     grad_enabled = torch.is_grad_enabled()
     try:
@@ -329,7 +332,18 @@ def compiled_entry(
         raise PredictionError(f"the function cannot be traced{where}: {type(error).__name__}: {cause}") from error
     finally:
         torch.set_grad_enabled(grad_enabled)
+    _check_simulated(inputs)
     return entry, list(inputs), []
+
+
+def _check_simulated(inputs: Sequence[Any]) -> None:
+    """Refuse a program that lives on the CPU while a GPU is simulated: the answer would be about the CPU."""
+    simulated, devices = simulated_device(), {t.device.type for t in _tensors(inputs)}
+    if simulated is not None and devices == {"cpu"}:
+        raise ValueError(
+            f"the program lives on the CPU while the {simulated.name} is simulated: make the model and its arguments "
+            'inside of `with torch.device("cuda"):`, or move them there by .to("cuda")'
+        )
 
 
 def _users_line(error: BaseException | None) -> str:

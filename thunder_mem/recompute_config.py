@@ -8,16 +8,15 @@ Nothing here is ever evaluated, and sizes are bounded.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from thunder_mem.choices import Choices, RecomputeError
 from thunder_mem.layerwise import layerwise_choices
+from thunder_mem.outside import quoted, read_json, whole_number
 from thunder_mem.patterns import Candidate, Occurrence, candidates, names_empty_values, occurrences
 from thunder_mem.trace_graph import TraceGraph
 
@@ -127,7 +126,7 @@ def parse_config(given: Written) -> RecomputeConfig:
     """
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
         try:
-            return _parsed(_read_json(Path(given)))
+            return _parsed(read_json(given, MAX_CHARACTERS))
         except ValueError as error:
             raise ValueError(f"{os.fspath(given)}: {error}") from error
     return _parsed(given)
@@ -141,13 +140,13 @@ def _parsed(given: Any) -> RecomputeConfig:
         _check_size(len(given), MAX_ENTRIES, "entries")
         layerwise = given.get(LAYERWISE, False)
         if not isinstance(layerwise, bool):
-            raise ValueError(f"{LAYERWISE!r} is true or false, not {layerwise!r}")
+            raise ValueError(f"{LAYERWISE!r} is true or false, not {quoted(layerwise)}")
         return _config((_entry_of(k, v) for k, v in given.items() if k != LAYERWISE), layerwise)
     if isinstance(given, Sequence) and all(isinstance(text, str) for text in given):
         _check_size(len(given), MAX_ENTRIES, "entries")
         texts = [text.strip() for text in given]
         return _config((_entry(text) for text in texts if text != LAYERWISE), LAYERWISE in texts)
-    raise ValueError(f"a recompute configuration is a string, a list of strings, a dict or a path, not {given!r}")
+    raise ValueError(f"a recompute configuration is a string, a list of strings, a dict or a path, not {quoted(given)}")
 
 
 def from_environment() -> RecomputeConfig | None:
@@ -181,62 +180,48 @@ def _entry(text: str) -> Entry:
     fields = [field.strip() for field in text.split(":")]
     if len(fields) == 1:
         raise ValueError(
-            f'{text!r} is neither "{LAYERWISE}" nor an entry Pattern:strategy:count, such as Gelu+:recompute:-1'
+            f'{quoted(text)} is neither "{LAYERWISE}" nor an entry Pattern:strategy:count, such as Gelu+:recompute:-1'
         )
     if len(fields) != 3:
-        raise ValueError(f"{text!r} has {len(fields)} fields, not 3: an entry is Pattern:strategy:count")
+        raise ValueError(f"{quoted(text)} has {len(fields)} fields, not 3: an entry is Pattern:strategy:count")
     return _checked(text, *fields)
 
 
 def _entry_of(pattern: object, value: object) -> Entry:
     if isinstance(value, Mapping):
         if unknown := set(value) - {"strategy", "count"}:
-            raise ValueError(f"{pattern!r} has the unknown field {min(map(str, unknown))!r}, beside strategy and count")
+            field = quoted(min(map(str, unknown)))
+            raise ValueError(f"{quoted(pattern)} has the unknown field {field}, beside strategy and count")
         return _checked(f"{pattern}: {dict(value)}", pattern, value.get("strategy", 1), value.get("count", -1))
     return _checked(f"{pattern}: {value}", pattern, value, -1)
 
 
 def _checked(text: str, pattern: object, strategy: object, count: object) -> Entry:
+    said = quoted(text, 100)
     words = pattern.removesuffix("+").split("+") if isinstance(pattern, str) else []
     if not words or not all(w.isidentifier() for w in words):
-        raise ValueError(f"{text!r}: a pattern is names of operations joined by +, such as Gelu+, not {pattern!r}")
+        raise ValueError(
+            f"{said}: a pattern is names of operations joined by +, such as Gelu+, not {quoted(pattern, 100)}"
+        )
     numbers = {str(i): name for i, name in enumerate(STRATEGIES)}
     known = None if isinstance(strategy, bool) else numbers.get(str(strategy), str(strategy))
     if known not in STRATEGIES:
-        raise ValueError(f"{text!r}: the strategy is {' or '.join(STRATEGIES)} (or 0, 1, 2), not {strategy!r}")
+        raise ValueError(f"{said}: the strategy is {' or '.join(STRATEGIES)} (or 0, 1, 2), not {quoted(strategy, 100)}")
     number = _integer(count)
     if number is None or not (number == -1 or number > 0):
-        raise ValueError(f"{text!r}: the count is a number above 0, or -1 for all, not {count!r}")
+        raise ValueError(f"{said}: the count is a number above 0, or -1 for all, not {quoted(count, 100)}")
     return Entry("+".join(words) + "+", known, number)
 
 
 def _integer(count: object) -> int | None:
-    if isinstance(count, bool) or not isinstance(count, int | str) or len(str(count)) > 9:
-        return None
-    try:
-        return int(count)
-    except ValueError:
-        return None
+    if isinstance(count, str):
+        return whole_number(count)
+    return count if type(count) is int and abs(count) < 10**9 else None
 
 
 def _check_size(size: int, most: int, what: str) -> None:
     if size > most:
         raise ValueError(f"the recompute configuration has {size:,} {what}, more than {most:,}")
-
-
-def _read_json(path: Path) -> Any:
-    _check_size(path.stat().st_size, MAX_CHARACTERS, "bytes")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetitions)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from error
-
-
-def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) < len(keys):
-        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} stands there twice")
-    return dict(pairs)
 
 
 def _matches_nothing(pattern: str, known: Iterable[str], reasons: Sequence[str]) -> str:

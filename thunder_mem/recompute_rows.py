@@ -31,7 +31,7 @@ class Row:
         peak_bytes: the peak of the plan that results; below 0 is never, None where it was not asked for.
         peak_change_bytes: against the plan without; negative is lower.
         ms: time of all repetitions, by the roofline of the device.
-        modules: where the operations stand, numbers as #; "" where the trace does not know.
+        modules: where the operations stand, numbers as # beside words; "" where the trace does not know.
         layers: numbers of the layers that have it.
         sources: lines of the user's calls.
         config: what to give `MemEfficient(recompute=...)` for it.

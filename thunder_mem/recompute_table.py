@@ -21,7 +21,7 @@ from thunder_mem.choices import RecomputeError
 from thunder_mem.cost import DeviceModel, cost_s, device_model_of, extra_region_cost_s
 from thunder_mem.fit_budget import SavingProblem
 from thunder_mem.joint_plan import Planned
-from thunder_mem.origins import origin_of, source_of
+from thunder_mem.origins import alike, origin_of, source_of
 from thunder_mem.patterns import Candidate, Occurrence, Single, candidates, occurrences
 from thunder_mem.recompute_config import Entry, choices_of
 from thunder_mem.recompute_rows import Kept, RecomputeTable, Row
@@ -139,7 +139,7 @@ class _Tabulation:
             peak_bytes=peak,
             peak_change_bytes=None if peak is None else peak - base_peak,
             ms=self._ms(rebuilt - base),
-            modules=tuple(dict.fromkeys(re.sub(r"\d+", "#", o.module) for o in origins if o.module)),
+            modules=tuple(dict.fromkeys(alike(o.module) for o in origins if o.module)),
             layers=tuple(sorted({o.layer for o in origins if o.layer is not None})),
             sources=tuple(dict.fromkeys(s for c in parts if (s := source_of(self.source.bsyms[c.maker])))),
             config=str(entry),

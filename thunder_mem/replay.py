@@ -249,12 +249,17 @@ def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, ru
     env.update(bsym._object_ctx)  # printing names the objects that the line refers to, anew each time
     if run is None:
         return None
+    unnamed = ledger.keys(
+        (env.get("_"),)
+    )  # a cotangent that nothing uses lives until the next line that assigns to "_"
     if bsym.sym.id in _BOOKKEEPING:
         # A storage dies only where a name is dropped; looking at those names alone keeps long traces linear.
         dropped = ledger.keys(env.get(p.name) for p in bsym.flat_proxy_args) if bsym.sym.id is PrimIDs.DEL else None
         result = run(env)
         if bsym.sym.id in (PrimIDs.DEL, "clear_mutable_collection"):
             ledger.sweep(dropped)
+        elif unnamed:
+            ledger.sweep(unnamed)
         return result
     try:
         scratch_bytes = runner(bsym, run, env) if not is_transfer(bsym) else _transfer(bsym, run, env, ledger)
@@ -274,6 +279,8 @@ def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, ru
         scratch_bytes=scratch_bytes,
         bsym=bsym,
     )
+    if unnamed:
+        ledger.sweep(unnamed)
     return None
 
 

@@ -104,7 +104,7 @@ class ProbingRunner:
         """The probe of an operation, from the table of this machine if it was measured before."""
         text = _text(bsym, key)
         known = None if text is None else scratch_table.table().find(text)
-        if known is not None and len(known.outputs) == len(tensor_proxies(bsym.flat_outs)):
+        if known is not None and _describes(known, bsym):
             return known
         probe = self._probe(bsym, run, env, inputs)
         if text is not None and isinstance(probe, Probe):
@@ -128,6 +128,15 @@ class ProbingRunner:
                 return _Failed(f"{bsym.sym.name}: its scratch is unknown, it does not run on zeros ({cause})")
             outputs = [probe_env.get(p.name) for p in tensor_proxies(bsym.flat_outs)]
             return Probe(curve.peak_bytes, curve.end_bytes, describe(outputs, list(real.values())))
+
+
+def _describes(probe: Probe, bsym: BoundSymbol) -> bool:
+    """Whether a probe from a file has the outputs that the operation has."""
+    outs = tensor_proxies(bsym.flat_outs)
+    return len(probe.outputs) == len(outs) and all(
+        output is None or output.shape == tuple(map(int, p.shape))
+        for output, p in zip(probe.outputs, outs, strict=True)
+    )
 
 
 REGIONS = (

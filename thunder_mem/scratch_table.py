@@ -1,9 +1,9 @@
 """What single operations were measured to hold, kept from process to process.
 
-One file for each version of torch and Thunder, kind of CPU and number of threads, in
-``$XDG_CACHE_HOME/thunder_mem`` (by default ``~/.cache/thunder_mem``). It is read strictly: a file that is not
-exactly what `Table.save` writes counts as none. Where nothing can be read or written, measurements last for
-the process alone. Processes may write at once: each adds its own to what it finds and replaces the file as a
+One file for each version of torch and Thunder, kind of CPU and number of threads, in ``$XDG_CACHE_HOME/thunder_mem``
+(by default ``~/.cache/thunder_mem``). It is read strictly: a file that is not exactly what `Table.save` writes, or
+names figures that no run on this machine has, counts as none. Where nothing can be read or written, measurements last
+for the process alone. Processes may write at once: each adds its own to what it finds and replaces the file as a
 whole, so that the worst that can happen is that something is measured again.
 """
 
@@ -16,14 +16,15 @@ import json
 import os
 import pathlib
 import platform
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
 import thunder
 import torch
 
+from thunder_mem.budget import device_memory_bytes
 from thunder_mem.output_layout import Output
+from thunder_mem.outside import read_json, replace_file
 
 __all__ = ["Probe", "Table", "save_tables", "table"]
 
@@ -81,26 +82,17 @@ class Table:
         }
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".new")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(data, file)
-                os.replace(name, self.path)
-            except BaseException:
-                os.unlink(name)
-                raise
+            replace_file(self.path, json.dumps(data))
 
     def _read(self) -> dict[str, Probe]:
         if self.path is None:
             return {}
         try:
-            if self.path.stat().st_size > _MOST_BYTES:
-                return {}
-            data = json.loads(self.path.read_text(encoding="utf-8"))
+            data = read_json(self.path, _MOST_BYTES)
             if data["format"] != _FORMAT or data["machine"] != self.machine:
                 return {}
             return {_checked(digest, str): _from_json(entry) for digest, entry in data["probes"].items()}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return {}
 
 
@@ -165,8 +157,21 @@ def _from_json(entry: Any) -> Probe:
             raise ValueError(kind)
         dtype = _checked(getattr(torch, _checked(name, str).removeprefix("torch.")), torch.dtype)
         layout = tuple(_count(n) for n in _checked(shape, list)), tuple(_count(n) for n in _checked(stride, list))
-        found.append(Output((kind, _count(index)), _count(storage_bytes), *layout, _count(offset), dtype))
-    return Probe(_count(peak_bytes), _count(end_bytes), tuple(found))
+        output = Output((kind, _count(index)), _count(storage_bytes), *layout, _count(offset), dtype)
+        if _shown_bytes(output) > output.storage_bytes:
+            raise ValueError(f"an output shows {_shown_bytes(output)} bytes of {storage_bytes}")
+        found.append(output)
+    if not _count(end_bytes) <= _count(peak_bytes) <= device_memory_bytes(torch.device("cpu")):
+        raise ValueError(f"{end_bytes} bytes of at most {peak_bytes} are no run of this machine")
+    return Probe(peak_bytes, end_bytes, tuple(found))
+
+
+def _shown_bytes(output: Output) -> int:
+    """How far into its storage an output reaches."""
+    if 0 in output.shape:
+        return 0
+    last = output.offset + sum((n - 1) * step for n, step in zip(output.shape, output.stride, strict=True))
+    return (last + 1) * output.dtype.itemsize
 
 
 def _checked(value: Any, kind: type) -> Any:

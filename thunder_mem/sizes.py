@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from thunder_mem.outside import quoted
+
 __all__ = ["change", "parse_bytes", "size"]
 
 _UNITS = {"": 1, "B": 1}
@@ -21,14 +23,14 @@ def parse_bytes(size: str | int) -> int:
         >>> parse_bytes("1.5KiB"), parse_bytes("2 KB"), parse_bytes(7)
         (1536, 2000, 7)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    match = re.fullmatch(r" *([0-9]{1,18}(?:\.[0-9]{1,18})?) *([a-zA-Z]*) *", str(size))
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     factor = units.get(match[2].lower()) if match else None
     if match is None or factor is None or isinstance(size, bool):
-        raise ValueError(f"{size!r} is not a size: write a number and a unit, such as 40GiB, 512MiB or 80GB")
+        raise ValueError(f"{quoted(size)} is not a size: write a number and a unit, such as 40GiB, 512MiB or 80GB")
     nbytes = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
     if nbytes <= 0:
-        raise ValueError(f"a size is above 0, not {size!r}")
+        raise ValueError(f"a size is above 0, not {quoted(size)}")
     return nbytes
 
 

@@ -24,6 +24,7 @@ from thunder_mem.graph import Graph, Op, Storage, make_graph
 from thunder_mem.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.layout import Layout
 from thunder_mem.offload_exec import host_proxies
+from thunder_mem.origins import symbol_name
 
 __all__ = ["BACKWARD", "UNPACKING", "TraceGraph", "proxies_in", "read_trace"]
 
@@ -205,7 +206,7 @@ def _ops(
         ops.append(
             Op(
                 index=i,
-                name=b.sym.name,
+                name=symbol_name(b.sym),
                 reads=tuple(reads),
                 writes=tuple(dict.fromkeys(storage_of[name] for name in effect.writes)),
                 allocates=tuple(allocates),

@@ -24,7 +24,7 @@ from thunder_mem.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.twin_optimizer import hold_state, make_state, next_scalars, twin_optimizer
 from thunder_mem.twins import Leaves, Twins, Watch
 
-__all__ = ["predict_step", "training_step"]
+__all__ = ["instead_of_optimizer", "predict_step", "training_step"]
 
 
 def training_step(
@@ -86,7 +86,7 @@ def predict_step(
             and a loss that is no scalar or does not depend on a parameter.
     """
     if not isinstance(optimizer, torch.optim.Optimizer | None):
-        raise TypeError(f"predict_step takes a torch.optim optimizer or None, not {type(optimizer).__name__}")
+        raise TypeError(f"predict_step takes a torch.optim optimizer or None, {instead_of_optimizer(optimizer)}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS calls the model from a closure, as often as it likes: its step cannot be predicted")
     if not isinstance(accumulate, int) or accumulate < 1:
@@ -96,6 +96,11 @@ def predict_step(
         raise ValueError("nothing that the model takes or owns requires a gradient, so there is no step to predict")
 
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    if any(not t.is_leaf for t in tensors):
+        raise ValueError(
+            "an argument was computed from what has a gradient, so the step is only a part of one: "
+            "give predict_step t.detach().requires_grad_(), or ask predict about this call"
+        )
     simulated = device_type_of(inputs) == "cuda"
     ledger = Ledger("cuda", "cpu") if simulated else Ledger("cpu")
     runner = SimulatedRunner() if simulated else ProbingRunner()
@@ -146,6 +151,14 @@ def predict_step(
     ledger.sweep()
     notes = [] if first or optimizer is None else ["the optimizer has its state already"]
     return finish(ledger, (*assumptions, *runner.assumptions, *notes))
+
+
+def instead_of_optimizer(optimizer: Any) -> str:
+    """What was given in an optimizer's place, and what to do, to end a sentence."""
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        name = optimizer.__name__
+        return f"and {name} is the class: call it with the parameters, {name}(model.parameters())"
+    return f"not {type(optimizer).__name__}"
 
 
 class _Model:

@@ -1,18 +1,24 @@
-"""The options of `thunder-mem`, and help that teaches what they are for."""
+"""The options of `thunder-mem`, and help that teaches what they are for.
+
+Neither this module nor what it imports needs PyTorch or Thunder, so that what is mistyped is answered at once.
+What only they can tell (a recomputation's pattern, an optimizer's name) is looked at later.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import ast
+import re
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
-from thunder_mem.cost_measure import COSTS
 from thunder_mem.devices import DEVICES, device_spec
-from thunder_mem.offload_option import parse_offload
-from thunder_mem.recompute_config import parse_config
+from thunder_mem.outside import quoted, whole_number
 from thunder_mem.sizes import parse_bytes
 
-__all__ = ["make_parser"]
+__all__ = ["make_parser", "read_words", "split_target"]
 
 _DESCRIPTION = """\
 Know the peak of a PyTorch program before it runs, on any machine: thunder-mem compiles it by
@@ -77,6 +83,53 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help says more)\n")
 
 
+def read_words(words: Sequence[str] | None) -> argparse.Namespace | int:
+    """The options that the words are, or an exit code where all has been said: help, or what is wrong."""
+    try:
+        return make_parser().parse_args(words)
+    except SystemExit as exit_:
+        return 0 if exit_.code in (0, None) else 2
+
+
+def split_target(target: str) -> tuple[str, str]:
+    """The file and the name of a target.
+
+    Raises:
+        ValueError: it is none, there is no such file, or the file does not have the name, as far as its text tells.
+    """
+    path, colon, name = target.rpartition(":")
+    if not colon or not path or not name:
+        raise ValueError(f"{quoted(target)} is no target: write path/to/script.py:function_or_model_factory")
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {quoted(path)}")
+    if not path.endswith(".py"):
+        raise ValueError(f"{quoted(path)} is not a Python file: its name ends in .py")
+    first = name.split(".")[0]
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    if not re.search(rf"\b{re.escape(first)}\b|{_MAKES_NAMES}", text):
+        raise ValueError(f"{path} has no {quoted(first)}{_near(first, text)}")
+    return path, name
+
+
+# By which a script may have names that do not stand in its text.
+_MAKES_NAMES = r"import \*|\bglobals\(|\blocals\(|\bvars\(|\bexec\(|\bsetattr\(|__dict__"
+
+
+def _near(name: str, text: str) -> str:
+    """The functions and classes of a script, the nearest to a name in front, to end a sentence."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError):
+        return ""
+    defined = [b.name for b in body if isinstance(b, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    near = get_close_matches(name, defined, n=1)
+    shown = [*near, *(other for other in sorted(defined) if other not in near)][:_SHOWN]
+    return f"; it defines {', '.join(shown)}" if shown else ""
+
+
+_SHOWN = 8
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     formatter = argparse.RawDescriptionHelpFormatter
@@ -114,7 +167,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_options(command: argparse.ArgumentParser, name: str) -> None:
-    command.add_argument("target", metavar="SCRIPT:NAME", help="path/to/script.py:function_or_model_factory; see below")
+    command.add_argument(
+        "target",
+        type=_checked(_target),
+        metavar="SCRIPT:NAME",
+        help="path/to/script.py:function_or_model_factory; see below",
+    )
     program = command.add_argument_group("the program")
     program.add_argument(
         "--input",
@@ -139,14 +197,13 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     )
     machine.add_argument(
         "--recompute",
-        type=_checked(_recompute),
         metavar="CONFIG",
         help="what the backward computes again, or keeps, besides, as MemEfficient(recompute=...) takes it: "
         "Gelu+:recompute:-1, layerwise, the path of a JSON file",
     )
     machine.add_argument(
         "--costs",
-        choices=COSTS,
+        choices=("roofline", "measured"),
         help="how long repetitions are taken to be where a plan buys memory with time: by the roofline of the device "
         "(default), or measured here",
     )
@@ -187,7 +244,6 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             nargs="?",
             const=True,
             default=False,
-            type=_checked(_offload),
             metavar="PATTERN",
             help="values may wait in the host's memory too; with PATTERN, such as Gelu+, only those of that pattern",
         )
@@ -214,21 +270,12 @@ def _add_step_options(program: argparse._ArgumentGroup) -> None:
     )
 
 
-def _recompute(text: str) -> str:
-    try:
-        parse_config(text)
-    except OSError as error:
-        raise ValueError(f"{text} cannot be read: {error.strerror}") from error
+def _target(text: str) -> str:
+    split_target(text)
     return text
 
 
-def _offload(text: str) -> str:
-    offload = f"only:{text.removeprefix('only:')}"
-    parse_offload(offload)
-    return offload
-
-
 def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise ValueError(f"a number from 1 up, not {text!r}")
-    return int(text)
+    if (number := whole_number(text)) is None or number < 1:
+        raise ValueError(f"a number from 1 up, not {quoted(text)}")
+    return number

@@ -20,7 +20,7 @@ import rich.console
 import rich.progress
 import torch
 
-from thunder_mem.command_line.arguments import make_parser
+from thunder_mem.command_line.arguments import read_words
 from thunder_mem.command_line.output import (
     frontier_json,
     frontier_tables,
@@ -33,10 +33,11 @@ from thunder_mem.command_line.output import (
 )
 from thunder_mem.command_line.pages import check_files, plan_page, predict_page
 from thunder_mem.command_line.predictions import Outcome, Question, ask, limits_of, machine, survey
-from thunder_mem.command_line.program import Program, UsageError, load_target, make_program
+from thunder_mem.command_line.program import Program, UsageError, in_words, load_target, make_program
 from thunder_mem.devices import device_spec
 from thunder_mem.library_memory import cublas_workspace_bytes
-from thunder_mem.predict import PredictionError
+from thunder_mem.offload_option import parse_offload
+from thunder_mem.recompute_config import parse_config
 from thunder_mem.report import explain
 from thunder_mem.report.frontier_page import frontier_page
 from thunder_mem.report.html import to_page
@@ -44,7 +45,7 @@ from thunder_mem.report.sections import Section, headline, sections
 from thunder_mem.report.text import plain as as_text
 from thunder_mem.report.text import wrapped
 
-__all__ = ["main"]
+__all__ = ["answer", "main"]
 
 FITS, DOES_NOT_FIT, USAGE = 0, 1, 2
 
@@ -86,10 +87,12 @@ class _Steps:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `thunder-mem` with the given words, by default the process' own; return the exit code."""
-    try:
-        options = make_parser().parse_args(arguments)
-    except SystemExit as exit_:  # argparse has said why
-        return FITS if exit_.code in (0, None) else USAGE
+    options = read_words(arguments)
+    return options if isinstance(options, int) else answer(options)
+
+
+def answer(options: argparse.Namespace) -> int:
+    """Do what the command is asked for; return the exit code."""
     path = list(sys.path)
     try:
         with warnings.catch_warnings():
@@ -105,10 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        known = isinstance(error, UsageError | PredictionError | ValueError | TypeError | ImportError | OSError)
-        what = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
         hint = "" if options.debug or isinstance(error, UsageError) else " (--debug shows where)"
-        print(f"thunder-mem: {' '.join(what.split())}{hint}", file=sys.stderr)  # one line, however many it has
+        print(f"thunder-mem: {in_words(error)}{hint}", file=sys.stderr)
         return USAGE
     finally:
         sys.path[:] = path  # the script's folder was put there
@@ -141,6 +142,7 @@ def _note(message: Warning | str, *_: Any, **__: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     check_files(options)  # before the long work
+    _check_patterns(options)
     # Whatever the user's code prints, also while it is traced, must not get into what this command prints.
     with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not options.inference):
         answer = _work(options)
@@ -150,6 +152,20 @@ def _run(options: argparse.Namespace) -> int:
         answer.save(pathlib.Path(name))
     _show(options, answer)
     return FITS if answer.fits else DOES_NOT_FIT
+
+
+def _check_patterns(options: argparse.Namespace) -> None:
+    """Whether `--recompute` and `--offload` can be read; of the latter the form that `MemEfficient` takes."""
+    try:
+        if options.recompute is not None:
+            parse_config(options.recompute)
+        if isinstance(given := getattr(options, "offload", False), str):
+            options.offload = f"only:{given.removeprefix('only:')}"
+            parse_offload(options.offload)
+    except OSError as error:
+        raise UsageError(f"--recompute {options.recompute} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _work(options: argparse.Namespace) -> _Answer:
@@ -203,7 +219,7 @@ def _explain(options: argparse.Namespace, program: Program, answer: _Answering, 
             *program.args,
             kwargs=program.kwargs,
             prediction=found.prediction,
-            budget_bytes=options.budget or found.own_budget_bytes,
+            budget=options.budget or found.own_budget_bytes,
             bounds=not options.no_bounds,
         )
     # Of the budget the report itself speaks.

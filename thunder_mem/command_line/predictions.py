@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +15,7 @@ from thunder.extend import Executor, get_default_executors
 
 from thunder_mem.allocator import Allocation, allocate, needed_bytes
 from thunder_mem.attention import mem_attention_ex
-from thunder_mem.command_line.program import Program, UsageError
+from thunder_mem.command_line.program import Program, UsageError, in_words
 from thunder_mem.delegate import last_plan
 from thunder_mem.devices import DeviceSpec
 from thunder_mem.executors import mem_pointwise_ex
@@ -21,7 +23,7 @@ from thunder_mem.frontier import memory_time_frontier
 from thunder_mem.frontier_table import Frontier
 from thunder_mem.fusions import fuser_of, with_fuser
 from thunder_mem.plan import Plan
-from thunder_mem.predict import Prediction, predict
+from thunder_mem.predict import Prediction, PredictionError, predict
 from thunder_mem.simulate import simulate
 from thunder_mem.training_step import predict_step
 from thunder_mem.transforms import MemEfficient
@@ -145,7 +147,10 @@ def survey(
     if not program.is_jitted:
         executors = None if simulated else _executors(fusion)
         given: dict[str, Any] = {} if executors is None else {"executors": executors}
+        alone = thunder.jit(model, **given)
         model = thunder.jit(model, transforms=[_mem_efficient(options or {})], **given)
+        with _telling_whose_fault(lambda: predict(alone, *program.args, kwargs=program.kwargs)):
+            return memory_time_frontier(model, *program.args, kwargs=program.kwargs, points=points, offload=offload)
     return memory_time_frontier(model, *program.args, kwargs=program.kwargs, points=points, offload=offload)
 
 
@@ -172,9 +177,44 @@ def ask(program: Program, question: Question) -> Outcome:
     """Compile and predict; if that does not fit, again with the limit as the budget of MemEfficient.
 
     Raises:
-        UsageError: the options do not go together.
-        PredictionError, ValueError: as `predict` and `predict_step`.
+        UsageError: the options do not go together; or it fails, and the message says whether Thunder alone does.
+        PredictionError, ValueError: as `predict` and `predict_step`, for what has no MemEfficient or is about it.
     """
+    if question.plain or program.is_jitted:
+        return _answered(program, question)
+    with _telling_whose_fault(lambda: _compiled(program, replace(question, plain=True, options={}), None)):
+        return _answered(program, question)
+
+
+@contextlib.contextmanager
+def _telling_whose_fault(alone: Callable[[], object]) -> Iterator[None]:
+    """Make of a failure within a `UsageError` that says whether Thunder `alone` fails, too."""
+    try:
+        yield
+    except Exception as error:
+        if _is_refusal(error):
+            raise
+        try:
+            alone()
+        except Exception:
+            verdict = "Thunder alone fails too"
+        else:
+            verdict = "Thunder alone compiles it (--plain), so MemEfficient is at fault"
+        raise UsageError(f"{in_words(error)} ({verdict}; --debug shows where)") from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether this package refuses what was asked, which says nothing about the program."""
+    if isinstance(error, PredictionError):
+        return False
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, UsageError) or raised_in.startswith(_PACKAGE)
+
+
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
+
+
+def _answered(program: Program, question: Question) -> Outcome:
     if question.plain and program.is_jitted:
         raise UsageError("the program is jitted already: what thunder.jit got there decides how it is compiled")
     _check_options(program, question.options)

@@ -15,7 +15,12 @@ from typing import Any
 import thunder
 import torch
 
-__all__ = ["Program", "UsageError", "load_target", "make_program", "parse_input"]
+from thunder_mem.command_line.arguments import split_target
+from thunder_mem.outside import quoted, shortened, whole_number
+from thunder_mem.predict import PredictionError
+from thunder_mem.training_step import instead_of_optimizer
+
+__all__ = ["Program", "UsageError", "in_words", "load_target", "make_program", "parse_input"]
 
 _KEYS = ("model", "args", "kwargs", "loss", "optimizer")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "float": torch.float32}
@@ -23,6 +28,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 class UsageError(Exception):
     """Something about the command, the script or the program that the user can mend; the message says what."""
+
+
+def in_words(error: Exception) -> str:
+    """An error as one line: its message alone where its type says nothing more."""
+    known = isinstance(error, UsageError | PredictionError | ValueError | TypeError | ImportError | OSError)
+    what = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
+    return " ".join(what.split())
 
 
 @dataclass(frozen=True)
@@ -53,15 +65,13 @@ def load_target(target: str) -> Any:
     Raises:
         UsageError: there is no such file or name, or the script raises.
     """
-    path_text, colon, name = target.rpartition(":")
-    if not colon or not path_text or not name:
-        raise UsageError(f"{target!r} is no target: write path/to/script.py:function_or_model_factory")
+    try:
+        path_text, name = split_target(target)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     path = pathlib.Path(path_text)
-    if not path.is_file():
-        raise UsageError(f"there is no file {path_text!r}")
     spec = importlib.util.spec_from_file_location(f"thunder_mem_target_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path_text!r} is not a Python file: its name ends in .py")
+    assert spec is not None and spec.loader is not None  # as its name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # dataclasses and pickles look themselves up there
     sys.path.insert(0, str(path.resolve().parent))
@@ -122,19 +132,26 @@ def parse_input(text: str, *, grad: bool = False) -> tuple[str, torch.Tensor]:
     """
     name, equals, rest = text.rpartition("=")
     if equals and not name.isidentifier():
-        raise UsageError(f"--input {text}: {name!r} is not the name of an argument")
+        raise UsageError(f"--input {shortened(text, 80)}: {quoted(name, 80)} is not the name of an argument")
     shape_text, _, dtype_text = rest.partition(":")
     sizes = [] if shape_text == "scalar" else shape_text.replace(",", "x").split("x")
-    if not all(part.isdigit() for part in sizes):
-        raise UsageError(f"--input {text}: {shape_text!r} is not a shape; write sizes such as 8x1024, or scalar")
+    shape = [whole_number(part) for part in sizes]
+    if any(n is None or n < 0 for n in shape):
+        raise UsageError(
+            f"--input {shortened(text, 80)}: {quoted(shape_text, 80)} is not a shape; "
+            "write sizes such as 8x1024, or scalar"
+        )
     dtype = _DTYPES.get(dtype_text) or (getattr(torch, dtype_text, None) if dtype_text else torch.get_default_dtype())
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"--input {text}: unknown dtype {dtype_text!r}; known are float32, bf16, int64, bool, ...")
+        raise UsageError(
+            f"--input {shortened(text, 80)}: unknown dtype {quoted(dtype_text, 80)}; "
+            "known are float32, bf16, int64, bool, ..."
+        )
     try:
-        zeros = torch.zeros([int(part) for part in sizes], dtype=dtype)
+        zeros = torch.zeros(shape, dtype=dtype)  # type: ignore[arg-type]
     except RuntimeError as error:
         where = "with --device nothing is allocated" if torch.get_default_device().type == "cpu" else "it is too large"
-        raise UsageError(f"--input {text} cannot be made: {where} ({error})") from error
+        raise UsageError(f"--input {shortened(text)} cannot be made: {where} ({error})") from error
     return name, zeros.requires_grad_() if grad and dtype.is_floating_point else zeros
 
 
@@ -173,7 +190,7 @@ def _from_result(target: str, result: Any) -> Program:
         )
     optimizer = parts.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"the optimizer of {target} is {_article(type(optimizer).__name__)}, not one of torch.optim")
+        raise UsageError(f"the optimizer of {target} is one of torch.optim, {instead_of_optimizer(optimizer)}")
     args = (args,) if isinstance(args, torch.Tensor) else args
     kwargs, loss = parts.get("kwargs") or {}, parts.get("loss")
     for what, value, fits, wanted in (

@@ -11,7 +11,7 @@ import torch
 
 from thunder_mem.budget import parse_budget
 from thunder_mem.delegate import last_failure, last_plan
-from thunder_mem.fx import highest_peak, is_fx
+from thunder_mem.fx import highest_peak, is_fx, why_no_subgraphs
 from thunder_mem.predict import Prediction, compiled_entry, predict
 from thunder_mem.report.bound import Optimality, optimality
 from thunder_mem.report.circumstances import about_compilation, about_subgraphs, left_to_others
@@ -30,7 +30,7 @@ def explain(
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
     prediction: Prediction | None = None,
-    budget_bytes: int | str | None = None,
+    budget: int | str | None = None,
     bounds: bool = True,
 ) -> Report:
     """Explain the memory of a jitted function, without running it (but for single operations, see `predict`).
@@ -43,7 +43,7 @@ def explain(
             compilation is explained, with inputs that are dense and share no memory.
         kwargs: the call's keyword arguments.
         prediction: explain this one, such as `predict_step` made of a whole step, instead of a new one.
-        budget_bytes: what the peak is to fit into: bytes, a size such as "40GiB", or "80%" of the device's
+        budget: what the peak is to fit into: bytes, a size such as "40GiB", or "80%" of the device's
             memory; the report then states the headroom. Default: the budget of `MemEfficient(budget=...)`,
             if it had one; but none for a given `prediction`, which may hold more than that budget is about.
         bounds: look for a lower bound on each phase's peak, which proves an order optimal or says how
@@ -51,7 +51,7 @@ def explain(
             phases with operations outside of the trace (an eager loss).
 
     Raises:
-        TypeError: `jitted` is not a function jitted by Thunder, or `budget_bytes` is no int and no string.
+        TypeError: `jitted` is not a function jitted by Thunder, or `budget` is no int and no string.
         ValueError: it was never called and no arguments are given, or the budget is none, or not positive.
         PredictionError: it cannot be traced, or an operation has no prediction.
 
@@ -61,8 +61,8 @@ def explain(
         >>> explain(f, torch.zeros(1024)).peak_bytes
         12288
     """
-    if budget_bytes is not None:
-        parse_budget(budget_bytes)  # what is wrong with it is said before the long work
+    if budget is not None:
+        parse_budget(budget)  # what is wrong with it is said before the long work
     if is_fx(jitted):
         if args or kwargs:
             raise ValueError(f"{LATE}, then explain it without arguments")
@@ -70,8 +70,8 @@ def explain(
         if shown is None and (others := left_to_others(jitted)):
             raise ValueError(f"Thunder compiles nothing of this program: {'; '.join(others)}")
         if shown is None:
-            raise ValueError(f"{NEVER_CALLED}, then explain it without arguments")
-        report = explain(shown, prediction=prediction, budget_bytes=budget_bytes, bounds=bounds)
+            raise ValueError(why_no_subgraphs(jitted))
+        report = explain(shown, prediction=prediction, budget=budget, bounds=bounds)
         return replace(report, notes=(*report.notes, *about_subgraphs(jitted)))
     stats: Any = thunder.compile_stats(jitted)
     if thunder.compile_data(jitted) is None or stats is None:
@@ -99,8 +99,8 @@ def explain(
         traces = {"forward": entry.computation_traces, "backward": entry.backward_traces}
         phases = [prediction.phase(name) for name in prediction.phases if name in traces]
         found = [optimality(traces[p.timeline[0].phase][-1], p) for p in phases]
-    if budget_bytes is not None:
-        limit_bytes: int | None = parse_budget(budget_bytes, torch.device(prediction.device_type))
+    if budget is not None:
+        limit_bytes: int | None = parse_budget(budget, torch.device(prediction.device_type))
     else:
         limit_bytes = plan.budget.budget_bytes if alone and plan is not None and plan.budget is not None else None
     return Report(prediction, plan, tuple(found), limit_bytes, tuple(notes))

@@ -26,10 +26,12 @@ from thunder_mem.decisions import about_chunks
 from thunder_mem.delegate import check_final_trace, latest, seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.fusions import fuses_generally
+from thunder_mem.fx_calls import watch_calls
 from thunder_mem.joint_plan import PlanningOptions
 from thunder_mem.nvfuser import without_broken_nvfuser
 from thunder_mem.offload_option import parse_offload
 from thunder_mem.origins import name_origins
+from thunder_mem.outside import quoted
 from thunder_mem.overwrites import without_writes
 from thunder_mem.plan import Refusal
 from thunder_mem.plan_file import note_program, program_of, read_plan
@@ -44,6 +46,7 @@ from thunder_mem.tensor_parallel import waits_for_shards
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.listed import ListedTransform
 from thunder_mem.verify import VerificationError
+from thunder_mem.written_arguments import with_histories
 
 __all__ = ["MemEfficient"]
 
@@ -126,24 +129,25 @@ class MemEfficient(ListedTransform):
     ) -> None:
         check_sort(sort)
         if not isinstance(chunk, bool | ChunkLossHead):
-            raise TypeError(f"chunk is True or False, or a ChunkLossHead, not {chunk!r}")
+            raise TypeError(f"chunk is True or False, or a ChunkLossHead, not {quoted(chunk)}")
         if not isinstance(strict, bool):
-            raise TypeError(f"strict is True or False, not {strict!r}")
+            raise TypeError(f"strict is True or False, not {quoted(strict)}")
         if not isinstance(reuse, bool):
-            raise TypeError(f"reuse is True or False, not {reuse!r}")
+            raise TypeError(f"reuse is True or False, not {quoted(reuse)}")
         if not isinstance(verify, bool | None):
-            raise TypeError(f"verify is True, False or None, not {verify!r}")
+            raise TypeError(f"verify is True, False or None, not {quoted(verify)}")
         if budget is not None:
             parse_budget(budget)
         moved = parse_offload(offload)
         if moved is not None and budget is None:
             raise ValueError(
-                f"offload={offload!r} moves values to the host to fit a budget, and there is none: give budget=, too"
+                f"offload={quoted(offload)} moves values to the host to fit a budget, and there is none: "
+                "give budget=, too"
             )
         if on_infeasible not in ("error", "warn"):
-            raise ValueError(f'on_infeasible is "error" or "warn", not {on_infeasible!r}')
+            raise ValueError(f'on_infeasible is "error" or "warn", not {quoted(on_infeasible)}')
         if costs not in COSTS:
-            raise ValueError(f"costs is {' or '.join(map(repr, COSTS))}, not {costs!r}")
+            raise ValueError(f"costs is {' or '.join(map(repr, COSTS))}, not {quoted(costs)}")
         self._options = PlanningOptions(
             sort=sort,
             strict=strict,
@@ -156,6 +160,7 @@ class MemEfficient(ListedTransform):
             verify=verify,
         )
         self._chunk = chunk
+        watch_calls(lambda transform: isinstance(transform, MemEfficient))
         self._recompute = recompute
         self._plan = None if plan is None else read_plan(plan)
         self._offload = offload
@@ -167,6 +172,9 @@ class MemEfficient(ListedTransform):
         self._is_alone_in(compile_data.transforms)
         if self._options.costs == "measured":
             check_measurable()
+        prologue_trace, computation_trace, epilogue_trace = with_histories(
+            prologue_trace, computation_trace, epilogue_trace, compile_data.compile_options
+        )
         if waits_for_shards(self, compile_data.transforms, computation_trace):
             return prologue_trace, self._prepared(computation_trace, prologue_trace), epilogue_trace
         executors = _with_defaults(compile_data.executors_list)
@@ -276,7 +284,7 @@ def _chooser(recompute: Written | Policy) -> Chooser:
     if isinstance(recompute, str | os.PathLike | Mapping | list | tuple):
         return parse_config(recompute)
     if not callable(recompute):
-        raise TypeError(f"recompute is a configuration or a policy (op, graph) -> Action, not {recompute!r}")
+        raise TypeError(f"recompute is a configuration or a policy (op, graph) -> Action, not {quoted(recompute)}")
     check_policy(recompute)
     return PolicyChooser(recompute)
 
