@@ -58,6 +58,13 @@ class Collapsed:
         """An order of this graph as one of the other."""
         return [op for segment in order for op in self.members[segment]]
 
+    def nearest(self, order: Sequence[int]) -> list[int]:
+        """The order of this graph that follows one of the other most closely."""
+        place = [0] * len(order)
+        for step, op in enumerate(order):
+            place[op] = step
+        return _nearest(self.live.predecessors, [max([place[op] for op in ops]) for ops in self.members])
+
 
 def collapse(live: Liveness) -> Collapsed:
     """Collapse every series-parallel module found; no order of `live` has a lower peak than the best of the result.
@@ -86,14 +93,17 @@ class _Modules:
         # Ops that free a storage in some orders only.
         self._fixed = [False] * len(live)
         self._frees = [0] * len(live)
-        for s, users in enumerate(live.users):
-            last = tuple(op for op in users if op != live.allocators[s]) or users
+        for users, maker, nbytes in zip(live.users, live.allocators, live.nbytes, strict=True):
+            last = users if maker is None or len(users) == 1 else tuple([op for op in users if op != maker])
             self._last.append(last)
             if len(last) == 1:
-                self._frees[last[0]] += live.nbytes[s]
-            for op in last:
-                self._fixed[op] = self._fixed[op] or len(last) > 1
-        self._parts: list[Part | None] = [self._single(op) for op in range(len(live))]
+                self._frees[last[0]] += nbytes
+            else:
+                for op in last:
+                    self._fixed[op] = True
+        self._alive = [True] * len(live)
+        # Of modules of several ops alone: most stay as they are.
+        self._parts: dict[int, Part] = {}
         # The last op of each module, by which modules are in a legal order.
         self._end = list(range(len(live)))
         # Two modules have the same neighbours where the sums of these numbers are the same, or nearly so.
@@ -103,13 +113,9 @@ class _Modules:
         self._after_sum = [sum([self._mark[p] for p in ops]) for ops in live.successors]
         self._beside: dict[tuple[int, int], int] = {}
 
-    def _single(self, op: int) -> Part:
-        allocated = self._live.allocated_bytes[op]
-        return self._segments.single(op, allocated + self._live.scratch_bytes[op], allocated - self._frees[op])
-
     def left(self) -> list[int]:
         """The modules, in a legal order."""
-        return sorted((m for m, part in enumerate(self._parts) if part is not None), key=self._end.__getitem__)
+        return sorted([m for m, alive in enumerate(self._alive) if alive], key=self._end.__getitem__)
 
     def collapse(self, modules: Iterable[int]) -> None:
         """Compose neighbours of `modules`, and of whatever that changes, until nothing fits together."""
@@ -120,7 +126,7 @@ class _Modules:
         while queue:
             m = queue.popleft()
             waiting[m] = False
-            if self._parts[m] is None or self._fixed[m]:
+            if self._fixed[m] or not self._alive[m]:
                 continue
             for other in self._compose(m):
                 if not waiting[other] and not self._fixed[other]:
@@ -140,7 +146,7 @@ class _Modules:
         key = self._before_sum[m], self._after_sum[m]
         other = self._beside.setdefault(key, m)
         if other != m:
-            alive = self._parts[other] is not None and (self._before_sum[other], self._after_sum[other]) == key
+            alive = self._alive[other] and (self._before_sum[other], self._after_sum[other]) == key
             if alive and self._before[m] == self._before[other] and self._after[m] == self._after[other]:
                 return self._parallel(other, m)
             self._beside[key] = m
@@ -180,13 +186,16 @@ class _Modules:
         return [kept, *self._before[kept], *self._after[kept]]
 
     def _keep(self, kept: int, gone: int, part: Part) -> None:
-        self._parts[kept], self._parts[gone] = part, None
+        self._parts[kept] = part
+        self._alive[gone] = False
         self._end[kept] = max(self._end[kept], self._end[gone])
 
     def _part(self, m: int) -> Part:
-        part = self._parts[m]
-        assert part is not None
-        return part
+        """What module `m` is, to be composed with another."""
+        if m in self._parts:
+            return self._parts.pop(m)
+        allocated = self._live.allocated_bytes[m]
+        return self._segments.single(m, allocated + self._live.scratch_bytes[m], allocated - self._frees[m])
 
     def resolve(self, modules: Sequence[int]) -> bool:
         """Drop edges that others imply, and find which readers of a storage can be its last; whether
@@ -216,7 +225,6 @@ class _Modules:
                 last = self._last[s] = tuple(op for op in last if not earlier >> place[op] & 1)
                 if len(last) == 1:
                     self._frees[last[0]] += self._live.nbytes[s]
-                    self._parts[last[0]] = self._single(last[0])
                     found = True
                 else:
                     for op in last:
@@ -235,26 +243,31 @@ class _Modules:
         live = self._live
         if len(modules) == len(live):
             return Collapsed(live, tuple([(op,) for op in range(len(live))]), len(live) <= 1)
-        segments: list[Segment] = []
+        hills: list[int] = []
+        members: list[tuple[int, ...]] = []
         before: list[list[int]] = []
-        end: dict[int, int] = {}
+        end = [0] * len(live)
         for m in modules:
-            sequence = self._segments.sequence(self._part(m))
             before.append([end[p] for p in self._before[m]])
-            before += [[len(segments) + i] for i in range(len(sequence) - 1)]
-            segments += sequence
-            end[m] = len(segments) - 1
-        members = [tuple(self._segments.ops(segment)) for segment in segments]
+            if m not in self._parts:
+                hills.append(live.allocated_bytes[m] + live.scratch_bytes[m])
+                members.append((m,))
+            else:
+                for i, segment in enumerate(self._segments.sequence(self._parts[m])):
+                    if i:
+                        before.append([len(hills) - 1])
+                    hills.append(segment.hill)
+                    members.append(tuple(self._segments.ops(segment)))
+            end[m] = len(hills) - 1
         order = _nearest(before, [max(ops) for ops in members])
-        place = {c: i for i, c in enumerate(order)}
+        place = [0] * len(order)
+        for step, c in enumerate(order):
+            place[c] = step
+        members = [members[c] for c in order]
         smaller = _smaller(
-            live,
-            [members[c] for c in order],
-            [segments[c].hill for c in order],
-            [sorted([place[p] for p in before[c]]) for c in order],
-            self._last,
+            live, members, [hills[c] for c in order], [[place[p] for p in before[c]] for c in order], self._last
         )
-        return Collapsed(smaller, tuple([members[c] for c in order]), len(modules) == 1)
+        return Collapsed(smaller, tuple(members), len(modules) == 1)
 
 
 def _nearest(before: Sequence[Sequence[int]], rank: Sequence[int]) -> list[int]:
@@ -290,24 +303,25 @@ def _smaller(
     what it leaves and what it found together.
     """
     home = [0] * len(live)
+    allocated = []
     for c, ops in enumerate(members):
+        allocated.append(live.allocated_bytes[ops[0]] if len(ops) == 1 else sum([live.allocated_bytes[op] for op in ops]))
         for op in ops:
             home[op] = c
-    allocated = [sum([live.allocated_bytes[op] for op in ops]) for ops in members]
     sizes: dict[tuple[int | None, tuple[int, ...]], int] = {}
-    for s, users in enumerate(live.users):
-        if users:
-            op = live.allocators[s]
-            maker = None if op is None else home[op]
-            readers = tuple(sorted([home[op] for op in last[s]]))
-            if readers == (maker,):
-                allocated[maker] -= live.nbytes[s]
-            else:
-                sizes[maker, readers] = sizes.get((maker, readers), 0) + live.nbytes[s]
+    for nbytes, maker, ops in zip(live.nbytes, live.allocators, last, strict=True):
+        if not ops:
+            continue
+        made = None if maker is None else home[maker]
+        readers = (home[ops[0]],) if len(ops) == 1 else tuple(sorted([home[op] for op in ops]))
+        if readers == (made,) and maker != ops[0]:
+            allocated[readers[0]] -= nbytes
+        else:
+            sizes[made, readers] = sizes.get((made, readers), 0) + nbytes
     mortal: list[list[int]] = [[] for _ in members]
     users = []
-    for s, (maker, readers) in enumerate(sizes):
-        users.append(readers if maker is None else (maker, *readers))
+    for s, (made, readers) in enumerate(sizes):
+        users.append(readers if made is None or readers == (made,) else (made, *readers))
         for c in users[-1]:
             mortal[c].append(s)
     successors: list[list[int]] = [[] for _ in members]
@@ -322,7 +336,7 @@ def _smaller(
         mortal=tuple(map(tuple, mortal)),
         users=tuple(users),
         nbytes=tuple(sizes.values()),
-        predecessors=tuple(map(tuple, predecessors)),
+        predecessors=tuple([tuple(sorted(earlier)) for earlier in predecessors]),
         successors=tuple(map(tuple, successors)),
-        allocators=tuple([maker for maker, _ in sizes]),
+        allocators=tuple([made for made, _ in sizes]),
     )
