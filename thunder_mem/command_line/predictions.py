@@ -18,6 +18,7 @@ from thunder_mem.delegate import last_plan
 from thunder_mem.devices import DeviceSpec
 from thunder_mem.frontier import memory_time_frontier
 from thunder_mem.frontier_table import Frontier
+from thunder_mem.fx import highest_peak, is_fx
 from thunder_mem.plan import Plan
 from thunder_mem.predict import Prediction, PredictionError, predict
 from thunder_mem.simulate import simulate
@@ -96,6 +97,8 @@ class Question:
         spec: the simulated GPU, if one is.
         budget_bytes: a limit besides the GPU's memory.
         options: others of `MemEfficient`, which `plain` leaves out.
+        fx: through ThunderFX.
+        parts: of several subgraphs the one that peaks highest will do.
     """
 
     fusion: str
@@ -107,6 +110,8 @@ class Question:
     spec: DeviceSpec | None
     budget_bytes: int | None
     options: Mapping[str, str] = field(default_factory=dict)
+    fx: bool = False
+    parts: bool = False
 
     @property
     def limits(self) -> tuple[tuple[str, int], ...]:
@@ -142,6 +147,10 @@ def survey(
         PredictionError, ValueError: as `memory_time_frontier`.
     """
     _check_options(program, options or {})
+    if program.is_fx:
+        raise UsageError(
+            "a frontier is of what thunder.jit compiles, and this is a program of ThunderFX: name the model"
+        )
     model: Any = program.model
     if not program.is_jitted:
         executors = None if simulated else _executors(fusion)
@@ -220,7 +229,7 @@ def _answered(program: Program, question: Question) -> Outcome:
         return found
     # What lives outside of the compiled function (an optimizer's state), and the allocator's rounding, is not
     # for the plan to save.
-    call = predict(found.jitted, *program.args, kwargs=program.kwargs)
+    call = found.prediction if is_fx(found.jitted) else predict(found.jitted, *program.args, kwargs=program.kwargs)
     outside_bytes = found.needed_bytes - call.total_peak_bytes
     if found.limit_bytes <= outside_bytes:
         return found
@@ -244,7 +253,33 @@ def _nothing_smaller(plan: Plan | None) -> bool:
     return plan is None or plan.budget is None or plan.budget.method == "smallest"
 
 
+def _through_fx(program: Program, question: Question, budget_bytes: int | None) -> Outcome:
+    """Compile by a run, and predict the program, or of several subgraphs the one that peaks highest."""
+    if question.spec is not None:
+        raise UsageError("ThunderFX compiles when it runs, and nothing runs on a simulated device: leave --device out")
+    if question.optimizer is not None or program.optimizer is not None:
+        raise UsageError("a program of ThunderFX is predicted without its optimizer: leave the optimizer out")
+    compiled = program.model
+    if not program.is_fx:
+        from thunder.dynamo import thunderfx  # which imports Dynamo, and that takes a while
+
+        executors = _executors(question.fusion)
+        given: dict[str, Any] = {} if executors is None else {"executors": executors}
+        transforms = [] if question.plain else [_mem_efficient(question.options, budget_bytes)]
+        compiled = thunderfx(compiled, transforms=transforms, **given)
+    compiled(*program.args, **program.kwargs)
+    shown = highest_peak(compiled) if question.parts else None
+    try:
+        prediction = predict(compiled if shown is None else shown)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{error}; thunder-mem explain shows the subgraph that peaks highest") from error
+    needed = needed_bytes(prediction)
+    return Outcome(compiled, prediction, last_plan(compiled), None, needed, question.limits, not program.is_jitted)
+
+
 def _compiled(program: Program, question: Question, budget_bytes: int | None) -> Outcome:
+    if question.fx or program.is_fx:
+        return _through_fx(program, question, budget_bytes)
     jitted = program.model
     if not program.is_jitted:
         plan = _mem_efficient(question.options, budget_bytes)
