@@ -99,6 +99,21 @@ def sad():
 def uncalled():
     return {"model": mlp(), "args": torch.ones(32, 64), "optimizer": torch.optim.AdamW}
 
+def fx():
+    from thunder.dynamo import thunderfx
+    return thunderfx(mlp(), executors=[], transforms=[MemEfficient()]), torch.ones(32, 64)
+
+def broken():
+    class Broken(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = mlp(), mlp()
+        def forward(self, x):
+            y = self.a(x)
+            torch._dynamo.graph_break()
+            return self.b(y)
+    return Broken(), torch.ones(32, 64)
+
 def odd():
     return {"model": mlp(), "arguments": ()}
 """
@@ -312,7 +327,7 @@ def test_plan_is_before_and_after(run):
 WRONG = {
     "no such file": (["nofile.py:f"], "there is no file 'nofile.py'"),
     "no name": (["train.py"], "'train.py' is no target"),
-    "no such name": (["train.py:nosuch"], "has no 'nosuch'; it defines Net, build"),
+    "no such name": (["train.py:nosuch"], "has no 'nosuch'; it defines Net, broken, build"),
     "a syntax error": (["torn.py:f"], "the script raises SyntaxError at torn.py:1"),
     "a factory that raises": (["train.py:raises"], r"raises\(\) raises KeyError at train.py:\d+: 'nothing here'"),
     "a message of two lines": (["train.py:raises_twice"], r"raises RuntimeError at train.py:\d+: one line and another"),
@@ -446,6 +461,33 @@ def test_every_command_writes_a_page(run, script, words, says):
     drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert drawings and all(ElementTree.fromstring(drawing) is not None for drawing in drawings)
     assert not re.search(r"<script|<link|src=|href=", text)
+
+
+def test_a_model_goes_through_thunderfx(run):
+    torch._dynamo.reset()
+    code, out, _ = run("predict", "train.py:build", "--fx", "--json", *PLAIN)
+    found, same = json.loads(out), json.loads(run("predict", "train.py:fx", "--json")[1])
+    assert code == 0 and found["peak_bytes"] == same["peak_bytes"]
+    code, out, _ = run("plan", "train.py:build", "--fx", *PLAIN)
+    assert code == 0 and "by Thunder alone" in out
+    code, out, _ = run("explain", "train.py:broken", "--fx", "--no-bounds", *PLAIN)
+    assert code == 0 and "ThunderFX made 2 subgraphs" in out and "graph 0 breaks at" in out
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["predict", "train.py:broken", "--fx"], "2 subgraphs of this program.*; thunder-mem explain shows"),
+        (["predict", "train.py:build", "--fx", "--device", "T4"], "nothing runs on a simulated device"),
+        (["predict", "train.py:build", "--fx", "--optimizer", "SGD"], "leave the optimizer out"),
+        (["plan", "train.py:fx"], "is jitted already"),
+        (["frontier", "train.py:fx"], "this is a program of ThunderFX: name the model"),
+    ],
+)
+def test_what_thunderfx_cannot_do_is_said(run, words, says):
+    torch._dynamo.reset()
+    code, _, err = run(*words, *PLAIN)
+    assert code == 2 and re.search(says, err) and "Traceback" not in err, err
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_script_runs(run):

@@ -2,6 +2,8 @@
 
 import io
 import json
+import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from thunder.dynamo import thunderfx
 from torch import nn
 
 from tests import report_cases
@@ -401,3 +404,19 @@ def test_hills_refuse_nonsense():
         hills([1], count=0)
     with pytest.raises(ValueError, match=r"share in 0\.\.1"):
         hills([1], share=2)
+
+
+@pytest.mark.parametrize("through_fx", [False, True])
+def test_what_only_pytorch_calls_is_named_by_its_module(through_fx, tmp_path):
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU())
+    model = torch.nn.Sequential(layers, torch.nn.LayerNorm(16))
+    torch._dynamo.reset()
+    make = thunderfx if through_fx else thunder.jit
+    step = make(model, executors=[], transforms=[MemEfficient(strict=True)])
+    step(torch.randn(4, 8))
+    report = explain(step, bounds=False)
+    text = str(report)
+    assert all(name in text for name in ("module 0.0 (Linear)", "module 0.1 (GELU)", "module 1 (LayerNorm)"))
+    assert not re.search(r"(activation|normalization|linear|container)\.py|<eval_with_key>", text)
+    report.save(tmp_path / "snapshot.pickle")
+    assert "module 0.1 (GELU)" in str(pickle.loads((tmp_path / "snapshot.pickle").read_bytes()))

@@ -15,7 +15,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
 from thunder_mem.chunk_loop import executor
-from thunder_mem.chunk_program import source_line
+from thunder_mem.user_lines import place_of
 
 __all__ = ["Mark", "chunked", "strip_marks"]
 
@@ -82,7 +82,7 @@ def strip_marks(trace: TraceCtx) -> tuple[TraceCtx, tuple[Mark, ...]]:
         elif b.sym is _end_symbol:
             if opened:
                 inside = opened.pop()
-                source = next(filter(None, map(source_line, inside)), "")
+                source = next(filter(None, map(place_of, inside)), "")
                 marks.append(Mark(source, frozenset().union(*map(_made, inside))))
         else:
             kept.append(b)

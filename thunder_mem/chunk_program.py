@@ -24,6 +24,7 @@ from thunder.core.transforms import nondifferentiable_vjp_symbols
 from thunder_mem.chunk_decompose import DECOMPOSITIONS, decomposed
 from thunder_mem.chunk_rules import RULES
 from thunder_mem.origins import symbol_name
+from thunder_mem.user_lines import place_of
 
 __all__ = [
     "PRODUCTS",
@@ -34,7 +35,6 @@ __all__ = [
     "numel",
     "read_program",
     "size_bytes",
-    "source_line",
     "symbolic",
     "walk",
 ]
@@ -76,14 +76,7 @@ class Leaf:
     @property
     def source(self) -> str:
         """``file:line`` of the user's code, or an empty string."""
-        return source_line(self.parents[0] if self.parents else self.bsym)
-
-
-def source_line(bsym: BoundSymbol) -> str:
-    """``file:line`` that a bound symbol was traced from, or an empty string."""
-    if bsym.source_filename is None or bsym.source_positions is None:
-        return ""
-    return f"{bsym.source_filename}:{bsym.source_positions.lineno}"
+        return place_of(self.parents[0] if self.parents else self.bsym)
 
 
 def symbolic(t: TensorProxy) -> bool:

@@ -20,6 +20,8 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.extend import TemporaryExecutor
 
+from thunder_mem.user_lines import place_of
+
 __all__ = [
     "Origin",
     "alike",
@@ -132,8 +134,8 @@ def origin_of(bsym: BoundSymbol) -> Origin | None:
 
 def source_of(bsym: BoundSymbol) -> str:
     """ "file:line" of the user's call, or "" where the trace does not know (or names Thunder's own code)."""
-    line, file = getattr(bsym.source_positions, "lineno", None), bsym.source_filename
-    return f"{file}:{line}" if file and line and not file.startswith(_THUNDER) else ""
+    place = place_of(bsym)
+    return "" if place.startswith(_THUNDER) else place
 
 
 def name_origins(trace: TraceCtx, prologue: TraceCtx | None = None) -> TraceCtx:

@@ -24,6 +24,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.aliases import Aliases
 from thunder_mem.effects import effects_of, is_copy, leaves
+from thunder_mem.user_lines import place_of
 from thunder_mem.views import CERTAIN_VIEWS
 
 __all__ = ["without_writes"]
@@ -102,10 +103,8 @@ def _with_own_repeats(trace: TraceCtx) -> TraceCtx:
 
 
 def _warn(write: BoundSymbol, why: str, instead: str) -> None:
-    line = write.source_positions.lineno if write.source_positions else 0
     warnings.warn(
-        f"Thunder's autograd misses the write at {write.source_filename}:{line}: {why}, with MemEfficient and "
-        f"without. {instead}",
+        f"Thunder's autograd misses the write at {place_of(write)}: {why}, with MemEfficient and without. {instead}",
         stacklevel=3,
     )
 

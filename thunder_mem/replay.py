@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from thunder_mem.offload_exec import host_proxies, is_transfer
+from thunder_mem.user_lines import place_of
 
 __all__ = ["Block", "Event", "Ledger", "PredictionError", "Runner", "replay"]
 
@@ -52,7 +53,7 @@ class Event:
         phase: "forward", "backward", or a stage of a training step ("loss", "optimizer", ...).
         name: what runs, as the trace prints it.
         outputs: names of the tensors it makes.
-        source: "file:line" of the user's code, or "".
+        source: "file:line" of the user's code, a module's name where only PyTorch calls it, or "".
         live_bytes: all storages alive while it runs, its outputs and the caller's tensors included.
         allocated_bytes: storages that come into being with it and outlive it.
         scratch_bytes: what it holds beyond that, only while it runs.
@@ -265,7 +266,7 @@ def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, ru
         scratch_bytes = runner(bsym, run, env) if not is_transfer(bsym) else _transfer(bsym, run, env, ledger)
     except Exception as error:
         raise PredictionError(
-            f"cannot follow the memory of {bsym.sym.name} ({_source(bsym) or 'no source line'}): "
+            f"cannot follow the memory of {bsym.sym.name} ({place_of(bsym) or 'no source line'}): "
             f"{type(error).__name__}: {error}"
         ) from error
     outputs = _tensor_outputs(bsym, env)
@@ -274,7 +275,7 @@ def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, ru
         phase,
         bsym.name_with_module(),
         outputs=tuple(name for name, _ in outputs),
-        source=_source(bsym),
+        source=place_of(bsym),
         allocated_bytes=allocated_bytes,
         scratch_bytes=scratch_bytes,
         bsym=bsym,
@@ -329,9 +330,3 @@ def proxies(values: Iterable[Any]) -> list[Proxy]:
 
 def tensor_proxies(values: Iterable[Any]) -> list[TensorProxy]:
     return [p for p in proxies(values) if isinstance(p, TensorProxy)]
-
-
-def _source(bsym: BoundSymbol) -> str:
-    if bsym.source_filename is None or bsym.source_positions is None or bsym.source_positions.lineno is None:
-        return ""
-    return f"{bsym.source_filename}:{bsym.source_positions.lineno}"

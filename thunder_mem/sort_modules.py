@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from thunder_mem.liveness import Liveness
-from thunder_mem.sort_segments import Part, Segment, Segments
+from thunder_mem.sort_segments import Part, Segments
 
 __all__ = ["Collapsed", "collapse"]
 

@@ -1,24 +1,28 @@
 """Lines of the user's code in traces, where Thunder would name PyTorch's.
 
-Thunder gives every bound symbol the innermost line that its interpreter ran. For a module such as
-`torch.nn.Linear` that is a line of PyTorch's own, the same for all of a model's layers; the line that
-calls the module says more. ThunderFX hands Thunder graphs whose code Dynamo wrote ("<eval_with_key>.4:6"), and notes
-for each node which line of the user's it stands for.
+Thunder gives every bound symbol the innermost line that its interpreter ran. For a module such as `torch.nn.Linear`
+that is a line of PyTorch's own, the same for all of a model's layers; the line that calls the module says more.
+Where nobody but PyTorch calls it, as in an `nn.Sequential`, the module's name does: it stands in the file's place,
+"module 2.0 (GELU)". ThunderFX hands Thunder graphs whose code Dynamo wrote ("<eval_with_key>.4:6"), and notes for
+each node which line of the user's it stands for.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dis import Positions
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import thunder
 import torch
 from thunder.core.interpreter import InterpreterFrame, InterpreterRuntimeCtx, unwrap
+from thunder.core.symbol import BoundSymbol
 
-__all__ = ["name_user_lines", "node_line"]
+__all__ = ["MODULE", "name_user_lines", "node_line", "place_of"]
 
 _THUNDERS = InterpreterRuntimeCtx.get_current_user_source_location
 _LIBRARIES = {"torch", "thunder"}
@@ -28,6 +32,14 @@ _FOLDERS = tuple(path + os.sep for library in (torch, thunder) for path in libra
 def name_user_lines() -> None:
     """From now on, traces name the innermost line outside of PyTorch and Thunder, if there is one."""
     InterpreterRuntimeCtx.get_current_user_source_location = _user_line
+
+
+def place_of(bsym: BoundSymbol) -> str:
+    """Where a bound symbol comes from: "file:line", "module 2.0 (GELU)", or "" where nobody noted it."""
+    file, line = bsym.source_filename, getattr(bsym.source_positions, "lineno", None)
+    if not file or line is None:
+        return ""
+    return file if file.startswith(MODULE) else f"{file}:{line}"
 
 
 def node_line(node: torch.fx.Node) -> tuple[str, int] | None:
@@ -43,7 +55,33 @@ def _user_line(self: InterpreterRuntimeCtx) -> tuple[str, Any] | tuple[None, Non
                 return frame.code.co_filename, frame.positions
             if (written := _written_line(frame)) is not None:
                 return written
-    return _THUNDERS(self)
+    return _module_place(self.frame_stack) or _THUNDERS(self)
+
+
+def _module_place(frames: Sequence[InterpreterFrame]) -> tuple[str, Any] | None:
+    """The innermost module that runs, by its name in the outermost, in place of a file; None where there is none."""
+    running = [(frame, module) for frame in frames if (module := _module_of(frame)) is not None]
+    if not running:
+        return None
+    root, (frame, module) = running[0][1], running[-1]
+    names = _NAMES.get(root)
+    if names is None or id(module) not in names:  # a new one, or a module that was added since
+        names = _NAMES[root] = {id(part): name for name, part in root.named_modules()}
+    name = names.get(id(module))
+    return None if not name else (f"{MODULE}{name} ({type(module).__name__})", frame.positions)
+
+
+MODULE = "module "
+_NAMES: WeakKeyDictionary[torch.nn.Module, dict[int, str]] = WeakKeyDictionary()
+
+
+def _module_of(frame: InterpreterFrame) -> torch.nn.Module | None:
+    """The module whose method a frame runs."""
+    names = frame.code.co_varnames
+    if not names or names[0] != "self" or not frame.localsplus:
+        return None
+    module = unwrap(frame.localsplus[0])
+    return module if isinstance(module, torch.nn.Module) else None
 
 
 def _written_line(frame: InterpreterFrame) -> tuple[str, Positions] | None:
@@ -54,6 +92,12 @@ def _written_line(frame: InterpreterFrame) -> tuple[str, Positions] | None:
     numbers, start = getattr(module, "_lineno_map", None), getattr(module, "_prologue_start", None)
     if not isinstance(module, torch.fx.GraphModule) or not numbers or start is None or line is None:
         return None
-    number = numbers.get(line - start)
-    written = None if number is None else node_line(next(islice(module.graph.nodes, number, None)))
-    return written and (written[0], Positions(written[1], written[1], None, None))
+    if (number := numbers.get(line - start)) is None:
+        return None
+    node = next(islice(module.graph.nodes, number, None))
+    if (written := node_line(node)) is not None:
+        return written[0], Positions(written[1], written[1], None, None)
+    # By Dynamo's path from a local variable: "L['self'].2.0".
+    path, kind = next(reversed((node.meta.get("nn_module_stack") or {"": ("", None)}).values()))
+    name = re.sub(r"^L\[[^]]*\]\.?", "", path)
+    return (f"{MODULE}{name} ({kind.__name__})", frame.positions) if name and isinstance(kind, type) else None

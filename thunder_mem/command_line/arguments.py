@@ -40,7 +40,7 @@ what a target is:
         (model, args)               args a tensor or a tuple of tensors, or
         {"model": ..., "args": ..., "kwargs": ..., "loss": ..., "optimizer": ...}
     a function of tensors, or a torch.nn.Module, with --input for each argument.
-  A model that thunder.jit returned keeps its own transforms. What is guarded by
+  A model that thunder.jit or thunderfx returned keeps its own transforms. What is guarded by
   if __name__ == "__main__" does not run.
 
 exit codes:
@@ -127,7 +127,7 @@ def _near(name: str, text: str) -> str:
     return f"; it defines {', '.join(shown)}" if shown else ""
 
 
-_SHOWN = 8
+_SHOWN = 16
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -182,6 +182,12 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         help="an argument of zeros, such as 8x3x224x224, 1x16384:int64 or mask=16x16:bool; once for each",
     )
     program.add_argument("--grad", action="store_true", help="the floating-point inputs require gradients too")
+    if name != "frontier":
+        program.add_argument(
+            "--fx",
+            action="store_true",
+            help="compile through ThunderFX, which compiles when it runs: the program runs once, on this machine",
+        )
     if name == "frontier":
         program.set_defaults(inference=False)
     else:

@@ -35,6 +35,7 @@ from thunder_mem.command_line.pages import check_files, plan_page, predict_page
 from thunder_mem.command_line.predictions import Outcome, Question, ask, limits_of, machine, survey
 from thunder_mem.command_line.program import Program, UsageError, in_words, load_target, make_program
 from thunder_mem.devices import device_spec
+from thunder_mem.fx import is_fx
 from thunder_mem.library_memory import cublas_workspace_bytes
 from thunder_mem.offload_option import parse_offload
 from thunder_mem.recompute_config import parse_config
@@ -193,6 +194,8 @@ def _work(options: argparse.Namespace) -> _Answer:
                         spec=spec,
                         budget_bytes=options.budget,
                         options=asked,
+                        fx=options.fx,
+                        parts=options.command == "explain",
                     ),
                 )
 
@@ -214,10 +217,11 @@ def _predict(options: argparse.Namespace, program: Program, answer: _Answering, 
 def _explain(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
     found = answer("compiling and predicting", plain=options.plain)
     with bar.step("explaining" if options.no_bounds else "looking for lower bounds"):
+        called = is_fx(found.jitted)  # and has its arguments
         report = explain(
             found.jitted,
-            *program.args,
-            kwargs=program.kwargs,
+            *(() if called else program.args),
+            kwargs=None if called else program.kwargs,
             prediction=found.prediction,
             budget=options.budget or found.own_budget_bytes,
             bounds=not options.no_bounds,

@@ -22,6 +22,7 @@ from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.frontier import memory_time_frontier
 from thunder_mem.frontier_table import Frontier
 from thunder_mem.fusions import fuser_of, with_fuser
+from thunder_mem.fx import highest_peak, is_fx
 from thunder_mem.plan import Plan
 from thunder_mem.predict import Prediction, PredictionError, predict
 from thunder_mem.simulate import simulate
@@ -102,6 +103,8 @@ class Question:
         spec: the simulated GPU, if one is.
         budget_bytes: a limit besides the GPU's memory.
         options: others of `MemEfficient`, which `plain` leaves out.
+        fx: through ThunderFX.
+        parts: of several subgraphs the one that peaks highest will do.
     """
 
     fusion: str | None
@@ -113,6 +116,8 @@ class Question:
     spec: DeviceSpec | None
     budget_bytes: int | None
     options: Mapping[str, str] = field(default_factory=dict)
+    fx: bool = False
+    parts: bool = False
 
 
 def limits_of(spec: DeviceSpec | None, budget_bytes: int | None, library_bytes: int = 0) -> tuple[tuple[str, int], ...]:
@@ -143,6 +148,10 @@ def survey(
         PredictionError, ValueError: as `memory_time_frontier`.
     """
     _check_options(program, options or {})
+    if program.is_fx:
+        raise UsageError(
+            "a frontier is of what thunder.jit compiles, and this is a program of ThunderFX: name the model"
+        )
     model: Any = program.model
     if not program.is_jitted:
         executors = None if simulated else _executors(fusion)
@@ -223,7 +232,7 @@ def _answered(program: Program, question: Question) -> Outcome:
         return found
     # What lives outside of the compiled function (an optimizer's state), and the allocator's rounding, is not
     # for the plan to save.
-    call = predict(found.jitted, *program.args, kwargs=program.kwargs)
+    call = found.prediction if is_fx(found.jitted) else predict(found.jitted, *program.args, kwargs=program.kwargs)
     outside_bytes = found.needed_bytes - call.total_peak_bytes
     if found.limit_bytes <= outside_bytes:
         return found
@@ -247,7 +256,33 @@ def _nothing_smaller(plan: Plan | None) -> bool:
     return plan is None or plan.budget is None or plan.budget.method == "smallest"
 
 
+def _through_fx(program: Program, question: Question, budget_bytes: int | None) -> Outcome:
+    """Compile by a run, and predict the program, or of several subgraphs the one that peaks highest."""
+    if question.spec is not None:
+        raise UsageError("ThunderFX compiles when it runs, and nothing runs on a simulated device: leave --device out")
+    if question.optimizer is not None or program.optimizer is not None:
+        raise UsageError("a program of ThunderFX is predicted without its optimizer: leave the optimizer out")
+    compiled = program.model
+    if not program.is_fx:
+        from thunder.dynamo import thunderfx  # which imports Dynamo, and that takes a while
+
+        executors = _executors(question.fusion)
+        given: dict[str, Any] = {} if executors is None else {"executors": executors}
+        transforms = [] if question.plain else [_mem_efficient(question.options, budget_bytes)]
+        compiled = thunderfx(compiled, transforms=transforms, **given)
+    compiled(*program.args, **program.kwargs)
+    shown = highest_peak(compiled) if question.parts else None
+    try:
+        prediction = predict(compiled if shown is None else shown)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{error}; thunder-mem explain shows the subgraph that peaks highest") from error
+    needed = needed_bytes(prediction)
+    return Outcome(compiled, prediction, last_plan(compiled), None, needed, question.limits, not program.is_jitted)
+
+
 def _compiled(program: Program, question: Question, budget_bytes: int | None) -> Outcome:
+    if question.fx or program.is_fx:
+        return _through_fx(program, question, budget_bytes)
     jitted = program.model
     if not program.is_jitted:
         plan = _mem_efficient(question.options, budget_bytes)

@@ -16,6 +16,7 @@ import thunder
 import torch
 
 from thunder_mem.command_line.arguments import split_target
+from thunder_mem.fx import is_fx
 from thunder_mem.outside import quoted, shortened, whole_number
 from thunder_mem.predict import PredictionError
 from thunder_mem.training_step import instead_of_optimizer
@@ -55,8 +56,14 @@ class Program:
     optimizer: torch.optim.Optimizer | None = None
 
     @property
+    def is_fx(self) -> bool:
+        """Compiled by ThunderFX already."""
+        return is_fx(self.model)
+
+    @property
     def is_jitted(self) -> bool:
-        return thunder.compile_data(self.model) is not None
+        """Compiled already, by `thunder.jit` or ThunderFX: its own transforms count."""
+        return self.is_fx or thunder.compile_data(self.model) is not None
 
 
 def load_target(target: str) -> Any:
@@ -157,7 +164,7 @@ def parse_input(text: str, *, grad: bool = False) -> tuple[str, torch.Tensor]:
 
 def _is_factory(found: Any) -> bool:
     """A plain callable that can be called without arguments."""
-    if not callable(found) or isinstance(found, torch.nn.Module) or thunder.compile_data(found) is not None:
+    if not callable(found) or isinstance(found, torch.nn.Module) or Program(found, ()).is_jitted:
         return False
     try:
         parameters = inspect.signature(found).parameters.values()

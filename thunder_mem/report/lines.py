@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from thunder_mem.replay import Event
+from thunder_mem.user_lines import place_of
 
 __all__ = [
     "gradient_inside",
@@ -73,8 +74,8 @@ def is_region(event: Event) -> bool:
 def _members(bsym: Any) -> Iterator[tuple[Any, str]]:
     """Each operation inside, down to the first that has a line, with that line."""
     for member in bsym.subsymbols:
-        if member.source_filename and getattr(member.source_positions, "lineno", None):
-            yield member, f"{member.source_filename}:{member.source_positions.lineno}"
+        if place := place_of(member):
+            yield member, place
         elif member.subsymbols:
             yield from _members(member)
         else:

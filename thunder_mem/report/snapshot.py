@@ -171,7 +171,8 @@ def _segments(space: _Addresses, left: list[tuple[int, int, list[dict[str, Any]]
 
 def _frame(name: str, place: Place) -> dict[str, Any]:
     """A frame of the viewer's stack; an operation without a source line still has its name."""
-    file, _, line = place.source.rpartition(":")
+    file, colon, line = place.source.rpartition(":")
+    file, line = (file, line) if colon else (line, "")  # a module's name is no file
     name = f"{name} (gradient of this line)" if place.undoes else name
     return {"filename": file or "trace", "line": int(line) if line.isdigit() else 0, "name": name}
 
