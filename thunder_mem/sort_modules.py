@@ -305,7 +305,7 @@ def _smaller(
     home = [0] * len(live)
     allocated = []
     for c, ops in enumerate(members):
-        allocated.append(live.allocated_bytes[ops[0]] if len(ops) == 1 else sum([live.allocated_bytes[op] for op in ops]))
+        allocated.append(sum([live.allocated_bytes[op] for op in ops]))
         for op in ops:
             home[op] = c
     sizes: dict[tuple[int | None, tuple[int, ...]], int] = {}
