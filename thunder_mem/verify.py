@@ -334,9 +334,11 @@ def _is_composite(bsym: BoundSymbol) -> bool:
         return False
     known = {p.name for p in bsym.flat_proxy_args}
     for part in bsym.subsymbols:
-        if not known.issuperset(p.name for p in part.flat_proxy_args):
+        read, made = ({p.name for p in ps} for ps in (part.flat_proxy_args, part.flat_proxy_outs))
+        # A size that is an argument may be read off a tensor once more, where sizes are symbolic.
+        if not read <= known or (made - read) & known:
             return False
-        known.update(p.name for p in part.flat_proxy_outs)
+        known |= made
     return known.issuperset(p.name for p in bsym.flat_proxy_outs)
 
 
