@@ -277,7 +277,8 @@ def _through_fx(program: Program, question: Question, budget_bytes: int | None) 
     except (TypeError, ValueError) as error:
         raise UsageError(f"{error}; thunder-mem explain shows the subgraph that peaks highest") from error
     needed = needed_bytes(prediction)
-    return Outcome(compiled, prediction, last_plan(compiled), None, needed, question.limits, not program.is_jitted)
+    limits = limits_of(question.spec, question.budget_bytes, prediction.library_bytes)
+    return Outcome(compiled, prediction, last_plan(compiled), None, needed, limits, not program.is_jitted)
 
 
 def _compiled(program: Program, question: Question, budget_bytes: int | None) -> Outcome:
