@@ -24,6 +24,8 @@ from thunder_mem.takeover import taken_over
 
 __all__ = ["Aliases", "may_share_memory"]
 
+# Whose operations make memory of their own for all that they return.
+_FRESH_EXECUTORS = {"mem_attention", "mem_kernels"}
 _MAY_RETURN_THEIR_OPERAND = {PrimIDs.BITCAST, PrimIDs.DEVICE_PUT, PrimIDs.STRIDE_ORDER}
 
 
@@ -31,6 +33,8 @@ def may_share_memory(bsym: BoundSymbol) -> bool:
     """Whether a result of this bound symbol, taken without its subsymbols, may share memory with an operand."""
     if is_view(bsym) or bsym.sym.id in _MAY_RETURN_THEIR_OPERAND:
         return True
+    if bsym.sym.executor is not None and str(bsym.sym.executor.name) in _FRESH_EXECUTORS:
+        return False
     if bsym.subsymbols:  # they answer for themselves, unless an executor takes the whole by PyTorch's own function
         return torch_view(bsym.sym.name) is not None
     return not isinstance(bsym.sym.id, PrimIDs) and not _makes_fresh_memory(bsym.sym.name)

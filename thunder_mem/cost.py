@@ -175,7 +175,7 @@ _MATMULS = frozenset({"addmm", "baddbmm", "bmm", "linear", "matmul", "mm", "_gro
 
 def _name(bsym: BoundSymbol) -> str:
     """The symbol's name as the prim or torch function has it."""
-    return bsym.sym.name.removeprefix("torch_").removesuffix("_prim_impl")
+    return bsym.sym.name.removeprefix("torch_").removeprefix("mem_").removesuffix("_prim_impl")
 
 
 def _shape(t: TensorProxy) -> tuple[int, ...]:
@@ -237,7 +237,7 @@ def _convolution_flops(bsym: BoundSymbol) -> int:
 
 
 def _is_attention(name: str) -> bool:
-    return "scaled_dot_product" in name or "sdpa" in name or name.startswith("mem_attention")
+    return "scaled_dot_product" in name or "sdpa" in name or name.startswith("attention")
 
 
 def _attention_flops(bsym: BoundSymbol) -> int:

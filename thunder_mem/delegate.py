@@ -29,6 +29,7 @@ from thunder_mem.distributed import buckets_not_built, prepared, with_overlap
 from thunder_mem.emit import emit, regions_in_order
 from thunder_mem.fx import highest_peak, is_fx
 from thunder_mem.joint_plan import Planned, PlanningOptions, device_of, plan_joint_trace, with_checkpoints
+from thunder_mem.kernels import without_unread_gradients
 from thunder_mem.measure import collector_off
 from thunder_mem.offload_schedule import schedule_transfers, with_transfers
 from thunder_mem.plan import Plan
@@ -170,7 +171,7 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
         from thunder.core.rematerialization import replace_uniform
 
         trace = replace_uniform(trace)
-    given, trace = trace, prepared(trace)
+    given, trace = trace, prepared(without_unread_gradients(trace))
     planned = _planned(trace, session, partial(_finished, given=given, session=session, start=start))
     plan, new = planned.plan, planned.final
     assert new is not None

@@ -54,6 +54,7 @@ _DENSE = {
 _DENSE_NAMES = frozenset(
     {
         *("softmax", "_softmax", "log_softmax", "logsigmoid", "layer_norm"),
+        *("mem_layer_norm", "mem_layer_norm_backward", "mem_softmax_backward"),
         *("cumsum", "cumprod", "roll", "tril", "triu"),
     }
 )

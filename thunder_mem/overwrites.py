@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thunder.core import dtypes, prims
@@ -21,6 +21,7 @@ from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.pytree import tree_flatten_with_dataclass
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.torch import _inplace_to_out_of_place
 
 from thunder_mem.aliases import Aliases
 from thunder_mem.effects import effects_of, is_copy, leaves
@@ -344,7 +345,7 @@ class _Rewriter:
         elif is_copy(bsym) or not self._changes(bsym):
             self._append(bsym)
         else:
-            for part in bsym.subsymbols:
+            for part in _whole_but_write(bsym):
                 place = {"source_filename": bsym.source_filename, "source_positions": bsym.source_positions}
                 self._expand(part.from_bsym(tags=part.tags | bsym.tags, **place), made)
 
@@ -359,6 +360,20 @@ class _Rewriter:
         self.writes[self.memory(view)] += 1
         self._set(view, source)
         self.same_view.update((out.name, view) for out in bsym.flat_proxy_outs)
+
+
+def _whole_but_write(bsym: BoundSymbol) -> Sequence[BoundSymbol]:
+    """The parts of a composite; of an activation in place, itself with a value of its own, and the write.
+
+    As a whole it has a kernel and a derivative of its own.
+    """
+    functional, inplace = _inplace_to_out_of_place.get(bsym.sym, (None, -1))
+    *parts, last = bsym.subsymbols
+    if functional is not bsym.sym or inplace < 0 or not is_copy(last) or any(map(_copies, parts)):
+        return bsym.subsymbols
+    given = list(bsym.args[:inplace])
+    kwargs = {name: value for name, value in bsym.kwargs.items() if name != "inplace"}
+    return [bsym.sym.bind(*given, **kwargs, output=last.args[0], subsymbols=tuple(parts)), last]
 
 
 def _made_in(bsym: BoundSymbol, memory: Aliases) -> set[str]:

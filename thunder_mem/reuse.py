@@ -31,7 +31,7 @@ from thunder_mem.trace_graph import TraceGraph, proxies_in, read_trace
 __all__ = ["Reused", "reuse_and_sort", "reuse_dying", "with_reuse"]
 
 # Whose results are known to be memory of their own, where they are no views.
-_FRESH_EXECUTORS = {"torch", "sdpa", "mem_attention", "python"}
+_FRESH_EXECUTORS = {"torch", "sdpa", "mem_attention", "mem_kernels", "python"}
 
 
 @dataclass(frozen=True)

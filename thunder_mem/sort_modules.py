@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from thunder_mem.liveness import Liveness
-from thunder_mem.sort_segments import Part, Segment, Segments
+from thunder_mem.sort_segments import Part, Segments
 
 __all__ = ["Collapsed", "collapse"]
 
@@ -305,7 +305,9 @@ def _smaller(
     home = [0] * len(live)
     allocated = []
     for c, ops in enumerate(members):
-        allocated.append(live.allocated_bytes[ops[0]] if len(ops) == 1 else sum([live.allocated_bytes[op] for op in ops]))
+        allocated.append(
+            live.allocated_bytes[ops[0]] if len(ops) == 1 else sum([live.allocated_bytes[op] for op in ops])
+        )
         for op in ops:
             home[op] = c
     sizes: dict[tuple[int | None, tuple[int, ...]], int] = {}

@@ -13,7 +13,7 @@ from thunder_mem.liveness import Liveness, footprint_bytes, profile
 from thunder_mem.sort_greedy import breadth_first, depth_first, least_peak_first
 from thunder_mem.sort_modules import collapse
 from thunder_mem.sort_search import solve, whole_graph
-from thunder_mem.sort_sift import LOOKAHEAD, sift, toward_source
+from thunder_mem.sort_sift import sift, toward_source
 from thunder_mem.sort_window import lower_peak
 
 __all__ = ["Sorted", "exact", "portfolio"]

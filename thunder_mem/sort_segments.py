@@ -107,9 +107,7 @@ class Segments:
         del rises[:risen], falls[:fallen]
         falling = middle if middle is not None and middle.net <= 0 else None
         rising = middle.backwards() if middle is not None and middle.net > 0 else None
-        return Part(
-            self._sequence(first.falls, falling, falls, False), self._sequence(then.rises, rising, rises, True)
-        )
+        return Part(self._sequence(first.falls, falling, falls, False), self._sequence(then.rises, rising, rises, True))
 
     def sequence(self, part: Part) -> list[Segment]:
         """The segments in running order, as few as there can be: each climbs above all falling ones

@@ -28,6 +28,7 @@ from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.fusions import fuses_generally
 from thunder_mem.fx_calls import watch_calls
 from thunder_mem.joint_plan import PlanningOptions
+from thunder_mem.kernels import mem_kernels_ex, with_statistics_apart
 from thunder_mem.nvfuser import without_broken_nvfuser
 from thunder_mem.offload_option import parse_offload
 from thunder_mem.origins import name_origins
@@ -177,7 +178,7 @@ class MemEfficient(ListedTransform):
         )
         if waits_for_shards(self, compile_data.transforms, computation_trace):
             return prologue_trace, self._prepared(computation_trace, prologue_trace), epilogue_trace
-        executors = _with_defaults(compile_data.executors_list)
+        executors = _with_kernels(_with_defaults(compile_data.executors_list))
         program, asked = program_of(computation_trace), self._asked(unseat(executors))
         note_program(program, asked)
         if self._plan is not None:
@@ -189,6 +190,8 @@ class MemEfficient(ListedTransform):
             options = replace(options, refused=(Refusal("loss heads", reason),))
         elif self._chunk:
             computation_trace, options = self._chunked(computation_trace, unseat(executors))
+        if mem_kernels_ex in executors:
+            computation_trace = with_statistics_apart(computation_trace)
         options = composed(options, compile_data, computation_trace)
         compile_data.executors_list = seat(executors, options)
         prologue_trace = pruned(compile_data, prologue_trace, computation_trace, epilogue_trace)
@@ -287,6 +290,16 @@ def _chooser(recompute: Written | Policy) -> Chooser:
         raise TypeError(f"recompute is a configuration or a policy (op, graph) -> Action, not {quoted(recompute)}")
     check_policy(recompute)
     return PolicyChooser(recompute)
+
+
+def _with_kernels(executors: tuple) -> tuple:
+    """Add PyTorch's own kernels of composite operations where nothing fuses what these decompose into."""
+    given = unseat(executors)
+    if any(isinstance(e, FusionExecutor) and not getattr(e, "required_ops", None) for e in given):
+        return executors
+    own = [e for e in (mem_attention_ex, mem_kernels_ex) if e not in given]
+    always = next((i for i, e in enumerate(executors) if e in get_always_executors()), len(executors))
+    return (*executors[:always], *own, *executors[always:])
 
 
 def _with_defaults(executors: tuple) -> tuple:
