@@ -128,7 +128,7 @@ def test_a_product_for_a_finer_sum_holds_no_more_than_is_planned(rows, depth, sc
     spec = Spec("w", (8192, depth), torch.bfloat16, "cpu", Sharding((None, None)))
     dlogits, x = torch.randn(rows, 8192).bfloat16(), torch.randn(rows, depth).bfloat16()
     total = Accumulator(spec, torch.bfloat16, finer=True)
-    gemm = Gemm(0, 1, depth, 8192, w_rows_first=True, x_rows_last=False, out=spec)
+    gemm = Gemm(0, 1, depth, 8192, w_rows_first=True, x_rows_last=False, flows=True, out=spec)
     total.add_product(gemm, dlogits, x, scratch_kib << 10)
     peak_bytes = measure_peak(total.add_product, gemm, dlogits, x, scratch_kib << 10)
     assert peak_bytes <= gemm_scratch_bytes("cpu", torch.bfloat16, {torch.float32}, rows, scratch_kib << 10)

@@ -173,6 +173,8 @@ class _Replay:
             if len(a.leaf.inputs) > 2:
                 bias = Value(a.leaf.inputs[2], self.region.shardings[a.leaf.index][2])
                 self.env[a.out.key] = ltorch.add(x, self.env[bias.key])
+                if is_cut(a.leaf):
+                    self.env[a.out.key].tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
 
     def emit(self, bsym: BoundSymbol) -> None:
         inner = [b for b, _ in walk(bsym) if _touches_tensors(b)]

@@ -57,7 +57,8 @@ def build_loop(
     gemms = tuple(_gemm(region, a, index) for a in region.amplifiers)
     sides = _sides(region, index)
     differentiable = _differentiable(region)
-    grads = tuple(i for i, v in enumerate(inputs) if v.proxy.name in program.needs_grad) if differentiable else ()
+    reached = {i for g in gemms if g.flows for i in (g.x, g.w)} | set(sides)
+    grads = tuple(i for i in sorted(reached) if inputs[i].proxy.name in program.needs_grad) if differentiable else ()
     mode, why = _mode(outputs, differentiable, gemms)
 
     def sums(chunks: int) -> tuple[torch.dtype, ...]:
@@ -80,7 +81,7 @@ def build_loop(
         why = "its gradients are larger than its logits, and much of the forward follows"
         mode = "recompute-in-backward"
     blocks = _Blocks(region, [inputs[i] for i in sides], executors)
-    wanted = [g.x in grads or g.w in grads for g in gemms] + [i in grads for i in sides]
+    wanted = [g.wanted(grads) for g in gemms] + [i in grads for i in sides]
     nothing = [False] * len(wanted)
     with_outputs = mode == "grads-in-forward"
 
@@ -232,6 +233,7 @@ def _gemm(region: Region, a: Amplifier, index: dict) -> Gemm:
         width=width,
         w_rows_first=w_rows_first,
         x_rows_last=a.rows == 1,
+        flows=a.out.proxy.name in region.program.needs_grad,
         out=_spec(a.out),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import thunder.torch as ltorch
 import torch
-from thunder.core import dtypes
+from thunder.core import dtypes, prims
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
@@ -169,6 +169,50 @@ def _addmm(bias, a, b, *, beta=1, alpha=1):
     return ltorch.add(product, bias if beta == 1 else ltorch.mul(bias, beta))
 
 
-_symbol = ltorch._torch_to_thunder_function_map.get(torch.addmm)
-if _symbol is not None:
-    DECOMPOSITIONS[_symbol.id] = _addmm
+def _mm(a, b):
+    return ltorch.matmul(a, b)
+
+
+def _inner(a, b):
+    return ltorch.matmul(a, ltorch.transpose(b, 0, 1)) if a.ndim > 1 and b.ndim == 2 else None
+
+
+def _einsum(equation, *operands):
+    """Rows times a matrix: Thunder's own lays rows out in an order that depends on the hash seed."""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or len(operands) != 2 or "." in equation or any(len(set(x)) < len(x) for x in (*terms, result)):
+        return None
+    for (x, rows), (w, matrix) in (pairs := list(zip(operands, terms, strict=True)), pairs[::-1]):
+        summed = set(matrix) - set(result)
+        if len(matrix) != 2 or len(summed) != 1 or set(rows) & set(matrix) != summed:
+            continue
+        (c,) = summed
+        (v,) = set(matrix) - summed
+        made = rows.replace(c, "") + v
+        if set(made) != set(result):
+            continue
+        product = ltorch.matmul(_permuted(x, rows, made[:-1] + c), _permuted(w, matrix, c + v))
+        return _permuted(product, made, result)
+    return None
+
+
+def _permuted(a: TensorProxy, dims: str, wanted: str) -> TensorProxy:
+    return a if dims == wanted else ltorch.permute(a, [dims.index(d) for d in wanted])
+
+
+def _narrow(a, dim, start, length):
+    if not (isinstance(start, int) and isinstance(length, int)):
+        return None
+    dim, start = dim % a.ndim, start % max(1, a.shape[dim])
+    starts = [start if d == dim else 0 for d in range(a.ndim)]
+    ends = [start + length if d == dim else size for d, size in enumerate(a.shape)]
+    return prims.slice_prim(a, starts, ends)
+
+
+# Thunder hands these to torch whole, but for `einsum`.
+for _torch_fn, _fn in ((torch.addmm, _addmm), (torch.mm, _mm), (torch.inner, _inner), (torch.narrow, _narrow),
+                       (torch.einsum, _einsum)):  # fmt: skip
+    _symbol = ltorch._torch_to_thunder_function_map.get(_torch_fn)
+    if _symbol is not None:
+        DECOMPOSITIONS[_symbol.id] = _fn

@@ -172,7 +172,7 @@ def _run_block(plan, body, inputs, tangents, log_sums, chunk, span, start, total
 
 
 def _wanted_gemms(plan: LoopPlan) -> list[bool]:
-    return [g.x in plan.grads or g.w in plan.grads for g in plan.gemms]
+    return [g.wanted(plan.grads) for g in plan.gemms]
 
 
 def _block_view(rows: Tensor, g: Gemm, count: int) -> Tensor:
@@ -187,11 +187,11 @@ def _multiply_back(plan, inputs, grads, xs, chunk, start, stop, tiles) -> None:
     Last the rows: their gradient may lie over the rows themselves.
     """
     for g, x, dlogits in zip(plan.gemms, xs, chunk, strict=True):
-        if g.w in plan.grads:
+        if g.flows and g.w in plan.grads:
             grads[g.w].add_product(g, dlogits, x, tiles)
     written = {i for i in plan.sides if i in plan.grads}
     for g, dlogits in zip(plan.gemms, chunk, strict=True):
-        if g.x not in plan.grads:
+        if not g.flows or g.x not in plan.grads:
             continue
         w = inputs[g.w] if g.w_rows_first else inputs[g.w].t()
         at = 0

@@ -14,8 +14,10 @@ import torch
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, default_python_printer
+from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transforms import register_grad
 from thunder.extend import OperatorExecutor
+from thunder.transforms.autodiff import grad_transform_on_trace
 
 from thunder_mem.chunk_exec import ChunkLoop, run
 from thunder_mem.chunk_plan import LoopPlan, Spec
@@ -23,6 +25,7 @@ from thunder_mem.chunk_sums import finish, part_bounds
 
 __all__ = [
     "bind_loop",
+    "check_autograd",
     "chunk_loop",
     "executor",
     "is_chunk_loop",
@@ -39,12 +42,14 @@ executor = OperatorExecutor("thunder_mem_chunk", version="0.1")
 """Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
 
 
-def _proxy(spec: Spec, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> TensorProxy:
+def _proxy(
+    spec: Spec, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> TensorProxy:
     return TensorProxy(
         shape=tuple(spec.shape if shape is None else shape),
         device=devices.to_device(spec.device),
         dtype=dtypes.to_dtype(dtype or spec.dtype),
-        requires_grad=False,
+        requires_grad=requires_grad,
     )
 
 
@@ -182,6 +187,29 @@ def _chunk_loop_grad(loop: ChunkLoop, *inputs: TensorProxy) -> tuple[TensorProxy
 
 
 register_grad(chunk_loop, _chunk_loop_grad)
+
+
+def check_autograd(loop: ChunkLoop) -> None:
+    """Let Thunder differentiate a loop that stands alone, so that what is wrong with it shows while the head is whole.
+
+    Raises:
+        ValueError: an input that asks for a gradient gets none, or one of another shape.
+        Exception: whatever Thunder's autograd raises.
+    """
+    plan = loop.plan
+    if plan.mode == "forward":
+        return
+    trace = TraceCtx(None)
+    with tracectx(trace):
+        inputs = [_proxy(spec, requires_grad=i in plan.grads) for i, spec in enumerate(plan.inputs)]
+        for p in inputs:
+            prims.unpack_trivial(p, name=p.name)
+        prims.python_return({"output": tuple(chunk_loop(loop, *inputs)), "flat_args": tuple(inputs)})
+    trace.args = tuple(inputs)
+    found = grad_transform_on_trace(trace).bound_symbols[-1].args[0]["output"]
+    for i in plan.grads:
+        if found[i] is None or tuple(found[i].shape) != plan.inputs[i].shape:
+            raise ValueError(f"{plan.name} has no gradient of {plan.inputs[i].name}")
 
 
 # --- for those who plan ----------------------------------------------------------------------------

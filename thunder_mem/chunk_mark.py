@@ -6,6 +6,7 @@ symbols there, which the chunker takes out again. Where no chunker is at work th
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from thunder.core.interpreter import interpreter_needs_wrap
@@ -17,7 +18,7 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder_mem.chunk_loop import executor
 from thunder_mem.chunk_program import source_line
 
-__all__ = ["Mark", "chunked", "strip_marks"]
+__all__ = ["Mark", "chunked", "strip_marks", "with_products"]
 
 
 def _begin() -> None:
@@ -67,6 +68,11 @@ class Mark:
 
     def __init__(self, source: str, names: frozenset[str]):
         self.source, self.names = source, names
+
+
+def with_products(marks: Sequence[Mark], name: str, products: Collection[str]) -> tuple[Mark, ...]:
+    """The marks where the value `name` is computed by several products."""
+    return tuple(Mark(m.source, m.names | {*products}) if name in m.names else m for m in marks)
 
 
 def strip_marks(trace: TraceCtx) -> tuple[TraceCtx, tuple[Mark, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class Gemm:
         depth, width: D and V.
         w_rows_first: the whole operand is stored as (V, D), as in `linear`, rather than (D, V).
         x_rows_last: the row operand is stored as (D, rows).
+        flows: a gradient flows back through it; the user may have cut it off.
         out: the result, one large value a row.
     """
 
@@ -51,7 +52,12 @@ class Gemm:
     width: int
     w_rows_first: bool
     x_rows_last: bool
+    flows: bool
     out: Spec
+
+    def wanted(self, grads: Collection[int]) -> bool:
+        """Whether the gradient of its result is needed for those of the inputs `grads`."""
+        return self.flows and (self.x in grads or self.w in grads)
 
 
 @dataclass(frozen=True)

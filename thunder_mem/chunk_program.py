@@ -7,10 +7,10 @@ largest composites that still mean the same, because executors claim composites.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import thunder.torch as ltorch
 from thunder.core import dtypes
@@ -33,6 +33,7 @@ __all__ = [
     "is_cut",
     "numel",
     "read_program",
+    "rewritten",
     "size_bytes",
     "source_line",
     "symbolic",
@@ -204,6 +205,47 @@ def walk(
         return
     for sub in bsym.subsymbols:
         yield from walk(sub, (*parents, bsym))
+
+
+_Stand = TypeVar("_Stand")
+
+
+def rewritten(
+    roots: Sequence[BoundSymbol],
+    instead: Mapping[int, Sequence[_Stand]],
+    wanted: Collection[str],
+    lost: Collection[str] = (),
+) -> list[BoundSymbol | _Stand]:
+    """The bound symbols with other things in the place of some leaves; composites are opened where that takes it.
+
+    Args:
+        roots: from a `Program`.
+        instead: what stands for a leaf, by the `id` of its bound symbol.
+        wanted: names that are read from outside. A composite that makes one and does not hand it out is opened.
+        lost: names that nobody makes any more. A composite that only names one, for its shape, is opened.
+    """
+    done: list[BoundSymbol | _Stand] = []
+    for bsym in roots:
+        if id(bsym) in instead:
+            done += instead[id(bsym)]
+        elif bsym.subsymbols and (_holds(bsym, instead, wanted) or any(a.name in lost for a in bsym.flat_proxy_args)):
+            parts = [sub for sub in bsym.subsymbols if sub.flat_proxy_outs or sub.subsymbols]
+            for sub in parts:
+                if not sub.source_filename:
+                    sub.source_filename, sub.source_positions = bsym.source_filename, bsym.source_positions
+            done += rewritten(parts, instead, wanted, lost)
+        else:
+            done.append(bsym)
+    return done
+
+
+def _holds(bsym: BoundSymbol, instead: Collection[int], wanted: Collection[str]) -> bool:
+    """A leaf to be replaced is in the composite, or it hides a wanted name."""
+    handed_out = {p.name for p in bsym.flat_proxy_outs}
+    return any(
+        id(leaf) in instead or any(p.name in wanted and p.name not in handed_out for p in leaf.flat_proxy_outs)
+        for leaf, _ in walk(bsym)
+    )
 
 
 def effects(leaf: Leaf) -> bool:

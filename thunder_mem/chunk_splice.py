@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.transform_common import dce
 
 from thunder_mem.aliases import Aliases
 from thunder_mem.chunk_exec import ChunkLoop
-from thunder_mem.chunk_loop import bind_loop
-from thunder_mem.chunk_program import walk
+from thunder_mem.chunk_loop import bind_loop, is_chunk_loop, loop_of
+from thunder_mem.chunk_program import read_program, rewritten, walk
 from thunder_mem.chunk_region import Refused, Region
 from thunder_mem.effects import effects_of
+from thunder_mem.verify import VerificationError
 
-__all__ = ["splice"]
+__all__ = ["splice", "unchunked"]
 
 
-def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> TraceCtx:
-    """The trace with the region's leaves replaced by the loop.
+def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> tuple[TraceCtx, tuple[BoundSymbol, ...]]:
+    """The trace with the region's leaves replaced by the loop, and these leaves, with those that were pulled in.
 
     The loop stands where the region's last leaf stood, or before the first reader of its results, or
     before the first op after the region's start that writes into memory which the loop may read; what
@@ -33,9 +35,8 @@ def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> TraceCtx:
     outputs = [v.proxy for v in region.outputs]
     names = {o.name for o in outputs}
     lost = {o.name for leaf in (*derived, *(a.leaf for a in region.amplifiers)) for o in leaf.outputs} - names
-    items: list[BoundSymbol | None] = []  # None: a removed leaf
-    for root in region.program.roots:
-        _expand(root, gone, lost, items)
+    needed = {v.proxy.name for v in region.inputs}
+    items = rewritten(region.program.roots, dict.fromkeys(gone, (None,)), needed, lost)  # None: a removed leaf
     removed = [i for i, b in enumerate(items) if b is None]
     readers = [i for i, b in enumerate(items) if b is not None and any(a.name in names for a in b.flat_proxy_args)]
     writers = _writers(items[removed[0] : removed[-1]], region)
@@ -51,12 +52,42 @@ def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> TraceCtx:
     )  # fmt: skip
     before = [b for b in items[:place] if b is not None]
     after = [b for b in items[place:] if b is not None]
-    moved = _makers(after, {v.proxy.name for v in region.inputs})
+    moved = _makers(after, needed)
     if moved and not all(effects_of(b).pure for b in after[: moved[-1] + 1]):
         raise Refused(first, "what the loop needs is computed after an op that writes in place or has other effects")
     rest = (b for i, b in enumerate(after) if i not in moved)
     new.bound_symbols = [*before, *(after[i] for i in moved), bsym, *rest]
-    return new
+    leaves = sorted((*region.members, *(a.leaf for a in region.amplifiers)), key=lambda leaf: leaf.index)
+    return new, tuple(leaf.bsym for leaf in leaves)
+
+
+def unchunked(
+    before: TraceCtx, after: TraceCtx, replaced: Mapping[str, Sequence[BoundSymbol]]
+) -> tuple[TraceCtx, TraceCtx]:
+    """A trace as it was before heads were chunked and as it is now, both as leaves, to be compared.
+
+    Args:
+        before, after: computation traces.
+        replaced: by the name of a loop, the leaves that it stands for.
+
+    Raises:
+        VerificationError: a loop takes or gives other values than its leaves.
+    """
+    flat = []
+    for trace in (before, after):
+        leaves = (leaf for root in read_program(trace).roots for leaf, _ in walk(root))
+        new = from_trace(trace)
+        new.bound_symbols = [b for leaf in leaves for b in (_whole(leaf, replaced) if is_chunk_loop(leaf) else (leaf,))]
+        flat.append(dce(new))
+    return flat[0], flat[1]
+
+
+def _whole(bsym: BoundSymbol, replaced: Mapping[str, Sequence[BoundSymbol]]) -> Sequence[BoundSymbol]:
+    plan = loop_of(bsym).plan
+    names = tuple(p.name for p in (*bsym.args[1:], *bsym.output))
+    if names != tuple(spec.name for spec in (*plan.inputs, *plan.outputs)):
+        raise VerificationError(f"{plan.name} takes or gives other values than what it stands for")
+    return replaced[plan.name]
 
 
 def _writers(items: Sequence[BoundSymbol | None], region: Region) -> list[int]:
@@ -89,22 +120,3 @@ def _makers(items: Sequence[BoundSymbol], wanted: set[str]) -> list[int]:
             found.append(i)
             needed |= {a.name for a in items[i].flat_proxy_args}
     return found[::-1]
-
-
-def _expand(bsym: BoundSymbol, gone: set[int], lost: set[str], items: list[BoundSymbol | None]) -> None:
-    """Append the bound symbol's parts, those that the loop replaces as None.
-
-    A composite may name what the loop does not hand out, for its shape alone (`zeros_like`): its parts do not.
-    """
-    if id(bsym) in gone:
-        items.append(None)
-    elif bsym.subsymbols and (
-        any(id(leaf) in gone for leaf, _ in walk(bsym)) or any(a.name in lost for a in bsym.flat_proxy_args)
-    ):
-        for sub in bsym.subsymbols:
-            if sub.flat_proxy_outs or sub.subsymbols:
-                if not sub.source_filename:
-                    sub.source_filename, sub.source_positions = bsym.source_filename, bsym.source_positions
-                _expand(sub, gone, lost, items)
-    else:
-        items.append(bsym)

@@ -9,25 +9,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import thunder
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance
+from thunder.core.transform_common import dce
 
 from thunder_mem.chunk_build import build_loop, head_label
-from thunder_mem.chunk_hoist import hoist_slice
-from thunder_mem.chunk_loop import is_chunk_loop, loop_of
-from thunder_mem.chunk_mark import Mark, strip_marks
+from thunder_mem.chunk_hoist import hoist_beside, hoist_rows
+from thunder_mem.chunk_loop import check_autograd, is_chunk_loop, loop_of
+from thunder_mem.chunk_mark import Mark, strip_marks, with_products
 from thunder_mem.chunk_plan import ACCUMULATE, ChunkRecord, Head, LoopPlan, Refusal
 from thunder_mem.chunk_program import Leaf, Program, numel, read_program, size_bytes
 from thunder_mem.chunk_region import Refused, Region, candidates, grow
 from thunder_mem.chunk_size import default_rows
-from thunder_mem.chunk_splice import splice
+from thunder_mem.chunk_splice import splice, unchunked
 from thunder_mem.chunk_trim import trim
 from thunder_mem.thunder_grads import register_missing
 from thunder_mem.user_lines import name_user_lines
+from thunder_mem.verify import VerificationError, verify_rewrite
 from thunder_mem.vocabulary import with_vocabulary_in_parts
 
 __all__ = ["ChunkRecord", "ChunkingError", "Head", "LoopPlan", "Refusal", "check_options", "chunk_trace"]
@@ -37,6 +40,8 @@ AUTO_RATIO = 4.0
 
 AUTO_MIN_BYTES = 1 << 20
 """In automatic mode smaller results are left alone."""
+
+SAVES_NOTHING = "one chunk would save nothing: its gradients are much larger than its logits"
 
 
 class ChunkingError(ValueError):
@@ -51,6 +56,7 @@ def chunk_trace(
     accumulate: str | None = None,
     executors_list: Sequence[Any] = (),
     choose_rows: Callable[[Head], int | None] | None = None,
+    verify: bool = True,
 ) -> tuple[TraceCtx, ChunkRecord]:
     """Replace the loss heads of a computation trace (before autograd) by chunk loops.
 
@@ -63,6 +69,7 @@ def chunk_trace(
             None is float32, which a budget may narrow.
         executors_list: who executes the blocks; Thunder's own when empty.
         choose_rows: rows per chunk for a head whose rows nobody asked for, None to leave it alone.
+        verify: check that the new trace computes what the given one does, but for what runs inside of a loop.
 
     Returns:
         the new trace (the same object when nothing was chunked) and the record.
@@ -70,6 +77,7 @@ def chunk_trace(
     Raises:
         ValueError, TypeError: an argument outside of what is accepted.
         ChunkingError: a head marked by `with thunder_mem.chunked():` cannot be chunked.
+        VerificationError: the new trace is another program.
     """
     check_options(chunks, rows, accumulate)
     explicit = isinstance(chunks, int) or isinstance(rows, int)
@@ -91,30 +99,47 @@ def chunk_trace(
     refusals: dict[str, Refusal] = {}  # by the name of the product's result
     tried: set[str] = set()
     new, marks = strip_marks(trace)
-    new = with_vocabulary_in_parts(new)
-    marked = frozenset().union(*(m.names for m in marks)) if marks else frozenset()
+    given = with_vocabulary_in_parts(new)
+    whole = new = dce(given)  # `ltorch.dim` and its like seem to run for an effect
     done: set[str] = set()
+    replaced: dict[str, tuple[BoundSymbol, ...]] = {}  # by a loop's name, what it stands for
+    picked: frozenset[str] = frozenset()
     while True:
-        program = read_program(new)
-        found = _next_head(program, explicit, marked, tried, refusals)
-        if found is None:
+        marked = frozenset().union(*(m.names for m in marks))
+        head = _next_head(read_program(new), explicit, marked, tried, refusals)
+        if head is None:
             break
-        region, found_in, leaf = found
+        region, first = head.region, head.region.amplifiers[0].leaf
         try:
-            rows_of = decide_marked if marked & _products(region, leaf) else decide
+            rows_of = decide_marked if marked & head.names else decide
             loop = build_loop(region, rows_of, accumulate, executors, f"chunk_loop{len(loops)}")
-            if loop is None:
-                raise Refused(leaf, "one chunk would save nothing: its gradients are much larger than its logits")
-            new = splice(found_in, region, loop)
+            if loop is not None:
+                check_autograd(loop)
+                new, gone = splice(region.program.trace, region, loop)
         except Exception as e:
-            first = region.amplifiers[0].leaf
             refused = e if isinstance(e, Refused) else _puzzled(first, e)
-            refusals.update(dict.fromkeys(_products(region, leaf), _refusal(first, refused)))
+            refusals.update(dict.fromkeys(head.names, _refusal(first, refused)))
+            continue
+        picked |= head.picked
+        marks = with_products(marks, head.leaf.outputs[0].name, head.products)
+        if loop is None:
+            new = head.picking or new  # rows that are picked first are fewer, chunked or not
+            refusals.update(dict.fromkeys(head.names, _refusal(first, Refused(first, SAVES_NOTHING))))
             continue
         loops.append(loop.plan)
-        done.update(region.values, _products(region, leaf))
-        for name in _products(region, leaf):
+        replaced[loop.plan.name] = gone
+        done |= {*region.values, *head.names}
+        for name in head.names:
             refusals.pop(name, None)
+    if new is whole:
+        new = given
+    elif verify:
+        try:
+            verify_rewrite(*unchunked(whole, new, replaced), trusted=picked)
+        except VerificationError as error:
+            if marks:
+                raise ChunkingError(f"a head marked by thunder_mem.chunked() is not chunked: {error}") from error
+            raise
     _check_marks(marks, done, _heads(new, refusals))
     record = ChunkRecord(tuple(loops), tuple(dict.fromkeys(refusals.values())))
     if new is not trace:
@@ -146,9 +171,28 @@ def _puzzled(leaf: Leaf, e: Exception) -> Refused:
     return Refused(leaf, f"the chunker does not understand it: {e!r}")
 
 
-def _products(region: Region, leaf: Leaf) -> set[str]:
-    """Names of the results of the region's products, and of `leaf`, which a slice may have moved."""
-    return {leaf.outputs[0].name, *(a.leaf.outputs[0].name for a in region.amplifiers)}
+@dataclass(frozen=True)
+class _Grown:
+    """A head that was found.
+
+    Attributes:
+        leaf: its product, as it was.
+        region: what can run chunk by chunk.
+        picking: the trace in which rows are picked first; None where that changes nothing.
+        products: names of the results of the products in its place there.
+        picked: names of the values that are picked before a product there.
+    """
+
+    leaf: Leaf
+    region: Region
+    picking: TraceCtx | None = None
+    products: tuple[str, ...] = ()
+    picked: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the results of the region's products, and of the product as it was."""
+        return {self.leaf.outputs[0].name, *(a.leaf.outputs[0].name for a in self.region.amplifiers)}
 
 
 def _heads(trace: TraceCtx, refusals: Mapping[str, Refusal]) -> dict[str, Refusal]:
@@ -183,10 +227,8 @@ def _check_marks(marks: Sequence[Mark], done: set[str], refusals: Mapping[str, R
 
 def _next_head(
     program: Program, explicit: bool, marked: frozenset[str], tried: set[str], refusals: dict[str, Refusal]
-) -> tuple[Region, TraceCtx, Leaf] | None:
-    """The largest amplifier not yet tried that has a region, and the trace it was found in, where a
-    slice may have moved; last the amplifier, as it was before. Refusals are noted on the way.
-    """
+) -> _Grown | None:
+    """The largest amplifier not yet tried that has a region. Refusals are noted on the way."""
     for leaf, rows in candidates(program, 1.0, 1):
         out = leaf.outputs[0]
         ratio = numel(out) / max(1, numel(leaf.inputs[rows]))
@@ -199,7 +241,7 @@ def _next_head(
         tried.add(key)
         name = out.name
         try:
-            region, trace = _grow_hoisting(program, leaf, rows)
+            head = _grow_hoisting(program, leaf, rows)
         except Refused as e:
             # An MLP amplifies too and does not end in a loss: that is no news unless it is loss-sized.
             if ratio > AUTO_RATIO or out.name in marked:
@@ -208,29 +250,37 @@ def _next_head(
         except Exception as e:  # a trace unlike any we know must still compile
             refusals[name] = _refusal(leaf, _puzzled(leaf, e))
             continue
-        if region.n < 2:
+        if head.region.n < 2:
             refusals.setdefault(name, _refusal(leaf, Refused(leaf, "it has a single row")))
             continue
-        tried.update(f"{a.out.proxy.name}/{r}" for a in region.amplifiers for r in (0, 1))
-        return region, trace, leaf
+        tried.update(f"{a.out.proxy.name}/{r}" for a in head.region.amplifiers for r in (0, 1))
+        return head
     return None
 
 
-def _grow_hoisting(program: Program, leaf: Leaf, rows: int) -> tuple[Region, TraceCtx]:
-    """Grow a region; a slice of rows in its way moves above the product."""
-    original = None
-    for _ in range(8):  # a chain of slices, each of which moves by itself
+def _grow_hoisting(program: Program, leaf: Leaf, rows: int) -> _Grown:
+    """Grow a region; a choice of rows in its way moves above the product."""
+    original: Refused | None = None
+    now, picking = leaf, None
+    products: tuple[str, ...] = ()
+    picked: frozenset[str] = frozenset()
+    for _ in range(8):  # a chain of choices, each of which moves by itself
         try:
-            return trim(grow(program, leaf, rows)), program.trace
+            region = trim(grow(program, now, rows))
+            moved, name = hoist_beside(region), now.outputs[0].name
+            if moved is None:
+                return _Grown(leaf, region, picking, products, picked)
         except Refused as e:
             original = original or e
-            moved = hoist_slice(program, e.leaf)
+            moved = hoist_rows(program, e.leaf, now, rows)
             if moved is None:
                 raise original from None
-            trace, name = moved
-            program = read_program(trace)
-            leaf = program.producer[name]
-    raise original if original is not None else AssertionError("unreachable")
+            products, name = (*products, *moved.products), moved.products[0]
+        picked |= moved.picked
+        picking = moved.trace
+        program = read_program(picking)
+        now = program.producer[name]
+    raise original or Refused(leaf, "its rows are picked too many times in a row")
 
 
 register_missing()

@@ -24,7 +24,7 @@ from thunder_mem.outside import quoted
 from thunder_mem.plan import Refusal
 from thunder_mem.sorting import SORTS, SortFunction
 
-__all__ = ["check_compile_options", "check_sort", "composed", "rewriting_after", "with_whole_heads"]
+__all__ = ["behind", "check_compile_options", "check_sort", "composed", "rewriting_after", "with_whole_heads"]
 
 SORT_OPTION = "mem_efficient_sort"
 _SORT_HELP = (
@@ -135,15 +135,20 @@ def rewriting_after(transform: Transform, transforms: Sequence[Any]) -> str:
 
     Thunder's distributed ones are none: they replace parameters, wherever these are read.
     """
-    places = [i for i, other in enumerate(transforms) if other is transform]
-    for other in transforms[places[-1] + 1 :] if places else ():
+    for other in behind(transform, transforms):
         kind = type(other)
         if getattr(kind, "transform_traces_pre_prologue", None) is Transform.transform_traces_pre_prologue:
             continue
-        own = kind.__module__.startswith(("thunder_mem.", "thunder.distributed."))
-        if not own and kind.__name__ not in _BLIND_TO_PRODUCTS:
+        if not kind.__module__.startswith("thunder.distributed.") and kind.__name__ not in _BLIND_TO_PRODUCTS:
             return kind.__name__
     return ""
+
+
+def behind(transform: Transform, transforms: Sequence[Any]) -> tuple[Transform, ...]:
+    """The transforms of others behind the last place of `transform`."""
+    places = [i for i, other in enumerate(transforms) if other is transform]
+    others = transforms[places[-1] + 1 :] if places else ()
+    return tuple(other for other in others if not type(other).__module__.startswith("thunder_mem."))
 
 
 def with_whole_heads(trace: TraceCtx, mine: str, other: str) -> tuple[TraceCtx, str]:

@@ -18,6 +18,7 @@ from functools import partial
 from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceTag
+from thunder.core.transform_common import Transform
 from thunder.extend import Executor, FusionExecutor
 
 from thunder_mem.budget import BudgetError
@@ -27,6 +28,7 @@ from thunder_mem.chunk_narrow import narrow_sums
 from thunder_mem.cost import device_model_of
 from thunder_mem.distributed import buckets_not_built, prepared, with_overlap
 from thunder_mem.emit import emit, regions_in_order
+from thunder_mem.fallback import Original, final_halves
 from thunder_mem.fx import highest_peak, is_fx
 from thunder_mem.joint_plan import Planned, PlanningOptions, device_of, plan_joint_trace, with_checkpoints
 from thunder_mem.kernels import without_unread_gradients
@@ -37,16 +39,25 @@ from thunder_mem.planner import peaks_of
 from thunder_mem.ranks import agree
 from thunder_mem.reuse import reuse_and_sort, with_reuse
 from thunder_mem.trace_graph import read_trace
-from thunder_mem.verify import is_verified, verify_final, verify_rewrite
+from thunder_mem.verify import VerificationError, is_verified, verify_final, verify_rewrite
 
-__all__ = ["PlanningExecutor", "check_final_trace", "last_failure", "last_plan", "latest", "seat", "unseat"]
+__all__ = ["PlanningExecutor", "final_trace", "last_failure", "last_plan", "latest", "seat", "unseat"]
 
 
 class _Session:
-    """One compilation: who shares its plan, and whether planning failed."""
+    """One compilation: who shares its plan, whether planning failed, and what it then goes back to.
 
-    def __init__(self, options: PlanningOptions) -> None:
+    Attributes:
+        original: the computation before its heads became loops; None where none did.
+        given: the trace that was to be planned.
+        halves: forward and backward as Thunder has them, in the place of broken ones.
+    """
+
+    def __init__(self, options: PlanningOptions, original: Original | None) -> None:
         self.options = options
+        self.original = original
+        self.given: TraceCtx | None = None
+        self.halves: tuple[TraceCtx, TraceCtx | None] | None = None
         self.executors: list[FusionExecutor] = []
         self.plan: Plan | None = None
         self.failed = False
@@ -59,7 +70,7 @@ class PlanningExecutor(FusionExecutor):
         name: Hashable = inner.name if inner else "mem_efficient"
         super().__init__(name, version=inner.version if inner else None)
         self.inner = inner
-        self._session = session
+        self.session = session
         if inner is not None:
             session.executors.append(inner)
             self._implmap, self._lookasides, self._opmap = inner._implmap, inner._lookasides, inner._opmap
@@ -82,8 +93,9 @@ class PlanningExecutor(FusionExecutor):
         return self.inner.fuse(region, fusion_counter)
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        session = self._session
+        session = self.session
         if session.plan is None and not session.failed:
+            session.given = trace
             try:
                 # Planning makes many small objects that live until its end: collecting meanwhile finds nothing.
                 with collector_off():
@@ -93,23 +105,41 @@ class PlanningExecutor(FusionExecutor):
             except Exception as error:
                 if session.options.strict:
                     raise
-                session.failed = True
-                cause = f"{type(error).__name__}: {error}"
-                _remember(None, failure=cause)
-                warnings.warn(f"MemEfficient left this program as Thunder compiles it: {cause}", stacklevel=2)
-                with suppress(Exception):
-                    trace = with_checkpoints(trace)
-                agree(trace, get_compile_data())
+                trace = _unplanned(session, error)
             else:
                 agree(planned, get_compile_data(), session.plan)
                 return planned
         return self.inner.fusion_pass(trace) if session.failed and self.inner else trace
 
 
-def seat(executors: Sequence[Executor], options: PlanningOptions) -> tuple[Executor, ...]:
+def _unplanned(session: _Session, error: Exception) -> TraceCtx:
+    """Give up planning: a warning with the cause, and the trace as Thunder has it, with the user's checkpoints."""
+    session.failed = True
+    cause = f"{type(error).__name__}: {error}"
+    _remember(None, failure=cause)
+    warnings.warn(f"MemEfficient left this program as Thunder compiles it: {cause}", stacklevel=3)
+    trace = session.given if session.original is None else session.original.unfused(get_compile_data())
+    assert trace is not None
+    with suppress(Exception):
+        kept = with_checkpoints(trace)
+        verify_rewrite(trace, kept)
+        trace = kept
+    agree(trace, get_compile_data())
+    return trace
+
+
+def seat(
+    executors: Sequence[Executor], options: PlanningOptions, original: Original | None = None
+) -> tuple[Executor, ...]:
     """The executors with a planner in each fusion executor's seat (one before the last two, Thunder's
-    own, if there is no fusion executor). Planners from an earlier compilation give way to new ones."""
-    session = _Session(options)
+    own, if there is no fusion executor). Planners from an earlier compilation give way to new ones.
+
+    Args:
+        executors: the user's.
+        options: how to plan.
+        original: the computation as it was, where its heads are loops now.
+    """
+    session = _Session(options, original)
     seated: list[Executor] = [
         PlanningExecutor(e, session) if isinstance(e, FusionExecutor) else e for e in unseat(executors)
     ]
@@ -150,19 +180,39 @@ def latest() -> tuple[Plan | None, str]:
     return getattr(stats, "thunder_mem_plan", None), getattr(stats, "thunder_mem_failure", "")
 
 
-def check_final_trace(trace: TraceCtx) -> None:
-    """Check a trace that is about to run, a backward against the forward before it.
+def final_trace(trace: TraceCtx, transform: Transform) -> TraceCtx | None:
+    """A trace that is about to run; where it or its other half is broken, the same half as Thunder has it.
+
+    Args:
+        trace: a forward, or, after that, its backward.
+        transform: who asks.
+
+    Returns:
+        None for a backward that Thunder does not have.
 
     Raises:
-        VerificationError: see `verify_final`.
+        VerificationError: it is broken, and `MemEfficient` is strict; see `verify_final`.
     """
-    stats = _compile_data.get()[1]
+    data, stats = _compile_data.get()
+    session = next((e.session for e in data.executors_list if isinstance(e, PlanningExecutor)), None)
+    if session is None:
+        return trace
     if TraceTag.BACKWARD in trace.tags:
-        verify_final(trace, getattr(stats, "thunder_mem_saved", ()))
-    else:
+        return trace if session.halves is None else session.halves[1]
+    try:
+        backwards = stats.last_backward_traces
         saved = verify_final(trace)
-        if stats is not None:
-            stats.thunder_mem_saved = saved
+        if backwards:
+            verify_final(backwards[-1], saved)
+    except VerificationError as error:
+        if session.options.strict:
+            raise
+        own = unseat(data.executors_list)
+        before = data.transforms[: data.transforms.index(transform)]
+        session.halves = final_halves(_unplanned(session, error), own, before)
+        trace = session.halves[0]
+    session.given = session.original = None
+    return trace
 
 
 def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
@@ -177,6 +227,8 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     assert new is not None
     if is_verified(planned.original, plan.fingerprint, session.options.verify):
         verify_rewrite(planned.original, new)
+    elif session.options.verify is not False:  # which costs little, however long the trace
+        verify_final(new)
     options = session.options
     plan = replace(
         plan,

@@ -68,7 +68,7 @@ def _loop_seconds(bsym: BoundSymbol, device: DeviceModel) -> float:
         return cost_s(bsym, device)
     seconds = 0.0
     for gemm in plan.gemms:
-        products = 1 if name == "chunk_loop" else 1 + (gemm.x in plan.grads) + (gemm.w in plan.grads)
+        products = 1 if name == "chunk_loop" else 1 + gemm.flows * ((gemm.x in plan.grads) + (gemm.w in plan.grads))
         dtype = str(gemm.out.dtype).removeprefix("torch.")
         block_bytes = plan.n * gemm.width * gemm.out.dtype.itemsize
         seconds += products * 2 * plan.n * gemm.depth * gemm.width / device.matmul_flops(dtype)

@@ -104,7 +104,7 @@ def _search(live: Liveness, order: list[int], floor_bytes: int, solved: bool) ->
 
 
 def _proven(live: Liveness, order: list[int], algorithm: str, floor_bytes: int) -> Sorted:
-    """An order, its peak, and a lower bound on every order's: what must be alive at this one's peak op, or the floor."""
+    """An order, its peak, and a lower bound on every order's: what this one's peak op keeps alive, or the floor."""
     steps = profile(live, order)
     peak_bytes = max(steps, default=live.start_bytes)
     if peak_bytes > floor_bytes:

@@ -14,7 +14,7 @@ never used after its `del`; and the backward takes what the forward saves.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -106,9 +106,12 @@ class _Outcome:
 class _Run:
     """A trace, run on numbers."""
 
-    def __init__(self, trace: TraceCtx, numbers: _Numbers, planned: _Outcome | None = None) -> None:
+    def __init__(
+        self, trace: TraceCtx, numbers: _Numbers, planned: _Outcome | None = None, trusted: frozenset[str] = frozenset()
+    ) -> None:
         self.trace = trace
         self.numbers = numbers
+        self.trusted = trusted  # names whose values are those of the program, however they are computed
         self.planned = planned  # what an earlier run, of the program as it should be, came to
         self.known = len(numbers.name_of) if planned else None
         self.values: dict[str, int] = {}
@@ -231,7 +234,10 @@ class _Run:
             self._define(outs[0].name, value, bsym)
             return value
         number = self.numbers.number(content, outs[0].name if outs else bsym.sym.name)
-        if self.known is not None and number >= self.known:
+        if outs and outs[0].name in self.trusted:
+            self._define(outs[0].name, self._trust(outs[0].name, bsym), bsym)
+            return number
+        if self.known is not None and number >= self.known and not self._is_on_the_way(bsym, effects):
             what = outs[0].name if outs else "a step"
             raise VerificationError(f"{what} = {bsym.sym.name}(...) is computed from other values than in the program")
         for c in effects.channels:
@@ -276,6 +282,11 @@ class _Run:
         """A copy that the program does not make, of memory that nobody overwrites: the same value once more."""
         added = self.known is not None and bsym.sym.id is PrimIDs.CLONE and content not in self.numbers.number_of
         return added and self.aliases(bsym.args[0].name) not in self.written
+
+    def _is_on_the_way(self, bsym: BoundSymbol, effects: Effects) -> bool:
+        """A value that the program does not have, from which a trusted one may be computed."""
+        new = self.planned is not None and not any(p.name in self.planned.values for p in bsym.flat_proxy_outs)
+        return bool(self.trusted) and new and effects.pure
 
     def _define(self, name: str, value: int, bsym: BoundSymbol) -> None:
         if self.values.setdefault(name, value) != value:
@@ -340,19 +351,20 @@ def _flat(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
 # ---- two traces ----
 
 
-def verify_rewrite(before: TraceCtx, after: TraceCtx) -> None:
+def verify_rewrite(before: TraceCtx, after: TraceCtx, trusted: Collection[str] = ()) -> None:
     """Check that `after` is `before` in another order, in regions, and with parts of it computed again.
 
     Args:
         before: a plain or joint trace, not fused.
         after: what was emitted for it.
+        trusted: names of values that `after` may compute from others than `before`, and that are the same.
 
     Raises:
         VerificationError: they are different programs, or Thunder could not split `after`.
     """
     numbers = _Numbers()
     old = _Run(before, numbers).outcome()
-    new = _Run(after, numbers, old).outcome()
+    new = _Run(after, numbers, old, frozenset(trusted)).outcome()
     for name in dict.fromkeys((*old.channels, *new.channels)):
         _same_events(name, old.channels.get(name, ()), new.channels.get(name, ()), numbers)
     for name in dict.fromkeys((*old.arguments, *new.arguments)):

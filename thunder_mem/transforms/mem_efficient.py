@@ -20,11 +20,12 @@ from thunder_mem.checkpoint import take_over_checkpoints
 from thunder_mem.choices import Chooser
 from thunder_mem.chunk_size import lean_rows, leanest_rows
 from thunder_mem.chunking import ChunkingError, chunk_trace
-from thunder_mem.composition import check_sort, composed, rewriting_after, with_whole_heads
+from thunder_mem.composition import behind, check_sort, composed, rewriting_after, with_whole_heads
 from thunder_mem.cost_measure import COSTS, check_measurable
 from thunder_mem.decisions import about_chunks
-from thunder_mem.delegate import check_final_trace, latest, seat, unseat
+from thunder_mem.delegate import final_trace, latest, seat, unseat
 from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.fallback import Original
 from thunder_mem.fusions import fuses_generally
 from thunder_mem.fx_calls import watch_calls
 from thunder_mem.joint_plan import PlanningOptions
@@ -46,7 +47,7 @@ from thunder_mem.sorting import SortFunction
 from thunder_mem.tensor_parallel import waits_for_shards
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.listed import ListedTransform
-from thunder_mem.verify import VerificationError
+from thunder_mem.verify import verify_final
 from thunder_mem.written_arguments import with_histories
 
 __all__ = ["MemEfficient"]
@@ -179,11 +180,8 @@ class MemEfficient(ListedTransform):
         if waits_for_shards(self, compile_data.transforms, computation_trace):
             return prologue_trace, self._prepared(computation_trace, prologue_trace), epilogue_trace
         executors = _with_kernels(_with_defaults(compile_data.executors_list))
-        program, asked = program_of(computation_trace), self._asked(unseat(executors))
-        note_program(program, asked)
-        if self._plan is not None:
-            self._plan.check_program(program, asked)
-        computation_trace = self._prepared(computation_trace, prologue_trace)
+        self._identify(computation_trace, self._asked(unseat(executors)))
+        computation_trace = prepared = self._prepared(computation_trace, prologue_trace)
         options = self._options
         if self._chunk and (other := rewriting_after(self, compile_data.transforms)):
             computation_trace, reason = with_whole_heads(computation_trace, type(self).__name__, other)
@@ -193,27 +191,40 @@ class MemEfficient(ListedTransform):
         if mem_kernels_ex in executors:
             computation_trace = with_statistics_apart(computation_trace)
         options = composed(options, compile_data, computation_trace)
-        compile_data.executors_list = seat(executors, options)
+        original = None
+        if computation_trace is not prepared:
+            original = Original(prologue_trace, prepared, epilogue_trace, behind(self, compile_data.transforms))
+        compile_data.executors_list = seat(executors, options, original)
         prologue_trace = pruned(compile_data, prologue_trace, computation_trace, epilogue_trace)
         return prologue_trace, computation_trace, epilogue_trace
 
-    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs) -> TraceCtx:
+    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs) -> TraceCtx | None:
         if self._plan is not None:
             self._plan.check_plan(*latest())
-        if self._options.verify is not False:  # which costs little, however long the trace
-            try:
-                check_final_trace(computation_trace)
-            except VerificationError as error:
-                if self._options.strict:
-                    raise
-                warnings.warn(f"the final trace is broken: {error}", stacklevel=2)
-        return computation_trace
+        # Checked however long the trace is, for that costs little.
+        return computation_trace if self._options.verify is False else final_trace(computation_trace, self)
 
     def _is_alone_in(self, transforms: Sequence[Transform]) -> None:
         """Refuse another one of other options: the last one's would be the only ones that count."""
         for other in transforms:
             if isinstance(other, MemEfficient) and repr(other) != repr(self):
                 raise ValueError(f"one MemEfficient plans a program, with all options: not both {self} and {other}")
+
+    def _identify(self, trace: TraceCtx, asked: dict[str, str]) -> None:
+        """Note which program this is, for plan files and for other ranks."""
+        try:
+            program = program_of(trace)
+        except Exception as error:
+            if self._options.strict or self._plan is not None:
+                raise
+            cause = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"MemEfficient left this program without a digest, so it has no plan file: {cause}", stacklevel=3
+            )
+            program = {"digest": "", "operations": len(trace.bound_symbols)}
+        note_program(program, asked)
+        if self._plan is not None:
+            self._plan.check_program(program, asked)
 
     def _asked(self, executors: tuple) -> dict[str, str]:
         """The options that decide about a plan, and the executors, as text."""
@@ -243,7 +254,9 @@ class MemEfficient(ListedTransform):
         try:
             opened = without_ignored_targets(trace)
             named = opened if self._names_nothing else name_origins(opened, prologue_trace)
-            return take_over_checkpoints(expand_scalars(without_writes(named)))
+            prepared = take_over_checkpoints(expand_scalars(without_writes(named)))
+            verify_final(prepared)
+            return prepared
         except Exception as error:
             if self._options.strict:
                 raise
@@ -262,6 +275,7 @@ class MemEfficient(ListedTransform):
                 accumulate=asked.accumulate,
                 executors_list=executors,
                 choose_rows=lean_rows if self._options.budget is None else leanest_rows,
+                verify=self._options.verify is not False,
             )
         except ChunkingError:  # the user marked this head by `with chunked():`
             raise
@@ -295,7 +309,7 @@ def _chooser(recompute: Written | Policy) -> Chooser:
 def _with_kernels(executors: tuple) -> tuple:
     """Add PyTorch's own kernels of composite operations where nothing fuses what these decompose into."""
     given = unseat(executors)
-    if any(isinstance(e, FusionExecutor) and not getattr(e, "required_ops", None) for e in given):
+    if any(map(fuses_generally, given)):
         return executors
     own = [e for e in (mem_attention_ex, mem_kernels_ex) if e not in given]
     always = next((i for i, e in enumerate(executors) if e in get_always_executors()), len(executors))
