@@ -164,7 +164,8 @@ def _with_loss_outside(reuse: bool) -> Callable[[Planned], tuple[int, int]]:
 
     def rank(planned: Planned) -> tuple[int, int]:
         source, plan = planned.source, planned.plan
-        tangents = {s for op in source.graph.ops if source.bsyms[op.index].sym == prims.get_grad for s in op.allocates}
+        given = (b for b in source.bsyms if b.sym == prims.get_grad)
+        tangents = {source.storage_of[p.name] for b in given for p in b.flat_proxy_outs}
         tangent_bytes = sum(source.graph.storages[s].nbytes for s in tangents)
         outside_bytes = between_halves(source.graph) + _LOSS_COPIES * tangent_bytes
         return max(plan.overwritten_peak_bytes if reuse else planned.peak_bytes, outside_bytes), planned.peak_bytes
