@@ -17,9 +17,9 @@ from thunder_mem.frontier_table import Frontier, Point
 from thunder_mem.joint_plan import device_of
 from thunder_mem.offload_fit import sweep_with_offload
 from thunder_mem.offload_option import OffloadOption, moves_for, parse_offload
-from thunder_mem.plan_time import plan_seconds
+from thunder_mem.plan_time import trace_seconds
 from thunder_mem.saving import saved_storages, storages_to_rebuild
-from thunder_mem.study import Study, check_program, study_program
+from thunder_mem.study import Study, check_program, study_for_budgets, study_program
 
 __all__ = ["memory_time_frontier"]
 
@@ -61,7 +61,10 @@ def memory_time_frontier(
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ValueError(f"points is a number from 1 up, not {points!r}")
     option = parse_offload(offload)
-    return _Survey(study_program(fn, args, dict(kwargs or {}), executors), option).frontier(points)
+    study = study_program(fn, args, dict(kwargs or {}), executors)
+    # Under a budget loss heads are built in smaller chunks, and in the end in the smallest.
+    found = study_for_budgets(fn, args, dict(kwargs or {}), executors) if study.sizes_chunks else (study,)
+    return _Survey(study, option).frontier(found, points)
 
 
 class _Survey:
@@ -70,33 +73,39 @@ class _Survey:
         self.device = device_of(study.source)
         self.model = device_model_of(self.device)
 
-    def frontier(self, points: int) -> Frontier:
-        problem = self.study.problem
-        rebuilt = storages_to_rebuild(problem.graph, problem.fuse, problem.choices)
-        free = self._point(Fit(rebuilt, 0, 0.0, 0.0, "free"))
-        found = [free]
-        for fit in self._sweep(problem, rebuilt, points):
-            if fit.peak_bytes < found[-1].peak_bytes:
-                found.append(self._point(fit))
+    def frontier(self, studies: Sequence[Study], points: int) -> Frontier:
+        """The plans of `study` without costly work, and from there down those of the studies for budgets."""
+        found = [self._point(self.study, Fit(self.study.free, 0, 0.0, 0.0, "free"))]
+        saved_bytes = 0  # by what follows the trial that a fit is priced by
+        for fit in self._fits(studies[0], points):
+            if fit.peak_bytes - saved_bytes < found[-1].peak_bytes:
+                point = self._point(studies[0], fit)
+                saved_bytes = fit.peak_bytes - point.peak_bytes
+                found.append(point)
+        for study in studies[1:][-1:]:
+            *_, smallest = self._fits(study, 1)
+            found.append(self._point(study, smallest))
         return Frontier(
-            nothing_recomputed=self._point(Fit(frozenset(), 0, 0.0, 0.0, "free")),
+            nothing_recomputed=self._point(self.study, Fit(frozenset(), 0, 0.0, 0.0, "free")),
             points=tuple(_undominated(found)),
             device=self.model.name,
         )
 
-    def _sweep(self, problem: SavingProblem, free: frozenset[int], points: int) -> Iterator[Fit]:
+    def _fits(self, study: Study, points: int) -> Iterator[Fit]:
+        problem = study.problem
         if self.option is None:
             return sweep(problem, points)
-        source = self.study.source
-        moves = moves_for(self.option, source, problem.fuse, problem.choices, free, self.model, str(self.device))
+        free, device = storages_to_rebuild(problem.graph, problem.fuse, problem.choices), str(self.device)
+        moves = moves_for(self.option, study.source, problem.fuse, problem.choices, free, self.model, device)
         return sweep_with_offload(replace(problem, moves=moves), points)
 
-    def _point(self, fit: Fit) -> Point:
-        planned = self.study.plan(fit.rebuilt, fit.offloaded)
-        graph = self.study.problem.graph
+    def _point(self, study: Study, fit: Fit) -> Point:
+        planned = study.plan(fit.rebuilt, fit.offloaded)
+        graph = study.problem.graph
         candidate = planned.plan.candidate
         received = saved_storages(graph, fit.rebuilt)
-        seconds = plan_seconds(planned.plan, planned.source, self.model) + fit.exposed_seconds
+        assert planned.final is not None
+        seconds = trace_seconds(planned.final, self.model) + fit.exposed_seconds
         return Point(
             peak_bytes=planned.peak_bytes,
             forward_peak_bytes=candidate.forward_peak_bytes,
