@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from thunder_mem.cost import device_model_of
@@ -75,7 +74,8 @@ class _Survey:
 
     def frontier(self, studies: Sequence[Study], points: int) -> Frontier:
         """The plans of `study` without costly work, and from there down those of the studies for budgets."""
-        found = [self._point(self.study, Fit(self.study.free, 0, 0.0, 0.0, "free"))]
+        free = self._point(self.study, Fit(self.study.free, 0, 0.0, 0.0, "free"))
+        found = [free]
         saved_bytes = 0  # by what follows the trial that a fit is priced by
         for fit in self._fits(studies[0], points):
             if fit.peak_bytes - saved_bytes < found[-1].peak_bytes:
@@ -87,7 +87,7 @@ class _Survey:
             found.append(self._point(study, smallest))
         return Frontier(
             nothing_recomputed=self._point(self.study, Fit(frozenset(), 0, 0.0, 0.0, "free")),
-            points=tuple(_undominated(found)),
+            points=(free, *_undominated(free, found)),
             device=self.model.name,
         )
 
@@ -117,14 +117,14 @@ class _Survey:
             offload="" if not fit.offloaded else str(self.option),
             host_bytes=sum(graph.storages[s].nbytes for s in received & fit.offloaded),
             exposed_ms=fit.exposed_seconds * 1e3,
+            free=fit.method == "free",
         )
 
 
-def _undominated(points: Sequence[Point]) -> list[Point]:
-    """By falling peak; without those that a faster one undercuts in memory, too."""
-    ordered = sorted(points, key=lambda p: (p.cost_ms, p.peak_bytes))
-    kept = ordered[:1]
-    for _, point in pairwise(ordered):
-        if point.peak_bytes < kept[-1].peak_bytes:
-            kept.append(point)
-    return kept
+def _undominated(free: Point, points: Sequence[Point]) -> Iterator[Point]:
+    """By falling peak, below the free one's; without those that a faster one undercuts in memory, too."""
+    lowest_bytes = free.peak_bytes
+    for point in sorted(points, key=lambda p: (p.cost_ms, p.peak_bytes)):
+        if point.peak_bytes < lowest_bytes:
+            lowest_bytes = point.peak_bytes
+            yield point
