@@ -139,8 +139,8 @@ def test_what_a_budget_error_names_adds_up():
     x, w, t = inputs()
     with pytest.raises(BudgetError) as caught:
         compiled_with(head, MemEfficient(budget=1, chunk=ChunkLossHead(rows=512)), x, w, t)
-    parts = re.search(r"held by (.*) of arguments and results, (.*) of computed values .* and (.*) of scratch inside Chunk",
-                      str(caught.value))  # fmt: skip
+    pattern = "held by (.*) of arguments and results, (.*) of computed values .* and (.*) of scratch inside Chunk"
+    parts = re.search(pattern, str(caught.value))
     assert abs(sum(map(parse_bytes, parts.groups())) - caught.value.smallest_peak_bytes) < 3 * MIB // 200
     assert parse_bytes(parts[3]) >= 512 * V * 4  # the chunk's logits
 

@@ -121,7 +121,9 @@ def test_predict_says_what_predict_says(run):
     code, out, _ = run("predict", "train.py:build", "--json", *PLAIN)
     data = json.loads(out)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
-    expected = predict(thunder.jit(model, executors=[], transforms=[MemEfficient()]), torch.ones(32, 64), keep_outputs=True)
+    expected = predict(
+        thunder.jit(model, executors=[], transforms=[MemEfficient()]), torch.ones(32, 64), keep_outputs=True
+    )
     assert code == 0 and data["fits"] and data["limits"] == []
     assert (data["peak_bytes"], data["held_bytes"]) == (expected.peak_bytes, expected.held_bytes)
     assert data["scratch_bytes"] == expected.scratch_bytes

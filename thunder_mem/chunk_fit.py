@@ -87,7 +87,9 @@ def fit_loops(trace: TraceCtx, budget_bytes: int | None = None) -> Fitted | None
     if swap:
         trace = _with_loops(trace, swap)
         graph = read_trace(trace, earlier=source).graph
-    return Fitted(trace, tuple(swap.get(k, loop).plan for k, loop in loops.items()), *peaks_of(graph, range(len(graph))))
+    return Fitted(
+        trace, tuple(swap.get(k, loop).plan for k, loop in loops.items()), *peaks_of(graph, range(len(graph)))
+    )
 
 
 def leanest_loops(trace: TraceCtx) -> TraceCtx | None:
@@ -149,7 +151,9 @@ def _fitted(plan: LoopPlan, uses: Sequence[tuple[BoundSymbol, int]], peak_bytes:
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
         return min(plan.n, low * plan.block_rows)
 
-    rows = max(plan.chunk_rows, most(peak_bytes, plan.n), most(budget_bytes, floor_rows(device, plan.gemms[0].out.dtype)))
+    rows = max(
+        plan.chunk_rows, most(peak_bytes, plan.n), most(budget_bytes, floor_rows(device, plan.gemms[0].out.dtype))
+    )
     # As many chunks of more equal size take less.
     even = -(-plan.n // -(-plan.n // rows))
     rows = min(rows, max(plan.chunk_rows, -(-even // plan.block_rows) * plan.block_rows))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from thunder_mem.cost import device_model_of
-from thunder_mem.fit_budget import Fit, SavingProblem, sweep
+from thunder_mem.fit_budget import Fit, sweep
 from thunder_mem.frontier_table import Frontier, Point
 from thunder_mem.joint_plan import device_of
 from thunder_mem.offload_fit import sweep_with_offload

@@ -130,7 +130,9 @@ def plan_joint_trace(
     best, chosen = plan(free), free
     for other in others:
         new, read, takes = rebuilding(other)
-        if not cannot_beat(read.graph, takes, best.peak_bytes) and rank(found := planned(new, read, takes)) < rank(best):
+        if not cannot_beat(read.graph, takes, best.peak_bytes) and rank(found := planned(new, read, takes)) < rank(
+            best
+        ):
             best, chosen = found, other
     if options.budget is None and options.observe is None:
         return finish(best)
