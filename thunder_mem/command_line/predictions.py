@@ -10,7 +10,7 @@ from typing import Any
 import thunder
 import torch
 
-from thunder_mem.allocator import Allocation, allocate, needed_bytes
+from thunder_mem.allocator import Allocation, allocate
 from thunder_mem.command_line.program import Program, UsageError
 from thunder_mem.delegate import last_plan
 from thunder_mem.devices import DeviceSpec
@@ -36,7 +36,6 @@ class Outcome:
         prediction: of a call, or of a training step.
         plan: what MemEfficient decided, if it was asked.
         allocation: what PyTorch's allocator makes of it on a GPU; None on a CPU.
-        needed_bytes: what has to fit, see `thunder_mem.allocator.needed_bytes`.
         limits: name and bytes of each limit that was given.
         asked: this command asked for the plan, not the script.
     """
@@ -45,9 +44,13 @@ class Outcome:
     prediction: Prediction
     plan: Plan | None
     allocation: Allocation | None
-    needed_bytes: int
     limits: tuple[tuple[str, int], ...]
     asked: bool = True
+
+    @property
+    def peak_bytes(self) -> int:
+        """What has to fit, see `Prediction.peak_bytes`."""
+        return self.prediction.peak_bytes
 
     @property
     def limit_bytes(self) -> int | None:
@@ -57,7 +60,7 @@ class Outcome:
     @property
     def fits(self) -> bool:
         """Within every limit; without any, it does."""
-        return all(self.needed_bytes <= nbytes for _, nbytes in self.limits)
+        return all(self.peak_bytes <= nbytes for _, nbytes in self.limits)
 
     @property
     def own_budget_bytes(self) -> int | None:
@@ -178,10 +181,9 @@ def ask(program: Program, question: Question) -> Outcome:
     found = _compiled(program, question, None)
     if found.fits or question.plain or program.is_jitted or found.limit_bytes is None:
         return found
-    # What lives outside of the compiled function (an optimizer's state), and the allocator's rounding, is not
-    # for the plan to save.
-    call = predict(found.jitted, *program.args, kwargs=program.kwargs)
-    outside_bytes = found.needed_bytes - call.total_peak_bytes
+    # What lives outside of the compiled function (an optimizer's state) is not for the plan to save.
+    call = predict(found.jitted, *program.args, kwargs=program.kwargs, keep_outputs=True)
+    outside_bytes = found.peak_bytes - call.peak_bytes
     if found.limit_bytes <= outside_bytes:
         return found
     best, budget_bytes = found, found.limit_bytes - outside_bytes
@@ -190,10 +192,10 @@ def ask(program: Program, question: Question) -> Outcome:
         # by what is too much, and at the end to nothing, so that the least there is decides whether it fits.
         leanest = attempt == _ATTEMPTS or budget_bytes <= 0
         bought = _compiled(program, question, 1 if leanest else budget_bytes)
-        best = min(best, bought, key=lambda o: o.needed_bytes)
+        best = min(best, bought, key=lambda o: o.peak_bytes)
         if best.fits or leanest or _nothing_smaller(bought.plan):
             break
-        budget_bytes -= bought.needed_bytes - found.limit_bytes
+        budget_bytes -= bought.peak_bytes - found.limit_bytes
     return best
 
 
@@ -217,7 +219,7 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
     if stepper is not None and question.inference:
         raise UsageError("--inference has no training step: leave the optimizer out")
     if stepper is None:
-        prediction = predict(jitted, *program.args, kwargs=program.kwargs)
+        prediction = predict(jitted, *program.args, kwargs=program.kwargs, keep_outputs=True)
     else:
         prediction = predict_step(
             jitted,
@@ -228,8 +230,7 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
             accumulate=question.accumulate,
         )
     allocation = allocate(prediction, question.spec.usable_bytes) if question.spec is not None else None
-    needed = needed_bytes(prediction)
-    return Outcome(jitted, prediction, last_plan(jitted), allocation, needed, question.limits, not program.is_jitted)
+    return Outcome(jitted, prediction, last_plan(jitted), allocation, question.limits, not program.is_jitted)
 
 
 def _optimizer(program: Program, jitted: Any, name: str | None) -> torch.optim.Optimizer | None:

@@ -35,6 +35,7 @@ from thunder_mem.policies import Policy, PolicyChooser, check_policy
 from thunder_mem.pruning import pruned
 from thunder_mem.recompute_config import Written, from_environment, parse_config
 from thunder_mem.scalars import expand_scalars
+from thunder_mem.shared_parameters import tag_shared_parameters
 from thunder_mem.smoothed_labels import without_ignored_targets
 from thunder_mem.sorting import SortFunction
 from thunder_mem.tensor_parallel import waits_for_shards
@@ -164,6 +165,7 @@ class MemEfficient(ListedTransform):
         self._is_alone_in(compile_data.transforms)
         if self._options.costs == "measured":
             check_measurable()
+        tag_shared_parameters(computation_trace.args, prologue_trace, compile_data.fn)
         if waits_for_shards(self, compile_data.transforms, computation_trace):
             return prologue_trace, self._prepared(computation_trace, prologue_trace), epilogue_trace
         executors = _with_defaults(compile_data.executors_list)
