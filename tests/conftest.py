@@ -23,9 +23,10 @@ settings.load_profile("thunder_mem")
 @pytest.fixture(autouse=True, scope="session")
 def _measured_anew():
     """No test rests on what an earlier run of the tests has measured."""
-    nowhere = scratch_table.Table(None, "")
+    nowhere, kernels = scratch_table.Table(None, ""), scratch_table.Table(None, "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scratch_table, "table", lambda: nowhere)
+        patch.setattr(scratch_table, "kernel_table", lambda software, codec: kernels)
         yield
 
 

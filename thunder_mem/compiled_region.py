@@ -35,6 +35,7 @@ from torch._guards import TracingContext, active_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from thunder_mem.fusible_prims import VIEWS
+from thunder_mem.region_inlining import inlining_options
 from thunder_mem.region_outputs import return_whole_results
 from thunder_mem.region_sums import split_long_sums
 from thunder_mem.takeover import Reuse, fits, interleave, never, own_inputs, show_over, write_late
@@ -77,6 +78,7 @@ class RegionFunction:
     Attributes:
         reuse: the outputs that are written over inputs, which therefore must be the region's to overwrite.
             A variant that is not compiled, or whose strides do not allow it, makes new outputs.
+        content: what regions have in common that share one function.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class RegionFunction:
         inputs: Sequence[Proxy],
         outputs: Sequence[Proxy],
         reuse: Reuse | None = None,
+        content: Hashable = None,
     ) -> None:
         self.reuse = reuse
+        self.content = content
         self._owns = reuse is None or not any(take.saved for take in reuse.takes)
         self._source: tuple[Sequence[BoundSymbol], Sequence[Proxy], Sequence[Proxy]] | None = (leaves, inputs, outputs)
         self._unfused: Callable[[list[Any]], Sequence[torch.Tensor]] | None = None
@@ -126,7 +130,7 @@ class RegionFunction:
             if fake or len(self._variants) >= MAX_VARIANTS:
                 return unfused
             try:
-                variant = unfused if self._only_views else self._compiled(unfused, args)
+                variant = self.compile(args)
             except Exception as e:
                 cause = str(e).strip().splitlines()
                 message = f"{type(e).__name__}: {cause[0] if cause else ''}"
@@ -135,21 +139,28 @@ class RegionFunction:
             self._variants[key] = variant
             return variant
 
-    def _compiled(
-        self, unfused: Callable[[list[Any]], Sequence[torch.Tensor]], args: tuple[Any, ...]
-    ) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    def compile(self, args: tuple[Any, ...], flag: torch.Tensor | None = None) -> Callable[[list[Any]], Any]:
+        """What Inductor makes of the region for such arguments, whether or not it was asked before.
+
+        Args:
+            args: of a call; fake ones too, if what comes back is never called.
+            flag: what late writes are tied to, a boolean that is false; by default one of the arguments' device.
+        """
+        unfused = self._unfused or self._build_unfused()
+        if self._only_views:
+            return unfused
         if self._writing is None or self.reuse is None or not fits(unfused, args, self.reuse):
             return _compile(unfused, args)
-        flag = never(next(a.device for a in args if isinstance(a, torch.Tensor)))
+        given = flag if flag is not None else never(next(a.device for a in args if isinstance(a, torch.Tensor)))
         try:
-            compiled = _compile(self._writing, (*args, flag))
+            compiled = _compile(self._writing, (*args, given))
         except Exception:
             # On a CPU Inductor 2.11 may lose a buffer's name where rows are reduced, and read after a write
             # (`KeyError: 'buf1'`). A result in memory of its own costs its bytes; an uncompiled region many times more.
             return _compile(unfused, args)
 
         def writing(boxed: list[Any]) -> Sequence[torch.Tensor]:
-            boxed.append(flag)
+            boxed.append(given)
             return compiled(boxed)
 
         return writing
@@ -237,7 +248,7 @@ def _compile(
         nodes: Any = returned.args[0]
         returned.meta["user_visible_output_idxs"] = list(range(len(nodes)))
         returned.meta["original_output_strides"] = [node.meta["val"].stride() for node in nodes]
-        with tracing(TracingContext(mode)):
+        with tracing(TracingContext(mode)), inductor_config.patch(inlining_options(graph)):
             compiled = compile_fx_inner(graph, fakes)
 
     if len(slots) == len(args) and not finishes:

@@ -31,6 +31,11 @@ class DeviceSpec:
     context_bytes: int = 600 * _MIB
 
     @property
+    def threads_per_multiprocessor(self) -> int:
+        """Resident at most, by the table of compute capabilities in NVIDIA's CUDA programming guide."""
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}.get(self.capability, 2048)
+
+    @property
     def usable_bytes(self) -> int:
         """What is left for PyTorch's allocator."""
         return self.memory_bytes - self.context_bytes

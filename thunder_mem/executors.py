@@ -222,5 +222,5 @@ def region_function(
     with _lock:
         function = _functions.get(key)
         if function is None:
-            function = _functions[key] = RegionFunction(leaves, inputs, outputs, reuse)
+            function = _functions[key] = RegionFunction(leaves, inputs, outputs, reuse, key)
     return function

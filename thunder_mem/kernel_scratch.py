@@ -16,8 +16,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, has_tags
 
 from thunder_mem.chunk_loop import is_chunk_loop, scratch_bytes
+from thunder_mem.layout import Layout
+from thunder_mem.region_kernels import KernelFigures, kernel_figures
 
-__all__ = ["estimated_scratch_bytes"]
+__all__ = ["estimated_scratch_bytes", "region_scratch_bytes"]
 
 _GEMMS = {PrimIDs.MATMUL, PrimIDs.LINEAR, PrimIDs.CONVOLUTION}
 _FLOAT32_BYTES = 4
@@ -48,6 +50,15 @@ def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
     if on_cpu and _is_gemm(bsym) and not (outs[0].dtype is bfloat16 and _multiplies_bfloat16()):
         return _float32_bytes(outs[0])
     return 0
+
+
+def region_scratch_bytes(bsym: BoundSymbol, layout: Layout) -> int:
+    """Bytes that the kernels of a region of `mem_pointwise` on a GPU keep between them; 0 for all else.
+
+    `layout` knows its arguments.
+    """
+    figures = kernel_figures(bsym, layout)
+    return figures.scratch_bytes if isinstance(figures, KernelFigures) else 0
 
 
 @cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from thunder.core.prims import PrimIDs
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_mem.offload_exec import host_proxies, is_transfer
 
-__all__ = ["Block", "Event", "Ledger", "PredictionError", "Runner", "replay"]
+__all__ = ["Block", "Event", "Ledger", "PredictionError", "Ran", "Runner", "replay"]
 
 _BOOKKEEPING = (
     PrimIDs.UNPACK_TRIVIAL,
@@ -57,6 +57,7 @@ class Event:
         allocated_bytes: storages that come into being with it and outlive it.
         scratch_bytes: what it holds beyond that, only while it runs.
         host_bytes: what is in the host's memory meanwhile because it was offloaded; part of nothing above.
+        launches: kernels that it starts, on a GPU; 0 on a CPU, where they are not counted.
         bsym: the bound symbol, or None where there is no trace (an eager loss, an optimizer).
     """
 
@@ -69,6 +70,7 @@ class Event:
     allocated_bytes: int = 0
     scratch_bytes: int = 0
     host_bytes: int = 0
+    launches: int = 0
     bsym: BoundSymbol | None = field(default=None, compare=False, repr=False)
 
 
@@ -98,11 +100,18 @@ class Block:
     held: bool = False
 
 
+class Ran(NamedTuple):
+    """What fake tensors do not show of an operation that ran: its scratch, and the kernels that it starts on a GPU."""
+
+    scratch_bytes: int
+    launches: int = 0
+
+
 class Runner(Protocol):
     """Runs one operation on fake tensors and tells what it holds only while it runs, see `scratch.py`."""
 
-    def __call__(self, bsym: BoundSymbol, run: Callable[[dict[str, Any]], Any], env: dict[str, Any]) -> int:
-        """Give `env` the outputs of `bsym`, as `run(env)` does; return its scratch in bytes."""
+    def __call__(self, bsym: BoundSymbol, run: Callable[[dict[str, Any]], Any], env: dict[str, Any]) -> Ran:
+        """Give `env` the outputs of `bsym`, as `run(env)` does."""
         ...
 
 
@@ -252,7 +261,7 @@ def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, ru
             ledger.sweep(dropped)
         return result
     try:
-        scratch_bytes = runner(bsym, run, env) if not is_transfer(bsym) else _transfer(bsym, run, env, ledger)
+        ran = runner(bsym, run, env) if not is_transfer(bsym) else _transfer(bsym, run, env, ledger)
     except Exception as error:
         raise PredictionError(
             f"cannot follow the memory of {bsym.sym.name} ({_source(bsym) or 'no source line'}): "
@@ -266,18 +275,19 @@ def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, ru
         outputs=tuple(name for name, _ in outputs),
         source=_source(bsym),
         allocated_bytes=allocated_bytes,
-        scratch_bytes=scratch_bytes,
+        scratch_bytes=ran.scratch_bytes,
+        launches=ran.launches,
         bsym=bsym,
     )
     return None
 
 
-def _transfer(bsym: BoundSymbol, run: Callable[[dict[str, Any]], Any], env: dict[str, Any], ledger: Ledger) -> int:
+def _transfer(bsym: BoundSymbol, run: Callable[[dict[str, Any]], Any], env: dict[str, Any], ledger: Ledger) -> Ran:
     """Run a copy to the host or back, which needs nothing but its ends; what is on the host is counted apart."""
     run(env)
     for p in host_proxies(bsym):
         ledger.add_host(env[p.name])
-    return 0
+    return Ran(0)
 
 
 def _executable(bsym: BoundSymbol) -> Callable[[dict[str, Any]], Any] | None:

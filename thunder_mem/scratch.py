@@ -10,7 +10,8 @@ Two sources, chosen by the device kind:
   and tells how it really lays out what it returns.
 - `SimulatedRunner`, for a device that is not there: what the operation's own Python and the
   composite operators in it allocate is seen by running it on fake tensors; what the kernels of a
-  real device allocate inside themselves is not, except for those in `KERNEL_SCRATCH`.
+  real device allocate inside themselves is not, except for those in `KERNEL_SCRATCH`. Of a region of
+  `mem_pointwise` the code that Inductor writes for the device tells what its kernels keep between them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from thunder_mem.chunk_loop import is_chunk_loop, loop_of
 from thunder_mem.measure import collector_off, record_curve
 from thunder_mem.output_layout import describe, lay_out
 from thunder_mem.redraw import with_valid_state
+from thunder_mem.region_kernels import KernelFigures, kernel_figures
 from thunder_mem.region_model import run_region
-from thunder_mem.replay import proxies, tensor_proxies
+from thunder_mem.replay import Ran, proxies, tensor_proxies
 from thunder_mem.scratch_table import Probe
 
 __all__ = ["KERNEL_SCRATCH", "ProbingRunner", "SimulatedRunner"]
@@ -75,13 +77,13 @@ class ProbingRunner:
     def __init__(self) -> None:
         self.assumptions: list[str] = []
 
-    def __call__(self, bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> int:
+    def __call__(self, bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> Ran:
         inputs = {
             p.name: env[p.name] for p in tensor_proxies(bsym.flat_args) if isinstance(env.get(p.name), torch.Tensor)
         }
         if not inputs and not tensor_proxies(bsym.flat_outs):
             run(env)
-            return 0
+            return Ran(0)
         probes, key = _known_probes(bsym), _key(bsym, inputs)
         if key not in probes:
             probes[key] = self._recalled(bsym, run, env, inputs, key)
@@ -89,6 +91,9 @@ class ProbingRunner:
         if isinstance(probe, _Failed):
             if probe.sentence not in self.assumptions:
                 self.assumptions.append(probe.sentence)
+            if bsym.sym.is_fusion:
+                run_region(bsym, env)
+                return Ran(0)
             return _run_tracked(bsym, run, env)
         if bsym.sym.is_fusion:
             _lay_out(bsym, probe, env, inputs)
@@ -96,7 +101,7 @@ class ProbingRunner:
             run(env)
             if _new_bytes(bsym, env, inputs) != probe.end_bytes:
                 _lay_out(bsym, probe, env, inputs)
-        return probe.peak_bytes - _new_bytes(bsym, env, inputs)
+        return Ran(probe.peak_bytes - _new_bytes(bsym, env, inputs))
 
     def _recalled(
         self, bsym: BoundSymbol, run: Run, env: dict[str, Any], inputs: dict[str, torch.Tensor], key: Hashable
@@ -130,15 +135,19 @@ class ProbingRunner:
             return Probe(curve.peak_bytes, curve.end_bytes, describe(outputs, list(real.values())))
 
 
+KERNELS = (
+    "regions of mem_pointwise run as the kernels that this version of Inductor writes for the device, and hold what "
+    "these keep between them"
+)
 REGIONS = (
-    "a fused region holds what goes in and what comes out: what Inductor or nvFuser would keep between two kernels "
-    "of one region is not counted"
+    "a fused region of another executor holds what goes in and what comes out: what nvFuser or torch.compile would "
+    "keep between two kernels of one region is not counted"
 )
 PRODUCTS = "some fused regions have matrix products or attention inside, whose operands and results are such"
 
 
 class SimulatedRunner:
-    """Runs operations on fake tensors of a device that is not there; fused regions by their outputs.
+    """Runs operations on fake tensors of a device that is not there; fused regions by their outputs and kernels.
 
     Attributes:
         assumptions: what it takes for granted, in the order it was met.
@@ -147,12 +156,19 @@ class SimulatedRunner:
     def __init__(self) -> None:
         self.assumptions: list[str] = ["scratch inside the device's own kernels is counted for flash attention only"]
 
-    def __call__(self, bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> int:
-        if bsym.sym.is_fusion:
-            self._assume(REGIONS)
-            if _has_products(bsym):
-                self._assume(PRODUCTS)
-        return _run_tracked(bsym, run, env)
+    def __call__(self, bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> Ran:
+        return self._region(bsym, env) if bsym.sym.is_fusion else _run_tracked(bsym, run, env)
+
+    def _region(self, bsym: BoundSymbol, env: dict[str, Any]) -> Ran:
+        figures = kernel_figures(bsym, env)
+        run_region(bsym, env)
+        if isinstance(figures, KernelFigures):
+            self._assume(KERNELS)
+            return Ran(figures.scratch_bytes, figures.launches)
+        self._assume(REGIONS if figures is None else figures.sentence)
+        if _has_products(bsym):
+            self._assume(PRODUCTS)
+        return Ran(0, 1)
 
     def _assume(self, sentence: str) -> None:
         if sentence not in self.assumptions:
@@ -170,25 +186,23 @@ def _has_products(bsym: BoundSymbol) -> bool:
 _PRODUCTS = (PrimIDs.MATMUL, PrimIDs.LINEAR, PrimIDs.CONVOLUTION)
 
 
-def _run_tracked(bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> int:
-    if bsym.sym.is_fusion:
-        run_region(bsym, env)
-        return 0
+def _run_tracked(bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> Ran:
     with _Watch() as watch:
         run(env)
     kernel_bytes = 0
     for name, formula in KERNEL_SCRATCH.items():
         if name == bsym.sym.name:
             kernel_bytes = formula(*(env[a.name] for a in tensor_proxies(bsym.flat_args)))
-    return max(watch.peak_bytes - watch.live_bytes(), kernel_bytes)
+    return Ran(max(watch.peak_bytes - watch.live_bytes(), kernel_bytes), watch.launches)
 
 
 class _Watch(TorchDispatchMode):
-    """The largest sum of storages that came into being within and were still alive."""
+    """The largest sum of storages that came into being within and were still alive; and what starts a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0
+        self.launches = 0
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
         self._before: set[int] = set()
 
@@ -201,14 +215,20 @@ class _Watch(TorchDispatchMode):
             if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self._seen:
                 self._before.add(t.untyped_storage()._cdata)
         out = func(*args, **(kwargs or {}))
+        works = func._schema.is_mutable
         for t in tree_leaves(out):
             if not isinstance(t, torch.Tensor):
                 continue
             storage = t.untyped_storage()
             if storage._cdata not in self._seen and storage._cdata not in self._before:
                 self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                works = works or not func.name().startswith(_ALLOCATIONS)
+        self.launches += works
         self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return out
+
+
+_ALLOCATIONS = ("aten::empty", "aten::new_empty")
 
 
 def _flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, *_: torch.Tensor) -> int:

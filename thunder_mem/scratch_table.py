@@ -1,6 +1,7 @@
 """What single operations were measured to hold, kept from process to process.
 
-One file for each version of torch and Thunder, kind of CPU and number of threads, in
+One file for each version of torch and Thunder, kind of CPU and number of threads (and one for what Inductor writes for
+GPUs, which depends on versions alone), in
 ``$XDG_CACHE_HOME/thunder_mem`` (by default ``~/.cache/thunder_mem``). It is read strictly: a file that is not
 exactly what `Table.save` writes counts as none. Where nothing can be read or written, measurements last for
 the process alone. Processes may write at once: each adds its own to what it finds and replaces the file as a
@@ -17,6 +18,7 @@ import os
 import pathlib
 import platform
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ import torch
 
 from thunder_mem.output_layout import Output
 
-__all__ = ["Probe", "Table", "save_tables", "table"]
+__all__ = ["Codec", "Probe", "Table", "kernel_table", "save_tables", "table"]
 
 _FORMAT = 1
 _MOST = 50_000  # about 10 MB; beyond it a file begins anew
@@ -41,12 +43,16 @@ class Probe:
     outputs: tuple[Output | None, ...] = ()
 
 
+Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
 class Table:
     """Probes by the text that says all they depend on; what was in the file is read when the table is made.
 
     Args:
         path: of the file; None keeps nothing.
         machine: what all of its measurements depend on.
+        codec: how entries that are no `Probe` turn into JSON, and back, strictly.
 
     Example:
         >>> kept = Table(None, "this machine")
@@ -54,16 +60,17 @@ class Table:
         1024
     """
 
-    def __init__(self, path: pathlib.Path | None, machine: str) -> None:
+    def __init__(self, path: pathlib.Path | None, machine: str, codec: Codec | None = None) -> None:
         self.path, self.machine = path, machine
+        self._encode, self._decode = codec or (_to_json, _from_json)
         self._known = self._read()
-        self._new: dict[str, Probe] = {}
+        self._new: dict[str, Any] = {}
 
-    def find(self, text: str) -> Probe | None:
-        """The probe of that text, if it was ever made."""
+    def find(self, text: str) -> Any:
+        """The probe of that text; None if it was never made."""
         return self._known.get(_digest(text))
 
-    def add(self, text: str, probe: Probe) -> None:
+    def add(self, text: str, probe: Any) -> None:
         """Take note of a probe; `save` writes it."""
         self._known[_digest(text)] = self._new[_digest(text)] = probe
 
@@ -77,7 +84,7 @@ class Table:
         data = {
             "format": _FORMAT,
             "machine": self.machine,
-            "probes": {digest: _to_json(probe) for digest, probe in probes.items()},
+            "probes": {digest: self._encode(probe) for digest, probe in probes.items()},
         }
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +97,7 @@ class Table:
                 os.unlink(name)
                 raise
 
-    def _read(self) -> dict[str, Probe]:
+    def _read(self) -> dict[str, Any]:
         if self.path is None:
             return {}
         try:
@@ -99,7 +106,7 @@ class Table:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             if data["format"] != _FORMAT or data["machine"] != self.machine:
                 return {}
-            return {_checked(digest, str): _from_json(entry) for digest, entry in data["probes"].items()}
+            return {_checked(digest, str): self._decode(entry) for digest, entry in data["probes"].items()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return {}
 
@@ -107,6 +114,11 @@ class Table:
 def table() -> Table:
     """The table of this machine at the present number of threads."""
     return _table(os.environ.get("XDG_CACHE_HOME", ""), torch.get_num_threads())
+
+
+def kernel_table(software: str, codec: Codec) -> Table:
+    """The table of what is written for GPUs by this software, on whatever machine."""
+    return _kernel_table(os.environ.get("XDG_CACHE_HOME", ""), f"{_versions()}, {software}", codec)
 
 
 def save_tables() -> None:
@@ -121,14 +133,23 @@ _TABLES: list[Table] = []
 @functools.cache
 def _table(cache_home: str, threads: int) -> Table:
     machine = f"{_machine()}, {threads} threads"
+    _TABLES.append(Table(_path(cache_home, "scratch", machine), machine))
+    return _TABLES[-1]
+
+
+@functools.cache
+def _kernel_table(cache_home: str, machine: str, codec: Codec) -> Table:
+    _TABLES.append(Table(_path(cache_home, "kernels", machine), machine, codec))
+    return _TABLES[-1]
+
+
+def _path(cache_home: str, name: str, machine: str) -> pathlib.Path | None:
     try:
         # A path that is not absolute is to be ignored, says the XDG specification.
         home = pathlib.Path(cache_home) if os.path.isabs(cache_home) else pathlib.Path.home() / ".cache"
-        path = home / "thunder_mem" / f"scratch-{_digest(machine)[:16]}.json"
+        return home / "thunder_mem" / f"{name}-{_digest(machine)[:16]}.json"
     except RuntimeError:  # nobody's home
-        path = None
-    _TABLES.append(Table(path, machine))
-    return _TABLES[-1]
+        return None
 
 
 @functools.cache
@@ -137,8 +158,11 @@ def _machine() -> str:
     with contextlib.suppress(OSError, StopIteration):
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    versions = f"torch {torch.__version__} ({torch.version.git_version}), thunder {thunder.__version__}"
-    return f"{versions}, {platform.system()} {platform.machine()}, {cpu}, {torch.backends.cpu.get_cpu_capability()}"
+    return f"{_versions()}, {platform.system()} {platform.machine()}, {cpu}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _versions() -> str:
+    return f"torch {torch.__version__} ({torch.version.git_version}), thunder {thunder.__version__}"
 
 
 def _digest(text: str) -> str:

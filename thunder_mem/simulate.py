@@ -142,6 +142,10 @@ def _replacements(spec: DeviceSpec) -> list[tuple[Any, str, Any]]:
         minor=spec.capability[1],
         total_memory=spec.memory_bytes,
         multi_processor_count=spec.multiprocessors,
+        warp_size=32,
+        max_threads_per_block=1024,
+        max_threads_per_multi_processor=spec.threads_per_multiprocessor,
+        regs_per_multiprocessor=65536,
     )
     real_backward = torch.autograd.backward
 

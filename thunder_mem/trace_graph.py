@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from thunder_mem.aliases import Aliases
 from thunder_mem.effects import Effects, effects_of
 from thunder_mem.graph import Graph, Op, Storage, make_graph
-from thunder_mem.kernel_scratch import estimated_scratch_bytes
+from thunder_mem.kernel_scratch import estimated_scratch_bytes, region_scratch_bytes
 from thunder_mem.layout import Layout
 from thunder_mem.offload_exec import host_proxies
 
@@ -114,7 +114,7 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
                 producer_of.setdefault(p.name, i)
 
     pinned = frozenset(p.name for p in _returned(result))
-    ops = _ops(body, effects, forward_count, arguments, storage_of)
+    ops = _ops(body, effects, forward_count, arguments, storage_of, layout)
     alias_edges, overwritten = _possible_aliases(body, effects, storage_of)
     edges = [*_data_edges(body, producer_of), *_effect_edges(effects), *alias_edges]
     edges += _cotangent_edges(body, forward_count, edges)
@@ -189,6 +189,7 @@ def _ops(
     forward_count: int,
     arguments: Sequence[Proxy],
     storage_of: dict[str, int],
+    layout: Layout,
 ) -> list[Op]:
     born = {storage_of[p.name] for p in arguments}
     started: dict[str, tuple[int, ...]] = {}  # what a collective in flight still reads, by its future
@@ -209,7 +210,7 @@ def _ops(
                 reads=tuple(reads),
                 writes=tuple(dict.fromkeys(storage_of[name] for name in effect.writes)),
                 allocates=tuple(allocates),
-                scratch_bytes=estimated_scratch_bytes(b),
+                scratch_bytes=estimated_scratch_bytes(b) + region_scratch_bytes(b, layout),
                 backward=i >= forward_count,
                 payload=b,
             )
