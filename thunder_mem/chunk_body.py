@@ -30,6 +30,7 @@ from thunder_mem.chunk_picks import fusible_picks
 from thunder_mem.chunk_program import is_cut, walk
 from thunder_mem.chunk_region import Refused, Region, Value, relation
 from thunder_mem.chunk_rules import RuleError, Sharding, local_shape
+from thunder_mem.round_trips import without_round_trips
 
 __all__ = ["Body", "build_body"]
 
@@ -49,6 +50,8 @@ class Body:
         outputs: how many outputs it gives.
         tangents: indices of the region's outputs whose tangents it takes.
         peak_bytes: bytes that it holds at most beyond its inputs, by the sizes of its tensors.
+        over: the logits, by number, whose gradients it writes over them (`chunk_in_place.py`).
+        launches: kernels that it starts; 0 on a CPU, where they are not counted.
     """
 
     fn: Callable[..., tuple]
@@ -57,6 +60,13 @@ class Body:
     outputs: int
     tangents: tuple[int, ...]
     peak_bytes: int
+    over: tuple[int, ...] = ()
+    launches: int = 0
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether it returns more than outputs."""
+        return len(self.trace.bound_symbols[-1].args[0]) > self.outputs
 
 
 def build_body(
@@ -317,7 +327,7 @@ def _compile(
     trace.bound_symbols += [b for b in bsyms if b.sym.id != PrimIDs.UNPACK_TRIVIAL]
     with tracectx(trace):
         prims.python_return(tuple(results))
-    trace = fusible_picks(dce(trace), executors)
+    trace = fusible_picks(dce(without_round_trips(trace)), executors)
     _check_defined(trace)
     trace = transform_for_execution(trace, executors)
     trace = del_last_used(trace)

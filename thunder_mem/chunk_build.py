@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from thunder.core import dtypes
 from thunder.core.compile_data import get_compile_data
+from thunder.core.devices import DeviceType
 from thunder.core.prims import PrimIDs
 
 from thunder_mem.chunk_body import Body, build_body
 from thunder_mem.chunk_exec import ChunkLoop
+from thunder_mem.chunk_in_place import with_gradients_over_logits
 from thunder_mem.chunk_plan import Gemm, Head, LoopPlan, Spec
+from thunder_mem.chunk_price import block_calls, busy_rows, gpu_block_rows
 from thunder_mem.chunk_program import PRODUCTS, Leaf
 from thunder_mem.chunk_region import Amplifier, Refused, Region, Value
 from thunder_mem.chunk_rows import block_sizes
 from thunder_mem.chunk_rules import RuleError
 from thunder_mem.chunk_size import floor_rows
+from thunder_mem.cost import device_model_of
 
 __all__ = ["build_loop", "head_label"]
+
+# A block is built to learn what one holds. On a GPU Inductor's kernels depend on the rows, so there are some.
+_PROBE_ROWS, _GPU_PROBE_ROWS = 8, 512
 
 
 def _spec(value: Value) -> Spec:
@@ -63,14 +71,48 @@ def build_loop(
     def sums(chunks: int) -> tuple[torch.dtype, ...]:
         return tuple(_sum_dtype(specs[i], accumulate, chunks > 1 or i in sides) for i in grads)
 
-    head = Head(
-        op=head_label(first),
+    blocks = _Blocks(region, [inputs[i] for i in sides], executors)
+    wanted = [g.x in grads or g.w in grads for g in gemms] + [i in grads for i in sides]
+    nothing = [False] * len(wanted)
+
+    def probed(plan: LoopPlan) -> Body:
+        """A block with all that one does, to learn what it takes."""
+        size = plan.block_rows
+        return blocks([size], wanted if grads else nothing, plan.mode == "grads-in-forward" or not grads)[size]
+
+    gpu = device_model_of(torch.device(gemms[0].out.device)) if _on_gpu(region) else None
+    few = min(region.n, _PROBE_ROWS if gpu is None else _GPU_PROBE_ROWS)
+    plan = LoopPlan(
+        name=name,
         source=first.source,
+        op=head_label(first),
         n=region.n,
-        row_bytes=sum(g.width * g.out.dtype.itemsize for g in gemms),
+        chunk_rows=few,
+        block_rows=few,
+        sized="head",
+        mode=mode,
+        why=why,
+        inputs=specs,
+        outputs=outputs,
+        gemms=gemms,
+        sides=sides,
+        grads=grads,
+        grad_dtypes=sums(2),
+        sums_asked=accumulate is not None,
+        over=(),
+        differentiable=differentiable,
+        forward_block_bytes=0,
+        backward_block_bytes=0,
+    )
+    head = Head(
+        op=plan.op,
+        source=plan.source,
+        n=plan.n,
+        row_bytes=plan.row_bytes,
         fixed_bytes=_bytes_of(specs, grads, sums(2)),
         single_bytes=_bytes_of(specs, grads, sums(1)),
         device=gemms[0].out.device,
+        busy_rows=0 if gpu is None else busy_rows(plan, probed(plan), gpu),
     )
     decided = decide(head)
     if decided is None:
@@ -79,44 +121,35 @@ def build_loop(
     if mode == "grads-in-forward" and sized != "asked" and _hold_more_than_logits(region, head):
         why = "its gradients are larger than its logits, and much of the forward follows"
         mode = "recompute-in-backward"
-    blocks = _Blocks(region, [inputs[i] for i in sides], executors)
-    wanted = [g.x in grads or g.w in grads for g in gemms] + [i in grads for i in sides]
-    nothing = [False] * len(wanted)
-    with_outputs = mode == "grads-in-forward"
-
-    probe_rows = min(rows, 8)
-    probe = blocks([probe_rows], wanted if grads else nothing, with_outputs or not grads)[probe_rows]
+    few = min(few, rows)
+    plan = replace(plan, block_rows=few, chunk_rows=rows, grad_dtypes=sums(plan.chunks), sized=sized, mode=mode, why=why)
+    probe = probed(plan)
     whole_bytes = sum(specs[i].nbytes for i in sides if i in grads and not specs[i].sharding.split)
-    row_scratch = -(-max(0, probe.peak_bytes - whole_bytes) // probe_rows)
+    row_scratch = -(-max(0, probe.peak_bytes - whole_bytes) // few)
     least_rows = _least_rows(region, head)
-    block_rows = _block_rows(region.n, rows, head.row_bytes, row_scratch, least_rows, asked=sized == "asked")
+    if gpu is None:
+        block_rows = _block_rows(plan.n, rows, head.row_bytes, row_scratch, least_rows, asked=sized == "asked")
+    else:
+        block_rows = gpu_block_rows(plan, probe, row_scratch, least_rows, gpu)
     if sized != "asked" and block_rows < rows < region.n:
         rows -= rows % block_rows  # so that a chunk of any other number of blocks needs no others
     sizes = block_sizes(region.n, rows, block_rows)
-    forward = {} if with_outputs else blocks(sizes, nothing, True)
-    backward = blocks(sizes, wanted, with_outputs) if grads else {}
-    plan = LoopPlan(
-        name=name,
-        source=first.source,
-        op=head_label(first),
-        n=region.n,
+    forward = {} if mode == "grads-in-forward" else blocks(sizes, nothing, True)
+    backward = blocks(sizes, wanted, mode == "grads-in-forward") if grads else {}
+    plan = replace(
+        plan,
         chunk_rows=rows,
         block_rows=block_rows,
-        sized=sized,
-        mode=mode,
-        why=why,
-        inputs=specs,
-        outputs=outputs,
-        gemms=gemms,
-        sides=sides,
-        grads=grads,
-        grad_dtypes=sums(-(-region.n // rows)),
-        sums_asked=accumulate is not None,
-        over=(),
-        differentiable=differentiable,
         forward_block_bytes=max(b.peak_bytes for b in (forward or backward).values()),
         backward_block_bytes=max((b.peak_bytes for b in backward.values()), default=0),
     )
+    plan = replace(plan, grad_dtypes=sums(plan.chunks))
+    if gpu is not None:
+        plan = replace(
+            plan,
+            forward_block_calls=max(block_calls(plan, b) for b in (forward or backward).values()),
+            backward_block_calls=max((block_calls(plan, b) for b in backward.values()), default=0),
+        )
     return ChunkLoop(plan, forward, backward)
 
 
@@ -139,6 +172,10 @@ def head_label(leaf: Leaf) -> str:
     return f"{leaf.label} with {', '.join(weights)}" if weights else leaf.label
 
 
+def _on_gpu(region: Region) -> bool:
+    return region.amplifiers[0].out.proxy.device.devicetype is DeviceType.CUDA
+
+
 class _Blocks:
     """The region's compiled blocks, each built once."""
 
@@ -152,6 +189,8 @@ class _Blocks:
             for size in sizes:
                 if (size, any(wanted), outputs) not in self.built:
                     body = build_body(self.region, self.sides, wanted, size, self.executors, outputs)
+                    if _on_gpu(self.region):
+                        body = with_gradients_over_logits(body, wanted[: len(self.region.amplifiers)])
                     self.built[size, any(wanted), outputs] = body
         except Refused:
             raise

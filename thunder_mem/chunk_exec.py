@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 
 from thunder_mem.chunk_body import Body
-from thunder_mem.chunk_gemm import gemm
+from thunder_mem.chunk_gemm import adds_to_float32, gemm
 from thunder_mem.chunk_plan import Gemm, LoopPlan, Spec
 from thunder_mem.chunk_rows import block_sizes, read_rows, row_views, write_rows
 from thunder_mem.chunk_rules import local_shape
@@ -38,6 +38,8 @@ class ChunkLoop:
 
     def __init__(self, plan: LoopPlan, forward: dict[int, Body], backward: dict[int, Body]):
         self.plan, self.forward, self.backward = plan, forward, backward
+        for g in plan.gemms:
+            adds_to_float32(g.out.device.split(":")[0], g.out.dtype)  # asked here, as no loop may wait for the device
 
     @cached_property
     def group(self) -> ProcessGroup | None:
@@ -151,7 +153,7 @@ def _run_block(plan, body, inputs, tangents, log_sums, chunk, span, start, total
         for j in body.tangents:
             t, sharding = tangents[plan.differentiable.index(j)], plan.outputs[j].sharding
             args.append(read_rows(t, sharding, lo, hi) if sharding.split else t)
-    results = _pretend(plan, body, inputs, end - at) if fake else body.fn(*args)
+    results = _pretend(plan, body, inputs, blocks) if fake else body.fn(*args)
     for total, value in zip(totals, results[: body.outputs], strict=False):
         total.add(value, lo, hi)
     if tangents is None:
@@ -160,7 +162,10 @@ def _run_block(plan, body, inputs, tangents, log_sums, chunk, span, start, total
     for block, want in zip(blocks, _wanted_gemms(plan), strict=True):
         if want:
             g = found.pop(0)
-            block.zero_() if g is None else block.copy_(g)
+            if g is None:
+                block.zero_()
+            elif not _lies_in(g, block):
+                block.copy_(g)
     for i in plan.sides:
         if i in plan.grads:
             g, grad = found.pop(0), grads[i]
@@ -169,6 +174,11 @@ def _run_block(plan, body, inputs, tangents, log_sums, chunk, span, start, total
                 write_rows(grad, plan.inputs[i].sharding, lo, hi, zero if g is None else g)
             elif g is not None:
                 grad.add(g)
+
+
+def _lies_in(gradient: Tensor, block: Tensor) -> bool:
+    """Whether a block has put the gradient of its logits in their place already."""
+    return gradient.untyped_storage()._cdata == block.untyped_storage()._cdata
 
 
 def _wanted_gemms(plan: LoopPlan) -> list[bool]:
@@ -248,16 +258,15 @@ def _matrix(t: Tensor, gemm: Gemm, rows: int) -> Tensor:
 # --- without numbers ------------------------------------------------------------------------------
 
 
-def _pretend(plan: LoopPlan, body: Body, inputs: Sequence[Tensor], rows: int) -> list[Tensor]:
+def _pretend(plan: LoopPlan, body: Body, inputs: Sequence[Tensor], blocks: Sequence[Tensor]) -> list[Tensor]:
     """What a block allocates, without running it: compiled code knows no fake tensors."""
+    rows = body.rows
     torch.empty(body.peak_bytes, dtype=torch.uint8, device=inputs[0].device)
     specs = list(plan.outputs) if body.outputs else []
     out = [torch.empty(local_shape(s.shape, s.sharding, rows), dtype=s.dtype, device=s.device) for s in specs]
-    for g, want in zip(plan.gemms, _wanted_gemms(plan), strict=True):
+    for i, (block, want) in enumerate(zip(blocks, _wanted_gemms(plan), strict=True)):
         if want:
-            out.append(
-                torch.empty(local_shape(g.out.shape, g.out.sharding, rows), dtype=g.out.dtype, device=g.out.device)
-            )
+            out.append(block if i in body.over else torch.empty_like(block))
     for i in plan.sides:
         if i in plan.grads:
             s = plan.inputs[i]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-__all__ = ["gemm", "gemm_scratch_bytes", "multiplies", "scratch_bytes_of"]
+__all__ = ["adds_to_float32", "gemm", "gemm_scratch_bytes", "multiplies", "scratch_bytes_of"]
 
 
 def gemm(out: Tensor, a: Tensor, b: Tensor, *, add: bool, scratch_bytes: int) -> None:
@@ -41,7 +41,7 @@ def gemm(out: Tensor, a: Tensor, b: Tensor, *, add: bool, scratch_bytes: int) ->
             out.addmm_(a, b)
         else:
             torch.mm(a, b, out=out)
-    elif _mixed_addmm(kind, a.dtype):
+    elif adds_to_float32(kind, a.dtype):
         torch.addmm(out, a, b, beta=int(add), out_dtype=out.dtype, out=out)
     elif multiplies(kind, a.dtype):
         _gemm_rounded_tiles(out, a, b, add, scratch_bytes)
@@ -95,7 +95,7 @@ def _bfloat16_units() -> bool:
 
 def _tiled(device: str, out_dtype: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether `gemm` goes tile by tile for these operands."""
-    return not multiplies(device, dtype) or (out_dtype != dtype and not _mixed_addmm(device, dtype))
+    return not multiplies(device, dtype) or (out_dtype != dtype and not adds_to_float32(device, dtype))
 
 
 def _gemm_rounded_tiles(out: Tensor, a: Tensor, b: Tensor, add: bool, scratch_bytes: int) -> None:
@@ -156,8 +156,11 @@ def _tile_shape(m: int, n: int, k: int, floats: int) -> tuple[int, int, int]:
 
 
 @cache
-def _mixed_addmm(device: str, dtype: torch.dtype) -> bool:
-    """The device adds a 16-bit product to a float32 sum in one call (CUDA from torch 2.8 on)."""
+def adds_to_float32(device: str, dtype: torch.dtype) -> bool:
+    """The device adds a 16-bit product to a float32 sum in one call (CUDA from torch 2.8 on).
+
+    On a GPU the first question runs a product, and the host waits for it: ask before a loop runs.
+    """
     if device != "cuda":
         return False
     with unset_fake_temporarily():  # a GPU that is only simulated cannot be asked

@@ -15,6 +15,7 @@ from thunder_mem.chunk_rules import Sharding
 __all__ = ["ChunkRecord", "Gemm", "Head", "LoopPlan", "Refusal", "Spec"]
 
 ACCUMULATE = ("float32", "input")
+_GPU_TILES_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class LoopPlan:
         over: those of `grads` that are written over their own inputs, which nobody needs any more.
         differentiable: indices of the outputs that carry a gradient.
         forward_block_bytes, backward_block_bytes: what a block holds at most beyond its inputs.
+        forward_block_calls, backward_block_calls: by which the host starts a block; 0 on a CPU, which is the host.
     """
 
     name: str
@@ -100,6 +102,8 @@ class LoopPlan:
     differentiable: tuple[int, ...]
     forward_block_bytes: int
     backward_block_bytes: int
+    forward_block_calls: int = 0
+    backward_block_calls: int = 0
 
     @property
     def chunks(self) -> int:
@@ -133,6 +137,8 @@ class LoopPlan:
         the peak, which would rise by the difference.
         """
         share_bytes = scratch_bytes_of(self.logits_bytes)
+        if self.gemms[0].out.device.startswith("cuda"):  # which waits for the host if tiles are small
+            share_bytes = max(share_bytes, _GPU_TILES_BYTES)
         return share_bytes if self.sized == "asked" else max(share_bytes, block_bytes)
 
     @property
@@ -199,6 +205,7 @@ class Head:
         fixed_bytes: gradients that the loop allocates whatever the size of several chunks is.
         single_bytes: the same for a single chunk, where nothing adds up in a wider dtype.
         device: as torch prints it.
+        busy_rows: with which a GPU does not wait for the host; 0 on a CPU.
     """
 
     op: str
@@ -208,6 +215,7 @@ class Head:
     fixed_bytes: int
     single_bytes: int
     device: str
+    busy_rows: int = 0
 
 
 @dataclass(frozen=True)

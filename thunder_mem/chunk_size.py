@@ -28,7 +28,7 @@ def lean_rows(head: Head) -> int | None:
     smaller logits save: 4096 rows before a weight of (128256, 4096) in bfloat16 need 1002 MiB for their
     logits, while summing up in float32 over two chunks needs 1002 MiB more than one product.
     """
-    return _unless_whole_is_less(head, floor_rows(head.device))
+    return _unless_whole_is_less(head, max(floor_rows(head.device), head.busy_rows))
 
 
 def leanest_rows(head: Head) -> int | None:
@@ -40,7 +40,8 @@ def default_rows(head: Head) -> int:
     """Rows per chunk when nobody looks at the rest of the program: one chunk's logits add a sixteenth to
     what the head needs anyway, but no fewer rows than keep the matrix products efficient.
     """
-    return _unless_one_is_less(head, max(floor_rows(head.device), head.fixed_bytes // (16 * max(1, head.row_bytes))))
+    enough = max(head.busy_rows, head.fixed_bytes // (16 * max(1, head.row_bytes)))
+    return _unless_one_is_less(head, max(floor_rows(head.device), enough))
 
 
 def _unless_one_is_less(head: Head, rows: int) -> int:

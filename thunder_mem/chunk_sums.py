@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thunder_mem.chunk_gemm import gemm
 from thunder_mem.chunk_plan import Gemm, LoopPlan, Spec
 
-__all__ = ["Accumulator", "finish", "part_bounds", "sole_owner"]
+__all__ = ["Accumulator", "finish", "part_bounds", "sole_owner", "sum_calls"]
 
 SPLIT_BYTES = 1 << 16
 _STRETCH_BYTES = 8  # of a number: in float32, and what is stored of it
+_STRETCH_CALLS = 9  # to put it together, add to it, and take it apart
 
 
 class Accumulator:
@@ -80,8 +81,7 @@ class Accumulator:
         """Stretches of dim 0 in float32, to be changed in place and kept again; temporaries of that size at most."""
         assert self.bytes is not None
         rows = self.spec.shape[0] if self.spec.shape else 1
-        width = math.prod(self.spec.shape[1:])
-        step = max(1, scratch_bytes // (_STRETCH_BYTES * max(1, width)))
+        step = _stretch_rows(self.spec, scratch_bytes)
         upper, lower = self.parts[0].view(torch.int16), self.bytes
         for lo in range(0, rows, step):
             hi = min(lo + step, rows)
@@ -109,6 +109,19 @@ def part_bounds(spec: Spec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
         return ((0, size),)
     half = -(-size // 2)
     return ((0, half), (half, size))
+
+
+def sum_calls(plan: LoopPlan, i: int) -> int:
+    """How many kernels add one part to the gradient of input `i`."""
+    spec, dtype = plan.inputs[i], plan.grad_dtypes[plan.grads.index(i)]
+    if spec.sharding.split or not plan.finer(i):
+        return 1 if spec.sharding.split else len(part_bounds(spec, dtype))
+    step = _stretch_rows(spec, plan.tiles_bytes(plan.backward_block_bytes) * 4 // 7)
+    return _STRETCH_CALLS * -(-(spec.shape[0] if spec.shape else 1) // step)
+
+
+def _stretch_rows(spec: Spec, scratch_bytes: int) -> int:
+    return max(1, scratch_bytes // (_STRETCH_BYTES * max(1, math.prod(spec.shape[1:]))))
 
 
 def finish(plan: LoopPlan, scale: Tensor | None, parts: Sequence[Tensor]) -> list[Tensor]:

@@ -31,6 +31,7 @@ __all__ = [
     "device_model_of",
     "extra_region_cost_s",
     "is_free",
+    "kernels_cost_s",
     "region_cost_s",
     "tensor_bytes",
 ]
@@ -349,6 +350,11 @@ def region_cost_s(
         return 0.0
     moved = sum(map(tensor_bytes, (*_tensors(inputs), *_tensors(outputs))))
     return max(_compute_s(bsyms, device), moved / device.bandwidth_bytes_per_s) + device.launch_s
+
+
+def kernels_cost_s(bsyms: Iterable[BoundSymbol], moved_bytes: int, launches: int, device: DeviceModel) -> float:
+    """Seconds of several kernels that together compute `bsyms` and read and write `moved_bytes`."""
+    return max(_compute_s(bsyms, device), moved_bytes / device.bandwidth_bytes_per_s) + launches * device.launch_s
 
 
 def extra_region_cost_s(bsyms: Iterable[BoundSymbol], extra_inputs: Iterable[Proxy], device: DeviceModel) -> float:

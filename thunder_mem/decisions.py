@@ -8,8 +8,9 @@ from thunder_mem.chunk_plan import LoopPlan
 from thunder_mem.graph import Graph
 from thunder_mem.plan import Decision, PlannedRegion
 from thunder_mem.saving import saved_storages
+from thunder_mem.sizes import size
 
-__all__ = ["about_chunks", "about_order", "about_recompute", "about_regions", "about_saving", "about_views"]
+__all__ = ["about_chunks", "about_kernels", "about_order", "about_recompute", "about_regions", "about_saving", "about_views"]
 
 
 def about_chunks(loops: Iterable[LoopPlan]) -> tuple[Decision, ...]:
@@ -70,6 +71,15 @@ def about_regions(regions: Sequence[PlannedRegion], before: Sequence[int], after
 def about_order(algorithm: str, before: Sequence[int], after: Sequence[int]) -> Decision:
     """In which order the regions run: peaks (forward, backward) of source order, and of this one, regions merged."""
     return Decision("order", f"by {algorithm}, then neighbours merged", "peak", max(before), max(after))
+
+
+def about_kernels(
+    regions: int, launches: int, most_bytes: int, before: Sequence[int], after: Sequence[int]
+) -> Decision:
+    """What regions run as on a GPU: peaks (forward, backward) without what their kernels keep between them, and with it."""
+    kept = f"keep at most {size(most_bytes)} between them" if most_bytes else "keep nothing between them"
+    how = f"{_count(launches, 'kernel')} of {_count(regions, 'region')}, which {kept}"
+    return Decision("kernels", how, "peak", max(before), max(after))
 
 
 def about_views(copied: int, before_bytes: int, after_bytes: int) -> Decision:

@@ -32,9 +32,11 @@ from thunder_mem.joint_plan import Planned, PlanningOptions, device_of, plan_joi
 from thunder_mem.measure import collector_off
 from thunder_mem.offload_schedule import schedule_transfers, with_transfers
 from thunder_mem.plan import Plan
+from thunder_mem.plan_kernels import with_kernels
 from thunder_mem.planner import peaks_of
 from thunder_mem.ranks import agree
 from thunder_mem.reuse import reuse_and_sort, with_reuse
+from thunder_mem.scratch_table import save_tables
 from thunder_mem.trace_graph import read_trace
 from thunder_mem.verify import is_verified, verify_final, verify_rewrite
 
@@ -184,6 +186,8 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
     )
     if fitted := fit_loops(new, plan.budget.budget_bytes if plan.budget else None):
         new, plan = fitted.trace, with_fitted_loops(plan, fitted)
+    plan = with_kernels(plan, new)
+    save_tables()
     session.plan = plan
     _remember(plan, took_ms=_took_ms(start))
     return new

@@ -7,10 +7,12 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop import is_chunk_loop, loop_of
-from thunder_mem.cost import DeviceModel, cost_s, region_cost_s
+from thunder_mem.chunk_price import loop_seconds
+from thunder_mem.cost import DeviceModel, cost_s, kernels_cost_s, region_cost_s
 from thunder_mem.offload_exec import is_transfer
 from thunder_mem.plan import Plan
-from thunder_mem.trace_graph import TraceGraph
+from thunder_mem.region_kernels import KernelFigures, kernel_figures
+from thunder_mem.trace_graph import TraceGraph, read_trace
 
 __all__ = ["bound_symbol_seconds", "plan_seconds", "trace_seconds"]
 
@@ -49,8 +51,19 @@ def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
 
 
 def trace_seconds(trace: TraceCtx, device: DeviceModel) -> float:
-    """Seconds of a final trace, whoever made it, by the same count: every bound symbol one kernel."""
-    return sum(bound_symbol_seconds(bsym, device) for bsym in trace.bound_symbols)
+    """Seconds of a final trace, whoever made it, by the same count: every bound symbol one kernel.
+
+    But a region of `mem_pointwise` on a GPU is the kernels that Inductor writes for it, and what they read and write.
+    """
+    source = read_trace(trace)
+    total = 0.0
+    for bsym in source.bsyms:
+        figures = kernel_figures(bsym, source.layout)
+        if isinstance(figures, KernelFigures):
+            total += kernels_cost_s([bsym], figures.moved_bytes, figures.launches, device)
+        else:
+            total += bound_symbol_seconds(bsym, device)
+    return total
 
 
 def bound_symbol_seconds(bsym: BoundSymbol, device: DeviceModel) -> float:
@@ -66,12 +79,4 @@ def _loop_seconds(bsym: BoundSymbol, device: DeviceModel) -> float:
     name = bsym.sym.name
     if name.endswith("finish"):  # scales what the forward has computed
         return cost_s(bsym, device)
-    seconds = 0.0
-    for gemm in plan.gemms:
-        products = 1 if name == "chunk_loop" else 1 + (gemm.x in plan.grads) + (gemm.w in plan.grads)
-        dtype = str(gemm.out.dtype).removeprefix("torch.")
-        block_bytes = plan.n * gemm.width * gemm.out.dtype.itemsize
-        seconds += products * 2 * plan.n * gemm.depth * gemm.width / device.matmul_flops(dtype)
-        seconds += 2 * products * block_bytes / device.bandwidth_bytes_per_s
-        seconds += 2 * products * plan.chunks * device.launch_s
-    return seconds
+    return loop_seconds(plan, device, backward=name != "chunk_loop")

@@ -113,6 +113,11 @@ class Prediction:
         return max((e.host_bytes for e in self.timeline), default=0)
 
     @property
+    def launches(self) -> int:
+        """Kernels that the traces start on a GPU; 0 on a CPU. Those of a loss or an optimizer are not counted."""
+        return sum(e.launches for e in self.timeline)
+
+    @property
     def held_at_peak(self) -> tuple[Held, ...]:
         """Every storage alive at `peak_event`, the largest first."""
         return () if self.peak_event is None else self.held_at(self.peak_event.index)

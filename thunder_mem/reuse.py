@@ -8,7 +8,7 @@ which of them. An executor that aliases by itself (nvFuser) is left to do so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from thunder.core import prims
@@ -58,18 +58,21 @@ class Reused:
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
 
-def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None) -> Reused | None:
+def reuse_dying(
+    trace: TraceCtx, source: TraceGraph | None = None, given: Collection[str] = ()
+) -> Reused | None:
     """Let regions write results over inputs that die there.
 
     Args:
-        trace: a joint or plain trace in its final order, fused, without `del`s.
+        trace: a joint or plain trace in its final order, fused; `del`s stay where they are.
         source: `trace` as it was read, if it was.
+        given: the arguments, by name, that the caller does not keep.
 
     Returns:
         None where there is nothing to take over.
     """
     source = source or read_trace(trace)
-    memory = _Memory(source, trace)
+    memory = _Memory(source, trace, given)
     swap: dict[int, BoundSymbol] = {}
     memory_of: dict[int, int] = {}  # the storage that each result's storage becomes
     results = nbytes = 0
@@ -182,13 +185,14 @@ def _reused_and_sorted(source: TraceGraph, trace: TraceCtx, sort: str | SortFunc
 class _Memory:
     """Per class of names that may share memory: its last use, and whether anybody may take it over."""
 
-    def __init__(self, source: TraceGraph, trace: TraceCtx) -> None:
+    def __init__(self, source: TraceGraph, trace: TraceCtx, given: Collection[str]) -> None:
         self._aliases = Aliases(source.bsyms)
         self._last: dict[str, int] = {}
         self._forward: set[str] = set()  # classes with a name that the forward made
         self._kept: set[str] = set()
         kept = {p.name for p in proxies_in((trace.args, trace.kwargs))}
-        kept |= {p.name for b in source.prefix for p in b.flat_proxy_outs} | source.pinned
+        kept |= {p.name for b in source.prefix for p in b.flat_proxy_outs}
+        kept = kept.difference(given) | source.pinned
         for i, (op, b, effects) in enumerate(zip(source.graph.ops, source.bsyms, source.effects, strict=True)):
             outs, names = _names(b.flat_proxy_outs), _names((*b.flat_proxy_args, *b.flat_proxy_outs))
             for name in names:

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from thunder_mem import scratch_table
 from thunder_mem.chunk_loop import is_chunk_loop, loop_of
+from thunder_mem.chunk_price import host_calls
 from thunder_mem.measure import collector_off, record_curve
 from thunder_mem.output_layout import describe, lay_out
 from thunder_mem.redraw import with_valid_state
@@ -157,7 +158,13 @@ class SimulatedRunner:
         self.assumptions: list[str] = ["scratch inside the device's own kernels is counted for flash attention only"]
 
     def __call__(self, bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> Ran:
-        return self._region(bsym, env) if bsym.sym.is_fusion else _run_tracked(bsym, run, env)
+        if bsym.sym.is_fusion:
+            return self._region(bsym, env)
+        ran = _run_tracked(bsym, run, env)
+        if is_chunk_loop(bsym) and bsym.sym.name != "chunk_loop_finish":  # which runs a single block on fake tensors
+            plan, backward = loop_of(bsym).plan, bsym.sym.name != "chunk_loop"
+            return ran._replace(launches=host_calls(plan, backward=backward))
+        return ran
 
     def _region(self, bsym: BoundSymbol, env: dict[str, Any]) -> Ran:
         figures = kernel_figures(bsym, env)
