@@ -17,7 +17,7 @@ import torch
 
 from thunder_mem.simulate import simulated_device
 
-__all__ = ["writes_for", "written"]
+__all__ = ["answered", "writes_for", "written"]
 
 
 def writes_for(device: torch.device) -> bool:
@@ -50,7 +50,7 @@ def written(compile: Callable[[], object]) -> tuple[str, int] | None:
 
     with contextlib.ExitStack() as stack:
         if simulated_device() is not None:
-            stack.enter_context(_answered())
+            stack.enter_context(answered())
         stack.enter_context(mock.patch.object(GraphLowering, "compile_to_module", keep))
         # Inductor's caches must neither give a compiled module nor take one that is not compiled.
         stack.enter_context(config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False}))
@@ -60,7 +60,7 @@ def written(compile: Callable[[], object]) -> tuple[str, int] | None:
 
 
 @contextlib.contextmanager
-def _answered() -> Iterator[None]:
+def answered() -> Iterator[None]:
     """Inductor's questions about CUDA are answered for the simulated device."""
     import torch._dynamo.utils
     import torch._inductor.compile_fx  # which asks for some of the modules below

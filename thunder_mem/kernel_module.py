@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["KernelModule", "Launch", "read_module"]
+__all__ = ["IN_PLACE_OF", "KernelModule", "Launch", "load_call", "read_module"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def read_module(text: str, inputs: Sequence[torch.Tensor]) -> KernelModule:
     storages = {t.untyped_storage()._cdata for t in inputs}
     watch = _Watch(inputs)
     with watch:
-        outputs = load_call(text, watch.kernel, _IN_PLACE_OF)(list(inputs))
+        outputs = load_call(text, watch.kernel, IN_PLACE_OF)(list(inputs))
     new = {s._cdata: s.nbytes() for t in outputs if (s := t.untyped_storage())._cdata not in storages}
     new_bytes = sum(new.values())
     return KernelModule(text, tuple(watch.launches), max(0, watch.peak_bytes - new_bytes), new_bytes)
@@ -176,7 +176,7 @@ def _reinterpret(t: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]
     return torch.as_strided(t, size, stride, t.storage_offset() + offset)
 
 
-_IN_PLACE_OF: dict[str, Callable[..., Any]] = {
+IN_PLACE_OF: dict[str, Callable[..., Any]] = {
     "empty_strided_cuda": _empty_strided,
     "reinterpret_tensor": _reinterpret,
     "assert_size_stride": lambda *args: None,
