@@ -17,7 +17,7 @@ from thunder_mem.chunk_body import Body, build_body
 from thunder_mem.chunk_exec import ChunkLoop
 from thunder_mem.chunk_in_place import with_gradients_over_logits
 from thunder_mem.chunk_plan import Gemm, Head, LoopPlan, Spec
-from thunder_mem.chunk_price import block_calls, busy_rows, gpu_block_rows
+from thunder_mem.chunk_price import block_calls, busy_rows, gpu_block_rows, row_scratch_bytes
 from thunder_mem.chunk_program import PRODUCTS, Leaf
 from thunder_mem.chunk_region import Amplifier, Refused, Region, Value
 from thunder_mem.chunk_rows import block_sizes
@@ -124,13 +124,12 @@ def build_loop(
     few = min(few, rows)
     plan = replace(plan, block_rows=few, chunk_rows=rows, grad_dtypes=sums(plan.chunks), sized=sized, mode=mode, why=why)
     probe = probed(plan)
-    whole_bytes = sum(specs[i].nbytes for i in sides if i in grads and not specs[i].sharding.split)
-    row_scratch = -(-max(0, probe.peak_bytes - whole_bytes) // few)
     least_rows = _least_rows(region, head)
     if gpu is None:
+        row_scratch = row_scratch_bytes(plan, probe)
         block_rows = _block_rows(plan.n, rows, head.row_bytes, row_scratch, least_rows, asked=sized == "asked")
     else:
-        block_rows = gpu_block_rows(plan, probe, row_scratch, least_rows, gpu)
+        block_rows = gpu_block_rows(plan, probe, least_rows, gpu)
     if sized != "asked" and block_rows < rows < region.n:
         rows -= rows % block_rows  # so that a chunk of any other number of blocks needs no others
     sizes = block_sizes(region.n, rows, block_rows)

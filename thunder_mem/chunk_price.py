@@ -22,6 +22,7 @@ __all__ = [
     "gpu_block_rows",
     "host_calls",
     "loop_seconds",
+    "row_scratch_bytes",
     "row_seconds",
 ]
 
@@ -89,11 +90,15 @@ def block_calls(plan: LoopPlan, body: Body) -> int:
 def busy_rows(plan: LoopPlan, body: Body, device: DeviceModel) -> int:
     """Rows of as many chunks of one block each as the host can start in its share of the time.
 
+    0 where a chunk of one block would hold more than half of its logits a second time.
+
     Args:
         plan: of the loop, whatever its rows.
         body: one of its blocks, with gradients where it has any.
         device: whose rates count.
     """
+    if 2 * row_scratch_bytes(plan, body) > plan.row_bytes:
+        return 0
     backward = bool(plan.grads)
     calls = _chunk_calls(plan, backward) + block_calls(plan, body)
     allowed_s = HOST_SHARE * row_seconds(plan.gemms, plan.grads, device, backward=backward)
@@ -101,21 +106,31 @@ def busy_rows(plan: LoopPlan, body: Body, device: DeviceModel) -> int:
     return min(plan.n, -(-plan.n // chunks // _TILE_ROWS) * _TILE_ROWS)
 
 
-def gpu_block_rows(plan: LoopPlan, body: Body, row_scratch_bytes: int, least_rows: int, device: DeviceModel) -> int:
+def gpu_block_rows(plan: LoopPlan, body: Body, least_rows: int, device: DeviceModel) -> int:
     """Rows of a block: a divisor of the chunk's rows, at most all of them.
+
+    For the host's sake its temporaries grow to half of the chunk's logits, where nobody asked for the chunks.
 
     Args:
         plan: of the loop, whatever the rows of its blocks.
         body: one of them.
-        row_scratch_bytes: what a row of a block takes beside its logits.
         least_rows: that the block's own products need.
         device: whose rates count.
     """
     backward = bool(plan.grads)
+    scratch_bytes = max(1, row_scratch_bytes(plan, body))
+    floor = min(_FLOOR_ROWS, math.ceil(_FLOOR_BYTES / scratch_bytes))
     row_s = row_seconds(plan.gemms, plan.grads, device, backward=backward)
     # What is left to the calls of blocks, a row, once the chunk's own are made.
     left_s = HOST_SHARE * row_s - _chunk_calls(plan, backward) * device.launch_s / plan.chunk_rows
     enough = math.ceil(block_calls(plan, body) * device.launch_s / left_s) if left_s > 0 else plan.chunk_rows
-    floor = min(_FLOOR_ROWS, math.ceil(_FLOOR_BYTES / max(1, row_scratch_bytes)))
-    least = min(plan.chunk_rows, max(floor, least_rows, enough))
+    most = 0 if plan.sized == "asked" else plan.logits_bytes // 2 // scratch_bytes
+    least = min(plan.chunk_rows, max(floor, least_rows, min(enough, most)))
     return next(rows for rows in range(least, plan.chunk_rows + 1) if plan.chunk_rows % rows == 0)
+
+
+def row_scratch_bytes(plan: LoopPlan, body: Body) -> int:
+    """Bytes that a row of a block takes beside its logits; gradients of what all rows share are not counted."""
+    shared = (plan.inputs[i] for i in plan.sides if i in plan.grads)
+    whole_bytes = sum(spec.nbytes for spec in shared if not spec.sharding.split)
+    return -(-max(0, body.peak_bytes - whole_bytes) // body.rows)

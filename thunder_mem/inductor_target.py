@@ -17,16 +17,14 @@ import torch
 
 from thunder_mem.simulate import simulated_device
 
-__all__ = ["answered", "writes_for", "written"]
+__all__ = ["answered", "can_write", "written"]
 
 
-def writes_for(device: torch.device) -> bool:
-    """Whether Inductor can write code for it here: it is simulated or there, and Triton is installed."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return False
+def can_write() -> bool:
+    """Whether Inductor can write code for CUDA here: a GPU is there or simulated, and Triton is installed."""
     from torch.utils._triton import has_triton_package
 
-    return has_triton_package()
+    return torch.cuda.is_available() and has_triton_package()
 
 
 class _Written(BaseException):

@@ -27,8 +27,8 @@ class Launch:
 
     Attributes:
         kernel: its name in the module, or that of a PyTorch operator.
-        memory: for each tensor that it is given, the number of its storage, in the order of their birth;
-            those of the module's inputs come first.
+        memory: for each tensor that it is given, the number of its storage: for one of the module's inputs the
+            position of the first that shows it, then on from their number, in the order of birth.
         nbytes: of these tensors, each storage once.
     """
 
@@ -130,8 +130,9 @@ class _Watch(TorchDispatchMode):
         self.peak_bytes = 0
         self._alive: dict[int, tuple[int, int, StorageWeakRef | None]] = {}  # number, bytes, reference; by address
         self._born = 0
-        for t in inputs:
+        for self._born, t in enumerate(inputs):
             self._see(t, given=True)
+        self._born = len(inputs)
 
     def kernel(self, name: str, source: str) -> _Kernel:
         return _Kernel(name, self.launched)

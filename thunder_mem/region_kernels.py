@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from thunder.core.devices import DeviceType
 from thunder.core.proxies import TensorProxy, pyval
 from thunder.core.symbol import BoundSymbol
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem import scratch_table
 from thunder_mem.compiled_region import RegionFunction
-from thunder_mem.inductor_target import writes_for, written
+from thunder_mem.inductor_target import can_write, written
 from thunder_mem.kernel_module import KernelModule, read_module
 from thunder_mem.layout import Layout
 from thunder_mem.output_layout import meta_like
@@ -73,14 +74,16 @@ def kernel_figures(bsym: BoundSymbol, tensors: Mapping[str, torch.Tensor] | Layo
         tensors: its arguments by name, on any device, laid out as they will be.
 
     Returns:
-        None for all that is no such region, or runs elsewhere.
+        None for all that is no such region, or runs on a CPU.
     """
     function = region_function_of(bsym)
     if function is None:
         return None
     device = next((p.device for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)), None)
-    if device is None or not device.device_str().startswith("cuda") or not writes_for(torch.device("cuda")):
+    if device is None or device.devicetype is not DeviceType.CUDA:
         return None
+    if not can_write():
+        return NotWritten("what the kernels of regions keep is not counted, as there is neither a GPU nor Triton here")
     args = tuple(tensors[p.name] if isinstance(p, TensorProxy) else pyval(p) for p in bsym.args)
     layouts = tuple(
         (tuple(a.shape), a.stride(), str(a.dtype)) if isinstance(a, torch.Tensor) else repr(a) for a in args

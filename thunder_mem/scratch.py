@@ -36,7 +36,7 @@ from thunder_mem.chunk_price import host_calls
 from thunder_mem.measure import collector_off, record_curve
 from thunder_mem.output_layout import describe, lay_out
 from thunder_mem.redraw import with_valid_state
-from thunder_mem.region_kernels import KernelFigures, kernel_figures
+from thunder_mem.region_kernels import KernelFigures, kernel_figures, region_function_of
 from thunder_mem.region_model import run_region
 from thunder_mem.replay import Ran, proxies, tensor_proxies
 from thunder_mem.scratch_table import Probe
@@ -172,6 +172,8 @@ class SimulatedRunner:
         if isinstance(figures, KernelFigures):
             self._assume(KERNELS)
             return Ran(figures.scratch_bytes, figures.launches)
+        if figures is None and region_function_of(bsym) is not None:  # on the host
+            return Ran(0)
         self._assume(REGIONS if figures is None else figures.sentence)
         if _has_products(bsym):
             self._assume(PRODUCTS)

@@ -109,26 +109,54 @@ def misread(module: KernelModule, inputs: int) -> list[str]:
     """Where a module reads an input's old content after it was overwritten, in sentences.
 
     From one kernel to the next: the module lists with each kernel the operations that it runs, and a content that was
-    written has the name of its write there. Within a kernel: whatever it overwrites it reads at the same index, before.
+    written has the name of its write there. Within a kernel: whatever it overwrites it reads at the same index, and
+    after the write only by the pointer that it wrote with.
     """
     found: list[str] = []
     overwritten: set[int] = set()
     for launch in module.launches:
         reads, writes = _accesses(module, launch)
-        for number in overwritten & set(reads):
-            if re.search(rf"(?<!copy_\.default\]\(args = \()%arg{number}_1\b(?! : )", _operations(module, launch)):
+        for number in sorted(overwritten & set(reads)):
+            if _reads_as_given(_operations(module, launch), f"arg{number}_1"):
                 found.append(f"{launch.kernel} reads input {number}, which is overwritten by then")
         for number in range(inputs):
             loads, stores = reads.get(number, []), writes.get(number, [])
-            if stores and not {i for i, _ in loads} <= {i for i, _ in stores}:
+            if not stores:
+                continue
+            if not {use.index for use in loads} <= {use.index for use in stores}:
                 found.append(f"{launch.kernel} reads input {number} at another index than it writes it")
-            if stores and loads and max(at for _, at in loads) > min(at for _, at in stores):
+            first, by = min(use.at for use in stores), {use.pointer for use in stores if use.pointer.startswith("out")}
+            if any(use.at > first and use.pointer not in by for use in loads):
                 found.append(f"{launch.kernel} reads input {number} after it has written it")
         overwritten |= writes.keys() & set(range(inputs))
     return found
 
 
-Accesses = dict[int, list[tuple[str, int]]]  # by storage: (index, position in the source)
+def _reads_as_given(operations: str, name: str) -> bool:
+    """Whether an operation takes an argument of the module as it was given, through whatever view."""
+    shown = {name}
+    for node, target, operands in re.findall(r"%(\w+) : .*call_function\[target=([\w.]+)\]\(args = (.*)", operations):
+        taken = shown.intersection(re.findall(r"%(\w+)", operands))
+        if target.endswith("copy_.default"):
+            taken = shown.intersection(re.findall(r"%(\w+)", operands)[1:])
+        elif taken and target.split(".")[-2] in ("view", "reshape", "unsqueeze", "squeeze", "permute", "expand"):
+            shown.add(node)
+            continue
+        if taken:
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Use:
+    """A load or a store of a kernel: at which index, by which of its pointers, and where in its source."""
+
+    index: str
+    pointer: str
+    at: int
+
+
+Accesses = dict[int, list[Use]]  # by storage
 
 
 def _accesses(module: KernelModule, launch: Launch) -> tuple[Accesses, Accesses]:
@@ -137,18 +165,18 @@ def _accesses(module: KernelModule, launch: Launch) -> tuple[Accesses, Accesses]
     pointers = re.findall(r"\b(?:in_out|in|out)_ptr\d+|\bws_ptr", given[1]) if given else []
     number = dict(zip(pointers, launch.memory, strict=False))
     accesses: dict[str, Accesses] = {"load": {}, "store": {}}
-    for kind, pointer, index, at in _uses(source):
-        accesses[kind].setdefault(number[pointer], []).append((index, at))
+    for kind, use in _uses(source):
+        accesses[kind].setdefault(number[use.pointer], []).append(use)
     return accesses["load"], accesses["store"]
 
 
-def _uses(source: str) -> Iterator[tuple[str, str, str, int]]:
+def _uses(source: str) -> Iterator[tuple[str, Use]]:
     for use in re.finditer(r"tl\.(load|store|atomic_add)\((\w+_ptr\d*) \+ \(", source):
         depth, end = 1, use.end()
         while depth:
             depth += {"(": 1, ")": -1}.get(source[end], 0)
             end += 1
-        yield use[1].replace("atomic_add", "store"), use[2], source[use.end() : end - 1], use.start()
+        yield use[1].replace("atomic_add", "store"), Use(source[use.end() : end - 1], use[2], use.start())
 
 
 def _operations(module: KernelModule, launch: Launch) -> str:

@@ -28,9 +28,11 @@ _compiled: set[str] = set()  # kernels by their source: models share them
 
 def new_bytes(region) -> int:
     """Of the storages that a region's outputs show and its inputs do not, by the region's own operations."""
-    with FakeTensorMode():
-        args = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype) if isinstance(a, torch.Tensor) else a
-                for a in region.args]  # fmt: skip
+    with simulate(DEVICE):
+        args = [
+            torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="cuda") if isinstance(a, torch.Tensor) else a
+            for a in region.args
+        ]
         outputs = region.function(*args)
     given = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}
