@@ -64,7 +64,7 @@ def gpt2() -> list[tuple[str, int, str]]:
             compiled = thunder.jit(model, transforms=transforms)
             optimizer = torch.optim.AdamW(model.parameters())
             made = predict_step(compiled, optimizer, None, tokens, tokens)
-        peak_bytes = made.total_peak_bytes
+        peak_bytes = made.peak_bytes
         whole = whole or peak_bytes
         note = "" if chunks is None else f"{peak_bytes / whole:.3f} of unchunked"
         if chunk is not None:

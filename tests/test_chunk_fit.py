@@ -1,20 +1,24 @@
 """How many rows a chunk has: from the head alone, from the program's timeline, under a budget; and dead rows."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 
 from tests.chunk_tools import packed_bytes
-from thunder_mem import BudgetError, ChunkLossHead, MemEfficient, chunked, last_plan, measure_peak
+from thunder_mem import BudgetError, ChunkLossHead, MemEfficient, chunked, last_plan, measure_peak, simulate
 from thunder_mem.chunk_loop import is_chunk_loop, loop_of, scratch_bytes
 from thunder_mem.chunk_plan import Head
 from thunder_mem.chunk_size import default_rows, floor_rows, lean_rows, leanest_rows
 from thunder_mem.predict import predict
+from thunder_mem.sizes import parse_bytes
 
 N, D, V = 1024, 16, 2048
 MIB = 2**20
-FLOOR = floor_rows("cpu")
+FLOOR = floor_rows("cpu", torch.float32)
 LOSS_BYTES = 16  # the loss and its tangent, which `step` holds
 
 
@@ -51,23 +55,95 @@ def loops_of(compiled):
 
 
 def some_head(n, d, v, device="cuda:0", size=2):
-    return Head("linear", "", n, v * size, size * n * d + 4 * v * d, size * (n + v) * d, device)
+    return Head("linear", "", n, v * size, size * n * d + 4 * v * d, size * (n + v) * d, device, torch.bfloat16)
 
 
-def test_rows_are_what_keeps_the_products_efficient():
+@pytest.fixture
+def h100():
+    with simulate("H100-80GB"):
+        yield
+
+
+def test_rows_are_what_keeps_the_products_efficient(h100):
     gemma = some_head(8192, 2304, 256000)
-    assert floor_rows("cuda:0") == 2048
+    assert floor_rows("cuda:0", torch.bfloat16) == 2048
     assert lean_rows(gemma) == default_rows(gemma) == 2048
     assert leanest_rows(gemma) == 512
-    assert floor_rows("xpu") == 1024
+    assert floor_rows("xpu", torch.bfloat16) == 1024
 
 
-def test_few_rows_run_at_once_where_a_float32_sum_takes_more_than_they_save():
+def test_products_of_float32_are_efficient_with_fewer_rows(h100):
+    """They compute a fifteenth as fast as bfloat16's, and their sums move as many bytes."""
+    nano = replace(some_head(512, 128, 5000, size=4), dtype=torch.float32)
+    assert lean_rows(nano) == leanest_rows(nano) == 128  # a tile of the product
+    try:
+        torch.set_float32_matmul_precision("high")  # TF32: half as fast as bfloat16
+        assert floor_rows("cuda:0", torch.float32) == 1024
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_few_rows_run_at_once_where_a_float32_sum_takes_more_than_they_save(h100):
     llama = some_head(4096, 4096, 128256)  # 1002 MiB of logits, 1002 MiB of float32 beyond bfloat16
     assert lean_rows(llama) == default_rows(llama) == 4096
     assert lean_rows(some_head(8192, 4096, 128256)) == 2048
-    in_float32 = Head("linear", "", 4096, 4 * 128256, 4 * 132352 * 4096, 4 * 132352 * 4096, "cuda:0")
+    in_float32 = replace(llama, row_bytes=4 * 128256, fixed_bytes=4 * 132352 * 4096, single_bytes=4 * 132352 * 4096)
     assert lean_rows(in_float32) == 2048  # no sum is wider than another
+
+
+class Tied(torch.nn.Module):
+    """An embedding that is the output layer's weight too, as in nanoGPT: 2.44 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(5000, 128), torch.nn.Linear(128, 5000, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens, targets):
+        return head(torch.tanh(self.embedding(tokens)), self.head.weight, targets)
+
+
+def planned_on_h100(tied=False, **options):
+    """The plan, the prediction and the loop of a head over 512 rows, whose logits take 9.77 MiB."""
+    with simulate("H100-80GB"), torch.device("cuda"):
+        first = torch.zeros(512, dtype=torch.long) if tied else torch.zeros(512, 128, requires_grad=True)
+        weights = [] if tied else [torch.zeros(5000, 128, requires_grad=True)]
+        jitted = thunder.jit(Tied() if tied else head, transforms=[MemEfficient(strict=True, **options)])
+        predicted = predict(jitted, first, *weights, torch.zeros(512, dtype=torch.long), keep_outputs=True)
+    return last_plan(jitted), predicted, loops_of(jitted)[0]
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_small_head_on_a_gpu_is_chunked_and_a_plan_says_what_the_device_will_hold(tied):
+    plan, predicted, loop = planned_on_h100(tied)
+    assert (loop.chunks, loop.chunk_rows) == (4, 128)
+    asked, _, _ = planned_on_h100(tied, chunk=ChunkLossHead(rows=128))
+    assert plan.candidate.peak_bytes <= asked.candidate.peak_bytes + MIB // 2  # larger blocks between the products
+    assert plan.candidate.peak_bytes == predicted.peak_bytes == predicted.phase("forward").peak_bytes
+    assert predicted.scratch_bytes > 2 * MIB  # of the loop, and a part of the peak
+
+
+def test_a_budget_tries_the_smallest_chunks():
+    plan, _, _ = planned_on_h100()
+    budget = plan.candidate.peak_bytes - 2 * MIB
+    tight, predicted, loop = planned_on_h100(budget=budget)
+    assert loop.chunk_rows < 64 and loop.chunk_rows % loop.block_rows == 0
+    assert tight.budget.peak_bytes == tight.candidate.peak_bytes == predicted.peak_bytes <= budget
+    assert tight.budget.method == "free"
+    with pytest.raises(BudgetError) as caught:
+        planned_on_h100(budget=1)
+    smallest = caught.value.smallest_peak_bytes
+    assert planned_on_h100(budget=smallest)[1].peak_bytes == smallest
+
+
+def test_what_a_budget_error_names_adds_up():
+    x, w, t = inputs()
+    with pytest.raises(BudgetError) as caught:
+        compiled_with(head, MemEfficient(budget=1, chunk=ChunkLossHead(rows=512)), x, w, t)
+    pattern = "held by (.*) of arguments and results, (.*) of computed values .* and (.*) of scratch inside Chunk"
+    parts = re.search(pattern, str(caught.value))
+    assert abs(sum(map(parse_bytes, parts.groups())) - caught.value.smallest_peak_bytes) < 3 * MIB // 200
+    assert parse_bytes(parts[3]) >= 512 * V * 4  # the chunk's logits
 
 
 def test_a_single_chunk_adds_up_in_the_weights_own_dtype():
@@ -141,7 +217,7 @@ def test_the_plan_the_prediction_and_the_measurement_agree(fn):
     assert 0 <= measure_peak(step) - predicted.measured_bytes <= LOSS_BYTES
     (bsym,) = (b for b in thunder.last_traces(compiled)[-1].bound_symbols if is_chunk_loop(b))
     planned = last_plan(compiled).candidate
-    assert planned.forward_peak_bytes >= predicted.phase("forward").total_peak_bytes - 4096
+    assert planned.forward_peak_bytes >= predicted.phase("forward").peak_bytes - 4096
     event = next(e for e in predicted.timeline if e.name == "chunk_loop_with_grads")
     assert event.scratch_bytes <= scratch_bytes(bsym) + 4096
 

@@ -54,11 +54,11 @@ DECISIONS = "Before and after each decision"
 
 
 def test_the_report_shows_the_predictions_peak_and_exactly_who_holds_it(planned):
-    assert planned.peak_bytes == planned.prediction.peak_bytes == planned.peak.live_bytes
-    assert sum(t.nbytes for t in planned.tenants) == planned.peak_bytes
+    assert planned.peak_bytes == planned.prediction.peak_bytes == planned.peak.device_bytes
+    assert sum(t.nbytes for t in planned.tenants) + planned.prediction.scratch_bytes == planned.peak_bytes
     assert sum(t.count for t in planned.tenants) == len(planned.prediction.held_at_peak)
     assert sum(t.share for t in planned.tenants) == pytest.approx(1)
-    assert planned.headroom_bytes == 2**20 - planned.prediction.total_peak_bytes
+    assert planned.headroom_bytes == 2**20 - planned.peak_bytes
     text = str(planned)
     assert f"({planned.peak_bytes:,} bytes)" in text
     assert f"{planned.peak.op} #{planned.peak.index}" in text
@@ -182,8 +182,7 @@ def test_each_microbatch_has_storages_of_its_own():
     readers = [[timeline[p].index for p in facts.readers[prediction.storages.index(s)]] for s in tanhs]
     assert len(tanhs) == 2 and all(len(found) == len(readers[0]) > 1 for found in readers)
     assert all(s.born < p <= s.last for s, found in zip(tanhs, readers, strict=True) for p in found)
-    whys = {t.names[0]: t.why for t in report.tenants}
-    assert report.peak.index > tanhs[1].born and "no operation reads" not in whys[tanhs[1].name]
+    assert "no operation reads" not in facts.why(tanhs[1], tanhs[1].born + 1)
     weights = [
         s for s in prediction.storages if s.shape == (16, 64) and s.born > tanhs[1].born and s.kind == "computed"
     ]
@@ -245,7 +244,7 @@ def test_saved_views_count_once_in_a_bound():
 def test_the_categories_sum_to_the_live_bytes(planned):
     for report in (planned, Report(synthetic(200))):
         for event, *parts in zip(report.prediction.timeline, *report.layers, strict=True):
-            assert sum(parts) == event.live_bytes
+            assert sum(parts) == event.live_bytes + event.scratch_bytes
     at_peak = dict(zip(CATEGORIES, planned.peak.by_category, strict=True))
     assert at_peak["saved for the backward"] > 0
     assert at_peak["held by the caller"] == planned.prediction.held_bytes
@@ -264,17 +263,21 @@ def test_bounds_speak_of_the_predicted_bytes(planned, unplanned):
     assert backward.bound_bytes <= planned.optimality[1].peak_bytes < backward.peak_bytes
 
 
-def test_where_most_is_held_with_scratch_is_named_too():
+def test_the_peak_is_where_most_is_held_with_scratch_which_is_a_part_of_it():
     quiet = synthetic(20)
-    assert quiet.total_peak_event is quiet.peak_event and "with scratch" not in str(Report(quiet))
+    assert ", scratch " not in str(Report(quiet))
     least = min(quiet.timeline, key=lambda e: e.live_bytes)
     busy = replace(least, scratch_bytes=2 * quiet.peak_bytes)
     loud = replace(quiet, timeline=tuple(busy if e is least else e for e in quiet.timeline))
-    assert loud.peak_event is quiet.peak_event and loud.total_peak_event is busy
-    assert loud.total_peak_bytes == least.live_bytes + 2 * quiet.peak_bytes
-    assert f"({loud.total_peak_bytes:,} bytes), in the {busy.phase}, at {busy.name} #{busy.index}" in str(Report(loud))
-    here = replace(quiet, timeline=tuple(replace(e, scratch_bytes=1) for e in quiet.timeline))
-    assert f"({quiet.peak_bytes + 1:,} bytes), there: 1 B" in str(Report(here))
+    report = Report(loud)
+    assert loud.peak_event is busy and loud.peak_bytes == least.live_bytes + 2 * quiet.peak_bytes
+    assert report.peak_bytes == report.peak.device_bytes == sum(report.peak.by_category)
+    first, _, parts, *_ = str(report).splitlines()
+    where = f"in the {busy.phase}, at {busy.name} #{busy.index}"
+    assert first == f"Peak {size(loud.peak_bytes)} ({loud.peak_bytes:,} bytes) {where}"
+    assert f"scratch {size(busy.scratch_bytes)} ({busy.scratch_bytes / loud.peak_bytes:.0%})" in parts
+    phases = {s.title: s for s in sections(report)}["Phases"].rows
+    assert [row[2] for row in phases if row[0] == busy.phase] == [size(loud.peak_bytes)]
 
 
 def test_without_memefficient_the_memory_is_reported_and_that_there_is_no_plan(unplanned):
@@ -305,7 +308,7 @@ def test_a_program_without_operations_has_a_report():
 
 def test_a_budget_that_is_exceeded_is_called_so():
     report = Report(synthetic(20), budget_bytes=1)
-    assert report.headroom_bytes == 1 - report.prediction.total_peak_bytes
+    assert report.headroom_bytes == 1 - report.peak_bytes
     assert "does not fit into the budget, 1 B" in str(report)
 
 
@@ -315,15 +318,15 @@ def test_headroom_is_that_of_fits_and_of_the_command_line():
         x = torch.ones(3, device="cuda")
         jitted = thunder.jit(lambda x: (x + 1, x + 2, x * x))
         report = explain(jitted, x, budget=4 * 512, bounds=False)
-        assert report.needed_bytes == 4 * 512 and report.headroom_bytes == 0
+        assert report.peak_bytes == 4 * 512 and report.headroom_bytes == 0
+        assert sum(t.nbytes for t in report.tenants) == 4 * 512  # as the device holds them
         assert "fits into the budget, 2.00 KiB: headroom 0 B, every block rounded" in str(report)
         short = explain(jitted, x, budget=4 * 512 - 1, bounds=False)
-        assert short.prediction.total_peak_bytes < short.budget_bytes and short.headroom_bytes == -1
+        assert short.prediction.measured_bytes < short.budget_bytes and short.headroom_bytes == -1
         assert explain(jitted, x, budget="50%", bounds=False).budget_bytes == device.memory_bytes // 2
     answer = fits(lambda: nn.Linear(8, 8), None, [(3, 8)], device="T4")
     libraries_bytes = cublas_workspace_bytes((7, 5))  # a forward alone: one thread
-    assert answer.headroom_bytes == answer.usable_bytes - libraries_bytes - Report(answer.prediction).needed_bytes
-    assert Report(synthetic(20)).needed_bytes == synthetic(20).total_peak_bytes
+    assert answer.headroom_bytes == answer.usable_bytes - libraries_bytes - Report(answer.prediction).peak_bytes
 
 
 def test_the_budget_of_memefficient_is_the_reports():

@@ -52,7 +52,7 @@ def test_the_snapshot_read_back_has_the_predicted_peak(planned, tmp_path, seed):
     assert data == saved
     (events,) = data["device_traces"]
     peak, left = viewer_peak(events)
-    assert peak == report.prediction.total_peak_bytes
+    assert peak == report.peak_bytes
     last = report.prediction.timeline[-1].index
     assert sum(left.values()) == sum(s.nbytes for s in report.prediction.storages if s.last >= last)
     (segment,) = data["segments"]

@@ -210,7 +210,8 @@ def test_the_source_order_is_priced_as_what_thunder_runs(fn):
     graph = read_trace(unfused(fn, *inputs.values())).graph
     assert "forward" in predicted.phases
     for phase, backward in (("forward", False), ("backward", True))[: len(predicted.phases)]:
-        assert simulate(graph.half(backward)).peak_bytes == predicted.phase(phase).peak_bytes
+        live = [e.live_bytes for e in predicted.phase(phase).timeline]  # but for what CPU kernels hold inside
+        assert simulate(graph.half(backward)).peak_bytes == max(live)
 
 
 def test_gradients_of_the_outputs_are_there_before_the_backward_starts():
@@ -305,7 +306,7 @@ def test_ops_say_what_their_bound_symbols_do(dense):
         for op, b, effects in zip(source.graph.ops, source.bsyms, source.effects, strict=True):
             assert op.name == b.sym.name
             of = {p.name: source.storage_of[p.name] for p in (*b.flat_proxy_args, *b.flat_proxy_outs) if _stored(p)}
-            assert set(op.touches) == set(of.values())
+            assert set(op.touches) & set(source.storage_of.values()) == set(of.values())
             assert effects == effects_of(b)
             for p in b.flat_proxy_outs:
                 if p.name not in {a.name for a in b.flat_proxy_args}:

@@ -9,11 +9,12 @@ allocator gives cached segments back before it gives up.
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from thunder_mem.device_bytes import rounded
 from thunder_mem.predict import Prediction
 
-__all__ = ["Allocation", "CachingAllocator", "allocate", "needed_bytes"]
+__all__ = ["Allocation", "CachingAllocator", "allocate"]
 
 _MIB = 2**20
 _UNIT = 512
@@ -157,56 +158,13 @@ def _is_segment(chunk: _Chunk) -> bool:
     return chunk.before is None and chunk.after is None
 
 
-def rounded(nbytes: int) -> int:
-    """What the allocator gives for a request: a multiple of 512 bytes.
-
-    Example:
-        >>> rounded(0), rounded(1), rounded(512), rounded(513)
-        (0, 512, 512, 1024)
-    """
-    return -(-nbytes // _UNIT) * _UNIT
-
-
-def needed_bytes(prediction: Prediction) -> int:
-    """What tensors need of a device's memory or a budget: the one figure that every verdict and headroom rests on.
-
-    What libraries keep (`Prediction.library`) is not among it: a device has so much less room for tensors. On a
-    GPU the peak with scratch and with every block rounded up to 512 bytes, as its allocator does; on a CPU the
-    peak with scratch, which is what `measure_peak` measures there beyond what is held already.
-    """
-    return prediction.total_peak_bytes if prediction.device_type == "cpu" else _rounded_peak_bytes(prediction)
-
-
-def _rounded_peak_bytes(prediction: Prediction) -> int:
-    born, dies, before = _lives(prediction)
-    pads = [rounded(block.nbytes) - block.nbytes for block in prediction.storages]
-    pad_bytes = sum(pads[i] for i in born.get(before, ()))
-    peak_bytes = prediction.held_bytes + pad_bytes
-    for event in prediction.timeline:
-        pad_bytes += sum(pads[i] for i in born.get(event.index, ()))
-        peak_bytes = max(peak_bytes, event.live_bytes + pad_bytes + rounded(event.scratch_bytes))
-        pad_bytes -= sum(pads[i] for i in dies.get(event.index, ()))
-    return peak_bytes
-
-
-def _lives(prediction: Prediction) -> tuple[dict[int, list[int]], dict[int, list[int]], int]:
-    """The storages by the event that makes them and by their last; and the event before the first."""
-    before = prediction.timeline[0].index - 1 if prediction.timeline else -1
-    born: dict[int, list[int]] = {}
-    dies: dict[int, list[int]] = {}
-    for i, block in enumerate(prediction.storages):
-        born.setdefault(max(block.born, before), []).append(i)
-        dies.setdefault(block.last, []).append(i)
-    return born, dies, before
-
-
 def allocate(prediction: Prediction, limit_bytes: int | None = None) -> Allocation:
     """Play a prediction through the caching allocator, from an empty device of `limit_bytes`.
 
     The exact rounded peak comes from the blocks alone; the reserved peak from a run of the allocator.
     """
     allocator = CachingAllocator(limit_bytes)
-    born, dies, before = _lives(prediction)
+    born, dies, before = prediction.lives()
     taken = {i: allocator.take(prediction.storages[i].nbytes) for i in born.get(before, ())}
     for kept in prediction.library:  # since the first step, when little else was there
         allocator.take(kept.nbytes)
@@ -217,6 +175,6 @@ def allocate(prediction: Prediction, limit_bytes: int | None = None) -> Allocati
         for i in dies.get(event.index, ()):
             allocator.give_back(taken.pop(i))
     library_bytes = sum(rounded(kept.nbytes) for kept in prediction.library)
-    allocated_peak_bytes = _rounded_peak_bytes(prediction) + library_bytes
+    allocated_peak_bytes = replace(prediction, device_type="cuda").peak_bytes + library_bytes
     reserved_peak_bytes = max(allocator.reserved_peak_bytes, allocated_peak_bytes)
     return Allocation(allocated_peak_bytes, reserved_peak_bytes, library_bytes)

@@ -72,6 +72,7 @@ def build_loop(
         fixed_bytes=_bytes_of(specs, grads, sums(2)),
         single_bytes=_bytes_of(specs, grads, sums(1)),
         device=gemms[0].out.device,
+        dtype=gemms[0].out.dtype,
     )
     decided = decide(head)
     if decided is None:
@@ -198,7 +199,7 @@ def _mode(outputs: Sequence[Spec], differentiable: Sequence[int], gemms: Sequenc
 
 def _least_rows(region: Region, head: Head) -> int:
     """Rows of a block, at least: what a product inside of it, and the sum of its weight's gradients, need."""
-    return floor_rows(head.device) if any(m.bsym.sym.id in PRODUCTS for m in region.members) else 1
+    return floor_rows(head.device, head.dtype) if any(m.bsym.sym.id in PRODUCTS for m in region.members) else 1
 
 
 def _block_rows(n: int, chunk_rows: int, row_bytes: int, row_scratch: int, least_rows: int, asked: bool) -> int:

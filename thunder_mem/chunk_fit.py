@@ -5,10 +5,10 @@ therefore known only when the rest is: on the joint trace, planned and fused, wh
 its place. So a head whose rows nobody fixed is built lean (`chunk_size.py`), the program is planned
 around it, and then its chunks grow, in place, as far as the program's peak lies above them anyway. The
 peak stays where it was, and the matrix products get all the rows that cost no memory. Under a budget the
-head is built leaner than is efficient, and leaner still if nothing fits; what the budget leaves, it gets
-back first.
+head is built leaner than is efficient, and as lean as it can be if nothing fits; what the budget leaves, it
+gets back first. Budgets are judged by the trace in which that is done.
 
-Growing needs no other compiled blocks and no other order: rows are a multiple of the block's.
+Other rows need no other compiled blocks and no other order: they are a multiple of the block's.
 
 Here, too, the gradient of the head's input is put over that input, where nobody reads it any more.
 """
@@ -24,15 +24,18 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
 from thunder_mem.aliases import Aliases
 from thunder_mem.chunk_exec import ChunkLoop
-from thunder_mem.chunk_loop import is_chunk_loop, loop_of, rebind, scratch_bytes, scratch_bytes_under
+from thunder_mem.chunk_loop import is_chunk_loop, loop_of, rebind, scratch_bytes_under
 from thunder_mem.chunk_plan import LoopPlan
 from thunder_mem.chunk_size import floor_rows
 from thunder_mem.decisions import about_chunks
+from thunder_mem.device_bytes import block_bytes
+from thunder_mem.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.plan import Plan
+from thunder_mem.planner import peaks_of
 from thunder_mem.timeline import simulate
 from thunder_mem.trace_graph import proxies_in, read_trace
 
-__all__ = ["Fitted", "fit_loops", "leaner_loops", "with_fitted_loops", "write_over_dead_rows"]
+__all__ = ["Fitted", "fit_loops", "leanest_loops", "with_fitted_loops", "write_over_dead_rows"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ def fit_loops(trace: TraceCtx, budget_bytes: int | None = None) -> Fitted | None
         return None
     trace = write_over_dead_rows(trace)
     source = read_trace(trace)
-    live = simulate(source.graph).live_bytes
+    graph = source.graph
+    live = simulate(graph).live_bytes
     peak = max(live)
     room: dict[int, list[tuple[BoundSymbol, int]]] = {}
     loops: dict[int, ChunkLoop] = {}
@@ -73,7 +77,7 @@ def fit_loops(trace: TraceCtx, budget_bytes: int | None = None) -> Fitted | None
         if is_chunk_loop(bsym):
             loop = loop_of(bsym)
             loops[id(loop)] = loop
-            others = live_bytes - scratch_bytes(bsym)
+            others = live_bytes - estimated_scratch_bytes(bsym)
             room.setdefault(id(loop), []).append((bsym, others))
     swap = {}
     for key, loop in loops.items():
@@ -82,24 +86,31 @@ def fit_loops(trace: TraceCtx, budget_bytes: int | None = None) -> Fitted | None
             swap[key] = loop.with_plan(plan)
     if swap:
         trace = _with_loops(trace, swap)
-    return Fitted(trace, tuple(swap.get(k, loop).plan for k, loop in loops.items()), *_peaks(trace))
+        graph = read_trace(trace, earlier=source).graph
+    return Fitted(
+        trace, tuple(swap.get(k, loop).plan for k, loop in loops.items()), *peaks_of(graph, range(len(graph)))
+    )
 
 
-def leaner_loops(trace: TraceCtx, divisor: int = 4) -> TraceCtx | None:
-    """The trace with smaller chunks where nobody asked for their rows, or None where none can be smaller.
+def leanest_loops(trace: TraceCtx) -> TraceCtx | None:
+    """The trace with chunks of a single block where nobody asked for their rows, or None where that is no less.
+
+    A single chunk of 16 bits becomes several whose sums keep a byte more, in the dtype that they have.
 
     Args:
         trace: a joint or plain trace.
-        divisor: how many times fewer rows; never fewer than a block's.
     """
     swap = {}
     for loop in {id(loop): loop for loop in map(loop_of, filter(is_chunk_loop, trace.bound_symbols))}.values():
         plan = loop.plan
-        rows = max(1, plan.chunk_rows // divisor // plan.block_rows) * plan.block_rows
-        # Of a single chunk the gradients add up in the weights' own dtype, so it stays one.
-        if plan.sized != "asked" and plan.chunks > 1 and rows < plan.chunk_rows:
-            swap[id(loop)] = loop.with_plan(replace(plan, chunk_rows=rows))
+        lean = replace(plan, chunk_rows=min(plan.chunk_rows, plan.block_rows))
+        if plan.sized != "asked" and _scratch_bytes(lean) < _scratch_bytes(plan):
+            swap[id(loop)] = loop.with_plan(lean)
     return _with_loops(trace, swap) if swap else None
+
+
+def _scratch_bytes(plan: LoopPlan) -> int:
+    return max(plan.forward_scratch_bytes, plan.backward_scratch_bytes)
 
 
 def with_fitted_loops(plan: Plan, fitted: Fitted) -> Plan:
@@ -109,14 +120,6 @@ def with_fitted_loops(plan: Plan, fitted: Fitted) -> Plan:
         plan.with_peaks(fitted.forward_peak_bytes, fitted.backward_peak_bytes),
         decisions=(*about_chunks(fitted.loops), *others),
     )
-
-
-def _peaks(trace: TraceCtx) -> tuple[int, int]:
-    graph = read_trace(trace).graph
-    peaks = [0, 0]
-    for op, live_bytes in zip(graph.ops, simulate(graph).live_bytes, strict=True):
-        peaks[op.backward] = max(peaks[op.backward], live_bytes)
-    return peaks[0], peaks[1]
 
 
 def _with_loops(trace: TraceCtx, swap: dict[int, ChunkLoop]) -> TraceCtx:
@@ -133,13 +136,14 @@ def _fitted(plan: LoopPlan, uses: Sequence[tuple[BoundSymbol, int]], peak_bytes:
     """The plan with more rows, if there is room; `uses` are its bound symbols, with what else is alive there."""
     if plan.sized == "asked" or plan.chunk_rows >= plan.n:
         return plan
+    device = plan.gemms[0].out.device
 
     def most(limit_bytes: int, most_rows: int) -> int:
         """The most rows, in whole blocks, with which nothing rises above the limit."""
 
         def fits(blocks: int) -> bool:
             tried = replace(plan, chunk_rows=min(plan.n, blocks * plan.block_rows))
-            return all(others + scratch_bytes_under(tried, b) <= limit_bytes for b, others in uses)
+            return all(others + block_bytes(scratch_bytes_under(tried, b), device) <= limit_bytes for b, others in uses)
 
         low, high = plan.chunk_rows // plan.block_rows, max(1, -(-min(most_rows, plan.n) // plan.block_rows))
         while low < high:
@@ -147,8 +151,9 @@ def _fitted(plan: LoopPlan, uses: Sequence[tuple[BoundSymbol, int]], peak_bytes:
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
         return min(plan.n, low * plan.block_rows)
 
-    floor = floor_rows(plan.gemms[0].out.device)
-    rows = max(plan.chunk_rows, most(peak_bytes, plan.n), most(budget_bytes, floor))
+    rows = max(
+        plan.chunk_rows, most(peak_bytes, plan.n), most(budget_bytes, floor_rows(device, plan.gemms[0].out.dtype))
+    )
     # As many chunks of more equal size take less.
     even = -(-plan.n // -(-plan.n // rows))
     rows = min(rows, max(plan.chunk_rows, -(-even // plan.block_rows) * plan.block_rows))

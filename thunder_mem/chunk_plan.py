@@ -205,6 +205,7 @@ class Head:
         fixed_bytes: gradients that the loop allocates whatever the size of several chunks is.
         single_bytes: the same for a single chunk, where nothing adds up in a wider dtype.
         device: as torch prints it.
+        dtype: of the products.
     """
 
     op: str
@@ -214,6 +215,7 @@ class Head:
     fixed_bytes: int
     single_bytes: int
     device: str
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.symbol import BoundSymbol
@@ -21,9 +22,9 @@ from thunder.core.trace import TraceCtx, TraceTag
 from thunder.core.transform_common import Transform
 from thunder.extend import Executor, FusionExecutor
 
-from thunder_mem.budget import BudgetError
+from thunder_mem.budget import BudgetError, share_in_words
 from thunder_mem.choices import RecomputeError
-from thunder_mem.chunk_fit import fit_loops, leaner_loops, with_fitted_loops
+from thunder_mem.chunk_fit import fit_loops, leanest_loops, with_fitted_loops
 from thunder_mem.chunk_narrow import narrow_sums
 from thunder_mem.cost import device_model_of
 from thunder_mem.distributed import buckets_not_built, prepared, with_overlap
@@ -33,6 +34,7 @@ from thunder_mem.fx import highest_peak, is_fx
 from thunder_mem.joint_plan import Planned, PlanningOptions, device_of, plan_joint_trace, with_checkpoints
 from thunder_mem.measure import collector_off
 from thunder_mem.offload_schedule import schedule_transfers, with_transfers
+from thunder_mem.peak_parts import peak_in_words
 from thunder_mem.plan import Plan
 from thunder_mem.planner import peaks_of
 from thunder_mem.ranks import agree
@@ -222,28 +224,22 @@ def _plan_and_emit(trace: TraceCtx, session: _Session) -> TraceCtx:
         trace = replace_uniform(trace)
     given, trace = trace, prepared(trace)
     planned = _planned(trace, session, partial(_finished, given=given, session=session, start=start))
-    plan, new = planned.plan, planned.final
-    assert new is not None
+    plan = planned.plan
+    assert planned.arranged is not None and planned.final is not None
     if is_verified(planned.original, plan.fingerprint, session.options.verify):
-        verify_rewrite(planned.original, new)
+        verify_rewrite(planned.original, planned.arranged)
     elif session.options.verify is not False:  # which costs little, however long the trace
-        verify_final(new)
-    options = session.options
-    plan = replace(
-        plan,
-        refused=(*options.refused, *buckets_not_built(), *plan.refused),
-        decisions=(*options.decisions, *plan.decisions),
-    )
-    if fitted := fit_loops(new, plan.budget.budget_bytes if plan.budget else None):
-        new, plan = fitted.trace, with_fitted_loops(plan, fitted)
+        verify_final(planned.arranged)
+    plan = replace(plan, refused=(*session.options.refused, *buckets_not_built(), *plan.refused))
     session.plan = plan
     _remember(plan, took_ms=_took_ms(start))
-    return new
+    return planned.final
 
 
 def _finished(planned: Planned, *, given: TraceCtx, session: _Session, start: int) -> Planned:
-    """The plan with its final trace, but for the rows of chunk loops, and the peaks that it has there."""
-    options, plan = session.options, planned.plan
+    """The plan with its final trace, and the peaks that it has there: what a budget is judged by."""
+    options = session.options
+    plan = replace(planned.plan, decisions=(*options.decisions, *planned.plan.decisions))
     executors = {str(e.name): e for e in session.executors}
     note = f"Memory planning (took {_took_ms(start)} milliseconds)"
     emitted = new = emit(planned.source, planned.trace, plan, executors, note)
@@ -257,7 +253,10 @@ def _finished(planned: Planned, *, given: TraceCtx, session: _Session, start: in
     if scheduled := schedule_transfers(new, device, limit_bytes):
         new, plan = scheduled.trace, with_transfers(plan, scheduled)
     plan = replace(plan, regions=regions_in_order(plan.regions, emitted, new))
-    return replace(planned, plan=plan, final=new)
+    final = new
+    if fitted := fit_loops(new, plan.budget.budget_bytes if plan.budget else None):
+        final, plan = fitted.trace, with_fitted_loops(plan, fitted)
+    return replace(planned, plan=plan, arranged=new, final=final)
 
 
 def _took_ms(start: int) -> int:
@@ -268,17 +267,38 @@ def _planned(trace: TraceCtx, session: _Session, finish: Callable[[Planned], Pla
     """The plan; where no plan fits a budget, of the program with loss heads that take less.
 
     Smaller chunks cost time, sums of gradients in 16 bits cost digits, but neither as much as no plan.
+
+    Raises:
+        BudgetError: nothing fits and `on_infeasible` is "error".
     """
     options = session.options
-    if options.budget is None:
-        return plan_joint_trace(trace, session.executors, options, finish)
-    narrow = narrow_sums(trace)
-    traces = [trace, leaner_loops(trace), narrow, leaner_loops(narrow) if narrow else None]
-    *others, last = [t for t in traces if t is not None]
-    for other in others:
-        with suppress(BudgetError):
-            return plan_joint_trace(other, session.executors, replace(options, on_infeasible="error"), finish)
-    return plan_joint_trace(last, session.executors, options, finish)
+    found: list[Planned] = []
+    for variant in _variants(trace):
+        found.append(plan_joint_trace(variant, session.executors, options, finish))
+        outcome = found[-1].plan.budget
+        if outcome is None or (outcome.peak_bytes <= outcome.budget_bytes and options.observe is None):
+            return found[-1]
+    best = min(found, key=attrgetter("peak_bytes"))
+    assert outcome is not None and options.budget is not None and best.final is not None
+    if best.peak_bytes <= outcome.budget_bytes:
+        return best
+    share = share_in_words(options.budget, device_of(best.source))
+    error = BudgetError(outcome.budget_bytes, best.peak_bytes, peak_in_words(best.final, best.source), share)
+    if options.on_infeasible == "error":
+        raise error
+    warnings.warn(str(error), stacklevel=2)
+    return best
+
+
+def _variants(trace: TraceCtx) -> Iterator[TraceCtx]:
+    """The joint trace, and with loss heads that take less: in smaller chunks, with narrower sums, and both."""
+    yield trace
+    if (lean := leanest_loops(trace)) is not None:
+        yield lean
+    if (narrow := narrow_sums(trace)) is not None:
+        yield narrow
+        if (lean := leanest_loops(narrow)) is not None:
+            yield lean
 
 
 def _remember(plan: Plan | None, *, took_ms: int = 0, failure: str = "") -> None:

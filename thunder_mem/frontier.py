@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from thunder_mem.cost import device_model_of
-from thunder_mem.fit_budget import Fit, SavingProblem, sweep
+from thunder_mem.fit_budget import Fit, sweep
 from thunder_mem.frontier_table import Frontier, Point
 from thunder_mem.joint_plan import device_of
 from thunder_mem.offload_fit import sweep_with_offload
 from thunder_mem.offload_option import OffloadOption, moves_for, parse_offload
-from thunder_mem.plan_time import plan_seconds
+from thunder_mem.plan_time import trace_seconds
 from thunder_mem.saving import saved_storages, storages_to_rebuild
-from thunder_mem.study import Study, check_program, study_program
+from thunder_mem.study import Study, check_program, study_for_budgets, study_program
 
 __all__ = ["memory_time_frontier"]
 
@@ -61,7 +60,10 @@ def memory_time_frontier(
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ValueError(f"points is a number from 1 up, not {points!r}")
     option = parse_offload(offload)
-    return _Survey(study_program(fn, args, dict(kwargs or {}), executors), option).frontier(points)
+    study = study_program(fn, args, dict(kwargs or {}), executors)
+    # Under a budget loss heads are built in smaller chunks, and in the end in the smallest.
+    found = study_for_budgets(fn, args, dict(kwargs or {}), executors) if study.sizes_chunks else (study,)
+    return _Survey(study, option).frontier(found, points)
 
 
 class _Survey:
@@ -70,33 +72,40 @@ class _Survey:
         self.device = device_of(study.source)
         self.model = device_model_of(self.device)
 
-    def frontier(self, points: int) -> Frontier:
-        problem = self.study.problem
-        rebuilt = storages_to_rebuild(problem.graph, problem.fuse, problem.choices)
-        free = self._point(Fit(rebuilt, 0, 0.0, 0.0, "free"))
+    def frontier(self, studies: Sequence[Study], points: int) -> Frontier:
+        """The plans of `study` without costly work, and from there down those of the studies for budgets."""
+        free = self._point(self.study, Fit(self.study.free, 0, 0.0, 0.0, "free"))
         found = [free]
-        for fit in self._sweep(problem, rebuilt, points):
-            if fit.peak_bytes < found[-1].peak_bytes:
-                found.append(self._point(fit))
+        saved_bytes = 0  # by what follows the trial that a fit is priced by
+        for fit in self._fits(studies[0], points):
+            if fit.peak_bytes - saved_bytes < found[-1].peak_bytes:
+                point = self._point(studies[0], fit)
+                saved_bytes = fit.peak_bytes - point.peak_bytes
+                found.append(point)
+        for study in studies[1:][-1:]:
+            *_, smallest = self._fits(study, 1)
+            found.append(self._point(study, smallest))
         return Frontier(
-            nothing_recomputed=self._point(Fit(frozenset(), 0, 0.0, 0.0, "free")),
-            points=tuple(_undominated(found)),
+            nothing_recomputed=self._point(self.study, Fit(frozenset(), 0, 0.0, 0.0, "free")),
+            points=(free, *_undominated(free, found)),
             device=self.model.name,
         )
 
-    def _sweep(self, problem: SavingProblem, free: frozenset[int], points: int) -> Iterator[Fit]:
+    def _fits(self, study: Study, points: int) -> Iterator[Fit]:
+        problem = study.problem
         if self.option is None:
             return sweep(problem, points)
-        source = self.study.source
-        moves = moves_for(self.option, source, problem.fuse, problem.choices, free, self.model, str(self.device))
+        free, device = storages_to_rebuild(problem.graph, problem.fuse, problem.choices), str(self.device)
+        moves = moves_for(self.option, study.source, problem.fuse, problem.choices, free, self.model, device)
         return sweep_with_offload(replace(problem, moves=moves), points)
 
-    def _point(self, fit: Fit) -> Point:
-        planned = self.study.plan(fit.rebuilt, fit.offloaded)
-        graph = self.study.problem.graph
+    def _point(self, study: Study, fit: Fit) -> Point:
+        planned = study.plan(fit.rebuilt, fit.offloaded)
+        graph = study.problem.graph
         candidate = planned.plan.candidate
         received = saved_storages(graph, fit.rebuilt)
-        seconds = plan_seconds(planned.plan, planned.source, self.model) + fit.exposed_seconds
+        assert planned.final is not None
+        seconds = trace_seconds(planned.final, self.model) + fit.exposed_seconds
         return Point(
             peak_bytes=planned.peak_bytes,
             forward_peak_bytes=candidate.forward_peak_bytes,
@@ -108,14 +117,14 @@ class _Survey:
             offload="" if not fit.offloaded else str(self.option),
             host_bytes=sum(graph.storages[s].nbytes for s in received & fit.offloaded),
             exposed_ms=fit.exposed_seconds * 1e3,
+            free=fit.method == "free",
         )
 
 
-def _undominated(points: Sequence[Point]) -> list[Point]:
-    """By falling peak; without those that a faster one undercuts in memory, too."""
-    ordered = sorted(points, key=lambda p: (p.cost_ms, p.peak_bytes))
-    kept = ordered[:1]
-    for _, point in pairwise(ordered):
-        if point.peak_bytes < kept[-1].peak_bytes:
-            kept.append(point)
-    return kept
+def _undominated(free: Point, points: Sequence[Point]) -> Iterator[Point]:
+    """By falling peak, below the free one's; without those that a faster one undercuts in memory, too."""
+    lowest_bytes = free.peak_bytes
+    for point in sorted(points, key=lambda p: (p.cost_ms, p.peak_bytes)):
+        if point.peak_bytes < lowest_bytes:
+            lowest_bytes = point.peak_bytes
+            yield point

@@ -24,7 +24,7 @@ class Point:
     """One plan.
 
     Attributes:
-        peak_bytes: the most bytes alive at once, arguments included; of the two halves' peaks the larger.
+        peak_bytes: what the device holds at most, as plans and budgets count; of the two halves' peaks the larger.
         forward_peak_bytes, backward_peak_bytes: of each half.
         saved_bytes: what the backward receives from the forward.
         recompute_ms: of the costly repetitions, by the roofline.
@@ -34,6 +34,7 @@ class Point:
         offload: the option by which values wait on the host; "" where none does.
         host_bytes: what they take there.
         exposed_ms: of their copies, what other work does not hide.
+        free: `MemEfficient` without a budget makes this plan.
     """
 
     peak_bytes: int
@@ -46,6 +47,7 @@ class Point:
     offload: str = ""
     host_bytes: int = 0
     exposed_ms: float = 0.0
+    free: bool = False
 
     @property
     def cost_ms(self) -> float:
@@ -54,11 +56,11 @@ class Point:
 
     @property
     def config(self) -> str:
-        """The options of `MemEfficient` that enable it; "" where nothing costly asks for any."""
+        """The options of `MemEfficient` that enable it; "" where none are needed."""
         option = (
             "" if not self.offload else f", offload={self.offload if self.offload == 'True' else repr(self.offload)}"
         )
-        return f"budget={self.peak_bytes}{option}" if self.recompute_ms or self.offload else ""
+        return "" if self.free else f"budget={self.peak_bytes}{option}"
 
 
 @dataclass(frozen=True)

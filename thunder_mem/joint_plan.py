@@ -7,7 +7,6 @@ work is bought.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -18,7 +17,7 @@ from thunder.core import prims
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor
 
-from thunder_mem.budget import BudgetError, BudgetOutcome, parse_budget, share_in_words
+from thunder_mem.budget import BudgetOutcome, parse_budget
 from thunder_mem.checkpoint import checkpointed_storages
 from thunder_mem.choices import Choices, Chooser
 from thunder_mem.cost import device_model_of
@@ -31,7 +30,6 @@ from thunder_mem.offload_exec import offloaded_names
 from thunder_mem.offload_fit import fit_with_offload
 from thunder_mem.offload_option import OffloadOption, moves_for
 from thunder_mem.old_values import protect_old_values
-from thunder_mem.origins import modules_in_words, numberless, origin_of, source_of, symbol_name, word
 from thunder_mem.plan import Decision, Plan, Refusal
 from thunder_mem.planner import between_halves, cannot_beat, make_plan
 from thunder_mem.recompute import draws_once, gathers_of_held, recompute_in_backward, why_not_again
@@ -39,9 +37,7 @@ from thunder_mem.refine import Planned, refined
 from thunder_mem.regions import Fusibility
 from thunder_mem.saving import saved_storages, storages_to_rebuild
 from thunder_mem.second_gathers import gathered_twice
-from thunder_mem.sizes import size
 from thunder_mem.sorting import SortFunction
-from thunder_mem.timeline import Timeline
 from thunder_mem.trace_graph import TraceGraph, read_trace
 
 __all__ = ["Planned", "PlanningOptions", "device_of", "plan_joint_trace", "with_checkpoints"]
@@ -50,8 +46,6 @@ __all__ = ["Planned", "PlanningOptions", "device_of", "plan_joint_trace", "with_
 _ATTEMPTS = 4
 # How often what the backward is handed is alive while the caller computes a loss and its gradient.
 _LOSS_COPIES = 3
-# So many operations are named where no plan fits.
-_MAKERS = 4
 # Where a plan stays this share of the budget below its trial, a higher target is tried.
 _UNUSED_SHARE = 0.005
 
@@ -69,8 +63,9 @@ class PlanningOptions:
     offload: OffloadOption | None = None
     reuse: bool = True
     redraw: bool = True
-    # Is shown what there is to decide, and the function that plans a choice of storages to rebuild and to offload.
-    observe: Callable[[SavingProblem, Callable[..., Planned]], object] | None = None
+    # Is shown what there is to decide, the function that plans a choice of storages to rebuild and to offload, and
+    # the choice that costs nothing.
+    observe: Callable[[SavingProblem, Callable[..., Planned], frozenset[int]], object] | None = None
     verify: bool | None = None
     refused: tuple[Refusal, ...] = ()  # by what ran before
     decisions: tuple[Decision, ...] = ()  # of what ran before
@@ -86,7 +81,7 @@ def plan_joint_trace(
     options: PlanningOptions,
     finish: Callable[[Planned], Planned] = _as_it_is,
 ) -> Planned:
-    """The best plan for a joint trace, within the budget if there is one.
+    """The best plan for a joint trace, within the budget if there is one; the smallest found where nothing fits.
 
     Args:
         trace: before fusion.
@@ -96,7 +91,6 @@ def plan_joint_trace(
             budget is judged.
 
     Raises:
-        BudgetError: nothing fits and `options.on_infeasible` is "error".
         RecomputeError: `options.recompute` makes no sense for this program.
     """
     trace, source = _read(trace if options.redraw else draws_once(trace))
@@ -133,18 +127,20 @@ def plan_joint_trace(
     # A budget limits the halves alone, so there nothing else may decide what is free.
     rank = _with_loss_outside(options.reuse) if options.budget is None else attrgetter("peak_bytes")
     free, *others = _free_choices(source, fuse, choices, gathered)
-    best = plan(free)
+    best, chosen = plan(free), free
     for other in others:
         new, read, takes = rebuilding(other)
-        if not cannot_beat(read.graph, takes, best.peak_bytes):
-            best = min(best, planned(new, read, takes), key=rank)
+        if not cannot_beat(read.graph, takes, best.peak_bytes) and rank(found := planned(new, read, takes)) < rank(
+            best
+        ):
+            best, chosen = found, other
     if options.budget is None and options.observe is None:
         return finish(best)
     device = device_of(source)
     repeat_s = _repeat_seconds(source, fuse, options.costs, device)
     problem = SavingProblem(source.graph, fuse, repeat_s, choices, options.sort)
     if options.observe is not None:
-        options.observe(problem, plan)
+        options.observe(problem, lambda *choice: finish(plan(*choice)), chosen)
     if options.budget is None:
         return finish(best)
     if options.offload is not None:
@@ -163,7 +159,8 @@ def _with_loss_outside(reuse: bool) -> Callable[[Planned], tuple[int, int]]:
 
     def rank(planned: Planned) -> tuple[int, int]:
         source, plan = planned.source, planned.plan
-        tangents = {s for op in source.graph.ops if source.bsyms[op.index].sym == prims.get_grad for s in op.allocates}
+        given = (b for b in source.bsyms if b.sym == prims.get_grad)
+        tangents = {source.storage_of[p.name] for b in given for p in b.flat_proxy_outs}
         tangent_bytes = sum(source.graph.storages[s].nbytes for s in tangents)
         outside_bytes = between_halves(source.graph) + _LOSS_COPIES * tangent_bytes
         return max(plan.overwritten_peak_bytes if reuse else planned.peak_bytes, outside_bytes), planned.peak_bytes
@@ -226,12 +223,6 @@ def _within_budget(
         return final
     final, planned, fit = min(tried.values(), key=lambda t: (t[0].peak_bytes, t[2].seconds))
     costing_nothing = finished(free, costless, "smallest")
-    held = _held(problem.trial(fit.rebuilt, fit.offloaded).timeline, free.source)
-    smallest_bytes = min(final.peak_bytes, costing_nothing.peak_bytes)
-    error = BudgetError(budget_bytes, smallest_bytes, held, share_in_words(options.budget, device))
-    if options.on_infeasible == "error":
-        raise error
-    warnings.warn(str(error), stacklevel=2)
     return costing_nothing if costing_nothing.peak_bytes <= final.peak_bytes else finished(planned, fit, "smallest")
 
 
@@ -267,38 +258,6 @@ def _with_outcome(free: Planned, planned: Planned, outcome: BudgetOutcome) -> Pl
     bought = Decision("budget", how, "peak", free.peak_bytes, planned.peak_bytes)
     plan = replace(planned.plan, budget=outcome, decisions=(*planned.plan.decisions, bought))
     return replace(planned, plan=plan)
-
-
-def _held(timeline: Timeline, source: TraceGraph) -> str:
-    """What is alive at the peak, in words: of computed values the operations that make most, by where they stand."""
-    storages = timeline.graph.storages
-    alive = timeline.alive_at(timeline.peak_step)
-    stays = sum(storages[s].nbytes for s in alive if storages[s].held or s in timeline.graph.outputs)
-    others = [storages[s] for s in alive if not storages[s].held and s not in timeline.graph.outputs]
-    makers: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
-    for s in others:
-        maker, module, half = _maker(s.name, source)
-        makers.setdefault((maker, numberless(module), half), []).append((s.nbytes, module))
-    sums = {kind: sum(nbytes for nbytes, _ in made) for kind, made in makers.items()}
-    shown = "; ".join(
-        f"{size(sums[kind])} of {f'{len(makers[kind])} ' if len(makers[kind]) > 1 else ''}"
-        f"{kind[0]}{f' in {modules_in_words(m for _, m in makers[kind])}' if kind[1] else ''}{kind[2]}"
-        for kind in sorted(makers, key=lambda kind: -sums[kind])[:_MAKERS]
-    )
-    computed = f"{size(sum(s.nbytes for s in others))} of computed values"
-    return f"{size(stays)} of arguments and results and {computed}" + (f" ({shown})" if shown else "")
-
-
-def _maker(name: str, source: TraceGraph) -> tuple[str, str, str]:
-    """The operation that makes a value (with the user's line where it has no module), its module, and its half."""
-    if (op := source.producer_of.get(name)) is None:
-        return name, "", ""
-    bsym = source.bsyms[op]
-    origin = origin_of(bsym)
-    made_by = word(symbol_name(bsym.sym)) if origin is None else origin.word
-    module = "" if origin is None else origin.module
-    line = source_of(bsym) if not module else ""
-    return f"{made_by}{f' at {line}' if line else ''}", module, ", backward" if source.graph.ops[op].backward else ""
 
 
 def _repeat_seconds(source: TraceGraph, fuse: Fusibility, costs: str, device: torch.device) -> list[float]:

@@ -6,6 +6,7 @@ alive. `scratch.py` measures (on a CPU) or states what a prediction reports.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from math import prod
 
@@ -16,6 +17,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, has_tags
 
 from thunder_mem.chunk_loop import is_chunk_loop, scratch_bytes
+from thunder_mem.device_bytes import block_bytes
 
 __all__ = ["estimated_scratch_bytes"]
 
@@ -32,11 +34,15 @@ def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
     - the backward of fused attention holds two blocks of scores on a CPU, and on a GPU adds up the query's
       gradient in float32.
     """
-    if is_chunk_loop(bsym):
-        return scratch_bytes(bsym)
     outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
     if not outs:
         return 0
+    return block_bytes(_kernel_bytes(bsym, outs), outs[0].device.device_str())
+
+
+def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
+    if is_chunk_loop(bsym):
+        return scratch_bytes(bsym)
     on_cpu = outs[0].device.type == "cpu"
     is_attention_backward = "attention" in bsym.sym.name and "backward" in bsym.sym.name
     if is_attention_backward and on_cpu:

@@ -27,10 +27,11 @@ from thunder_mem.communication import overwritten_by
 from thunder_mem.compiled_region import RegionFunction
 from thunder_mem.effects import leaves
 from thunder_mem.offload_exec import is_transfer
+from thunder_mem.shared_parameters import memory_name
 from thunder_mem.takeover import may_stand_in, taken_over
 from thunder_mem.views import VIEWS, slice_view
 
-__all__ = ["Layout", "is_dense_function", "is_view", "torch_view"]
+__all__ = ["Layout", "dense_bytes", "is_dense_function", "is_view", "torch_view"]
 
 
 _VIEWS: dict[PrimIDs, Callable] = {
@@ -158,6 +159,16 @@ class Layout:
         for p in proxies:
             if isinstance(p, TensorProxy | FutureTensorProxy) and p.name not in self._tensors:
                 self._tensors[p.name] = _empty(p)
+
+    def define_arguments(self, proxies: Iterable[TensorProxy]) -> None:
+        """The same, but that names of one parameter get one storage."""
+        of_memory: dict[str, torch.Tensor] = {}
+        for p in proxies:
+            memory, own = memory_name(p), self._tensors.get(p.name)
+            fresh = _empty(p) if own is None else own
+            known = of_memory.setdefault(memory, fresh)
+            alike = known.shape == fresh.shape and known.dtype == fresh.dtype
+            self._tensors[p.name] = known if alike and own is None else fresh
 
     def is_plain(self, name: str) -> bool:
         """Whether the proxy shows all of its storage, in the order of its elements."""
@@ -288,6 +299,11 @@ def _in_place_target(bsym: BoundSymbol) -> TensorProxy | None:
     if bsym.sym.id is PrimIDs.COPY_ or bsym.sym.name == "copy_":
         return bsym.args[1]
     return overwritten_by(bsym)
+
+
+def dense_bytes(p: TensorProxy | FutureTensorProxy) -> int:
+    """Bytes of a proxy's own elements, each once."""
+    return _empty(p).untyped_storage().nbytes()
 
 
 def _empty(p: TensorProxy | FutureTensorProxy) -> torch.Tensor:

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_mem.accumulate import accumulate
+from thunder_mem.device_bytes import block_bytes
 from thunder_mem.fx import is_fx, only_subgraph
 from thunder_mem.library_memory import LibraryMemory, library_memory, unknown_library_memory
 from thunder_mem.region_model import empty_like_proxy
@@ -64,6 +65,10 @@ class Held:
 class Prediction:
     """What a call will hold, event by event. All sizes in bytes.
 
+    There is one notion of a peak, `peak_bytes`: what the device holds at most, which plans, budgets and reports
+    mean, too. Its parts are what is alive at `peak_event`, what the caller holds included, that operation's
+    scratch, and on a GPU what the allocator rounds every block up by.
+
     Attributes:
         timeline: every operation in the order it runs.
         storages: every storage and when it lives.
@@ -82,35 +87,49 @@ class Prediction:
     library: tuple[LibraryMemory, ...] = ()
 
     @cached_property
-    def peak_event(self) -> Event | None:
-        """The first event at which most is alive, scratch left aside; None for an empty program."""
-        return max(self.timeline, key=lambda e: e.live_bytes, default=None)
+    def device_bytes(self) -> tuple[int, ...]:
+        """Per event, what the device holds while it runs: every block as its allocator gives it, and scratch."""
+        if self.device_type == "cpu":
+            return tuple(e.live_bytes + e.scratch_bytes for e in self.timeline)
+        born, dies, before = self.lives()
+        pads = [block_bytes(s.nbytes, self.device_type) - s.nbytes for s in self.storages]
+        pad_bytes = sum(pads[i] for i in born.get(before, ()))
+        held = []
+        for e in self.timeline:
+            pad_bytes += sum(pads[i] for i in born.get(e.index, ()))
+            held.append(e.live_bytes + pad_bytes + block_bytes(e.scratch_bytes, self.device_type))
+            pad_bytes -= sum(pads[i] for i in dies.get(e.index, ()))
+        return tuple(held)
 
-    @property
-    def peak_bytes(self) -> int:
-        """The largest number of bytes alive at once, the caller's included, scratch left aside."""
-        return self.held_bytes if self.peak_event is None else self.peak_event.live_bytes
+    def lives(self) -> tuple[dict[int, list[int]], dict[int, list[int]], int]:
+        """The storages by the event that makes them and by their last; and the event before the first."""
+        before = self.timeline[0].index - 1 if self.timeline else -1
+        born: dict[int, list[int]] = {}
+        dies: dict[int, list[int]] = {}
+        for i, storage in enumerate(self.storages):
+            born.setdefault(max(storage.born, before), []).append(i)
+            dies.setdefault(storage.last, []).append(i)
+        return born, dies, before
 
     @cached_property
-    def total_peak_event(self) -> Event | None:
-        """The first event with the largest sum of live bytes and scratch, which may be another than `peak_event`."""
-        return max(self.timeline, key=lambda e: e.live_bytes + e.scratch_bytes, default=None)
+    def peak_event(self) -> Event | None:
+        """The first event at which the device holds most; None for an empty program."""
+        return max(zip(self.device_bytes, self.timeline, strict=True), key=lambda e: e[0], default=(0, None))[1]
 
-    @property
-    def total_peak_bytes(self) -> int:
-        """The largest sum of live bytes and scratch."""
-        most = self.total_peak_event
-        return self.held_bytes if most is None else most.live_bytes + most.scratch_bytes
+    @cached_property
+    def peak_bytes(self) -> int:
+        """What the device holds at most: the caller's included, with scratch and the allocator's rounding."""
+        return max(self.device_bytes, default=self.held_bytes)
 
     @property
     def scratch_bytes(self) -> int:
-        """What scratch adds to the peak: `total_peak_bytes - peak_bytes`."""
-        return self.total_peak_bytes - self.peak_bytes
+        """The part of the peak that `peak_event` holds only while it runs."""
+        return 0 if self.peak_event is None else block_bytes(self.peak_event.scratch_bytes, self.device_type)
 
     @property
     def measured_bytes(self) -> int:
-        """What `measure_peak` would report: the total peak above what the caller held before."""
-        return self.total_peak_bytes - self.held_bytes
+        """What `measure_peak` would report: the most bytes asked for at once, above what the caller held before."""
+        return max((e.live_bytes + e.scratch_bytes for e in self.timeline), default=self.held_bytes) - self.held_bytes
 
     @property
     def library_bytes(self) -> int:

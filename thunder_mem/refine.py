@@ -32,8 +32,8 @@ _ROUNDS = 4
 class Planned:
     """A plan, the joint trace that it is for, and that trace as it was read.
 
-    `original` is the trace before anything was chosen to be computed again: what `verify` compares with;
-    `final` is the fused trace that it ends as, once that is made.
+    `original` is the trace before anything was chosen to be computed again: what `verify` compares with `arranged`,
+    the fused trace in its order, once that is made. `final` is what that ends as, its chunk loops fitted.
     """
 
     plan: Plan
@@ -41,6 +41,7 @@ class Planned:
     fuse: Fusibility
     trace: TraceCtx
     original: TraceCtx
+    arranged: TraceCtx | None = None
     final: TraceCtx | None = None
 
     @property

@@ -7,7 +7,7 @@ that set the scene (unpacking, comments) and the return stay outside the graph: 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from thunder.core import prims
@@ -19,10 +19,11 @@ from thunder.core.trace import TraceCtx, TraceTag
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.aliases import Aliases
+from thunder_mem.device_bytes import block_bytes
 from thunder_mem.effects import Effects, effects_of
 from thunder_mem.graph import Graph, Op, Storage, make_graph
 from thunder_mem.kernel_scratch import estimated_scratch_bytes
-from thunder_mem.layout import Layout
+from thunder_mem.layout import Layout, dense_bytes
 from thunder_mem.offload_exec import host_proxies
 from thunder_mem.origins import symbol_name
 
@@ -103,10 +104,11 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     arguments += [p for b in prefix for p in b.flat_proxy_outs if isinstance(p, TensorProxy)]
     layout = Layout(earlier.layout if earlier else None)
     with _disable_current_modes():  # meta tensors answer alone; a fake mode around them would only be slow
-        layout.define(arguments)
+        layout.define_arguments(arguments)
         _lay_out(layout, body, seen)
 
     storages, storage_of = _storages(layout, arguments, body, _held(trace, arguments))
+    zeros = _zeros_for_outputs(body, result, len(storages))
     producer_of: dict[str, int] = {}
     for i, b in enumerate(body):
         taken = {p.name for p in b.flat_proxy_args}
@@ -116,11 +118,15 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
 
     pinned = frozenset(p.name for p in _returned(result))
     ops = _ops(body, effects, forward_count, arguments, storage_of)
+    if zeros:
+        first = ops[forward_count]
+        ops[forward_count] = replace(first, allocates=(*first.allocates, *(s.index for s in zeros)))
     alias_edges, overwritten = _possible_aliases(body, effects, storage_of)
     edges = [*_data_edges(body, producer_of), *_effect_edges(effects), *alias_edges]
     edges += _cotangent_edges(body, forward_count, edges)
     outputs = {storage_of[name] for name in pinned if name in storage_of}
-    graph = make_graph(ops, storages, edges, outputs)
+    outputs |= {s.index for s in zeros[-1:]}  # Thunder's backward keeps the last one's name, `_`, to its end
+    graph = make_graph(ops, [*storages, *zeros], edges, outputs)
     return TraceGraph(
         graph, tuple(body), tuple(effects), tuple(prefix), result, storage_of, producer_of, pinned, overwritten, layout
     )
@@ -177,11 +183,33 @@ def _storages(
         key = layout.storage_key(p.name)
         if key not in by_key:
             by_key[key] = len(storages)
-            device, nbytes = p.device.device_str(), layout.nbytes(p.name)
+            device = p.device.device_str()
+            nbytes = block_bytes(layout.nbytes(p.name), device)
             device_bytes, host_bytes = (0, nbytes) if p.name in on_host else (nbytes, 0)
             storages.append(Storage(len(storages), device_bytes, p.name, device, p.name in held, host_bytes))
         storage_of[p.name] = by_key[key]
     return storages, storage_of
+
+
+def _zeros_for_outputs(body: Sequence[BoundSymbol], result: BoundSymbol, count: int) -> list[Storage]:
+    """What autograd hands to the backward for outputs without a gradient (integers): zeros of their shape.
+
+    Args:
+        body: of a joint trace, whose gradients of outputs open its backward; a trace of one half has none.
+        result: its return.
+        count: how many storages there are already.
+    """
+    returned = result.args[0] if result.args else None
+    if not (isinstance(returned, dict) and "fw_flat_out" in returned):
+        return []
+    asked = {b.args[0].name for b in body if b.sym == prims.get_grad}
+    outputs = {p.name: p for p in returned["fw_flat_out"] if isinstance(p, TensorProxy)}
+    without = [p for p in outputs.values() if p.name not in asked] if asked else []
+    return [
+        Storage(count + i, block_bytes(dense_bytes(p), device), f"zeros for {p.name}", device)
+        for i, p in enumerate(without)
+        for device in [p.device.device_str()]
+    ]
 
 
 def _ops(

@@ -114,9 +114,9 @@ def _unplanned(report: Report) -> Iterator[tuple[int, str]]:
 def _scratch(report: Report) -> Iterator[tuple[int, str]]:
     scratch_bytes = report.prediction.scratch_bytes
     if scratch_bytes:
-        most = report.prediction.total_peak_event
+        most = report.prediction.peak_event
         assert most is not None
-        yield scratch_bytes, f"on top of it all, scratch inside {most.name} #{most.index}"
+        yield scratch_bytes, f"scratch inside {most.name} #{most.index}, held only while it runs"
 
 
 def _of(report: Report, category: str) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thunder_mem.bounds import certify, lower_bound
+from thunder_mem.device_bytes import block_bytes
 from thunder_mem.graph import Graph, Op, Storage
 from thunder_mem.predict import Prediction
 from thunder_mem.timeline import simulate
@@ -61,11 +62,12 @@ def optimality(trace: Any, prediction: Prediction) -> Optimality:
     graph = _as_predicted(graph, prediction)
     timeline = simulate(graph)
     beside_bytes = peak_bytes - timeline.peak_bytes
-    for op, live_bytes, event in zip(graph.ops, timeline.live_bytes, prediction.timeline, strict=True):
-        if live_bytes + beside_bytes != event.live_bytes:
+    events = zip(graph.ops, timeline.live_bytes, prediction.device_bytes, prediction.timeline, strict=True)
+    for op, live_bytes, device_bytes, event in events:
+        if live_bytes + beside_bytes != device_bytes:
             reason = (
                 f"the planner's model and the prediction differ at {op.name} #{event.index}: "
-                f"{live_bytes + beside_bytes:,} and {event.live_bytes:,} bytes"
+                f"{live_bytes + beside_bytes:,} and {device_bytes:,} bytes"
             )
             return Optimality(phase, peak_bytes, reason=reason)
     bound = lower_bound(graph, timeline.order)
@@ -75,7 +77,7 @@ def optimality(trace: Any, prediction: Prediction) -> Optimality:
 
 
 def _as_predicted(graph: Graph, prediction: Prediction) -> Graph:
-    """The graph over the storages of the prediction, scratch left aside as in `peak_bytes`.
+    """The graph over the storages and the scratch of the prediction.
 
     One trace alone does not show which of its inputs share memory, nor what an operation of another
     library returns as a view; the prediction does.
@@ -95,11 +97,12 @@ def _as_predicted(graph: Graph, prediction: Prediction) -> Graph:
             at[key] = len(storages)
             held = prediction.storages[i] if i >= 0 else None
             stays = s.held or (held is not None and held.born < 0 and held.last >= end)
-            storages.append(Storage(at[key], held.nbytes if held else s.nbytes, s.name, s.device, stays))
+            nbytes = block_bytes(held.nbytes, prediction.device_type) if held else s.nbytes
+            storages.append(Storage(at[key], nbytes, s.name, s.device, stays))
         moved.append(at[key])
     ops: list[Op] = []
     made: set[int] = set()
-    for op in graph.ops:
+    for op, event in zip(graph.ops, prediction.timeline, strict=True):
         new = {moved[s] for s in op.allocates} - made
         made |= new
         ops.append(
@@ -108,7 +111,7 @@ def _as_predicted(graph: Graph, prediction: Prediction) -> Graph:
                 reads=tuple(dict.fromkeys(m for s in (*op.reads, *op.allocates) if (m := moved[s]) not in new)),
                 writes=tuple(dict.fromkeys(moved[s] for s in op.writes)),
                 allocates=tuple(sorted(new)),
-                scratch_bytes=0,
+                scratch_bytes=block_bytes(event.scratch_bytes, prediction.device_type),
             )
         )
     return Graph(tuple(ops), tuple(storages), graph.predecessors, frozenset(moved[s] for s in graph.outputs))

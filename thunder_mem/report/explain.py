@@ -42,7 +42,8 @@ def explain(
         args: the arguments of a call, for which it is compiled if it has not been yet. Without any, the last
             compilation is explained, with inputs that are dense and share no memory.
         kwargs: the call's keyword arguments.
-        prediction: explain this one, such as `predict_step` made of a whole step, instead of a new one.
+        prediction: explain this one, such as `predict_step` made of a whole step, instead of a new one, in
+            which the caller still holds the outputs while the backward runs, as plans and budgets take it.
         budget: what the peak is to fit into: bytes, a size such as "40GiB", or "80%" of the device's
             memory; the report then states the headroom. Default: the budget of `MemEfficient(budget=...)`,
             if it had one; but none for a given `prediction`, which may hold more than that budget is about.
@@ -81,7 +82,7 @@ def explain(
         raise ValueError(f"{NEVER_CALLED}, or give explain the arguments of a call")
     alone = prediction is None
     if prediction is None:
-        prediction = predict(jitted, *args, kwargs=kwargs)
+        prediction = predict(jitted, *args, kwargs=kwargs, keep_outputs=True)  # as plans and budgets count
     entry, _, _ = compiled_entry(jitted, args, dict(kwargs or {}), call=called)
     notes = []
     plan, failure = last_plan(jitted), last_failure(jitted)

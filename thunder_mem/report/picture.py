@@ -13,13 +13,13 @@ from thunder_mem.sizes import size
 __all__ = ["COLOURS", "draw"]
 
 # Told apart by people who see no red or no green, and in grey (Okabe and Ito's palette).
-COLOURS = ("#9aa5b1", "#0072b2", "#009e73", "#e69f00")
+COLOURS = ("#9aa5b1", "#0072b2", "#009e73", "#e69f00", "#cc79a7")
 _COLUMNS = 2000
 _TENANTS = 16
 
 
 def draw(report: Report, path: pathlib.Path) -> None:
-    """Draw the live bytes over the operations, by category, and the largest storages at the peak.
+    """Draw what the device holds over the operations, by category, and the largest storages at the peak.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -48,7 +48,7 @@ def draw(report: Report, path: pathlib.Path) -> None:
 
 def _timeline(report: Report, axes: Any) -> None:
     assert report.peak is not None
-    live = [e.live_bytes for e in report.prediction.timeline]
+    live = report.prediction.device_bytes
     shown = columns(live, _COLUMNS)
     layers = [[layer[p] for p in shown] for layer in report.layers]
     used = [c for c, layer in enumerate(report.layers) if any(layer)]
@@ -85,7 +85,7 @@ def _timeline(report: Report, axes: Any) -> None:
         )
         start += phase.ops
     axes.set_title(f"Peak {size(report.peak_bytes)} in the {report.peak.phase}", loc="left", fontsize=11)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.01), ncols=4, fontsize=8, frameon=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.01), ncols=5, fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelbottom=False, labelsize=8)
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from thunder_mem.allocator import needed_bytes
 from thunder_mem.plan import Plan
 from thunder_mem.predict import Prediction
 from thunder_mem.report.bound import Optimality
@@ -28,24 +27,22 @@ NO_PLAN = "MemEfficient made no plan for this function: this is the memory of wh
 
 @dataclass(frozen=True)
 class Moment:
-    """One operation of the timeline and what is alive while it runs, in bytes.
+    """One operation of the timeline and what the device holds while it runs, in bytes.
 
     Attributes:
         index: of its event.
         phase: "forward", "backward", ...
         op: what runs, as the trace prints it.
         place: the line of source that it comes from.
-        live_bytes: all that is alive, scratch left aside.
-        scratch_bytes: what it holds beyond that, only while it runs.
-        by_category: the live bytes per category of `CATEGORIES`.
+        device_bytes: all of it, scratch and what the caller holds included.
+        by_category: its parts, one for each of `CATEGORIES`.
     """
 
     index: int
     phase: str
     op: str
     place: Place
-    live_bytes: int
-    scratch_bytes: int
+    device_bytes: int
     by_category: tuple[int, ...]
 
 
@@ -90,7 +87,7 @@ class Tenant:
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The peak of one phase: its name, how many operations it has, and its highest live bytes."""
+    """The peak of one phase: its name, how many operations it has, and the most that the device holds in it."""
 
     name: str
     ops: int
@@ -121,20 +118,13 @@ class Report:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once, the caller's included, scratch left aside."""
+        """What the device holds at most, see `Prediction.peak_bytes`: by it `fits` and budgets judge, too."""
         return self.prediction.peak_bytes
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What the budget leaves beside `needed_bytes`; negative if it is exceeded, None without a budget."""
-        return None if self.budget_bytes is None else self.budget_bytes - self.needed_bytes
-
-    @cached_property
-    def needed_bytes(self) -> int:
-        """What has to fit: the peak with scratch, on a GPU with every block rounded up to 512 bytes.
-
-        It is the figure that `fits` and the command line judge by, too."""
-        return needed_bytes(self.prediction)
+        """What the budget leaves beside the peak; negative if it is exceeded, None without a budget."""
+        return None if self.budget_bytes is None else self.budget_bytes - self.peak_bytes
 
     @cached_property
     def peak(self) -> Moment | None:
@@ -147,7 +137,7 @@ class Report:
         """The other hills of the timeline, highest first: where the peak would be if this one were gone."""
         if self.peak is None:
             return ()
-        positions = hills([e.live_bytes for e in self.prediction.timeline])
+        positions = hills(self.prediction.device_bytes)
         return tuple(m for m in map(self.moment, positions) if m.index != self.peak.index)
 
     @cached_property
@@ -158,7 +148,10 @@ class Report:
 
     @cached_property
     def tenants(self) -> tuple[Tenant, ...]:
-        """Who is alive at the peak, largest first, those that differ in nothing but their layer folded into one."""
+        """Who is alive at the peak, largest first, those that differ in nothing but their layer folded into one.
+
+        With the peak's scratch they are all of it.
+        """
         if self.peak is None:
             return ()
         facts, timeline = self._facts, self.prediction.timeline
@@ -169,8 +162,8 @@ class Report:
             born = facts.position.get(storage.born) if made else None
             tenant = Tenant(
                 count=1,
-                nbytes=storage.nbytes,
-                share=storage.nbytes / self.peak_bytes if self.peak_bytes else 0.0,
+                nbytes=facts.device_bytes(storage),
+                share=facts.device_bytes(storage) / self.peak_bytes if self.peak_bytes else 0.0,
                 names=(storage.name,),
                 aliases=storage.aliases,
                 shape=storage.shape,
@@ -212,14 +205,13 @@ class Report:
             phase=event.phase,
             op=event.name,
             place=self._facts.places[position],
-            live_bytes=event.live_bytes,
-            scratch_bytes=event.scratch_bytes,
+            device_bytes=self.prediction.device_bytes[position],
             by_category=tuple(layer[position] for layer in self._facts.layers),
         )
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
-        """Per category of `CATEGORIES`, the live bytes at each operation; they sum to the timeline's."""
+        """Per category of `CATEGORIES`, what the device holds at each operation."""
         return self._facts.layers
 
     def __str__(self) -> str:
@@ -242,11 +234,9 @@ class Report:
         timeline = self.prediction.timeline
         return {
             "peak_bytes": self.peak_bytes,
-            "total_peak_bytes": self.prediction.total_peak_bytes,
             "scratch_bytes": self.prediction.scratch_bytes,
             "library_bytes": self.prediction.library_bytes,
             "held_bytes": self.prediction.held_bytes,
-            "needed_bytes": self.needed_bytes,
             "budget_bytes": self.budget_bytes,
             "headroom_bytes": self.headroom_bytes,
             "device": self.prediction.device_type,
@@ -263,6 +253,7 @@ class Report:
                 "op": [e.name for e in timeline],
                 "phase": [e.phase for e in timeline],
                 "source": [str(p) for p in self._facts.places],
+                "device_bytes": list(self.prediction.device_bytes),
                 "live_bytes": [e.live_bytes for e in timeline],
                 "scratch_bytes": [e.scratch_bytes for e in timeline],
             },

@@ -33,13 +33,13 @@ class _Scale:
 
 
 def timeline_svg(report: Report, top_bytes: int | None = None) -> str:
-    """The live bytes over the operations, one area per category, with the peak marked.
+    """What the device holds over the operations, one area per category, with the peak marked.
 
     Pointing at a column names the highest operation in it. It reaches up to `top_bytes`, by default the peak.
     """
     assert report.peak is not None
-    scale, timeline = _Scale(report, top_bytes), report.prediction.timeline
-    shown = columns([e.live_bytes for e in timeline], _COLUMNS)
+    scale = _Scale(report, top_bytes)
+    shown = columns(report.prediction.device_bytes, _COLUMNS)
     edges = [scale.x(scale.ops * i / len(shown)) for i in range(len(shown) + 1)]
     parts = [_open(_HEIGHT, f"Live bytes over {scale.ops} operations, peak {size(report.peak_bytes)}")]
     for tick in ticks(scale.top_bytes):
@@ -72,7 +72,7 @@ def timeline_svg(report: Report, top_bytes: int | None = None) -> str:
     parts.append(f'<text class="strong" x="{x + dx:.1f}" y="{y - 4:.1f}" text-anchor="{anchor}">{text}</text>')
     for i, p in enumerate(shown):
         moment = report.moment(p)
-        title = f"{moment.op} #{moment.index}: {size(moment.live_bytes)}\n{moment.place}"
+        title = f"{moment.op} #{moment.index}: {size(moment.device_bytes)}\n{moment.place}"
         parts.append(
             f'<rect class="hover" x="{edges[i]:.1f}" y="{_TOP}" width="{edges[i + 1] - edges[i]:.2f}" '
             f'height="{_HEIGHT - _TOP - _BOTTOM}"><title>{escape(title)}</title></rect>'

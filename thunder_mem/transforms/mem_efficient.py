@@ -40,6 +40,7 @@ from thunder_mem.policies import Policy, PolicyChooser, check_policy
 from thunder_mem.pruning import pruned
 from thunder_mem.recompute_config import Written, from_environment, parse_config
 from thunder_mem.scalars import expand_scalars
+from thunder_mem.shared_parameters import tag_shared_parameters
 from thunder_mem.simulate import simulated_device
 from thunder_mem.smoothed_labels import without_ignored_targets
 from thunder_mem.sorting import SortFunction
@@ -176,6 +177,7 @@ class MemEfficient(ListedTransform):
         prologue_trace, computation_trace, epilogue_trace = with_histories(
             prologue_trace, computation_trace, epilogue_trace, compile_data.compile_options
         )
+        tag_shared_parameters(computation_trace.args, prologue_trace, compile_data.fn)
         if waits_for_shards(self, compile_data.transforms, computation_trace):
             return prologue_trace, self._prepared(computation_trace, prologue_trace), epilogue_trace
         executors = _with_defaults(compile_data.executors_list)
