@@ -8,7 +8,7 @@ PARALLEL := -n 2 --dist loadfile
 # CI passes --longest=5: a test that takes more seconds and is not marked slow fails the run.
 LONGEST ?=
 
-.PHONY: demo test test-nvfuser test-notebooks test-long fuzz upstream-tests lint docs notebooks
+.PHONY: demo gpu test test-nvfuser test-notebooks test-long fuzz upstream-tests mutants lint docs notebooks dist
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)  ## the main job: issue 1337's functions and a small training step, before and after
@@ -18,7 +18,7 @@ test: $(STAMP)  ## all that is not slow: 5 minutes on two cores
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(LONGEST)
 
 test-notebooks: $(STAMP)  ## run all, and compare with what is committed: 4 minutes
-	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist load tests/test_notebooks.py
+	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist load tests/system/test_notebooks.py
 
 # nvFuser has wheels for torch 2.10 at most, and for Python 3.10 and 3.12; under pyenv a version must be chosen first.
 NVFUSER := .venv-nvfuser
@@ -27,8 +27,13 @@ PYTHON312 ?= $(shell for v in system $$(pyenv versions --bare 2>/dev/null | grep
 test-nvfuser: $(NVFUSER)/.installed  ## what the real nvFuser makes of plans, without a GPU: 2 minutes, once 5 GB
 	$(NVFUSER)/bin/python -m pytest --confcutdir=tests/with_nvfuser -n 2 --dist load tests/with_nvfuser
 
-LONG ?= --ignore=tests/test_notebooks.py tests
-test-long: $(STAMP)  ## all slow tests; LONG="tests/test_fuzz.py" for one file, LONG="--third=0 tests" for a third
+ARGS ?=
+# What has passed is not run again. Without a GPU: make gpu ARGS="--device simulate".
+gpu: $(STAMP)  ## 45 minutes with a GPU: results, peaks and times, with verdicts in build/gpu/cuda.json
+	PYTHON=$(BIN)/python bash benchmarks/gpu/run.sh $(ARGS)
+
+LONG ?= --ignore=tests/system/test_notebooks.py tests
+test-long: $(STAMP)  ## all slow tests; LONG="tests/system/test_fuzz.py" for one file, LONG="--third=0 tests" for a third
 	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist worksteal $(LONG)
 
 # A third each of what Thunder gets right, of checkpoints, and of overwritten values; FROM is the first seed.
@@ -39,14 +44,18 @@ FROM ?= 0
 FUZZ ?= build/fuzz.json
 fuzz: $(STAMP)  ## N random programs against eager: make fuzz N=50000; failing ones are saved as tests
 	status=0; for profile in thunder checkpoint overwritten; do \
-	  $(BIN)/python -m tests.fuzz --profile $$profile --programs $$(( ($(N) + 2) / 3 )) --seed $(FROM) \
+	  $(BIN)/python -m tests.fuzzing --profile $$profile --programs $$(( ($(N) + 2) / 3 )) --seed $(FROM) \
 	    --in-turn --compiled-share 0.004 --json $(FUZZ) --resume || status=1; \
 	done; exit $$status
 
 # What ran is kept in build/upstream, so that it goes on where it stopped: make upstream-tests ARGS="--share 0.1"
-ARGS ?=
 upstream-tests: $(STAMP)  ## Thunder's own tests with MemEfficient in every thunder.jit; fails if one fails only with it
 	$(BIN)/python -m tests.upstream.run $(ARGS)
+
+# What is known is kept in build/mutants.json, so that it goes on where it stopped: make mutants PACKAGES="planning"
+PACKAGES ?= planning rewrites partition fusion schedule tiling trace
+mutants: $(STAMP)  ## hours: does a test fail where a function does nothing? names those that no test misses
+	$(BIN)/python -m tests.mutants $(PACKAGES)
 
 docs: $(STAMP)  ## the site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -58,6 +67,18 @@ lint: $(STAMP)
 	$(BIN)/ruff check thunder_mem thunder_mem_start.py tests benchmarks docs notebooks
 	$(BIN)/ruff format --check thunder_mem thunder_mem_start.py tests benchmarks docs notebooks
 	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+dist: $(STAMP)  ## sdist and wheel in dist/, checked, installed into a clean environment where README's block runs
+	rm -rf dist build/dist
+	$(BIN)/python -m pip install --quiet build twine
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/dist/env
+	build/dist/env/bin/python -m pip install --quiet torch==2.11.0
+	build/dist/env/bin/python -m pip install --quiet dist/*.whl
+	$(BIN)/python -m docs.python_blocks README.md > build/dist/readme.py
+	cd build/dist && env/bin/python -W ignore readme.py
 
 # torch first and alone, so that nothing resolves it to a version that Thunder does not know.
 $(STAMP): pyproject.toml

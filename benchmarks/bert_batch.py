@@ -21,8 +21,8 @@ from rich.console import Console
 from torch.nn import functional
 
 from thunder_mem import MemEfficient, largest_batch, predict, simulate
-from thunder_mem.cost import device_model
-from thunder_mem.plan_time import trace_seconds
+from thunder_mem.costs.plan_time import trace_seconds
+from thunder_mem.memory.device_models import device_model
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "A100-40GB"

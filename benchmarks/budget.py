@@ -25,13 +25,13 @@ from rich.console import Console
 from benchmarks import longchat
 from benchmarks.models import gpt_module
 from thunder_mem import MemEfficient, predict, simulate
-from thunder_mem.cost import device_model
-from thunder_mem.fit_budget import SavingProblem, fit_budget, greedy_fit
-from thunder_mem.measure import collector_off
-from thunder_mem.plan_time import plan_seconds
-from thunder_mem.refine import Planned
-from thunder_mem.saving import storages_to_rebuild
-from thunder_mem.study import Study, study_program
+from thunder_mem.analysis.partition_problem import Study, study_program
+from thunder_mem.costs.plan_time import plan_seconds
+from thunder_mem.memory.collector import collector_off
+from thunder_mem.memory.device_models import device_model
+from thunder_mem.partition.budget_search import SavingProblem, fit_budget, greedy_fit
+from thunder_mem.partition.min_cut_partition import min_cut_partition
+from thunder_mem.planning.program import Planned
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -125,7 +125,7 @@ def studied(layers: int) -> tuple[Study, Planned, Planned]:
     study = study_program(model, (tokens,), {})
     problem = fresh(study.problem)
     smallest = study.plan(fit_budget(problem, 1).rebuilt)
-    return study, smallest, study.plan(storages_to_rebuild(problem.graph, problem.fuse, problem.choices))
+    return study, smallest, study.plan(min_cut_partition(problem.graph, problem.fuse, problem.choices))
 
 
 def whole_model(console: Console) -> dict:

@@ -25,8 +25,8 @@ from rich.table import Table
 
 from benchmarks.models import gpt_module
 from thunder_mem import MemEfficient
-from thunder_mem.predict import predict
-from thunder_mem.simulate import simulate
+from thunder_mem.prediction.predict import predict
+from thunder_mem.prediction.simulate import simulate
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30

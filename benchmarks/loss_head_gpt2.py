@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thunder_mem.simulate import simulate
-from thunder_mem.training_step import predict_step
+from thunder_mem.prediction.simulate import simulate
+from thunder_mem.prediction.training_step import predict_step
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.mem_efficient import MemEfficient
 
@@ -64,7 +64,7 @@ def gpt2() -> list[tuple[str, int, str]]:
             compiled = thunder.jit(model, transforms=transforms)
             optimizer = torch.optim.AdamW(model.parameters())
             made = predict_step(compiled, optimizer, None, tokens, tokens)
-        peak_bytes = made.total_peak_bytes
+        peak_bytes = made.peak_bytes
         whole = whole or peak_bytes
         note = "" if chunks is None else f"{peak_bytes / whole:.3f} of unchunked"
         if chunk is not None:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import llama_step
 from thunder_mem import ChunkLossHead, MemEfficient, last_plan, policies
-from thunder_mem.delegate import last_failure
+from thunder_mem.planning.record import last_failure
 
 __all__ = ["CASES", "DTYPES", "Case", "Row", "measure"]
 

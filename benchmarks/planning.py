@@ -22,10 +22,12 @@ import torch
 from rich.console import Console
 
 from benchmarks.models import llama_step
-from thunder_mem import MemEfficient, delegate, joint_plan
-from thunder_mem.attention import mem_attention_ex
-from thunder_mem.executors import mem_pointwise_ex
-from thunder_mem.predict import compiled_entry
+from thunder_mem import MemEfficient
+from thunder_mem.planning import executor, pipeline, stages
+from thunder_mem.planning import program as programs
+from thunder_mem.prediction.predict import compiled_entry
+from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+from thunder_mem.runtime.cpu_attention import mem_attention_ex
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -34,7 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 LAYERS = (2, 8, 18, 32, 80)
 LINES = (
     ("planning_s", "planning, whole"),
-    ("make_plan_s", "of which deciding"),
+    ("arrange_s", "of which deciding"),
     ("verify_rewrite_s", "verifying the plan (optional beyond 2,000 ops)"),
     ("thunders_fusion_pass_s", "Thunder's own fusion pass"),
 )
@@ -42,7 +44,7 @@ LINES = (
 
 def measure(layers: int) -> dict[str, float]:
     program = llama_step(layers=layers, tokens=64, width=32, heads=2, mlp_width=64, checkpointing=False)
-    spent = dict.fromkeys(("_plan_and_emit", "read_trace", "make_plan", "emit", "verify_rewrite"), 0.0)
+    spent = dict.fromkeys(("planned_trace", "read_trace", "arrange", "emit", "verify_rewrite"), 0.0)
     own_pass_s = 0.0
     ops = []
 
@@ -56,7 +58,7 @@ def measure(layers: int) -> dict[str, float]:
         inner = getattr(room, name)
 
         def call(*args, **kwargs):
-            if name == "_plan_and_emit":
+            if name == "planned_trace":
                 time_own_pass(args[0])
             start = time.process_time()
             result = inner(*args, **kwargs)
@@ -71,16 +73,16 @@ def measure(layers: int) -> dict[str, float]:
         program.fn, executors=[mem_attention_ex, mem_pointwise_ex], transforms=[MemEfficient(verify=True, strict=True)]
     )
     with (
-        timed(delegate, "_plan_and_emit"),
-        timed(joint_plan, "read_trace"),
-        timed(joint_plan, "make_plan"),
-        timed(delegate, "emit"),
-        timed(delegate, "verify_rewrite"),
+        timed(executor, "planned_trace"),
+        timed(programs, "read_trace"),
+        timed(pipeline, "arrange"),
+        timed(stages, "emit"),
+        timed(pipeline, "verify_rewrite"),
     ):
         start = time.process_time()
         compiled_entry(jitted, program.args, {}, call=True)
         jit_s = time.process_time() - start - own_pass_s
-    planning_s = spent.pop("_plan_and_emit") - spent["verify_rewrite"]
+    planning_s = spent.pop("planned_trace") - spent["verify_rewrite"]
     return {
         "layers": layers,
         "ops": ops[0],

@@ -25,9 +25,9 @@ from rich.console import Console
 from benchmarks.longchat import TOKENS, config
 from benchmarks.models import gpt_module
 from thunder_mem import MemEfficient
-from thunder_mem.predict import compiled_entry, predict
-from thunder_mem.simulate import simulate
-from thunder_mem.training_step import predict_step
+from thunder_mem.prediction.predict import compiled_entry, predict
+from thunder_mem.prediction.simulate import simulate
+from thunder_mem.prediction.training_step import predict_step
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = 32

@@ -18,10 +18,10 @@ from rich.console import Console
 from benchmarks import longchat
 from benchmarks.models import gpt_module
 from thunder_mem import MemEfficient, policies, recompute_table, simulate
-from thunder_mem.cost import device_model
-from thunder_mem.plan_time import plan_seconds
-from thunder_mem.saving import saved_storages, storages_to_rebuild
-from thunder_mem.study import study_program
+from thunder_mem.analysis.partition_problem import study_program
+from thunder_mem.costs.plan_time import plan_seconds
+from thunder_mem.memory.device_models import device_model
+from thunder_mem.partition.min_cut_partition import min_cut_partition, saved_storages
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "H100-80GB"
@@ -47,7 +47,7 @@ def measure(way: str) -> dict[str, Any]:
     jitted = thunder.jit(model, transforms=[MemEfficient(chunk=False, strict=True, recompute=WAYS[way])])
     study = study_program(jitted, (tokens,), {})
     problem = study.problem
-    rebuilt = storages_to_rebuild(problem.graph, problem.fuse, problem.choices)
+    rebuilt = min_cut_partition(problem.graph, problem.fuse, problem.choices)
     planned = study.plan(rebuilt)
     return {
         "recompute": way,

@@ -25,9 +25,9 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from thunder_mem.delegate import seat
-from thunder_mem.executors import mem_pointwise_ex
-from thunder_mem.joint_plan import PlanningOptions
+from thunder_mem.planning.executor import install_planner
+from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
 __all__ = ["SHAPES", "count", "joint_trace", "planned"]
 
@@ -153,7 +153,7 @@ def joint_trace(shape: str, ops: int) -> TraceCtx:
 
 def planned(trace: TraceCtx) -> TraceCtx:
     """The trace as `MemEfficient` plans it for `mem_pointwise`, verified."""
-    (seated,) = seat([mem_pointwise_ex], PlanningOptions(strict=True, verify=True))
+    (seated,) = install_planner([mem_pointwise_ex], PlanningOptions(strict=True, verify=True))
     return seated.fusion_pass(trace)  # type: ignore[attr-defined]
 
 

@@ -20,7 +20,7 @@ from thunder.distributed import FSDPType, fsdp
 
 import thunder_mem
 from thunder_mem import MemEfficient, last_plan
-from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
 
 class Step(torch.nn.Module):
@@ -42,7 +42,7 @@ def row(title: str, jit: Callable, strategy: FSDPType, config: litgpt.Config, to
         batch = torch.zeros(1, tokens, dtype=torch.long)
     jitted = fsdp(jit(step), device=torch.device("cuda", 0), sharding_strategy=strategy)
     prediction = thunder_mem.predict(jitted, batch, batch)
-    peaks = (f"{prediction.phase(half).total_peak_bytes / 2**30:.2f}" for half in ("forward", "backward"))
+    peaks = (f"{prediction.phase(half).peak_bytes / 2**30:.2f}" for half in ("forward", "backward"))
     plan = last_plan(jitted)
     how = next((d.how for d in plan.decisions if d.what == "communication"), "") if plan else ""
     return f"| {title} | {' | '.join(peaks)} | {how} |"

@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import graphs as generators  # noqa: E402
 
-from thunder_mem.bounds import certify, lower_bound  # noqa: E402
-from thunder_mem.graph import Graph  # noqa: E402
+from thunder_mem.memory.graph import Graph  # noqa: E402
+from thunder_mem.schedule.lower_bounds import certify, lower_bound  # noqa: E402
 from thunder_mem.sorting import sort_graph  # noqa: E402
 
 NAMES = ("source", "lpmf", "backward_lpmf", "dfs", "bfs", "sift", "window", "auto")

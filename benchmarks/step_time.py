@@ -28,13 +28,13 @@ from litgpt import GPT, Config
 from rich.console import Console
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
+from benchmarks.litgpt.matrix import MODELS
+from benchmarks.litgpt.models import CUSTOM, WithLoss, block_class, build_custom, known_models
 from benchmarks.models import Program, llama_step
 from thunder_mem import MemEfficient
-from thunder_mem.attention import mem_attention_ex
-from thunder_mem.benchmarks.matrix import MODELS
-from thunder_mem.benchmarks.models import CUSTOM, WithLoss, block_class, build_custom, known_models
-from thunder_mem.executors import mem_pointwise_ex
-from thunder_mem.predict import compiled_entry
+from thunder_mem.prediction.predict import compiled_entry
+from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+from thunder_mem.runtime.cpu_attention import mem_attention_ex
 
 RESULTS = Path(__file__).parent / "results"
 EXECUTORS = [mem_attention_ex, mem_pointwise_ex]

@@ -159,42 +159,52 @@ def how_it_works() -> str:
 
 
 ROOMS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("Entrances", ("transforms, plugin, command line",), GREY),
-    ("The seam", ("traces in, traces out",), BLUE),
-    ("Traces to graphs", ("what each operation touches",), BLUE),
-    ("Loss heads", ("chunk rules, chunk loops",), GOLD),
-    ("Saved or rebuilt", ("minimum cut, patterns, budgets",), RED),
-    ("Offload", ("host copies, link time",), RED),
-    ("Regions", ("absorb, contract, merge",), RED),
-    ("Order", ("sorts, their registry, bounds",), RED),
-    ("Reuse", ("dying inputs, small views",), RED),
-    ("Several ranks", ("collectives, overlap, one plan",), RED),
-    ("Timeline", ("graphs, exact live bytes",), GREEN),
-    ("Time", ("roofline, measured times",), GREEN),
-    ("Executors", ("fused regions, attention",), BLUE),
-    ("Prediction", ("final traces on fake tensors",), GREEN),
-    ("Measurement", ("what really happened",), GREEN),
-    ("Reports", ("explain: text, page, picture",), GREY),
-    ("Benchmarks", ("models, peers, tables",), GREY),
+    ("command_line", ("the shell",), GREY),
+    ("report", ("explain, as data",), GREY),
+    ("analysis", ("frontiers, what fits",), GREY),
+    ("doors", ("what users import",), GREY),
+    ("transforms", ("options to calls",), BLUE),
+    ("prediction", ("final traces on fake tensors",), GREEN),
+    ("planning", ("the list of decisions",), BLUE),
+    ("user_choices", ("policies, patterns",), BLUE),
+    ("rewrites", ("trace in, trace out",), BLUE),
+    ("tiling", ("heads to chunk loops",), GOLD),
+    ("frontend", ("correct, functional traces",), BLUE),
+    ("distributed", ("collectives, one plan",), BLUE),
+    ("costs", ("roofline, measured times",), GREEN),
+    ("regions", ("fused, by whom and how",), BLUE),
+    ("kernels", ("PyTorch's own",), BLUE),
+    ("runtime", ("transfers, devices",), BLUE),
+    ("chunk_loop", ("the loop that runs",), GOLD),
+    ("trace", ("traces as graphs, and back",), BLUE),
+    ("partition", ("saved or recomputed",), RED),
+    ("fusion", ("what runs as one",), RED),
+    ("schedule", ("orders and bounds",), RED),
+    ("memory", ("graphs, live bytes, plans",), GREEN),
+    ("sharding", ("splits along rows",), GOLD),
+    ("rendering", ("text, page, picture",), GREY),
 )
-"""The rooms of docs/architecture.md, whose headings are their titles, with a few words and a colour for the picture."""
+"""The packages, whose names are the headings of docs/architecture.md, with a few words and a colour for the picture."""
 
 
 def rooms() -> str:
-    """The rooms as rows: who calls stands above who is called."""
+    """The packages as rows: each imports those below it."""
     by_title = {title: (lines, colour) for title, lines, colour in ROOMS}
     rows = (
-        ("", ("Entrances", "Reports", "Benchmarks")),
-        ("Thunder's side", ("Loss heads", "The seam", "Traces to graphs", "Executors")),
-        ("decisions", ("Saved or rebuilt", "Offload", "Regions", "Order", "Reuse", "Several ranks")),
-        ("judges", ("Timeline", "Time", "Prediction", "Measurement")),
+        ("", ("doors", "command_line", "report", "analysis")),
+        ("on Thunder's side", ("transforms", "prediction", "planning", "user_choices")),
+        ("", ("tiling", "rewrites", "frontend", "distributed")),
+        ("", ("costs", "regions", "kernels", "chunk_loop")),
+        ("", ("runtime", "trace", "sharding")),
+        ("without Thunder", ("partition", "fusion", "schedule")),
+        ("", ("memory", "rendering")),
     )
     parts, y = [], 20
     for label, titles in rows:
         if label:
             parts.append([f'<text x="20" y="{y + 12}" font-size="12.5" fill="{QUIET}">{label}</text>'])
             y += 22
-        per_row = 3 if len(titles) in (3, 6) else 4
+        per_row = len(titles)
         width = (940 - 16 * (per_row - 1)) // per_row
         for i, title in enumerate(titles):
             lines, colour = by_title[title]
@@ -202,7 +212,7 @@ def rooms() -> str:
                 y += 72
             parts.append(Box(20 + (i % per_row) * (width + 16), y, width, 60, title, lines, colour).svg())
         y += 84
-    return page(980, y - 4, "The rooms of thunder_mem", *parts)
+    return page(980, y - 4, "The packages of thunder_mem", *parts)
 
 
 PICTURES = {"how-it-works.svg": how_it_works, "rooms.svg": rooms}

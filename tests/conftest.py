@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.durations import *  # noqa: F403 - hooks of pytest
-from tests.quick_thunder import looked_up_once
-from thunder_mem import scratch_table
+from tests.checking.durations import *  # noqa: F403 - hooks of pytest
+from tests.fuzzing.quick_thunder import looked_up_once
+from thunder_mem.runtime import scratch_cache
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -23,9 +23,10 @@ settings.load_profile("thunder_mem")
 @pytest.fixture(autouse=True, scope="session")
 def _measured_anew():
     """No test rests on what an earlier run of the tests has measured."""
-    nowhere = scratch_table.Table(None, "")
+    nowhere, kernels = scratch_cache.Table(None, ""), scratch_cache.Table(None, "")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scratch_table, "table", lambda: nowhere)
+        patch.setattr(scratch_cache, "table", lambda: nowhere)
+        patch.setattr(scratch_cache, "kernel_table", lambda software, codec: kernels)
         yield
 
 
@@ -38,7 +39,9 @@ def _looked_up_once():
 
 @pytest.fixture(autouse=True)
 def _seed():
+    """Each test draws the same, and multiplies float32 as exactly as PyTorch does by default, whoever ran before."""
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture

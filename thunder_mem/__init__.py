@@ -1,36 +1,35 @@
 """thunder_mem: make programs compiled by lightning-thunder use less memory."""
 
-import thunder_mem.versions  # noqa: F401 - first: it says what to do where the rest cannot be imported
+from importlib.metadata import version
+
+import thunder_mem._versions  # noqa: F401 - first: it says what to do where the rest cannot be imported
 
 # isort: split
 from thunder_mem import fx, policies
-from thunder_mem.budget import BudgetError
-from thunder_mem.choices import RecomputeError
-from thunder_mem.chunk_mark import chunked
-from thunder_mem.delegate import last_plan
-from thunder_mem.eager import estimate
-from thunder_mem.fits import fits, largest_batch, largest_sequence
-from thunder_mem.frontier import memory_time_frontier
-from thunder_mem.graph import Graph, GraphError, Op, Storage
-from thunder_mem.measure import measure_peak
-from thunder_mem.mistakes import answer_mistakes
-from thunder_mem.plan_file import PlanFileError, save_plan
-from thunder_mem.plugin import MemEfficientPlugin
-from thunder_mem.predict import predict
-from thunder_mem.ranks import RanksDifferError
-from thunder_mem.recompute_table import recompute_table
+from thunder_mem.analysis.capacity import fits, largest_batch, largest_sequence
+from thunder_mem.analysis.estimate import estimate
+from thunder_mem.analysis.frontier import memory_time_frontier
+from thunder_mem.analysis.recompute_table import recompute_table
+from thunder_mem.distributed.agreement import RanksDifferError
+from thunder_mem.memory.graph import Graph, GraphError, Op, Storage
+from thunder_mem.memory.what_if import WhatIf
+from thunder_mem.partition.budget import BudgetError
+from thunder_mem.partition.constraints import RecomputeError
+from thunder_mem.planning.plan_file import PlanFileError
+from thunder_mem.planning.record import last_plan
+from thunder_mem.prediction.measure import measure_peak
+from thunder_mem.prediction.predict import predict
+from thunder_mem.prediction.simulate import simulate
+from thunder_mem.prediction.training_step import predict_step
 from thunder_mem.report import explain
-from thunder_mem.report.circumstances import why_no_plan
-from thunder_mem.simulate import simulate
-from thunder_mem.sort_trace import sort_bound_symbols
 from thunder_mem.sorting import SORTS, register_sort
-from thunder_mem.training_step import predict_step
+from thunder_mem.tiling.marks import chunked
+from thunder_mem.trace.reordering import sort_bound_symbols
 from thunder_mem.transforms import ChunkLossHead, MemEfficient
-from thunder_mem.what_if import WhatIf
+from thunder_mem.transforms.last_compilation import save_plan, why_no_plan
+from thunder_mem.transforms.plugin import MemEfficientPlugin
 
-answer_mistakes()
-
-__version__ = "0.1.0"
+__version__ = version("thunder-mem")
 __all__ = [
     "SORTS",
     "BudgetError",

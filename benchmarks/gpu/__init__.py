@@ -1,1 +1,1 @@
-"""The run book for a machine with a GPU: `bash benchmarks/gpu/run.sh`."""
+"""The run book for a machine with a GPU: `make gpu`, or `bash benchmarks/gpu/run.sh`."""

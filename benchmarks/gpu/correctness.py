@@ -7,10 +7,12 @@ from typing import Any
 
 import thunder
 import torch
+from thunder.extend import Executor
 from torch import nn
 
 from benchmarks.models import gpt_module, small_llama
-from thunder_mem import MemEfficient
+from thunder_mem import ChunkLossHead, MemEfficient
+from thunder_mem.regions.fusion_executors import fuser_of, with_fuser
 
 __all__ = ["check"]
 
@@ -18,42 +20,53 @@ _CONFIG = small_llama(vocab=1000, layers=2, tokens=256, width=128, heads=4, mlp_
 _SLACK = 1.5
 """How many times Thunder's own error in the same dtype MemEfficient's may be: both round, in different places."""
 
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"chunk": ChunkLossHead(rows=128)},
+    {"budget": 1, "on_infeasible": "warn"},
+)
 
-def check(device: str) -> list[dict[str, Any]]:
-    """For each dtype, with and without checkpointing and a budget: errors against float64, of Thunder's and ours.
+
+def check(device: str, fusion: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """With and without checkpointing, a budget and a chunk loop: errors against float64, of Thunder's and ours.
+
+    Args:
+        device: "cuda" or "cpu".
+        fusion: who fuses, one of `thunder_mem.regions.fusion_executors.FUSIONS`.
+        dtype: of the model.
 
     Returns:
         Rows with "right": whether our largest error of a gradient, relative to its norm, is at most 1.5 times
         Thunder's own, or within the dtype's rounding.
+
+    Raises:
+        ValueError: `fusion` does not work here.
     """
+    executors = with_fuser(thunder.extend.get_default_executors(), fuser_of(fusion))
     rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for checkpointing in (True, False):
-            torch.manual_seed(0)
-            model = gpt_module(_CONFIG, checkpointing, True, device, dtype)
-            tokens, targets = torch.randint(0, 1000, (2, 2, 256), device=device)
-            exact = _gradients(copy.deepcopy(model).double(), tokens, targets)
-            thunders = _error(_gradients(_jit(model), tokens, targets), exact)
-            for name, transform in (
-                ("MemEfficient()", MemEfficient(strict=True, verify=True)),
-                ("MemEfficient(budget=1)", MemEfficient(strict=True, verify=True, budget=1, on_infeasible="warn")),
-            ):
-                ours = _error(_gradients(_jit(model, transform), tokens, targets), exact)
-                rows.append(
-                    {
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "checkpointing": checkpointing,
-                        "transform": name,
-                        "thunders_error": thunders,
-                        "error": ours,
-                        "right": ours <= max(_SLACK * thunders, 8 * torch.finfo(dtype).eps),
-                    }
-                )
+    for checkpointing in (True, False):
+        torch.manual_seed(0)
+        model = gpt_module(_CONFIG, checkpointing, True, device, dtype)
+        tokens, targets = torch.randint(0, 1000, (2, 2, 256), device=device)
+        exact = _gradients(copy.deepcopy(model).double(), tokens, targets)
+        thunders = _error(_gradients(_jit(model, executors), tokens, targets), exact)
+        for options in _OPTIONS:
+            transform = MemEfficient(strict=True, verify=True, **options)
+            ours = _error(_gradients(_jit(model, executors, transform), tokens, targets), exact)
+            rows.append(
+                {
+                    "checkpointing": checkpointing,
+                    "transform": repr(transform),
+                    "thunders_error": thunders,
+                    "error": ours,
+                    "right": ours <= max(_SLACK * thunders, 8 * torch.finfo(dtype).eps),
+                }
+            )
     return rows
 
 
-def _jit(model: nn.Module, *transforms: MemEfficient) -> Any:
-    return thunder.jit(copy.deepcopy(model), transforms=list(transforms))
+def _jit(model: nn.Module, executors: list[Executor], *transforms: MemEfficient) -> Any:
+    return thunder.jit(copy.deepcopy(model), executors=executors, transforms=list(transforms))
 
 
 def _gradients(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,76 +1,68 @@
-"""Correctness, peaks and step times on the device, in a given number of minutes: ``python -m benchmarks.gpu.run``.
+"""Forty-five minutes with a GPU: ``python -m benchmarks.gpu.run``, or ``make gpu``, which sets up first.
 
-`run.sh` beside it sets the machine up and calls this. All runs share one process, the most telling ones come
-first, and rows are written as they come; called again with the same file, it goes on where the time ran out.
-With ``--device cpu`` the same on a CPU, scaled down, which is how it is tested.
+Steps run in order, each in a process with its own time limit; verdicts and all that was found go to one JSON.
+Started again, what has passed is not run again, and a step that was stopped goes on where it was. With
+``--device simulate`` all that needs no card runs, for a GPU that is not there; with ``--device cpu`` what a CPU can
+show. The exit status is 0 if nothing failed and no time ran out.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-import time
 from pathlib import Path
 
-import thunder
-import torch
-from rich.console import Console
+from benchmarks.gpu.book import FAILED, OUT_OF_TIME, Step, run_book
 
-from benchmarks.gpu.correctness import check
-from thunder_mem.benchmarks.machine import machine_kind, versions
-from thunder_mem.benchmarks.matrix import COMPILERS, MODELS, Case, runs_on
-from thunder_mem.benchmarks.render import markdown
-from thunder_mem.benchmarks.rows import load, run_here, save
+__all__ = ["STEPS", "main"]
 
-ITERATIONS = 12
-RESERVE_S = 45  # what a row may take that is begun last
-
-
-def order() -> list[Case]:
-    """The runs, the most telling first: longchat with checkpointing, then every model, then without checkpointing."""
-    found = [Case("longchat-7b-16k", True, inside, name) for inside in (False, True) for name in COMPILERS]
-    for checkpointing in (True, False):
-        for inside in (False, True):
-            found += [Case(model, checkpointing, inside, name) for model in MODELS for name in COMPILERS]
-    return list(dict.fromkeys(found))
-
-
-def fusion(device: str) -> str:
-    """Which fusion executor the runs have, in words."""
-    names = [ex.name for ex in thunder.extend.get_default_executors()]
-    if "nvfuser" in names:
-        return "nvfuser"
-    return f"mem_pointwise: nvFuser does not load here ({', '.join(names) or 'no executors'} do)"
+_ALL = ("cuda", "cpu", "simulate")
+STEPS = (
+    Step("versions", "what is installed, who fuses by default, which attention eager takes", 2, _ALL),
+    Step("mem_pointwise", "results are right: Triton over dying inputs, chunk loops", 4, ("cuda", "cpu")),
+    Step("nvfuser", "results are right with nvFuser", 4, ("cuda",)),
+    Step("head", "a head of 16,384 x 32,000 at several sizes of blocks, beside eager", 5, ("cuda", "simulate")),
+    Step("workspace", "what one product adds: cuBLAS's workspace", 2, ("cuda", "simulate")),
+    Step("longchat", "longchat, 2 layers: every compiler, reuse on and off", 10, ("cuda",)),
+    Step("predictions", "what is predicted for longchat, beside what was measured", 10, ("cuda", "simulate")),
+    Step("offload", "offloading, and how much of its copies other work hides", 5, ("cuda",)),
+    Step("retain_graph", "two backwards of one graph, with reuse", 2, ("cuda", "cpu")),
+    Step("matrix", "the matrix of models and compilers, as far as time is left", None, ("cuda",)),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/litgpt-cuda.json"))
-    parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rows", type=int, default=None, help="end after this many new rows")
+    parser.add_argument("--device", default="cuda", help="cuda, cpu, simulate, or simulate:NAME (simulate:H100-80GB)")
+    parser.add_argument("--out", type=Path, help="default: build/gpu/DEVICE.json")
+    parser.add_argument("--minutes", type=float, default=45.0)
+    parser.add_argument("--only", nargs="+", metavar="STEP", choices=[s.name for s in STEPS], help="these alone")
     given = parser.parse_args(arguments)
-    deadline = time.monotonic() + 60 * given.minutes
-    console = Console(soft_wrap=True)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here", file=sys.stderr)
+    device = "simulate:H100-80GB" if given.device == "simulate" else given.device
+    kind = device.partition(":")[0]
+    if kind not in _ALL:
+        parser.error(f"--device is cuda, cpu, simulate or simulate:NAME, not {given.device!r}")
+    if kind == "cuda" and not _has_gpu():
+        print("there is no CUDA device here: --device simulate runs what needs none", file=sys.stderr)
         return 2
-    right = check(given.device)
-    about = {"machine": machine_kind(given.device), "versions": versions(), "fusion": fusion(given.device)}
-    console.print(about, right)
-    rows = load(given.out)
-    done = {row["command"] for row in rows if "error" not in row}
-    todo = [case for case in order() if runs_on(case.compiler, given.device)]
-    todo = [case for case in todo if case.command(given.device, ITERATIONS) not in done]
-    for case in todo[: given.rows]:
-        if time.monotonic() > deadline - RESERVE_S:
-            console.print("out of time: call again to go on")
-            break
-        row = run_here(case, given.device, ITERATIONS)
-        console.print(str(case), row.get("error") or (row["peak_bytes"] / 1e9, row["median_iter_time"]))
-        save(given.out, row, **about, correctness=right)
-        given.out.with_suffix(".md").write_text(markdown(load(given.out)))
-    return int(not all(r["right"] for r in right))
+    out = given.out or Path("build/gpu") / f"{device.replace(':', '-')}.json"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the step that runs ends, too
+    steps = [step for step in STEPS if given.only is None or step.name in given.only]
+    try:
+        verdicts = run_book(steps, device, out, given.minutes)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"written: {out}")
+    found = [verdicts.get(step.name, {"verdict": OUT_OF_TIME})["verdict"] for step in steps]
+    return int(any(verdict in (FAILED, OUT_OF_TIME) for verdict in found))
+
+
+def _has_gpu() -> bool:
+    import torch  # not above: --help and what needs no card are quick without it
+
+    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The run book for a machine with a GPU: sets up, checks results on the device, then measures the matrix.
+# The run book for a machine with a GPU: sets up, then runs the steps of benchmarks/gpu/run.py.
 #
-#   bash benchmarks/gpu/run.sh [OUT.json] [MINUTES]     default: benchmarks/results/litgpt-cuda.json, 9
+#   bash benchmarks/gpu/run.sh [--minutes 45] [--out build/gpu/cuda.json] [--only STEP ...] [--device simulate]
 #
 # Run it again to go on where the time ran out. Environment:
 #   PYTHON   a Python 3.10-3.12 with a CUDA build of torch 2.8-2.11 (default: python3)
@@ -16,8 +16,6 @@ here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 python=${PYTHON:-python3}
 site=${SITE:-$(mktemp -d /tmp/thunder_mem_gpu.XXXX)}
-out=${1:-$root/benchmarks/results/litgpt-cuda.json}
-minutes=${2:-9}
 nvfuser=nvfuser-cu130-torch29==0.2.35
 install=("$python" -m pip install --quiet --disable-pip-version-check --no-compile --upgrade --target "$site")
 
@@ -34,7 +32,8 @@ export PYTHONPATH="$root:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 "$python" -c 'import thunder, litgpt, lightning, jsonargparse, scipy, rich, torch; print("torch", torch.__version__)'
 
 # The wheel was built for torch 2.9: beside 2.11 two of its symbols need a stand-in.
-if [ -z "${LD_PRELOAD:-}" ] && "$python" -c 'import sys, torch; sys.exit(torch.__version__ < "2.11")'; then
+if [ -z "${LD_PRELOAD:-}" ] && "$python" -c 'import importlib.util as u, sys, torch
+sys.exit(u.find_spec("nvfuser_direct") is None or torch.__version__ < "2.11")'; then
     lib=$("$python" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "lib"))')
     shim=$site/libnvfuser_shim.so
     if g++ -std=c++17 -O1 -shared -fPIC "$here/nvfuser_torch211_shim.cpp" -o "$shim" -L"$lib" -lc10_cuda \
@@ -43,4 +42,6 @@ if [ -z "${LD_PRELOAD:-}" ] && "$python" -c 'import sys, torch; sys.exit(torch._
         if LD_PRELOAD=$shim "$python" -c 'import nvfuser_direct, nvfuser' 2>/dev/null; then export LD_PRELOAD=$shim; fi
     fi
 fi
-exec "$python" -m benchmarks.gpu.run --out "$out" --minutes "$minutes"
+case $python in */*) python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python") ;; esac
+cd "$root"
+exec "$python" -m benchmarks.gpu.run "$@"

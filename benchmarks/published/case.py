@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thunder_mem.fits import Fit
+from thunder_mem.analysis.capacity import Capacity
 
 __all__ = ["UNITS", "Case", "Predicted", "of_fit"]
 
@@ -53,7 +53,7 @@ class Case:
         return round(self.published * UNITS[self.unit])
 
 
-def of_fit(fit: Fit) -> Predicted:
+def of_fit(fit: Capacity) -> Predicted:
     """What `estimate` says, as the allocator counts it."""
     allocation = fit.allocation
     return Predicted(allocation.allocated_peak_bytes - allocation.library_bytes, allocation.library_bytes)

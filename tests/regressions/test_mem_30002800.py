@@ -1,6 +1,7 @@
-"""Found by `python -m tests.fuzz`: mem raised.
+"""Found by `python -m tests.fuzzing`: mem raised.
 
-raises VerificationError in verify.py:verify_final: the forward saves x1, and the backward takes other values
+raises VerificationError in trace/verification.py:verify_final: the forward saves x1, and the backward takes other
+values
 
   def program(x1, x2):
       v0 = x1.clone()
@@ -11,9 +12,9 @@ raises VerificationError in verify.py:verify_final: the forward saves x1, and th
 All readers of the clone took a second one, and the first, read by nobody, was planned into the backward.
 """
 
-from tests.fuzz_campaign import judge
-from tests.fuzz_configs import CONFIGS
-from tests.programs import Input, Program, Step
+from tests.fuzzing.campaign import judge
+from tests.fuzzing.configs import CONFIGS
+from tests.programs.programs import Input, Program, Step
 
 PROGRAM = Program(
     inputs=(

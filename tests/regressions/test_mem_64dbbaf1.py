@@ -1,4 +1,4 @@
-"""Found by `python -m tests.fuzz`: mem differed from eager.
+"""Found by `python -m tests.fuzzing`: mem differed from eager.
 
 raises KeyError in autodiff.py:split_into_forward_and_backward
 
@@ -10,9 +10,9 @@ raises KeyError in autodiff.py:split_into_forward_and_backward
       return (v0, v2,)
 """
 
-from tests.fuzz_campaign import judge
-from tests.fuzz_configs import CONFIGS, Options, configured  # noqa: F401
-from tests.programs import Input, Program, Region, Step  # noqa: F401
+from tests.fuzzing.campaign import judge
+from tests.fuzzing.configs import CONFIGS, Options, configured  # noqa: F401
+from tests.programs.programs import Input, Program, Region, Step  # noqa: F401
 
 PROGRAM = Program(
     inputs=(Input(name="x2", shape=(1, 1), dtype="float32", grad=True, layout="contiguous", alias=""),),

@@ -1,4 +1,4 @@
-"""Found by `python -m tests.fuzz`: mem differed from eager.
+"""Found by `python -m tests.fuzzing`: mem differed from eager.
 
 raises TypeError in thunder.backward_fn_27:backward_fn: zeros() received an invalid combination of arguments
 
@@ -12,9 +12,9 @@ raises TypeError in thunder.backward_fn_27:backward_fn: zeros() received an inva
       return (v10, v8,)
 """
 
-from tests.fuzz_campaign import judge
-from tests.fuzz_configs import CONFIGS, Options, configured  # noqa: F401
-from tests.programs import Input, Program, Region, Step  # noqa: F401
+from tests.fuzzing.campaign import judge
+from tests.fuzzing.configs import CONFIGS, Options, configured  # noqa: F401
+from tests.programs.programs import Input, Program, Region, Step  # noqa: F401
 
 PROGRAM = Program(
     inputs=(

@@ -1,4 +1,4 @@
-"""Found by `python -m tests.fuzz`: mem differed from eager.
+"""Found by `python -m tests.fuzzing`: mem differed from eager.
 
 gradient x1: off by 0.231, allowed 0.135
 
@@ -8,9 +8,9 @@ gradient x1: off by 0.231, allowed 0.135
       return (v1, v5,)
 """
 
-from tests.fuzz_campaign import judge
-from tests.fuzz_configs import CONFIGS, Options, configured  # noqa: F401
-from tests.programs import Input, Program, Region, Step  # noqa: F401
+from tests.fuzzing.campaign import judge
+from tests.fuzzing.configs import CONFIGS, Options, configured  # noqa: F401
+from tests.programs.programs import Input, Program, Region, Step  # noqa: F401
 
 PROGRAM = Program(
     inputs=(Input(name="x1", shape=(1, 1), dtype="float32", grad=True, layout="contiguous", alias=""),),

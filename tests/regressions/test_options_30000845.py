@@ -1,6 +1,6 @@
-"""Found by `python -m tests.fuzz`: drawn options raised.
+"""Found by `python -m tests.fuzzing`: drawn options raised.
 
-raises StopIteration in reuse.py:regions_in_order
+raises StopIteration in rewrites/buffer_reuse.py:regions_in_order
 
   def program(x1, x2):
       v0, v1 = torch.topk(x1, 1, -1)
@@ -13,9 +13,9 @@ raises StopIteration in reuse.py:regions_in_order
 A region of views alone is not fused; the last of them moved, and then a copy to the host was scheduled.
 """
 
-from tests.fuzz_campaign import judge
-from tests.fuzz_configs import Options, configured
-from tests.programs import Input, Program, Step
+from tests.fuzzing.campaign import judge
+from tests.fuzzing.configs import Options, configured
+from tests.programs.programs import Input, Program, Step
 
 PROGRAM = Program(
     inputs=(

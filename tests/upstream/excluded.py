@@ -21,7 +21,7 @@ EXCLUDED: dict[tuple[str, str], str] = {
     ),
     ("test_jit_general.py::test_post_optimization_transform", "[dp]*"): (
         "puts a comment before each addition of the execution trace; they are inside fused regions "
-        "(planned without a fusion executor it passes: tests/test_upstream_defects.py)"
+        "(planned without a fusion executor it passes: tests/system/test_upstream_defects.py)"
     ),
     ("test_transforms.py::test_constant_folding", "[dp]*"): (
         "looks for the folded constants among the operations of the execution trace; they are inside a fused region "

@@ -14,8 +14,9 @@ import thunder
 from thunder.extend import FusionExecutor, get_always_executors, resolve_executors
 
 from tests.upstream.records import SIDES
-from thunder_mem import MemEfficient, compiled_region
-from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem import MemEfficient
+from thunder_mem.regions import compiled_region
+from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
 __all__ = ["Injection", "injected", "uncompiled"]
 

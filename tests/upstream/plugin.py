@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.upstream_plain:
         config.pluginmanager.register(_Recorder(config))
     elif config.option.upstream_record:
-        from tests.quick_thunder import claimed_once, looked_up_once
+        from tests.fuzzing.quick_thunder import claimed_once, looked_up_once
         from tests.upstream.inject import injected
 
         stack = ExitStack()

@@ -16,7 +16,7 @@ from thunder.core.trace import TraceCtx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem import MemEfficient, last_plan, predict, predict_step, simulate
-from thunder_mem.trace_graph import read_trace
+from thunder_mem.trace.reading import read_trace
 
 __all__ = ["Program", "defined", "planned"]
 

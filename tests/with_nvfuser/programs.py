@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.litgpt.models import CUSTOM, WithLoss, build_custom, known_models
 from tests.with_nvfuser.definitions import Program
 from thunder_mem import ChunkLossHead
-from thunder_mem.benchmarks.models import CUSTOM, WithLoss, build_custom, known_models
 
 __all__ = ["PROGRAMS"]
 

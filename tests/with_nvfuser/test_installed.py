@@ -7,8 +7,8 @@ import pytest
 import thunder
 import torch
 
-from thunder_mem.nvfuser import without_broken_nvfuser
-from thunder_mem.nvfuser_model import modelled_nvfuser
+from thunder_mem.regions.nvfuser import without_broken_nvfuser
+from thunder_mem.regions.nvfuser_model import modelled_nvfuser
 
 
 def test_the_executor_that_is_modelled_has_the_wheels_version():

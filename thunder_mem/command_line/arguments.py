@@ -14,9 +14,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from thunder_mem.devices import DEVICES, device_spec
-from thunder_mem.outside import quoted, whole_number
-from thunder_mem.sizes import parse_bytes
+from thunder_mem.memory.device_specs import DEVICES, device_spec
+from thunder_mem.memory.outside_input import quoted, whole_number
+from thunder_mem.memory.units import parse_bytes
 
 __all__ = ["make_parser", "read_words", "split_target"]
 

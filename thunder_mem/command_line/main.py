@@ -20,6 +20,7 @@ import rich.console
 import rich.progress
 import torch
 
+from thunder_mem.analysis.frontier_page import frontier_page
 from thunder_mem.command_line.arguments import read_words
 from thunder_mem.command_line.output import (
     frontier_json,
@@ -34,17 +35,16 @@ from thunder_mem.command_line.output import (
 from thunder_mem.command_line.pages import check_files, plan_page, predict_page
 from thunder_mem.command_line.predictions import Outcome, Question, ask, limits_of, machine, survey
 from thunder_mem.command_line.program import Program, UsageError, in_words, load_target, make_program
-from thunder_mem.devices import device_spec
-from thunder_mem.fx import is_fx
-from thunder_mem.library_memory import cublas_workspace_bytes
-from thunder_mem.offload_option import parse_offload
-from thunder_mem.recompute_config import parse_config
+from thunder_mem.frontend.thunderfx import is_fx
+from thunder_mem.memory.device_specs import device_spec
+from thunder_mem.prediction.library_memory import cublas_workspace_bytes
+from thunder_mem.rendering.document import Section
+from thunder_mem.rendering.text import plain as as_text
+from thunder_mem.rendering.text import wrapped
 from thunder_mem.report import explain
-from thunder_mem.report.frontier_page import frontier_page
-from thunder_mem.report.html import to_page
-from thunder_mem.report.sections import Section, headline, sections
-from thunder_mem.report.text import plain as as_text
-from thunder_mem.report.text import wrapped
+from thunder_mem.report.sections import headline, sections
+from thunder_mem.user_choices.config import parse_config
+from thunder_mem.user_choices.offload import parse_offload
 
 __all__ = ["answer", "main"]
 
@@ -229,7 +229,7 @@ def _explain(options: argparse.Namespace, program: Program, answer: _Answering, 
     # Of the budget the report itself speaks.
     report = replace(report, notes=(*verdict(found.beside_the_budget()), *report.notes))
     data = {**report.to_json(), **verdict_json(found)}
-    return _Answer(found.fits, data, headline(report), sections(report), lambda: to_page(report), report.save)
+    return _Answer(found.fits, data, headline(report), sections(report), report.to_page, report.save)
 
 
 def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:

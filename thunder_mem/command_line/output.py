@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from thunder_mem.analysis.frontier_page import frontier_table
+from thunder_mem.analysis.frontier_points import Frontier
 from thunder_mem.command_line.predictions import Outcome
-from thunder_mem.frontier_table import Frontier
+from thunder_mem.memory.units import change, size
+from thunder_mem.rendering.document import Section
 from thunder_mem.report import Report
-from thunder_mem.report.frontier_page import frontier_table
-from thunder_mem.report.sections import Section, about_library, about_scratch, sections
-from thunder_mem.sizes import change, size
+from thunder_mem.report.sections import about_library, sections
 
 __all__ = [
     "frontier_json",
@@ -29,7 +30,7 @@ def verdict(found: Outcome) -> tuple[str, ...]:
     """One line for each limit: whether it fits, and what is left."""
     lines = []
     for name, limit_bytes in found.limits:
-        left_bytes = limit_bytes - found.needed_bytes
+        left_bytes = limit_bytes - found.peak_bytes
         answer = "fits" if left_bytes >= 0 else "does NOT fit"
         rest = f"headroom {size(left_bytes)}" if left_bytes >= 0 else f"{size(-left_bytes)} too much"
         lines.append(f"{answer} into {size(limit_bytes)} of {name}: {rest}")
@@ -42,8 +43,7 @@ def verdict(found: Outcome) -> tuple[str, ...]:
     allocation = found.allocation
     if allocation is not None:
         lines.append(
-            f"with the allocator's rounding{' and libraries' if allocation.library_bytes else ''} "
-            f"{size(allocation.allocated_peak_bytes)}; "
+            "blocks are rounded up to 512 B as the allocator does; "
             f"fragmentation, an estimate: {size(allocation.fragmentation_bytes)} more"
         )
     return tuple(lines)
@@ -54,9 +54,9 @@ def verdict_json(found: Outcome) -> dict[str, Any]:
     allocation = found.allocation
     return {
         "fits": found.fits,
-        "needed_bytes": found.needed_bytes,
+        "peak_bytes": found.peak_bytes,
         "limits": [
-            {"name": name, "limit_bytes": nbytes, "headroom_bytes": nbytes - found.needed_bytes}
+            {"name": name, "limit_bytes": nbytes, "headroom_bytes": nbytes - found.peak_bytes}
             for name, nbytes in found.limits
         ],
         "budget": None if found.plan is None or found.plan.budget is None else asdict(found.plan.budget),
@@ -75,31 +75,30 @@ def predict_tables(found: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]
         *verdict(found),
         f"held by the caller throughout: {size(p.held_bytes)} (parameters, inputs and what else it keeps)",
     ]
-    lines += about_scratch(p)
+    if event is not None and p.scratch_bytes:
+        lines.append(f"scratch: {size(p.scratch_bytes)}, which {event.name} #{event.index} holds while it runs")
     lines += about_library(p)
     lines += [f"assumed: {a}" for a in p.assumptions]
     rows = []
     for name in p.phases:
         part = p.phase(name)
-        rows.append((name, f"{len(part.timeline):,}", size(part.peak_bytes), size(part.total_peak_bytes)))
-    return tuple(lines), (Section("Phases", ("phase", "ops", "peak", "with scratch"), tuple(rows), (1, 2, 3)),)
+        rows.append((name, f"{len(part.timeline):,}", size(part.peak_bytes), size(part.scratch_bytes)))
+    return tuple(lines), (Section("Phases", ("phase", "ops", "peak", "of it scratch"), tuple(rows), (1, 2, 3)),)
 
 
 def predict_json(found: Outcome) -> dict[str, Any]:
     """The object of `thunder-mem predict --json`."""
     p = found.prediction
     return {
-        "peak_bytes": p.peak_bytes,
         "scratch_bytes": p.scratch_bytes,
         "library_bytes": p.library_bytes,
-        "total_peak_bytes": p.total_peak_bytes,
         "held_bytes": p.held_bytes,
         "device": p.device_type,
         "assumptions": list(p.assumptions),
         "phases": {
             name: {
                 "peak_bytes": p.phase(name).peak_bytes,
-                "total_peak_bytes": p.phase(name).total_peak_bytes,
+                "scratch_bytes": p.phase(name).scratch_bytes,
                 "operations": len(p.phase(name).timeline),
             }
             for name in p.phases

@@ -8,13 +8,15 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from thunder_mem.analysis.frontier_points import FRONTIER_ENDINGS
 from thunder_mem.command_line.predictions import Outcome
 from thunder_mem.command_line.program import UsageError
-from thunder_mem.frontier_table import FRONTIER_ENDINGS
+from thunder_mem.rendering.document import Section
+from thunder_mem.rendering.html import fragment, page, timeline_html
 from thunder_mem.report import Report
-from thunder_mem.report.html import fragment, page, timeline_html
+from thunder_mem.report.layout import timeline_view
 from thunder_mem.report.report import REPORT_ENDINGS
-from thunder_mem.report.sections import Section, sections
+from thunder_mem.report.sections import sections
 
 __all__ = ["check_files", "plan_page", "predict_page"]
 
@@ -48,7 +50,8 @@ def check_files(options: argparse.Namespace) -> None:
 def predict_page(found: Outcome, lines: Sequence[str], tables: Sequence[Section]) -> str:
     """The page of `thunder-mem predict`: its lines and tables, the timeline, and who is alive at the peak."""
     report = Report(found.prediction, found.plan)
-    pictures = [timeline_html(report)] if report.peak is not None else []
+    view = timeline_view(report)
+    pictures = [timeline_html(view)] if view is not None else []
     return page(lines[0], f"{fragment(lines, pictures, [*tables, *_at_the_peak(report)])}\n")
 
 
@@ -57,9 +60,9 @@ def plan_page(alone: Outcome, planned: Outcome, lines: Sequence[str], tables: Se
     reports = {"Thunder alone": Report(alone.prediction), "MemEfficient": Report(planned.prediction, planned.plan)}
     top_bytes = max(report.peak_bytes for report in reports.values())
     pictures = [
-        timeline_html(report, f"Live bytes, operation by operation: {name}", top_bytes)
+        timeline_html(view, f"Live bytes, operation by operation: {name}", top_bytes)
         for name, report in reports.items()
-        if report.peak is not None
+        if (view := timeline_view(report)) is not None
     ]
     return page(lines[0], f"{fragment(lines, pictures, tables)}\n")
 

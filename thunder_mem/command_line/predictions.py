@@ -13,20 +13,20 @@ import thunder
 import torch
 from thunder.extend import Executor, get_default_executors
 
-from thunder_mem.allocator import Allocation, allocate, needed_bytes
-from thunder_mem.attention import mem_attention_ex
+from thunder_mem.analysis.frontier import memory_time_frontier
+from thunder_mem.analysis.frontier_points import Frontier
 from thunder_mem.command_line.program import Program, UsageError, in_words
-from thunder_mem.delegate import last_plan
-from thunder_mem.devices import DeviceSpec
-from thunder_mem.executors import mem_pointwise_ex
-from thunder_mem.frontier import memory_time_frontier
-from thunder_mem.frontier_table import Frontier
-from thunder_mem.fusions import fuser_of, with_fuser
-from thunder_mem.fx import highest_peak, is_fx
-from thunder_mem.plan import Plan
-from thunder_mem.predict import Prediction, PredictionError, predict
-from thunder_mem.simulate import simulate
-from thunder_mem.training_step import predict_step
+from thunder_mem.frontend.thunderfx import highest_peak, is_fx
+from thunder_mem.memory.device_specs import DeviceSpec
+from thunder_mem.memory.plan import Plan
+from thunder_mem.planning.record import last_plan
+from thunder_mem.prediction.caching_allocator import Allocation, allocate
+from thunder_mem.prediction.predict import Prediction, PredictionError, predict
+from thunder_mem.prediction.simulate import simulate
+from thunder_mem.prediction.training_step import predict_step
+from thunder_mem.regions.fusion_executors import fuser_of, with_fuser
+from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.transforms import MemEfficient
 
 __all__ = ["Outcome", "Question", "ask", "limits_of", "machine", "survey"]
@@ -43,7 +43,6 @@ class Outcome:
         prediction: of a call, or of a training step.
         plan: what MemEfficient decided, if it was asked.
         allocation: what PyTorch's allocator makes of it on a GPU; None on a CPU.
-        needed_bytes: what has to fit, see `thunder_mem.allocator.needed_bytes`.
         limits: name and bytes of each limit that was given; of a GPU what it leaves to tensors.
         asked: this command asked for the plan, not the script.
     """
@@ -52,9 +51,13 @@ class Outcome:
     prediction: Prediction
     plan: Plan | None
     allocation: Allocation | None
-    needed_bytes: int
     limits: tuple[tuple[str, int], ...]
     asked: bool = True
+
+    @property
+    def peak_bytes(self) -> int:
+        """What has to fit, see `Prediction.peak_bytes`."""
+        return self.prediction.peak_bytes
 
     @property
     def limit_bytes(self) -> int | None:
@@ -64,7 +67,7 @@ class Outcome:
     @property
     def fits(self) -> bool:
         """Within every limit; without any, it does."""
-        return all(self.needed_bytes <= nbytes for _, nbytes in self.limits)
+        return all(self.peak_bytes <= nbytes for _, nbytes in self.limits)
 
     @property
     def own_budget_bytes(self) -> int | None:
@@ -230,10 +233,11 @@ def _answered(program: Program, question: Question) -> Outcome:
     found = _compiled(program, question, None)
     if found.fits or question.plain or program.is_jitted or found.limit_bytes is None:
         return found
-    # What lives outside of the compiled function (an optimizer's state), and the allocator's rounding, is not
-    # for the plan to save.
-    call = found.prediction if is_fx(found.jitted) else predict(found.jitted, *program.args, kwargs=program.kwargs)
-    outside_bytes = found.needed_bytes - call.total_peak_bytes
+    # What lives outside of the compiled function (an optimizer's state) is not for the plan to save.
+    outside_bytes = 0
+    if not is_fx(found.jitted):
+        call = predict(found.jitted, *program.args, kwargs=program.kwargs, keep_outputs=True)
+        outside_bytes = found.peak_bytes - call.peak_bytes
     if found.limit_bytes <= outside_bytes:
         return found
     best, budget_bytes = found, found.limit_bytes - outside_bytes
@@ -242,10 +246,10 @@ def _answered(program: Program, question: Question) -> Outcome:
         # by what is too much, and at the end to nothing, so that the least there is decides whether it fits.
         leanest = attempt == _ATTEMPTS or budget_bytes <= 0
         bought = _compiled(program, question, 1 if leanest else budget_bytes)
-        best = min(best, bought, key=lambda o: o.needed_bytes)
+        best = min(best, bought, key=lambda o: o.peak_bytes)
         if best.fits or leanest or _nothing_smaller(bought.plan):
             break
-        budget_bytes -= bought.needed_bytes - found.limit_bytes
+        budget_bytes -= bought.peak_bytes - found.limit_bytes
     return best
 
 
@@ -273,12 +277,11 @@ def _through_fx(program: Program, question: Question, budget_bytes: int | None) 
     compiled(*program.args, **program.kwargs)
     shown = highest_peak(compiled) if question.parts else None
     try:
-        prediction = predict(compiled if shown is None else shown)
+        prediction = predict(compiled if shown is None else shown, keep_outputs=True)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{error}; thunder-mem explain shows the subgraph that peaks highest") from error
-    needed = needed_bytes(prediction)
     limits = limits_of(question.spec, question.budget_bytes, prediction.library_bytes)
-    return Outcome(compiled, prediction, last_plan(compiled), None, needed, limits, not program.is_jitted)
+    return Outcome(compiled, prediction, last_plan(compiled), None, limits, not program.is_jitted)
 
 
 def _compiled(program: Program, question: Question, budget_bytes: int | None) -> Outcome:
@@ -296,7 +299,7 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
     if stepper is not None and question.inference:
         raise UsageError("--inference has no training step: leave the optimizer out")
     if stepper is None:
-        prediction = predict(jitted, *program.args, kwargs=program.kwargs)
+        prediction = predict(jitted, *program.args, kwargs=program.kwargs, keep_outputs=True)
     else:
         prediction = predict_step(
             jitted,
@@ -307,9 +310,8 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
             accumulate=question.accumulate,
         )
     allocation = allocate(prediction, question.spec.usable_bytes) if question.spec is not None else None
-    needed = needed_bytes(prediction)
     limits = limits_of(question.spec, question.budget_bytes, prediction.library_bytes)
-    return Outcome(jitted, prediction, last_plan(jitted), allocation, needed, limits, not program.is_jitted)
+    return Outcome(jitted, prediction, last_plan(jitted), allocation, limits, not program.is_jitted)
 
 
 def _optimizer(program: Program, jitted: Any, name: str | None) -> torch.optim.Optimizer | None:

@@ -16,10 +16,10 @@ import thunder
 import torch
 
 from thunder_mem.command_line.arguments import split_target
-from thunder_mem.fx import is_fx
-from thunder_mem.outside import quoted, shortened, whole_number
-from thunder_mem.predict import PredictionError
-from thunder_mem.training_step import instead_of_optimizer
+from thunder_mem.frontend.thunderfx import is_fx
+from thunder_mem.memory.outside_input import quoted, shortened, whole_number
+from thunder_mem.prediction.predict import PredictionError
+from thunder_mem.prediction.training_step import instead_of_optimizer
 
 __all__ = ["Program", "UsageError", "in_words", "load_target", "make_program", "parse_input"]
 

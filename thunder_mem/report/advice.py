@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from thunder_mem.report.facts import CATEGORIES
+from thunder_mem.memory.units import size
+from thunder_mem.report.facts import CATEGORIES, NO_PLAN
 from thunder_mem.report.layers import ranges
-from thunder_mem.report.report import NO_PLAN, Report, Tenant
-from thunder_mem.sizes import size
+
+if TYPE_CHECKING:
+    from thunder_mem.report.report import Report, Tenant
 
 __all__ = ["advice"]
 
@@ -114,9 +117,9 @@ def _unplanned(report: Report) -> Iterator[tuple[int, str]]:
 def _scratch(report: Report) -> Iterator[tuple[int, str]]:
     scratch_bytes = report.prediction.scratch_bytes
     if scratch_bytes:
-        most = report.prediction.total_peak_event
+        most = report.prediction.peak_event
         assert most is not None
-        yield scratch_bytes, f"on top of it all, scratch inside {most.name} #{most.index}"
+        yield scratch_bytes, f"scratch inside {most.name} #{most.index}, held only while it runs"
 
 
 def _of(report: Report, category: str) -> int:

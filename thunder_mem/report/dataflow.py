@@ -1,6 +1,6 @@
 """A small program as a picture: its operations in the order they run, and the tensors between them.
 
-Boxes stand below each other, coloured by the bytes that are alive while they run. To their left every
+Boxes stand below each other, coloured by the bytes that the device holds while they run. To their left every
 tensor that the program makes has a lane, from the operation that makes it to the last at which it is
 alive, as wide as it is large, with a dot where it is read: so a horizontal cut shows who is alive.
 """
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
-from thunder_mem.predict import Held
-from thunder_mem.replay import Event
+from thunder_mem.memory.units import size
+from thunder_mem.prediction.predict import Held
+from thunder_mem.prediction.replay import Event
 from thunder_mem.report.facts import Facts
 from thunder_mem.report.lines import shorten
-from thunder_mem.report.report import Report
-from thunder_mem.sizes import size
+
+if TYPE_CHECKING:
+    from thunder_mem.report.report import Report
 
 __all__ = ["dataflow_svg"]
 
@@ -84,10 +87,10 @@ def dataflow_svg(report: Report, most: int = 200) -> str:
         parts.append(f'<path class="phase" d="M8 {y - 4}H{layout.width - 8}"/>')
         parts.append(f'<text class="strong" x="{layout.left}" y="{y - 9}">{escape(timeline[begin].phase)}</text>')
     parts += [_lane(lane, facts, layout) for lane in lanes]
-    least_bytes = min(timeline[p].live_bytes for p in shown)
+    held = report.prediction.device_bytes
+    least_bytes = min(held[p] for p in shown)
     for position in shown:
-        live_bytes = timeline[position].live_bytes - least_bytes
-        share = live_bytes / max(1, report.peak_bytes - least_bytes)
+        share = (held[position] - least_bytes) / max(1, report.peak_bytes - least_bytes)
         colour = min(len(_RAMP) - 1, int(share * len(_RAMP)))
         parts += _box(report, position, colour, position == peak, layout)
     return _document(layout.width, layout.height, parts)
@@ -110,7 +113,7 @@ def _title(report: Report, shown: range) -> list[str]:
     for colour in _RAMP:
         parts.append(f'<rect x="{x:.0f}" y="30" width="12" height="13" fill="{colour}"/>')
         x += 12
-    parts.append(f'<text class="dim" x="{x + 6:.0f}" y="41">fewest to most bytes alive</text>')
+    parts.append(f'<text class="dim" x="{x + 6:.0f}" y="41">fewest to most bytes held</text>')
     return parts
 
 
@@ -163,7 +166,8 @@ def _box(report: Report, position: int, colour: int, is_peak: bool, layout: _Lay
     members = _members(event)
     label = f"#{event.index} {event.name}" + (f": {', '.join(members)}" if members else "")
     outputs = _cut(", ".join(event.outputs), 16)
-    title = f"{event.phase} {label}\nmakes {', '.join(event.outputs) or 'nothing'}; {size(event.live_bytes)} alive"
+    nbytes = report.prediction.device_bytes[position]
+    title = f"{event.phase} {label}\nmakes {', '.join(event.outputs) or 'nothing'}; {size(nbytes)} held"
     held = [n for n, storage in facts.reads[position].items() if facts.prediction.storages[storage].born < 0]
     title += f"\nreads of the caller's: {', '.join(held)}" if held else ""
     white = ' class="white"' if colour >= _WHITE_FROM else ""
@@ -171,14 +175,14 @@ def _box(report: Report, position: int, colour: int, is_peak: bool, layout: _Lay
     room = int((_BOX_WIDTH - 24) / _CHARACTER) - len(outputs)
     line = ("gradient of " if place.undoes else "") + shorten(place.used_at or place.source)
     where = _cut(f"{line}: {place.code}" if place.code else line, int(_RIGHT / _CHARACTER))
-    filled = (_BAR - 20) * event.live_bytes / max(1, report.peak_bytes)
+    filled = (_BAR - 20) * nbytes / max(1, report.peak_bytes)
     return [
         f'<g><title>{escape(title)}</title><rect class="box{" peak" if is_peak else ""}" x="{left}" y="{y}" '
         f'width="{_BOX_WIDTH}" height="{_BOX}" rx="3" fill="{_RAMP[colour]}"/>'
         f'<text{white} x="{left + 8}" y="{y + 15}">{escape(_cut(label, room))}</text>'
         f'<text{white} x="{left + _BOX_WIDTH - 8}" y="{y + 15}" text-anchor="end">{escape(outputs)}</text></g>',
         f'<rect class="bar" x="{bar}" y="{y + 3}" width="{filled:.1f}" height="{_BOX - 6}"/>'
-        f'<text x="{bar + 4}" y="{y + 15}">{size(event.live_bytes)}</text>',
+        f'<text x="{bar + 4}" y="{y + 15}">{size(nbytes)}</text>',
         f'<text class="dim" x="{bar + _BAR - 8}" y="{y + 15}">{escape(where)}</text>',
     ]
 

@@ -9,13 +9,16 @@ from typing import Any
 import thunder
 import torch
 
-from thunder_mem.budget import parse_budget
-from thunder_mem.delegate import last_failure, last_plan
-from thunder_mem.fx import highest_peak, is_fx, why_no_subgraphs
-from thunder_mem.predict import Prediction, compiled_entry, predict
-from thunder_mem.report.bound import Optimality, optimality
-from thunder_mem.report.circumstances import about_compilation, about_subgraphs, left_to_others
-from thunder_mem.report.report import NO_PLAN, Report
+from thunder_mem.frontend.thunderfx import highest_peak, is_fx, left_to_others, why_no_subgraphs
+from thunder_mem.partition.budget import parse_budget
+from thunder_mem.planning.record import last_failure, last_plan
+from thunder_mem.prediction.predict import Prediction, compiled_entry, predict
+from thunder_mem.report.above_eager import about_eager
+from thunder_mem.report.facts import NO_PLAN
+from thunder_mem.report.notes import about_compilation, about_subgraphs
+from thunder_mem.report.optimality import Optimality, optimality
+from thunder_mem.report.report import Report
+from thunder_mem.runtime.device_memory import device_memory_bytes
 
 __all__ = ["explain"]
 
@@ -35,6 +38,8 @@ def explain(
 ) -> Report:
     """Explain the memory of a jitted function, without running it (but for single operations, see `predict`).
 
+    On a CPU, a program that needs more than eager PyTorch is told so first, with the reason.
+
     Args:
         jitted: what `thunder.jit` returned; with `transforms=[MemEfficient()]` the report also shows what
             was decided. Of a program of ThunderFX that subgraph is explained whose plan peaks highest, as last
@@ -42,7 +47,8 @@ def explain(
         args: the arguments of a call, for which it is compiled if it has not been yet. Without any, the last
             compilation is explained, with inputs that are dense and share no memory.
         kwargs: the call's keyword arguments.
-        prediction: explain this one, such as `predict_step` made of a whole step, instead of a new one.
+        prediction: explain this one, such as `predict_step` made of a whole step, instead of a new one, in
+            which the caller still holds the outputs while the backward runs, as plans and budgets take it.
         budget: what the peak is to fit into: bytes, a size such as "40GiB", or "80%" of the device's
             memory; the report then states the headroom. Default: the budget of `MemEfficient(budget=...)`,
             if it had one; but none for a given `prediction`, which may hold more than that budget is about.
@@ -81,7 +87,7 @@ def explain(
         raise ValueError(f"{NEVER_CALLED}, or give explain the arguments of a call")
     alone = prediction is None
     if prediction is None:
-        prediction = predict(jitted, *args, kwargs=kwargs)
+        prediction = predict(jitted, *args, kwargs=kwargs, keep_outputs=True)  # as plans and budgets count
     entry, _, _ = compiled_entry(jitted, args, dict(kwargs or {}), call=called)
     notes = []
     plan, failure = last_plan(jitted), last_failure(jitted)
@@ -100,7 +106,8 @@ def explain(
         phases = [prediction.phase(name) for name in prediction.phases if name in traces]
         found = [optimality(traces[p.timeline[0].phase][-1], p) for p in phases]
     if budget is not None:
-        limit_bytes: int | None = parse_budget(budget, torch.device(prediction.device_type))
+        limit_bytes: int | None = parse_budget(budget, device_memory_bytes(torch.device(prediction.device_type)))
     else:
         limit_bytes = plan.budget.budget_bytes if alone and plan is not None and plan.budget is not None else None
-    return Report(prediction, plan, tuple(found), limit_bytes, tuple(notes))
+    above = about_eager(entry.computation_traces[0], prediction) if alone else ()
+    return Report(prediction, plan, tuple(found), limit_bytes, tuple(notes), above)

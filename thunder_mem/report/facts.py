@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from thunder_mem.accumulate import ACCUMULATE
-from thunder_mem.predict import Held, Prediction
-from thunder_mem.replay import Event
+from thunder_mem.memory.device_bytes import block_bytes
+from thunder_mem.prediction.grad_accumulation import ACCUMULATE
+from thunder_mem.prediction.predict import Held, Prediction
+from thunder_mem.prediction.replay import Event
 from thunder_mem.report.layers import layers_of
 from thunder_mem.report.lines import (
     gradient_inside,
@@ -27,10 +28,12 @@ from thunder_mem.report.lines import (
     sources,
 )
 
-__all__ = ["CATEGORIES", "Facts", "Place"]
+__all__ = ["CATEGORIES", "NO_PLAN", "Facts", "Place"]
+
+NO_PLAN = "MemEfficient made no plan for this function: this is the memory of what Thunder alone compiled"
 
 # From the bottom of every picture to its top.
-CATEGORIES = ("held by the caller", "saved for the backward", "gradients", "working memory")
+CATEGORIES = ("held by the caller", "saved for the backward", "gradients", "working memory", "scratch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,7 @@ class Facts:
         return {event.index: event.phase for event in self.prediction.timeline}
 
     def category(self, storage: Held) -> str:
-        """One of `CATEGORIES`."""
+        """One of `CATEGORIES`, of which no storage is scratch."""
         if storage.born < 0:
             return CATEGORIES[0]
         if storage.kind == "gradient":
@@ -209,23 +212,29 @@ class Facts:
 
     @cached_property
     def layers(self) -> tuple[tuple[int, ...], ...]:
-        """Per category, the live bytes at each position of the timeline; they sum to `live_bytes`."""
+        """Per category, what the device holds at each position of the timeline; they sum to `device_bytes`."""
+        device_type = self.prediction.device_type
         count = len(self.prediction.timeline)
         steps = [[0] * (count + 1) for _ in CATEGORIES]
         for storage in self.prediction.storages:
             first, end = self.span(storage)
             if first <= end:
                 layer = steps[CATEGORIES.index(self.category(storage))]
-                layer[first] += storage.nbytes
-                layer[end + 1] -= storage.nbytes
+                layer[first] += self.device_bytes(storage)
+                layer[end + 1] -= self.device_bytes(storage)
         layers = []
-        for layer in steps:
+        for layer in steps[:-1]:
             total, live = 0, []
             for step in layer[:count]:
                 total += step
                 live.append(total)
             layers.append(tuple(live))
-        return tuple(layers)
+        scratch = tuple(block_bytes(e.scratch_bytes, device_type) for e in self.prediction.timeline)
+        return (*layers, scratch)
+
+    def device_bytes(self, storage: Held) -> int:
+        """What a storage takes of the device."""
+        return block_bytes(storage.nbytes, self.prediction.device_type)
 
     def span(self, storage: Held) -> tuple[int, int]:
         """First and last position in the timeline at which a storage is alive; (0, -1) if at none."""

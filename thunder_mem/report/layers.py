@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from thunder_mem.predict import Prediction
+from thunder_mem.prediction.predict import Prediction
 
 __all__ = ["layer_numbers", "layers_of", "ranges"]
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from thunder_mem.replay import Event
-from thunder_mem.user_lines import place_of
+from thunder_mem.prediction.replay import Event
+from thunder_mem.trace.source_lines import place_of
 
 __all__ = [
     "gradient_inside",

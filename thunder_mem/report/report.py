@@ -8,44 +8,45 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from thunder_mem.allocator import needed_bytes
-from thunder_mem.plan import Plan
-from thunder_mem.predict import Prediction
-from thunder_mem.report.bound import Optimality
+from thunder_mem.memory.plan import Plan
+from thunder_mem.prediction.predict import Prediction
+from thunder_mem.rendering.html import to_html, to_page
+from thunder_mem.rendering.matplotlib import draw
+from thunder_mem.rendering.text import to_rich, to_text
+from thunder_mem.report.dataflow import dataflow_svg
 from thunder_mem.report.facts import CATEGORIES, Facts, Place, label
+from thunder_mem.report.layout import document, timeline_view
+from thunder_mem.report.optimality import Optimality
 from thunder_mem.report.peaks import hills
+from thunder_mem.report.snapshot import snapshot_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["NO_PLAN", "REPORT_ENDINGS", "Moment", "PhasePeak", "Report", "Tenant"]
+__all__ = ["REPORT_ENDINGS", "Moment", "PhasePeak", "Report", "Tenant"]
 
 REPORT_ENDINGS = (".html", ".txt", ".json", ".pickle", ".png", ".svg")
 """What `Report.save` writes."""
 
-NO_PLAN = "MemEfficient made no plan for this function: this is the memory of what Thunder alone compiled"
-
 
 @dataclass(frozen=True)
 class Moment:
-    """One operation of the timeline and what is alive while it runs, in bytes.
+    """One operation of the timeline and what the device holds while it runs, in bytes.
 
     Attributes:
         index: of its event.
         phase: "forward", "backward", ...
         op: what runs, as the trace prints it.
         place: the line of source that it comes from.
-        live_bytes: all that is alive, scratch left aside.
-        scratch_bytes: what it holds beyond that, only while it runs.
-        by_category: the live bytes per category of `CATEGORIES`.
+        device_bytes: all of it, scratch and what the caller holds included.
+        by_category: its parts, one for each of `CATEGORIES`.
     """
 
     index: int
     phase: str
     op: str
     place: Place
-    live_bytes: int
-    scratch_bytes: int
+    device_bytes: int
     by_category: tuple[int, ...]
 
 
@@ -61,7 +62,7 @@ class Tenant:
         aliases: the other tensors that show the first one.
         shape, dtype, device: of the first tensor of each.
         category: one of `CATEGORIES`.
-        kind: of the storage, see `thunder_mem.predict.Held`.
+        kind: of the storage, see `thunder_mem.prediction.predict.Held`.
         producer: the operation that made it (or the first of them); "" if the caller brought it.
         place: where that comes from.
         born, last: indices of the first and the last event it is alive in; -1: before the first. Of
@@ -90,7 +91,7 @@ class Tenant:
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The peak of one phase: its name, how many operations it has, and its highest live bytes."""
+    """The peak of one phase: its name, how many operations it has, and the most that the device holds in it."""
 
     name: str
     ops: int
@@ -107,6 +108,7 @@ class Report:
         optimality: per phase, a lower bound, or why there is none; empty if none was asked for.
         budget_bytes: what the peak is compared with, if anything.
         notes: what else is worth knowing, in sentences.
+        above_eager: that eager PyTorch needs less, and why; empty where it does not, or is not known to.
     """
 
     prediction: Prediction
@@ -114,6 +116,7 @@ class Report:
     optimality: tuple[Optimality, ...] = ()
     budget_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    above_eager: tuple[str, ...] = ()
     _facts: Facts = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -121,20 +124,13 @@ class Report:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once, the caller's included, scratch left aside."""
+        """What the device holds at most, see `Prediction.peak_bytes`: by it `fits` and budgets judge, too."""
         return self.prediction.peak_bytes
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What the budget leaves beside `needed_bytes`; negative if it is exceeded, None without a budget."""
-        return None if self.budget_bytes is None else self.budget_bytes - self.needed_bytes
-
-    @cached_property
-    def needed_bytes(self) -> int:
-        """What has to fit: the peak with scratch, on a GPU with every block rounded up to 512 bytes.
-
-        It is the figure that `fits` and the command line judge by, too."""
-        return needed_bytes(self.prediction)
+        """What the budget leaves beside the peak; negative if it is exceeded, None without a budget."""
+        return None if self.budget_bytes is None else self.budget_bytes - self.peak_bytes
 
     @cached_property
     def peak(self) -> Moment | None:
@@ -147,7 +143,7 @@ class Report:
         """The other hills of the timeline, highest first: where the peak would be if this one were gone."""
         if self.peak is None:
             return ()
-        positions = hills([e.live_bytes for e in self.prediction.timeline])
+        positions = hills(self.prediction.device_bytes)
         return tuple(m for m in map(self.moment, positions) if m.index != self.peak.index)
 
     @cached_property
@@ -158,7 +154,10 @@ class Report:
 
     @cached_property
     def tenants(self) -> tuple[Tenant, ...]:
-        """Who is alive at the peak, largest first, those that differ in nothing but their layer folded into one."""
+        """Who is alive at the peak, largest first, those that differ in nothing but their layer folded into one.
+
+        With the peak's scratch they are all of it.
+        """
         if self.peak is None:
             return ()
         facts, timeline = self._facts, self.prediction.timeline
@@ -169,8 +168,8 @@ class Report:
             born = facts.position.get(storage.born) if made else None
             tenant = Tenant(
                 count=1,
-                nbytes=storage.nbytes,
-                share=storage.nbytes / self.peak_bytes if self.peak_bytes else 0.0,
+                nbytes=facts.device_bytes(storage),
+                share=facts.device_bytes(storage) / self.peak_bytes if self.peak_bytes else 0.0,
                 names=(storage.name,),
                 aliases=storage.aliases,
                 shape=storage.shape,
@@ -212,46 +211,42 @@ class Report:
             phase=event.phase,
             op=event.name,
             place=self._facts.places[position],
-            live_bytes=event.live_bytes,
-            scratch_bytes=event.scratch_bytes,
+            device_bytes=self.prediction.device_bytes[position],
             by_category=tuple(layer[position] for layer in self._facts.layers),
         )
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
-        """Per category of `CATEGORIES`, the live bytes at each operation; they sum to the timeline's."""
+        """Per category of `CATEGORIES`, what the device holds at each operation."""
         return self._facts.layers
 
     def __str__(self) -> str:
-        from thunder_mem.report.text import to_text
-
-        return to_text(self)
+        return to_text(document(self))
 
     def __rich__(self) -> RenderableType:
-        from thunder_mem.report.text import to_rich
-
-        return to_rich(self)
+        return to_rich(document(self))
 
     def _repr_html_(self) -> str:
-        from thunder_mem.report.html import to_html
+        return to_html(document(self))
 
-        return to_html(self)
+    def to_page(self) -> str:
+        """One self-contained HTML page: no scripts, nothing from the network."""
+        return to_page(document(self, most=200, with_flow=True))
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, dicts, strings and numbers; the timeline as columns of equal length."""
         timeline = self.prediction.timeline
         return {
             "peak_bytes": self.peak_bytes,
-            "total_peak_bytes": self.prediction.total_peak_bytes,
             "scratch_bytes": self.prediction.scratch_bytes,
             "library_bytes": self.prediction.library_bytes,
             "held_bytes": self.prediction.held_bytes,
-            "needed_bytes": self.needed_bytes,
             "budget_bytes": self.budget_bytes,
             "headroom_bytes": self.headroom_bytes,
             "device": self.prediction.device_type,
             "assumptions": list(self.prediction.assumptions),
             "notes": list(self.notes),
+            "above_eager": list(self.above_eager),
             "peak": None if self.peak is None else asdict(self.peak),
             "runner_ups": [asdict(m) for m in self.runner_ups],
             "phases": [asdict(p) for p in self.phases],
@@ -263,6 +258,7 @@ class Report:
                 "op": [e.name for e in timeline],
                 "phase": [e.phase for e in timeline],
                 "source": [str(p) for p in self._facts.places],
+                "device_bytes": list(self.prediction.device_bytes),
                 "live_bytes": [e.live_bytes for e in timeline],
                 "scratch_bytes": [e.scratch_bytes for e in timeline],
             },
@@ -278,8 +274,6 @@ class Report:
         Raises:
             ValueError: `most` below 1.
         """
-        from thunder_mem.report.dataflow import dataflow_svg
-
         return dataflow_svg(self, most)
 
     def save(self, path: str | pathlib.Path) -> None:
@@ -316,14 +310,10 @@ class Report:
         path = pathlib.Path(path)
         if path.suffix not in (".png", ".svg"):
             raise ValueError(f"cannot plot {path.name!r}: the ending is .png or .svg")
-        from thunder_mem.report.picture import draw
-
-        draw(self, path)
+        draw(timeline_view(self), path)
 
     def _save_page(self, path: pathlib.Path) -> None:
-        from thunder_mem.report.html import to_page
-
-        path.write_text(to_page(self), encoding="utf-8")
+        path.write_text(self.to_page(), encoding="utf-8")
 
     def _save_text(self, path: pathlib.Path) -> None:
         path.write_text(str(self) + "\n", encoding="utf-8")
@@ -335,8 +325,6 @@ class Report:
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def _save_snapshot(self, path: pathlib.Path) -> None:
-        from thunder_mem.report.snapshot import snapshot_bytes
-
         path.write_bytes(snapshot_bytes(self.prediction))
 
 

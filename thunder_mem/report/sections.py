@@ -2,62 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from thunder_mem.library_memory import LibraryMemory
-from thunder_mem.planner import THUNDERS_OWN
-from thunder_mem.predict import Prediction
+from thunder_mem.fusion.arrangement import THUNDERS_OWN
+from thunder_mem.memory.units import change, size
+from thunder_mem.prediction.library_memory import LibraryMemory
+from thunder_mem.prediction.predict import Prediction
+from thunder_mem.rendering.document import Section
 from thunder_mem.report.advice import advice
-from thunder_mem.report.bound import Optimality
 from thunder_mem.report.facts import CATEGORIES
 from thunder_mem.report.layers import ranges
 from thunder_mem.report.lines import shorten
-from thunder_mem.report.report import Moment, Report, Tenant
-from thunder_mem.sizes import change, size
+from thunder_mem.report.optimality import Optimality
 
-__all__ = ["Section", "about_library", "about_scratch", "headline", "sections"]
+if TYPE_CHECKING:
+    from thunder_mem.report.report import Moment, Report, Tenant
 
-
-@dataclass(frozen=True)
-class Section:
-    """A titled table.
-
-    Attributes:
-        title: of the section.
-        columns: the header of each column.
-        rows: one text per column; the cells of the columns in `numeric` are aligned to the right.
-        numeric: positions of the columns that hold figures.
-        note: a sentence below the table, or "".
-        stack: where there is little room, all columns from this one on go below each other; None: none do.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    numeric: tuple[int, ...] = ()
-    note: str = ""
-    stack: int | None = None
+__all__ = ["about_library", "headline", "sections"]
 
 
 def headline(report: Report) -> tuple[str, ...]:
-    """The first lines: the peak, where it is, whose line that is, and what the figures rest on."""
+    """The first lines: the peak, where it is, whose line that is, its parts, and what the figures rest on."""
     prediction, peak = report.prediction, report.peak
     if peak is None:
         return (f"Nothing runs: the caller's {size(report.peak_bytes)} are all there is", *report.notes)
     lines = [
-        f"Peak {size(report.peak_bytes)} ({report.peak_bytes:,} bytes) in the {peak.phase}, at {peak.op} #{peak.index}"
+        f"Peak {size(report.peak_bytes)} ({report.peak_bytes:,} bytes) in the {peak.phase}, at {peak.op} #{peak.index}",
+        *report.above_eager,
     ]
     if peak.place.source:
         lines.append(f"{peak.place}{': ' + peak.place.code if peak.place.code else ''}")
     else:
         lines.append("the trace names no line of source for it")
-    most = max(range(len(CATEGORIES)), key=lambda c: peak.by_category[c])
-    share = peak.by_category[most] / report.peak_bytes if report.peak_bytes else 0.0
-    lines.append(f"the largest part: {CATEGORIES[most]}, {size(peak.by_category[most])} ({share:.0%})")
+    parts = sorted(zip(peak.by_category, CATEGORIES, strict=True), key=lambda part: -part[0])
+    lines.append(", ".join(f"{name} {size(b)} ({b / report.peak_bytes:.0%})" for b, name in parts if b))
     if any(o.proven and o.phase == peak.phase for o in report.optimality):
         lines.append("no order of these operations is lower: what remains is to save less, recompute more, or chunk")
-    lines += about_scratch(prediction)
-    lines += about_library(prediction)
+    lines += about_library(report.prediction)
     lines += _verdict(report)
     lines += [f"assumed: {a}" for a in prediction.assumptions]
     return (*lines, *report.notes)
@@ -73,16 +54,6 @@ def _verdict(report: Report) -> tuple[str, ...]:
     how = "" if report.prediction.device_type == "cpu" else ", every block rounded up to 512 B as its allocator does"
     headroom = f"headroom {size(report.headroom_bytes)}"
     return (f"{answer} into the budget{whose}, {size(report.budget_bytes)}: {headroom}{how}",)
-
-
-def about_scratch(prediction: Prediction) -> tuple[str, ...]:
-    """Where most is held with scratch counted too, which may be elsewhere than at the peak; nothing without any."""
-    most, peak = prediction.total_peak_event, prediction.peak_event
-    if most is None or not prediction.scratch_bytes:
-        return ()
-    where = "there" if most is peak else f"in the {most.phase}, at {most.name} #{most.index}"
-    total = f"{size(prediction.total_peak_bytes)} ({prediction.total_peak_bytes:,} bytes)"
-    return (f"with scratch {total}, {where}: {size(most.scratch_bytes)} that it holds only while it runs",)
 
 
 def about_library(prediction: Prediction) -> tuple[str, ...]:
@@ -118,8 +89,8 @@ def _decisions(report: Report) -> Section | None:
             (d.what, how, d.figure, size(d.before_bytes), size(d.after_bytes), change(d.before_bytes, d.after_bytes))
         )
     note = (
-        "The planner's own figures, before the final traces exist: peaks with an estimate of the kernels' scratch, "
-        "and with the outputs still held by the caller in the backward. Each peak builds on the one above."
+        "The planner's own figures, before the final traces exist, with an estimate of the kernels' scratch. "
+        "Each peak builds on the one above."
     )
     return Section("Before and after each decision", _DECISION_COLUMNS, tuple(rows), (3, 4, 5), note)
 
@@ -196,7 +167,7 @@ def _tenant(t: Tenant) -> tuple[str, ...]:
 
 def _runner_ups(report: Report) -> Section:
     columns = ("peak", "phase", "operation", "line")
-    rows = tuple((size(m.live_bytes), m.phase, f"{m.op} #{m.index}", _line(m)) for m in report.runner_ups)
+    rows = tuple((size(m.device_bytes), m.phase, f"{m.op} #{m.index}", _line(m)) for m in report.runner_ups)
     return Section("Next highest hills", columns, rows, (0,))
 
 

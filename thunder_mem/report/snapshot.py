@@ -12,13 +12,13 @@ import pickle
 from bisect import bisect
 from typing import Any
 
-from thunder_mem.predict import Prediction
+from thunder_mem.prediction.predict import Prediction
 from thunder_mem.report.facts import CATEGORIES, Facts, Place
 
 __all__ = ["snapshot", "snapshot_bytes"]
 
 # The viewer's own names; it fails on a file whose events have categories but never "unknown".
-_VIEWER_CATEGORY = dict(zip(CATEGORIES, ("parameter", "activation", "gradient", "unknown"), strict=True))
+_VIEWER_CATEGORY = dict(zip(CATEGORIES[:-1], ("parameter", "activation", "gradient", "unknown"), strict=True))
 _SCRATCH_CATEGORY = "temporary"
 _UNIT = 512
 

@@ -9,15 +9,15 @@ from typing import Any
 from thunder.core.compile_data import get_compile_data
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.chunk_fit import write_over_dead_rows
-from thunder_mem.chunk_plan import ChunkRecord, Refusal
-from thunder_mem.chunking import ChunkingError, check_options, chunk_trace
-from thunder_mem.composition import rewriting_after, with_whole_heads
-from thunder_mem.overwrites import without_writes
-from thunder_mem.pruning import pruned
-from thunder_mem.smoothed_labels import without_ignored_targets
-from thunder_mem.tensor_parallel import waits_for_shards
-from thunder_mem.transforms.listed import ListedTransform
+from thunder_mem.chunk_loop.plan import ChunkRecord, HeadRefusal
+from thunder_mem.frontend.functionalization import without_writes
+from thunder_mem.frontend.fx_prologue_checks import pruned
+from thunder_mem.frontend.label_smoothing import without_ignored_targets
+from thunder_mem.frontend.tensor_parallel import waits_for_shards
+from thunder_mem.tiling.chunk_resizing import write_over_dead_rows
+from thunder_mem.tiling.find import ChunkingError, check_options, chunk_trace
+from thunder_mem.transforms.base import ListedTransform
+from thunder_mem.transforms.other_transforms import rewriting_after, with_whole_heads
 
 __all__ = ["ChunkLossHead"]
 
@@ -50,6 +50,7 @@ class ChunkLossHead(ListedTransform):
     def __init__(
         self, *, chunks: int | str | None = None, rows: int | str | None = None, accumulate: str | None = None
     ) -> None:
+        super().__init__()
         check_options(chunks, rows, accumulate)
         self.chunks, self.rows, self.accumulate = chunks, rows, accumulate
         self.records: list[ChunkRecord] = []
@@ -76,7 +77,7 @@ class ChunkLossHead(ListedTransform):
         try:
             if other:
                 computation_trace, reason = with_whole_heads(computation_trace, type(self).__name__, other)
-                record = ChunkRecord(refusals=(Refusal("of the program", "", other, "", reason),))
+                record = ChunkRecord(refusals=(HeadRefusal("of the program", "", other, "", reason),))
             else:
                 computation_trace, record = chunk_trace(
                     without_writes(without_ignored_targets(computation_trace)),
@@ -90,7 +91,7 @@ class ChunkLossHead(ListedTransform):
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             warnings.warn(f"ChunkLossHead left the program as it is: {cause}", stacklevel=2)
-            record = ChunkRecord(refusals=(Refusal("of the whole program", "", "the program", "", cause),))
+            record = ChunkRecord(refusals=(HeadRefusal("of the whole program", "", "the program", "", cause),))
         self.records.append(record)
         prologue_trace = pruned(data, prologue_trace, computation_trace, epilogue_trace)
         return prologue_trace, computation_trace, epilogue_trace

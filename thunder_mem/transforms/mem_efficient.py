@@ -14,40 +14,44 @@ from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 from thunder.extend import TemporaryExecutor, get_always_executors, get_default_executors
 
-from thunder_mem.attention import mem_attention_ex
-from thunder_mem.budget import parse_budget
-from thunder_mem.checkpoint import take_over_checkpoints
-from thunder_mem.choices import Chooser
-from thunder_mem.chunk_size import lean_rows, leanest_rows
-from thunder_mem.chunking import ChunkingError, chunk_trace
-from thunder_mem.composition import behind, check_sort, composed, rewriting_after, with_whole_heads
-from thunder_mem.cost_measure import COSTS, check_measurable
-from thunder_mem.decisions import about_chunks
-from thunder_mem.delegate import final_trace, latest, seat, unseat
-from thunder_mem.executors import mem_pointwise_ex
-from thunder_mem.fallback import Original
-from thunder_mem.fusions import fuses_generally
-from thunder_mem.fx_calls import watch_calls
-from thunder_mem.joint_plan import PlanningOptions
-from thunder_mem.nvfuser import without_broken_nvfuser
-from thunder_mem.offload_option import parse_offload
-from thunder_mem.origins import name_origins
-from thunder_mem.outside import quoted
-from thunder_mem.overwrites import without_writes
-from thunder_mem.plan import Refusal
-from thunder_mem.plan_file import note_program, program_of, read_plan
-from thunder_mem.policies import Policy, PolicyChooser, check_policy
-from thunder_mem.pruning import pruned
-from thunder_mem.recompute_config import Written, from_environment, parse_config
-from thunder_mem.scalars import expand_scalars
-from thunder_mem.simulate import simulated_device
-from thunder_mem.smoothed_labels import without_ignored_targets
-from thunder_mem.sorting import SortFunction
-from thunder_mem.tensor_parallel import waits_for_shards
+from thunder_mem.chunk_loop.plan import about_chunks
+from thunder_mem.costs.measured import COSTS, check_measurable
+from thunder_mem.frontend.checkpoint_tags import take_over_checkpoints
+from thunder_mem.frontend.functionalization import without_writes
+from thunder_mem.frontend.fx_calls import watch_calls
+from thunder_mem.frontend.fx_prologue_checks import pruned
+from thunder_mem.frontend.label_smoothing import without_ignored_targets
+from thunder_mem.frontend.missing_gradients import register_missing
+from thunder_mem.frontend.scalar_broadcast import expand_scalars
+from thunder_mem.frontend.tensor_parallel import waits_for_shards
+from thunder_mem.frontend.written_arguments import with_histories
+from thunder_mem.kernels.registered import mem_kernels_ex, with_statistics_apart
+from thunder_mem.memory.outside_input import quoted
+from thunder_mem.memory.plan import Refusal
+from thunder_mem.partition.budget import parse_budget
+from thunder_mem.planning.executor import final_trace, install_planner, user_executors
+from thunder_mem.planning.fallback import Original
+from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.planning.plan_file import program_of, read_plan
+from thunder_mem.planning.record import current_record, note_program
+from thunder_mem.regions.fusion_executors import fuses_generally
+from thunder_mem.regions.nvfuser import without_broken_nvfuser
+from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+from thunder_mem.runtime.cpu_attention import mem_attention_ex
+from thunder_mem.runtime.simulated_device import simulated_device
+from thunder_mem.schedule.registry import SortFunction
+from thunder_mem.tiling.find import ChunkingError, chunk_trace
+from thunder_mem.tiling.rows_per_chunk import lean_rows, leanest_rows
+from thunder_mem.trace.origins import name_origins
+from thunder_mem.trace.shared_parameters import tag_shared_parameters
+from thunder_mem.trace.verification import verify_final
+from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
-from thunder_mem.transforms.listed import ListedTransform
-from thunder_mem.verify import verify_final
-from thunder_mem.written_arguments import with_histories
+from thunder_mem.transforms.other_transforms import behind, check_sort, composed, rewriting_after, with_whole_heads
+from thunder_mem.user_choices.config import Written, from_environment, parse_config
+from thunder_mem.user_choices.offload import parse_offload
+from thunder_mem.user_choices.partition_policy import PartitionPolicy
+from thunder_mem.user_choices.policy import Policy, PolicyChooser, check_policy
 
 __all__ = ["MemEfficient"]
 
@@ -58,7 +62,8 @@ class MemEfficient(ListedTransform):
     Plans on the joint forward and backward trace which values are kept and which are rebuilt inside
     fused code, in which order everything runs, and which operations run as one. If `thunder.jit` is
     given no `executors`, and no general fusion executor is among Thunder's defaults, thunder_mem's own
-    (`mem_pointwise`, and `mem_attention` for the CPU) join the list; a list that you give stays yours.
+    (`mem_pointwise`, and `mem_attention` for the CPU) join the list. A list that you give stays yours, but where
+    nothing in it fuses, PyTorch's own kernels of composite operations join it (`mem_kernels`, `mem_attention`).
 
     Args:
         sort: the algorithm that orders the program: a name of `thunder_mem.SORTS`, or your own
@@ -73,7 +78,7 @@ class MemEfficient(ListedTransform):
             with time, cheapest first, only where the free decisions do not suffice.
         recompute: what the backward computes again beside what is free, or receives in spite of that:
             "Pattern:strategy:count,..." or "layerwise", the same as a list, a dict or the path of a JSON
-            file (see `thunder_mem.recompute_config.parse_config`; `thunder_mem.recompute_table` lists the
+            file (see `thunder_mem.user_choices.config.parse_config`; `thunder_mem.recompute_table` lists the
             patterns of a program), or a policy `(op, graph) -> "keep" | "recompute" | "offload" |
             "auto"` (ready ones are in `thunder_mem.policies`). Without it, what the environment variable
             THUNDER_MEM_RECOMPUTE says when this object is made.
@@ -87,7 +92,7 @@ class MemEfficient(ListedTransform):
             folder. The time of copies to the host is modelled in both.
         reuse: let results of `mem_pointwise` regions be written over values that nobody reads any more.
             Under ``retain_graph=True`` what autograd keeps is copied first.
-        verify: check every plan (True) or none (False) by `thunder_mem.verify`: that the planned trace computes
+        verify: check every plan (True) or none (False): that the planned trace computes
             the same values, with the same effects, as the one it was made from. By default all programs of
             up to 2,000 operations are, and of longer ones a share. A plan that fails is a failure of planning.
         strict: raise when planning fails. By default a warning names the cause, and the program is
@@ -128,6 +133,7 @@ class MemEfficient(ListedTransform):
         strict: bool = False,
         plan: str | os.PathLike[str] | None = None,
     ) -> None:
+        super().__init__()
         check_sort(sort)
         if not isinstance(chunk, bool | ChunkLossHead):
             raise TypeError(f"chunk is True or False, or a ChunkLossHead, not {quoted(chunk)}")
@@ -169,6 +175,7 @@ class MemEfficient(ListedTransform):
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
     ):
+        register_missing()
         compile_data: Any = get_compile_data()
         self._is_alone_in(compile_data.transforms)
         if self._options.costs == "measured":
@@ -176,28 +183,30 @@ class MemEfficient(ListedTransform):
         prologue_trace, computation_trace, epilogue_trace = with_histories(
             prologue_trace, computation_trace, epilogue_trace, compile_data.compile_options
         )
+        tag_shared_parameters(computation_trace.args, prologue_trace, compile_data.fn)
         if waits_for_shards(self, compile_data.transforms, computation_trace):
             return prologue_trace, self._prepared(computation_trace, prologue_trace), epilogue_trace
-        executors = _with_defaults(compile_data.executors_list)
-        self._identify(computation_trace, self._asked(unseat(executors)))
-        computation_trace = prepared = self._prepared(computation_trace, prologue_trace)
+        executors = _with_kernels(_with_defaults(compile_data.executors_list))
+        self._identify(computation_trace, self._asked(user_executors(executors)))
+        kernels = mem_kernels_ex in executors
+        computation_trace = prepared = self._prepared(computation_trace, prologue_trace, kernels=kernels)
         options = self._options
         if self._chunk and (other := rewriting_after(self, compile_data.transforms)):
             computation_trace, reason = with_whole_heads(computation_trace, type(self).__name__, other)
             options = replace(options, refused=(Refusal("loss heads", reason),))
         elif self._chunk:
-            computation_trace, options = self._chunked(computation_trace, unseat(executors))
+            computation_trace, options = self._chunked(computation_trace, user_executors(executors))
         options = composed(options, compile_data, computation_trace)
         original = None
         if computation_trace is not prepared:
             original = Original(prologue_trace, prepared, epilogue_trace, behind(self, compile_data.transforms))
-        compile_data.executors_list = seat(executors, options, original)
+        compile_data.executors_list = install_planner(executors, options, original)
         prologue_trace = pruned(compile_data, prologue_trace, computation_trace, epilogue_trace)
         return prologue_trace, computation_trace, epilogue_trace
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs) -> TraceCtx | None:
         if self._plan is not None:
-            self._plan.check_plan(*latest())
+            self._plan.check_plan(*current_record())
         # Checked however long the trace is, for that costs little.
         return computation_trace if self._options.verify is False else final_trace(computation_trace, self)
 
@@ -244,14 +253,18 @@ class MemEfficient(ListedTransform):
     @property
     def _names_nothing(self) -> bool:
         options = self._options  # under a budget `BudgetError` names operations
-        return options.recompute is None and options.budget is None
+        return options.recompute is None and options.budget is None and not options.named
 
-    def _prepared(self, trace: TraceCtx, prologue_trace: TraceCtx) -> TraceCtx:
-        """The trace as planning wants it, with values in place of writes; as it was where that does not work."""
+    def _prepared(self, trace: TraceCtx, prologue_trace: TraceCtx, *, kernels: bool = False) -> TraceCtx:
+        """The trace as planning wants it, with values in place of writes; as it was where that does not work.
+
+        With `kernels`, batch norms stand in the form that `mem_kernels` takes.
+        """
         try:
             opened = without_ignored_targets(trace)
             named = opened if self._names_nothing else name_origins(opened, prologue_trace)
             prepared = take_over_checkpoints(expand_scalars(without_writes(named)))
+            prepared = with_statistics_apart(prepared) if kernels else prepared
             verify_final(prepared)
             return prepared
         except Exception as error:
@@ -294,13 +307,23 @@ class MemEfficient(ListedTransform):
         )
 
 
-def _chooser(recompute: Written | Policy) -> Chooser:
+def _chooser(recompute: Written | Policy) -> PartitionPolicy:
     if isinstance(recompute, str | os.PathLike | Mapping | list | tuple):
         return parse_config(recompute)
     if not callable(recompute):
         raise TypeError(f"recompute is a configuration or a policy (op, graph) -> Action, not {quoted(recompute)}")
     check_policy(recompute)
     return PolicyChooser(recompute)
+
+
+def _with_kernels(executors: tuple) -> tuple:
+    """Add PyTorch's own kernels of composite operations where nothing fuses what these decompose into."""
+    given = user_executors(executors)
+    if any(map(fuses_generally, given)):
+        return executors
+    own = [e for e in (mem_attention_ex, mem_kernels_ex) if e not in given]
+    always = next((i for i, e in enumerate(executors) if e in get_always_executors()), len(executors))
+    return (*executors[:always], *own, *executors[always:])
 
 
 def _with_defaults(executors: tuple) -> tuple:

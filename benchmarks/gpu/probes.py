@@ -1,0 +1,178 @@
+"""Single questions to a GPU, each in a minute: a loss head, a workspace, copies beside work, two backwards."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import thunder
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.loss_head import Head, eager, make_inputs, ours, step
+from thunder_mem import MemEfficient, estimate, last_plan, measure_peak, predict, simulate
+from thunder_mem.memory.device_specs import DEVICES, device_spec
+from thunder_mem.prediction.library_memory import cublas_workspace_bytes
+from thunder_mem.regions.fusion_executors import fuser_of, with_fuser
+
+__all__ = [
+    "HEADS",
+    "head",
+    "hidden_share",
+    "model_name",
+    "offload",
+    "predicted_head",
+    "predicted_workspace",
+    "retain_graph",
+    "workspace",
+]
+
+_SHAPE = (16384, 4096, 32000)  # rows, width, vocabulary: longchat's head
+HEADS: dict[str, Callable[[], Head]] = {
+    "eager": lambda: eager,
+    "chosen": lambda: ours()[0],
+    **{f"rows={rows}": lambda rows=rows: ours(rows=rows)[0] for rows in (256, 512, 1024, 2048, 4096, 8192)},
+}
+_ROUNDS = 5
+_TOLERANCE = 2e-3  # of float32, whose products run in TF32 where that is allowed
+
+
+def model_name() -> str:
+    """The name, for `simulate`, of the GPU that stands here.
+
+    Raises:
+        ValueError: none of those that can be simulated.
+    """
+    marketing_name = torch.cuda.get_device_name()
+    for spec in DEVICES.values():
+        if spec.marketing_name == marketing_name:
+            return spec.name
+    raise ValueError(f"{marketing_name} cannot be simulated: the known ones are {', '.join(DEVICES)}")
+
+
+def head(name: str) -> dict[str, Any]:
+    """A head's peak above the start, and the median of its times, forward and backward, on the GPU."""
+    run, inputs = HEADS[name](), make_inputs(_SHAPE, torch.bfloat16, "cuda")
+    step(run, *inputs)
+    times_ms = []
+    for _ in range(_ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step(run, *inputs)
+        end.record()
+        torch.cuda.synchronize()
+        times_ms.append(begin.elapsed_time(end))
+    peak_bytes = measure_peak(step, run, *inputs, device="cuda")
+    return {"peak_bytes": peak_bytes, "median_ms": statistics.median(times_ms)}
+
+
+def predicted_head(device: str, name: str) -> dict[str, Any]:
+    """The same peak for a GPU that is not there."""
+    if name == "eager":
+        n, d, v = _SHAPE
+        x, w = (torch.empty(rows, d, dtype=torch.bfloat16, device="meta", requires_grad=True) for rows in (n, v))
+        t = torch.empty(n, dtype=torch.long, device="meta")
+        found = estimate(lambda: step(eager, x, w, t), None, None, device=device).prediction
+    else:
+        with simulate(device):
+            found = predict(HEADS[name](), *make_inputs(_SHAPE, torch.bfloat16, "cuda"))
+    return {"peak_bytes": found.total_peak_bytes - found.held_bytes}
+
+
+def workspace() -> dict[str, Any]:
+    """What the first product of this process adds beside its result, and what is predicted."""
+    x = torch.ones(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    before_bytes = torch.cuda.memory_allocated()
+    y = x @ x
+    torch.cuda.synchronize()
+    added_bytes = torch.cuda.memory_allocated() - before_bytes - y.nbytes
+    said_bytes = cublas_workspace_bytes(torch.cuda.get_device_capability())
+    return {"workspace_bytes": added_bytes, "predicted_bytes": said_bytes, "right": added_bytes == said_bytes}
+
+
+def predicted_workspace(device: str) -> dict[str, Any]:
+    """What is predicted for a GPU that is not there."""
+    return {"predicted_bytes": cublas_workspace_bytes(device_spec(device).capability)}
+
+
+def offload() -> dict[str, Any]:
+    """A stack under a budget that only offloading meets: its peak beside the plan's, and what hides its copies."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(2048, 2048), nn.Softmax(-1))]
+    model, x = nn.Sequential(*layers).cuda(), torch.randn(16384, 2048, device="cuda")
+
+    def compiled(budget: int, **options: Any) -> Any:
+        transform = MemEfficient(strict=True, budget=budget, **options)
+        return thunder.jit(model, executors=_executors("mem_pointwise"), transforms=[transform])
+
+    def run(jitted: Any) -> None:
+        jitted(x).square().mean().backward()
+        model.zero_grad()
+
+    smallest = compiled(1, on_infeasible="warn")
+    run(smallest)
+    tight = compiled(last_plan(smallest).candidate.peak_bytes - 1, offload=True)
+    run(tight)
+    budget = last_plan(tight).budget
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run(tight)
+        torch.cuda.synchronize()
+    events = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() or ()]
+    copies = [(a, b) for name, a, b in events if name.startswith(("Memcpy DtoH", "Memcpy HtoD"))]
+    kernels = [(a, b) for name, a, b in events if not name.startswith(("Memcpy", "Memset"))]
+    return {
+        "budget_bytes": last_plan(tight).budget.peak_bytes,
+        "without_offload_bytes": last_plan(smallest).candidate.peak_bytes,
+        "peak_above_start_bytes": measure_peak(run, tight, device="cuda"),
+        "host_bytes": budget.host_bytes,
+        "pinned_bytes": torch.cuda.host_memory_stats()["active_bytes.peak"],
+        "copies": len(copies),
+        "copies_us": sum(end - begin for begin, end in copies),
+        "hidden_share": hidden_share(copies, kernels),
+        "right": len(copies) == 2 * len(budget.offloaded) > 0,
+    }
+
+
+def hidden_share(copies: Sequence[tuple[float, float]], work: Sequence[tuple[float, float]]) -> float:
+    """Which part of the time of copies lies beside work.
+
+    Args:
+        copies: when each begins and ends.
+        work: the same of kernels; those that overlap count once.
+
+    Example:
+        >>> hidden_share([(0, 4), (6, 10)], [(2, 5), (3, 7)])
+        0.375
+    """
+    merged: list[list[float]] = []
+    for begin, end in sorted(work):
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    total = sum(end - begin for begin, end in copies)
+    hidden = sum(max(0, min(end, b) - max(begin, a)) for begin, end in copies for a, b in merged)
+    return hidden / total if total else 0.0
+
+
+def retain_graph(device: str) -> dict[str, Any]:
+    """Two backwards of one graph, the second of which finds all that it needs, as the first did."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU()))).to(device)
+    x = torch.randn(512, 256, device=device)
+    transform = MemEfficient(strict=True, verify=True, reuse=True)
+    jitted = thunder.jit(model, executors=_executors("mem_pointwise"), transforms=[transform])
+    loss = jitted(x).square().sum()
+    gradients = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2)]
+    exact_model = nn.Sequential(*model).double()
+    exact = torch.autograd.grad(exact_model(x.double()).square().sum(), list(exact_model.parameters()))
+    same = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    pairs = zip(gradients[0], exact, strict=True)
+    error = max(float((ours.double() - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+    return {"same": same, "error": error, "right": same and error < _TOLERANCE}
+
+
+def _executors(fusion: str) -> list[Any]:
+    return with_fuser(thunder.extend.get_default_executors(), fuser_of(fusion))

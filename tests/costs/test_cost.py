@@ -1,0 +1,270 @@
+"""The runtime model: operations and bytes by hand, rooflines, and the measured mode's cache."""
+
+import json
+import warnings
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.programs.models import stack
+from thunder_mem import MemEfficient, last_plan, predict, simulate
+from thunder_mem.costs import measured as cost_measure
+from thunder_mem.costs.roofline import (
+    bound_symbol_bytes,
+    bound_symbol_flops,
+    cost_s,
+    extra_region_cost_s,
+    is_free,
+    region_cost_s,
+)
+from thunder_mem.memory.device_models import DEVICE_MODELS, DeviceModel, device_model
+from thunder_mem.memory.device_specs import DEVICES
+from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+from thunder_mem.runtime.cpu_attention import mem_attention_ex
+
+TOY = DeviceModel("toy", 0, 1e3, {"float32": 1e6, "bfloat16": 1e7}, vector_flops=1e4, launch_s=0.5)
+
+
+def traces(fn, *args, executors=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jitted = thunder.jit(fn, executors=executors or [])
+        out = jitted(*args)
+        backward = thunder.last_backward_traces(jitted) if out.requires_grad else []
+    return thunder.last_traces(jitted)[-1], backward[-1] if backward else None
+
+
+def only(trace, name):
+    (found,) = (b for b in trace.bound_symbols if name in b.sym.name)
+    return found
+
+
+def t(*shape, dtype=torch.float32, grad=False):
+    return torch.ones(shape, dtype=dtype, requires_grad=grad)
+
+
+@pytest.mark.parametrize(
+    "fn, args, name, flops, nbytes",
+    [
+        (torch.matmul, (t(3, 4, 5), t(5, 6)), "matmul", 2 * 3 * 4 * 5 * 6, 4 * (60 + 30 + 72)),
+        (torch.matmul, (t(5), t(5)), "matmul", 2 * 5, 4 * (5 + 5 + 1)),
+        (F.linear, (t(7, 5), t(6, 5), t(6)), "linear", 2 * 7 * 5 * 6, 4 * (35 + 30 + 6 + 42)),
+        (torch.conv2d, (t(2, 4, 9, 9), t(6, 2, 3, 3), None, 1, 0, 1, 2), "conv", 2 * 2 * 6 * 49 * 2 * 9, None),
+        (lambda x: x.sum(1), (t(3, 4),), "sum", 12, 4 * (12 + 3)),
+        (lambda x: x.sin(), (t(3, 4, dtype=torch.bfloat16),), "sin", 12, 2 * 24),
+        (lambda x: x * x, (t(3, 4),), "mul", 12, 4 * 24),
+        (lambda i, w: F.embedding(i, w), (torch.zeros(5, dtype=torch.long), t(1000, 4)), "embedding", 0, 40 + 2 * 80),
+        (lambda x: torch.cat([x, x]), (t(3, 4),), "cat", 0, 4 * (12 + 24)),
+    ],
+)
+def test_operations_and_bytes(fn, args, name, flops, nbytes):
+    bsym = only(traces(fn, *args)[0], name)
+    assert bound_symbol_flops(bsym) == flops
+    if nbytes is not None:
+        assert bound_symbol_bytes(bsym) == nbytes
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.transpose(0, 1),
+        lambda x: x[1:],
+        lambda x: x.expand(2, 3, 4),
+        lambda x: x.unsqueeze(0),
+        lambda x: x.reshape(12),
+        lambda x: x.to(torch.float32).permute(1, 0),
+    ],
+)
+def test_views_and_bookkeeping_are_free(fn):
+    trace, _ = traces(fn, t(3, 4))
+    assert all(is_free(b) and cost_s(b, TOY) == 0 for b in trace.bound_symbols)
+    assert sum(cost_s(b, TOY) for b in traces(lambda x: fn(x) + 1, t(3, 4))[0].bound_symbols) > 0
+
+
+def test_a_cast_to_another_dtype_moves_both():
+    bsym = only(traces(lambda x: x.to(torch.bfloat16), t(3, 4))[0], "to")
+    assert bound_symbol_bytes(bsym) == 12 * 4 + 12 * 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(causal):
+    q, k = t(2, 3, 8, 4, grad=True), t(2, 3, 6, 4)
+
+    def attend(q, k):
+        return F.scaled_dot_product_attention(q, k, k, is_causal=causal)
+
+    forward, backward = traces(attend, q, k, executors=[mem_attention_ex])
+    products = 2 * (2 * 3) * 8 * 6 * 4
+    share = 2 if causal else 1
+    assert bound_symbol_flops(only(forward, "mem_attention_forward")) == 2 * products // share
+    assert bound_symbol_flops(only(backward, "mem_attention_backward")) == 5 * products // share
+
+
+def test_gpu_attention_symbols():
+    from thunder.core.devices import Device
+    from thunder.core.dtypes import bfloat16
+    from thunder.core.proxies import TensorProxy
+    from thunder.core.trace import TraceCtx, tracectx
+    from thunder.executors.sdpaex import sdpea_gradfwd, sdpfa_gradfwd
+
+    with tracectx(TraceCtx(None)):
+        q = TensorProxy("q", shape=(2, 3, 64, 16), device=Device("cuda:0"), dtype=bfloat16)
+        for symbol, args in ((sdpea_gradfwd, (q, q, q, None, 0.0, True)), (sdpfa_gradfwd, (q, q, q, 0.0, True))):
+            bsym = symbol.bind(*args, output=q)
+            assert bound_symbol_flops(bsym) == 4 * 2 * 3 * 64 * 64 * 16 // 2
+
+
+def test_a_step_agrees_with_torch_counter():
+    """Products of a whole step, forward and backward, against torch's own counter on eager."""
+
+    def step(x, w, v):
+        return F.linear(torch.tanh(F.linear(x, w)), v).sum()
+
+    args = t(8, 16, grad=True), t(32, 16, grad=True), t(4, 32, grad=True)
+    with FlopCounterMode(display=False) as counter:
+        step(*args).backward()
+    counted = sum(
+        bound_symbol_flops(b) for trace in traces(step, *args) for b in trace.bound_symbols if b.sym.name in PRODUCTS
+    )
+    assert counted == counter.get_total_flops()
+
+
+PRODUCTS = ("matmul", "linear")
+
+
+def test_roofline_takes_the_larger_and_one_launch():
+    product = only(traces(torch.matmul, t(100, 100), t(100, 100))[0], "matmul")
+    assert cost_s(product, TOY) == pytest.approx(120_000 / 1e3 + 0.5)
+    fast = DeviceModel("fast memory", 0, 1e9, {"float32": 1e6}, 1e4, 0.5)
+    assert cost_s(product, fast) == pytest.approx(2e6 / 1e6 + 0.5)
+    assert DeviceModel("x", 0, 1, {}, 7.0).matmul_flops("float32") == 7.0
+
+
+def test_a_region_pays_its_edges_and_a_recompute_in_it_its_reads():
+    def fn(x, y):
+        return (x.sin() * y).exp() + 1
+
+    x, y = t(1000), t(1000)
+    wide = DeviceModel("wide", 0, 1e3, {}, 1e9, 0.5)
+    unfused = [b for b in traces(fn, x, y)[0].bound_symbols if not is_free(b)]
+    fused = next(b for b in traces(fn, x, y, executors=[mem_pointwise_ex])[0].bound_symbols if b.sym.is_fusion)
+    edges = 4000 * 3 / 1e3
+    assert cost_s(fused, wide) == pytest.approx(edges + 0.5)
+    assert region_cost_s(unfused, fused.flat_proxy_args, fused.flat_proxy_outs, wide) == pytest.approx(edges + 0.5)
+    assert sum(cost_s(b, wide) for b in unfused) == pytest.approx(4000 * 9 / 1e3 + 4 * 0.5)
+    assert extra_region_cost_s(unfused[:1], unfused[0].flat_proxy_args, wide) == pytest.approx(4)
+    assert extra_region_cost_s(unfused[:1], [], wide) == pytest.approx(1000 / 1e9)
+    assert region_cost_s([], [], [], wide) == 0
+
+
+def test_an_unclaimed_composite_costs_its_parts():
+    trace = thunder.trace()(lambda x: thunder.torch.softmax(x, -1), t(10, 10))
+    composite = only(trace, "softmax")
+    assert composite.sym.executor is None
+    assert cost_s(composite, TOY) == pytest.approx(sum(cost_s(b, TOY) for b in composite.subsymbols))
+    assert cost_s(composite, TOY) > 2 * TOY.launch_s
+
+
+def test_device_table():
+    assert device_model("a100-40gb").memory_bytes == DEVICES["A100-40GB"].memory_bytes
+    assert set(DEVICE_MODELS) == {"cpu", *DEVICES}
+    for model in DEVICE_MODELS.values():
+        assert model.matmul_flops("bfloat16") >= model.matmul_flops("float64") * 0.5
+    with pytest.raises(ValueError, match=r"'Z80'.*H100-80GB"):
+        device_model("Z80")
+    with pytest.raises(ValueError, match="rates must be positive"):
+        DeviceModel("broken", 0, 0.0, {}, 1.0)
+
+
+def test_measured_times_are_cached_by_content(tmp_path, monkeypatch):
+    times = iter([0.25, 0.5])
+    monkeypatch.setattr(cost_measure, "_time", lambda fn, args: next(times))
+    cache = cost_measure.MeasuredCosts(tmp_path / "times.json")
+    two, other = (only(traces(torch.matmul, t(*s), t(*s))[0], "matmul") for s in ((8, 8), (16, 16)))
+    again = only(traces(lambda a, b: torch.matmul(a, b), t(8, 8), t(8, 8))[0], "matmul")
+    assert [cache.cost_s(b) for b in (two, other, again)] == [0.25, 0.5, 0.25]
+    assert cost_measure.MeasuredCosts(tmp_path / "times.json").cost_s(again) == 0.25
+    assert cache.cost_s(next(b for b in traces(lambda x: x[1:], t(3))[0].bound_symbols if b.flat_proxy_outs)) == 0
+
+
+def test_a_measurement_runs_the_operation(tmp_path):
+    seen = []
+    cache = cost_measure.MeasuredCosts(tmp_path / "times.json", timer=lambda fn, args: seen.append(fn(*args)) or 1.0)
+    bsym = only(traces(torch.matmul, t(8, 4), t(4, 2))[0], "matmul")
+    assert cache.cost_s(bsym) == 1.0
+    assert seen[0].shape == (8, 2)
+
+
+@pytest.mark.parametrize("content", ["not json", "[]", '{"version": 1, "seconds": {"k": "x"}}', '{"version": 9}'])
+def test_a_broken_cache_file_is_named(tmp_path, content):
+    file = tmp_path / "times.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"times\.json"):
+        cost_measure.MeasuredCosts(file)
+
+
+def bought(x, **options):
+    """What a budget costs, and a number drawn after it was planned."""
+    option = MemEfficient(budget=4 * 2**20, strict=True, **options)
+    jitted = thunder.jit(stack(), executors=[], transforms=[option])
+    thunder.compile_data(jitted).get_computation_and_inputs(x)
+    return last_plan(jitted).budget, torch.rand(()).item()
+
+
+def test_a_budget_by_measured_times(monkeypatch):
+    x, asked = torch.zeros(2048, 64), []
+
+    def timer(fn, args):
+        torch.rand(3)
+        return asked.append(fn(*args)) or 0.25
+
+    monkeypatch.setattr(cost_measure, "_load", lambda path: seconds)
+    monkeypatch.setattr(cost_measure, "_save", lambda path, seconds: None)
+    monkeypatch.setattr(cost_measure, "_time", timer)
+    seconds = {}
+    measured, drawn = bought(x, costs="measured")
+    assert asked and measured.recompute_ms > 0 and measured.recompute_ms % 250 == 0
+    modelled, drawn_without = bought(x)
+    assert modelled.recompute_ms < 250 and drawn == drawn_without
+    count = len(asked)
+    assert count == len(seconds) and bought(x, costs="measured")[0] == measured and len(asked) == count
+
+
+def test_where_nothing_can_be_measured(monkeypatch):
+    def fails(fn, args):
+        raise RuntimeError("no such device")
+
+    with pytest.raises(ValueError, match="costs is 'roofline' or 'measured', not 'guess'"):
+        MemEfficient(costs="guess")
+    assert "costs='measured'" in repr(MemEfficient(costs="measured"))
+    with simulate("T4"):
+        with torch.device("cuda"):
+            model, x = stack(), torch.zeros(64, 64)
+        with pytest.raises(cost_measure.MeasuringError, match="here tensors are fake"):
+            predict(thunder.jit(model, transforms=[MemEfficient(costs="measured")]), x)
+    monkeypatch.setattr(cost_measure, "_load", lambda path: {})
+    monkeypatch.setattr(cost_measure, "_time", fails)
+    with pytest.raises(cost_measure.MeasuringError, match=r"cannot be measured: RuntimeError: no such device"):
+        bought(torch.zeros(2048, 64), costs="measured")
+    monkeypatch.setattr(cost_measure.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(cost_measure.distributed, "get_world_size", lambda: 4)
+    with pytest.raises(cost_measure.MeasuringError, match="each of the 4 ranks other times"):
+        cost_measure.check_measurable()
+
+
+def test_this_cpu_is_measured_once(tmp_path):
+    calls = []
+
+    def timer(fn, args):
+        calls.append(fn)
+        return 1e-3
+
+    first = cost_measure.measured_cpu(tmp_path / "cpu.json", timer)
+    assert calls and first.matmul_flops("float32") == pytest.approx(2 * 1024**3 / 1e-3)
+    count = len(calls)
+    assert cost_measure.measured_cpu(tmp_path / "cpu.json", timer) == first
+    assert len(calls) == count
+    assert json.loads((tmp_path / "cpu.json").read_text())["version"] == 1

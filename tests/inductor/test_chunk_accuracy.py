@@ -1,0 +1,166 @@
+"""Numbers of chunked losses: sums over chunks, roundings, and the memory that they take."""
+
+import math
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+from tests.programs.chunk_tools import chunked, exact, head, inputs, packed_bytes, relative
+from thunder_mem import ChunkLossHead, predict
+from thunder_mem.chunk_loop.gradient_sums import Accumulator
+from thunder_mem.chunk_loop.matmul import gemm, gemm_scratch_bytes, multiplies
+from thunder_mem.chunk_loop.plan import Gemm, Spec
+from thunder_mem.prediction.measure import measure_peak
+from thunder_mem.sharding.propagation import Sharding
+
+
+def dw_error(chunks, accumulate="float32"):
+    x, w, t = inputs(512, 16, 512, torch.bfloat16, scale=0.05)
+    fn, _ = chunked(head, chunks=chunks, accumulate=accumulate)
+    (dw,) = torch.autograd.grad(fn(x, w, t), [w])
+    want = exact(head, x, w, t)[1][1]
+    rounding = relative(want.to(torch.bfloat16), want)
+    return relative(dw, want), rounding
+
+
+COUNTS = [(2, 128), pytest.param((2, 4, 8, 16, 32, 64, 128), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=["ends", "all"])
+def test_error_of_dw_is_flat_in_the_chunk_count(counts, monkeypatch):
+    """As on a GPU, or on a CPU without bfloat16 units: products are added in float32, unrounded."""
+    monkeypatch.setattr("thunder_mem.chunk_loop.matmul.multiplies", lambda device, dtype: False)
+    one, rounding = dw_error(1)
+    errors = [dw_error(chunks)[0] for chunks in counts]
+    assert max(errors) < 1.03 * one, (one, errors)
+    assert one < 1.5 * rounding
+    assert max(dw_error(chunks, "input")[0] for chunks in counts) < 1.03 * one  # by a byte more, while chunks run
+
+
+@pytest.mark.skipif(not multiplies("cpu", torch.bfloat16), reason="this CPU has no bfloat16 units")
+@pytest.mark.parametrize("counts", COUNTS, ids=["ends", "all"])
+def test_bfloat16_units_round_once_more_however_many_chunks(counts):
+    """They give products in bfloat16 only, and rounding each chunk's is, over all of them, one rounding of dW."""
+    one, rounding = dw_error(1)
+    errors = [dw_error(chunks)[0] for chunks in counts]
+    assert max(errors) < 1.03 * math.hypot(one, rounding), (one, rounding, errors)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4, 8, 32])
+def test_sums_of_bfloat16_products_err_less_than_twice_as_much_as_one_product(chunks):
+    """In RMS; a single element whose products nearly cancel can err more (`docs/numerics.md`)."""
+    n, d, v = 256, 32, 512
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        x, w = torch.randn(n, d, generator=generator).bfloat16(), torch.randn(v, d, generator=generator).bfloat16()
+        targets = F.one_hot(torch.randint(v, (n,), generator=generator), v)
+        dlogits = (((x @ w.t() / 8).float().softmax(-1) - targets) / n).bfloat16()
+        want = dlogits.double().t() @ x.double()
+        total = torch.zeros(v, d)
+        for rows, xs in zip(dlogits.chunk(chunks), x.chunk(chunks), strict=True):
+            gemm(total, rows.t(), xs, add=True, scratch_bytes=1 << 16)
+        assert relative(total.bfloat16(), want) < 2 * relative(torch.mm(dlogits.t(), x), want), seed
+
+
+def test_bfloat16_loss_is_summed_in_float32():
+    x, w, t = inputs(2048, 16, 64, torch.bfloat16)
+    fn, transform = chunked(head, chunks=128)
+    loss = fn(x, w, t).item()
+    assert transform.record.loops[0].chunks == 128
+    assert abs(loss - exact(head, x, w, t)[0].item()) < 2**-8 * loss  # one rounding to bfloat16
+
+
+def test_float16_with_a_grad_scaler_keeps_small_gradients():
+    """Gradients without the loss scale underflow in float16, so they wait for it."""
+    x, w, t = inputs(4096, 16, 64, torch.float16, scale=0.05)
+    fn, transform = chunked(head, chunks=4)
+    scale = 2.0**14
+    dx, dw = torch.autograd.grad(fn(x, w, t), (x, w), torch.tensor(scale, dtype=torch.float16))
+    assert transform.record.loops[0].mode == "recompute-in-backward"
+    assert "float16" in transform.record.loops[0].why
+    _, (ex, ew) = exact(head, x, w, t)
+    assert relative(dx.double() / scale, ex) < 1e-3
+    assert relative(dw.double() / scale, ew) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "dtype,accumulate", [(torch.float32, "input"), (torch.bfloat16, "input"), (torch.bfloat16, "float32")]
+)
+def test_peak_is_the_lower_bound_and_a_chunk(dtype, accumulate):
+    n, d, v, chunks = 512, 16, 8192, 4
+    x, w, t = inputs(n, d, v, dtype)
+    fn, transform = chunked(head, chunks=chunks, accumulate=accumulate)
+
+    def step():
+        return torch.autograd.grad(fn(x, w, t), (x, w))
+
+    step()
+    s = dtype.itemsize
+    wider = {(2, "float32"): 2, (2, "input"): 1}.get((s, accumulate), 0)
+    bound = s * (n + v) * d + wider * v * d
+    chunk = n // chunks * v * s
+    assert transform.record.loops[0].logits_bytes == chunk
+    assert measure_peak(step) <= bound + 1.15 * chunk + packed_bytes(n // chunks, d, v, dtype)
+    assert measure_peak(step) < n * v * s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d,v", [(2304, 256000 // 8), (4096, 128256 // 8)], ids=["gemma2-2b", "llama3-8b"])
+@pytest.mark.parametrize("accumulate", ["input", "float32"])
+def test_peak_at_published_heads_an_eighth_as_large(d, v, accumulate):
+    n, chunks = 8192 // 8, 8
+    x, w, t = inputs(n, d, v, torch.bfloat16, scale=0.02)
+    fn, _ = chunked(head, chunks=chunks, accumulate=accumulate)
+
+    def step():
+        return torch.autograd.grad(fn(x, w, t), (x, w))
+
+    step()
+    bound_bytes = 2 * (n + v) * d + (2 if accumulate == "float32" else 1) * v * d
+    packed = packed_bytes(n // chunks, d, v, torch.bfloat16)
+    assert measure_peak(step) <= bound_bytes + 1.1 * (n // chunks) * v * 2 + packed
+
+
+@pytest.mark.parametrize(("rows", "depth", "scratch_kib"), [(512, 64, 768), (512, 256, 682), (192, 64, 256)])
+def test_a_product_for_a_finer_sum_holds_no_more_than_is_planned(rows, depth, scratch_kib):
+    spec = Spec("w", (8192, depth), torch.bfloat16, "cpu", Sharding((None, None)))
+    dlogits, x = torch.randn(rows, 8192).bfloat16(), torch.randn(rows, depth).bfloat16()
+    total = Accumulator(spec, torch.bfloat16, finer=True)
+    gemm = Gemm(0, 1, depth, 8192, w_rows_first=True, x_rows_last=False, flows=True, out=spec)
+    total.add_product(gemm, dlogits, x, scratch_kib << 10)
+    peak_bytes = measure_peak(total.add_product, gemm, dlogits, x, scratch_kib << 10)
+    assert peak_bytes <= gemm_scratch_bytes("cpu", torch.bfloat16, {torch.float32}, rows, scratch_kib << 10)
+
+
+@pytest.mark.parametrize("multiplies", [True, False], ids=["with units", "without"])
+def test_the_forward_of_a_head_that_recomputes_plans_for_its_own_blocks(multiplies, monkeypatch):
+    """Its products take no tiles as large as the backward's blocks."""
+    monkeypatch.setattr("thunder_mem.chunk_loop.matmul._bfloat16_units", lambda: multiplies)
+    x, w = torch.randn(1024, 32).bfloat16().requires_grad_(), torch.randn(8192, 32).bfloat16().requires_grad_()
+    t = torch.randint(0, 8192, (1024,))
+    transform = ChunkLossHead()
+    compiled = thunder.jit(
+        lambda x, w, t: F.cross_entropy(F.linear(x, w), t, reduction="none"), executors=[], transforms=[transform]
+    )
+    compiled(x, w, t)
+    (plan,) = transform.record.loops
+    assert plan.mode == "recompute-in-backward" and plan.sized != "asked"
+    assert plan.forward_scratch_bytes < plan.backward_scratch_bytes
+    returned_bytes = sum(spec.nbytes for spec in plan.outputs)
+    assert measure_peak(compiled, x, w, t) <= plan.forward_scratch_bytes + returned_bytes + 4096
+
+
+def test_predictions_tell_loops_apart_that_look_alike():
+    x, w = torch.randn(512, 64).bfloat16().requires_grad_(), torch.randn(1024, 64).bfloat16().requires_grad_()
+    t = torch.randint(0, 1024, (512,))
+    for accumulate in ("float32", "input"):
+        transform = ChunkLossHead(chunks=4, accumulate=accumulate)
+        compiled = thunder.jit(head, executors=[], transforms=[transform])
+
+        def step(compiled=compiled):
+            return torch.autograd.grad(compiled(x, w, t), (x, w))
+
+        step()
+        assert predict(compiled, x, w, t).measured_bytes == pytest.approx(measure_peak(step), abs=8192)

@@ -1,0 +1,205 @@
+"""Operations of random programs that models are made of: losses, norms, attention, embeddings.
+
+Their arguments rarely fit by chance: `program_inputs.KITS` draws inputs that belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import torch
+
+from tests.programs.program_table import Drawn, Values, add, filled, is_bool, is_float, one, shown_twice, two
+
+__all__: list[str] = []
+
+
+# Losses.
+def _indices(values: Values, rng: Random, shape: torch.Size, below: int) -> str | None:
+    def fits(t: torch.Tensor) -> bool:
+        return t.dtype == torch.int64 and t.shape == shape and bool(((t >= 0) & (t < below)).all())
+
+    return values.pick(rng, fits)
+
+
+def _classes(*more: Callable[[Random], object]):
+    """Rows of logits and their classes."""
+
+    def draw(rng: Random, values: Values) -> Drawn | None:
+        a = values.pick(rng, lambda t: filled(t) and t.dim() == 2)
+        t = values.tensors[a] if a else None
+        classes = a and _indices(values, rng, t.shape[:1], t.shape[1])
+        return classes and ((a, classes), tuple(m(rng) for m in more))
+
+    return draw
+
+
+def _head(*more: Callable[[Random], object]):
+    """Hidden states, a weight of (classes, width) and the classes: a loss head."""
+
+    def draw(rng: Random, values: Values) -> Drawn | None:
+        rows = {t.shape for t in values.tensors.values() if t.dtype == torch.int64}
+        a = values.pick(rng, lambda t: filled(t) and t.dim() in (2, 3) and t.shape[:-1] in rows)
+        t = values.tensors[a] if a else None
+        w = a and values.pick(rng, lambda u: u.dim() == 2 and u.dtype == t.dtype and u.shape[1] == t.shape[-1])
+        classes = w and _indices(values, rng, t.shape[:-1], values.tensors[w].shape[0])
+        return classes and ((a, w, classes), tuple(m(rng) for m in more))
+
+    return draw
+
+
+def _reduction(rng: Random) -> str:
+    return rng.choice(["mean", "mean", "sum", "none"])
+
+
+def _options(rng: Random) -> str:
+    return rng.choice(["", "", ", ignore_index=1", ", label_smoothing=0.125"])
+
+
+add(
+    "loss",
+    "cross_entropy",
+    "fresh",
+    "F.cross_entropy({0}, {1}, reduction={p[0]!r}{p[1]})",
+    _classes(_reduction, _options),
+)
+add(
+    "loss", "nll_loss", "fresh", "F.nll_loss(torch.log_softmax({0}, -1), {1}, reduction={p[0]!r})", _classes(_reduction)
+)
+_LOGITS = "F.linear({0}, {1})"
+_ROWS = ".reshape(-1, {1}.shape[0])"
+for _name, _text in {
+    "head": f"F.cross_entropy({_LOGITS}{_ROWS}, {{2}}.reshape(-1), reduction={{p[0]!r}}{{p[1]}})",
+    "head_float": f"F.cross_entropy({_LOGITS}.float(){_ROWS}, {{2}}.reshape(-1), reduction={{p[0]!r}}{{p[1]}})",
+    "head_softcap": f"F.cross_entropy((torch.tanh({_LOGITS} / 4.0) * 4.0){_ROWS}, {{2}}.reshape(-1){{p[1]}})",
+    "head_by_hand": f"-torch.log_softmax({_LOGITS}{_ROWS}, -1).gather(1, {{2}}.reshape(-1, 1)).mean()",
+    "head_z_loss": f"F.cross_entropy({_LOGITS}{_ROWS}, {{2}}.reshape(-1))"
+    f" + 0.25 * (torch.logsumexp({_LOGITS}, -1) ** 2).mean()",
+}.items():
+    add(
+        "loss",
+        _name,
+        "fresh",
+        _text,
+        _head(_reduction, _options),
+        _text.replace(f"{_LOGITS}.float()", f"_to({_LOGITS}, 'float32')"),
+    )
+add("loss", "mse_loss", "fresh", "F.mse_loss({0}, {0}.detach() * 0.5 + 0.25)", one(filled))
+add("loss", "mse_of", "fresh", "(({0} - {1}) ** 2).mean()", two(filled, both=True))
+
+
+# Norms.
+def _normed(dim: int, count: int, writable: tuple[int, ...] = ()):
+    """A tensor, and `count` different vectors as long as its dimension `dim`."""
+
+    def draw(rng: Random, values: Values) -> Drawn | None:
+        a = values.pick(rng, lambda t: filled(t) and t.dim() >= (2 if dim == 1 else 1) and t.numel() > t.shape[-1])
+        if a is None:
+            return None
+        t = values.tensors[a]
+        names = [
+            n for n, v in values.tensors.items() if (v.shape, v.dtype) == (t.shape[dim : dim + 1 or None], t.dtype)
+        ]
+        if len(names) < count:
+            return None
+        vectors = rng.sample(names, count)
+        if dim == 1 and not all(values.tensors[n].is_contiguous() for n in vectors):
+            return None  # eager's batch norm on a CPU reads a strided weight wrongly in its backward
+        # Running statistics must be memory of their own, with no gradient.
+        held = [vectors[k - 1] for k in writable]
+        if any(
+            not values.writable(n) or values.tensors[n].requires_grad or shown_twice(values.tensors[n]) for n in held
+        ):
+            return None
+        if len({values.tensors[n].untyped_storage()._cdata for n in (a, *vectors)}) < 1 + count and held:
+            return None
+        return (a, *vectors), ()
+
+    return draw
+
+
+add("norm", "layer_norm", "fresh", "F.layer_norm({0}, {0}.shape[-1:])", _normed(-1, 0))
+add("norm", "layer_norm_affine", "fresh", "F.layer_norm({0}, {0}.shape[-1:], {1}, {2})", _normed(-1, 2))
+add("norm", "rms_norm", "fresh", "F.rms_norm({0}, {0}.shape[-1:], {1}, eps=1e-5)", _normed(-1, 1))
+add(
+    "norm",
+    "rms_norm_by_hand",
+    "fresh",
+    "({0} * torch.rsqrt(({0} * {0}).mean(-1, keepdim=True) + 1e-5)) * {1}",
+    _normed(-1, 1),
+)
+add("norm", "group_norm", "fresh", "F.group_norm({0}, 1, {1}, {2})", _normed(1, 2))
+add("norm", "batch_norm", "fresh", "F.batch_norm({0}, None, None, {1}, {2}, training=True)", _normed(1, 2))
+add(
+    "norm",
+    "batch_norm_running",
+    "fresh",
+    "F.batch_norm({0}, {1}, {2}, training=True, momentum=0.25)",
+    _normed(1, 2, writable=(1, 2)),
+    writes=(1, 2),
+)
+add("norm", "batch_norm_eval", "fresh", "F.batch_norm({0}, {1}, {2} * {2} + 0.5, training=False)", _normed(1, 2))
+
+
+# Attention. Never empty: with no heads torch 2.11's CPU attention divides by zero and kills the process.
+def _self_attention(rng: Random, values: Values) -> Drawn | None:
+    a = values.pick(rng, lambda t: filled(t) and t.dim() >= 3)
+    return a and ((a,), (rng.random() < 0.5,))
+
+
+def _attention(masked: bool):
+    def draw(rng: Random, values: Values) -> Drawn | None:
+        q = values.pick(rng, lambda t: filled(t) and t.dim() == 4)
+        t = values.tensors[q] if q else None
+
+        def fits(u: torch.Tensor) -> bool:
+            return (
+                u.dim() == 4
+                and u.numel() > 0
+                and (u.dtype, u.shape[:2], u.shape[3]) == (t.dtype, t.shape[:2], t.shape[3])
+            )
+
+        k = q and values.pick(rng, fits)
+        v = k and values.pick(rng, lambda u: u.shape == values.tensors[k].shape and u.dtype == t.dtype)
+        if v is None:
+            return None
+        shape = (t.shape[2], values.tensors[k].shape[2])
+        if not masked:
+            return (q, k, v), (shape[0] == shape[1] and rng.random() < 0.5,)
+        # A row that is masked throughout is NaN in eager.
+        mask = values.pick(
+            rng, lambda m: m.shape == shape and (m.dtype == t.dtype or (is_bool(m) and bool(m.any(-1).all())))
+        )
+        return mask and ((q, k, v, mask), ())
+
+    return draw
+
+
+_SELF = "F.scaled_dot_product_attention({0}[None], {0}[None], {0}[None], is_causal={p[0]})"
+add("attention", "self_attention", "fresh", _SELF, _self_attention)
+for _name, _text, _masked in (
+    ("attention", "{0}, {1}, {2}, is_causal={p[0]}", False),
+    ("attention_scaled", "{0}, {1}, {2}, scale=0.25, is_causal={p[0]}", False),
+    ("attention_masked", "{0}, {1}, {2}, attn_mask={3}", True),
+):
+    add("attention", _name, "fresh", f"F.scaled_dot_product_attention({_text})", _attention(_masked))
+add(
+    "attention",
+    "attention_by_hand",
+    "fresh",
+    "torch.softmax({0} @ {1}.transpose(-2, -1) * 0.5, -1) @ {2}",
+    _attention(False),
+)
+
+
+def _embedded(rng: Random, values: Values) -> Drawn | None:
+    table = values.pick(rng, lambda t: filled(t) and t.dim() == 2 and is_float(t))
+    rows = values.tensors[table].shape[0] if table else 0
+    ids = table and values.pick(
+        rng, lambda t: t.dtype == torch.int64 and t.numel() > 0 and bool(((t >= 0) & (t < rows)).all())
+    )
+    return ids and ((ids, table), ())
+
+
+add("attention", "embedding", "fresh", "F.embedding({0}, {1})", _embedded)

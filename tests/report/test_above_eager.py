@@ -1,0 +1,71 @@
+"""Reports say first where eager PyTorch would need less, and why."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from thunder_mem import MemEfficient, explain, measure_peak
+from thunder_mem.report.above_eager import follow_eager
+
+
+class Mixed(nn.Module):
+    """Views, a norm, a write in place, and numbers that are made of nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        y = F.relu(self.up(self.norm(x)), inplace=True) + torch.arange(64, device=x.device)
+        q, k = self.down(F.gelu(y)).reshape(8, 2, 32).transpose(0, 1).unbind(0)
+        return (q * k).softmax(-1).square().mean()
+
+
+def first_trace(jitted):
+    return thunder.compile_stats(jitted).interpreter_cache[-1].computation_traces[0]
+
+
+def test_what_eager_holds_is_what_it_is_measured_to_hold():
+    model, x = Mixed(), torch.randn(32, 16)
+    jitted = thunder.jit(model, executors=[])
+    jitted(x)
+    held_bytes = sum(t.nbytes for t in (x, *model.parameters()))
+
+    def step():
+        model(x).backward()
+        for p in model.parameters():
+            p.grad = None
+
+    step()
+    loss_bytes = 4  # which the frame of `backward` holds here
+    peak_bytes = follow_eager(first_trace(jitted), backward=True).peak_bytes
+    assert peak_bytes + loss_bytes == held_bytes + measure_peak(step)
+
+
+def test_a_program_above_eager_hears_it_first_with_the_reason():
+    def alone(fn, x):
+        report = explain(thunder.jit(fn, executors=[]), x, bounds=False)
+        return str(report).splitlines()[1], report
+
+    x = torch.randn(64, 64)
+    line, report = alone(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()), x)
+    assert "above eager PyTorch, which needs" in line and "the backward receives" in line
+    assert report.to_json()["above_eager"] == list(report.above_eager) != []
+    line, report = alone(torch.sigmoid, x)
+    assert f"by {report.peak_bytes - 2 * x.nbytes:,} bytes: no more is saved for the backward, but" in line
+
+
+def test_a_program_at_or_below_eager_hears_nothing():
+    for fn in (Mixed(), lambda x: F.gelu(x)):
+        jitted = thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])
+        assert explain(jitted, torch.randn(32, 16), bounds=False).above_eager == ()
+
+
+def test_what_is_not_followed_is_refused():
+    jitted = thunder.jit(lambda x: checkpoint(lambda y: y.sin().exp().cos(), x * 2, use_reentrant=False), executors=[])
+    jitted(torch.randn(3, requires_grad=True))
+    with pytest.raises(NotImplementedError, match="a checkpoint"):
+        follow_eager(first_trace(jitted), backward=True)

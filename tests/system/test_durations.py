@@ -1,0 +1,65 @@
+"""That a long test must say so, and that three thirds are all of the slow tests."""
+
+import pytest
+
+from tests.checking import durations
+
+pytest_plugins = ["pytester"]
+
+# A processor that has worked a second more each time that it is asked: a test of two phases takes three.
+CONFTEST = """
+from itertools import count
+from types import SimpleNamespace
+from tests.checking import durations
+from tests.checking.durations import *
+durations.time = SimpleNamespace(process_time=count().__next__)
+"""
+TESTS = """
+import pytest
+
+def test_one():
+    pass
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(12))
+def test_slow(n):
+    pass
+"""
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    monkeypatch.setattr(durations, "_took", [])
+    monkeypatch.setattr(durations, "time", durations.time)
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(TESTS)
+    pytester.makeini("[pytest]\nmarkers = slow: long\n")
+
+    def run_once(*options):
+        durations._took.clear()
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
+
+    return run_once
+
+
+def test_a_long_test_that_is_not_marked_fails_the_run(run):
+    result = run("--longest=2")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["over 2 s: *test_one: make it shorter, or mark it slow"])
+    assert "test_slow" not in "".join(line for line in result.outlines if line.startswith("over"))
+
+
+def test_a_short_one_does_not(run):
+    assert run("--longest=3").ret == run().ret == pytest.ExitCode.OK
+
+
+def test_three_thirds_are_all_slow_tests(run):
+    every = [set(_names(run(f"--third={third}", "-v"))) for third in range(3)]
+    slow = [{name for name in names if "test_slow" in name} for names in every]
+    assert all("test_one" in "".join(names) for names in every)
+    assert all(slow)
+    assert len(set.union(*slow)) == sum(map(len, slow)) == 12
+
+
+def _names(result):
+    return [line.split()[0] for line in result.outlines if "::" in line and "PASSED" in line]

@@ -1,0 +1,133 @@
+"""Bounds never exceed the optimum, and prove it where they should."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checking.graphs import graphs, layered, oracle_bytes, oracle_optimum, renamed, scaled, shuffled, training
+from thunder_mem.memory.graph import GraphError, Op, Storage, make_graph
+from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.memory.min_cut import CutNetwork
+from thunder_mem.memory.running_set import liveness, profile
+from thunder_mem.schedule.exact import solve, whole_graph
+from thunder_mem.schedule.lower_bounds import Bound, certify, forced_bytes, lower_bound
+from thunder_mem.sorting import sort_graph
+
+
+@given(graphs(7))
+def test_exact_equals_brute_force(graph):
+    optimum = oracle_optimum(graph)
+    found = sort_graph(graph, "exact")
+    assert found.peak_bytes == optimum
+    assert found.optimal
+    # The search alone, without a seed that may already be optimal.
+    live = liveness(graph)
+    outcome = solve(live, whole_graph(live), 0, optimum + 1, 10**6)
+    assert outcome.proven_bytes == optimum == max(oracle_bytes(graph, outcome.order))
+    assert solve(live, whole_graph(live), 0, optimum, 10**6).order is None
+
+
+@given(graphs(30))
+def test_bound_exact_auto_source_in_this_order(graph):
+    auto, best = sort_graph(graph), sort_graph(graph, "exact")
+    assert best.optimal
+    assert best.peak_bytes <= auto.peak_bytes <= auto.source_peak_bytes
+    if auto.optimal:
+        assert auto.peak_bytes == best.peak_bytes
+    for max_cuts, max_moves in ((0, 0), (3, 0), (1000, 0), (1000, 200), (1000, 10**6)):
+        bound = lower_bound(graph, auto.order, max_cuts, max_moves)
+        assert bound.bound_bytes <= best.peak_bytes
+    assert certify(best.peak_bytes, lower_bound(graph, best.order, 1000, 10**6)).proven
+    assert (bound.complete, bound.bound_bytes) == (True, best.peak_bytes)
+
+
+@given(graphs(24))
+def test_a_search_cut_short_still_bounds(graph):
+    live = liveness(graph)
+    best = sort_graph(graph, "exact").peak_bytes
+    for max_moves in (1, 5, 20, 80):
+        outcome = solve(live, whole_graph(live), 0, best + 1, max_moves)
+        assert outcome.proven_bytes <= best
+        assert outcome.complete == (outcome.order is not None)
+
+
+@settings(max_examples=50)
+@given(graphs(20), st.integers(0, 1000), st.integers(0, 2))
+def test_cuts_hold_in_every_order_and_are_attained(graph, seed, power):
+    # Odd sizes up to 2**32 do not fit in the flow solver's 32 bits: two digits.
+    rng = random.Random(seed)
+    factor = 2 ** (13 * power)
+    graph = replace(
+        graph, storages=tuple(replace(s, nbytes=s.nbytes * factor + rng.randrange(factor)) for s in graph.storages)
+    )
+    live = liveness(graph)
+    network = CutNetwork(live)
+    forced = forced_bytes(live)
+    source = profile(live, range(len(graph)))
+    for op in range(len(graph)):
+        least, ran = network.least_before(op)
+        order = [
+            *(o for o in range(len(graph)) if ran[o]),
+            op,
+            *(o for o in range(len(graph)) if not ran[o] and o != op),
+        ]
+        graph.check_order(order)
+        cut = network.bound(op)
+        assert cut == least + live.allocated_bytes[op] + live.scratch_bytes[op]
+        assert cut == profile(live, order)[order.index(op)]
+        assert forced[op] <= cut <= source[op]
+
+
+def test_beyond_two_digits_the_bound_is_rounded_down():
+    sizes = [2**62 + 1, 2**61 + 3, 1]
+    storages = [Storage(i, size) for i, size in enumerate(sizes)]
+    ops = [Op(0, reads=(), allocates=(0,)), Op(1, reads=(0,), allocates=(1,)), Op(2, reads=(1,), allocates=(2,))]
+    graph = make_graph(ops, storages)
+    bound = CutNetwork(liveness(graph)).bound(1)
+    exact = sizes[0] + sizes[1]
+    assert exact - 2**20 < bound <= exact
+
+
+@given(st.integers(0, 10**6), st.integers(2, 30), st.booleans())
+def test_training_shapes_are_proven_optimal(seed, layers, recompute):
+    graph = training(seed, layers, recompute)
+    result = sort_graph(graph)
+    assert certify(result.peak_bytes, lower_bound(graph, result.order)).proven
+
+
+def test_random_layered_graphs_are_mostly_proven_by_the_default_effort():
+    proven = 0
+    for seed in range(20):
+        graph = layered(seed, 30 + seed % 19)
+        result = sort_graph(graph)
+        proven += certify(result.peak_bytes, lower_bound(graph, result.order)).proven
+    assert proven >= 15
+
+
+@given(graphs(24))
+def test_bounds_scale_and_ignore_names_and_the_source_order(graph):
+    # Enough work to end the search: what is proven then does not depend on where it began.
+    bound = lower_bound(graph, max_moves=10**6).bound_bytes
+    assert lower_bound(scaled(graph, 3 << 30), max_moves=10**6).bound_bytes == (3 << 30) * bound
+    assert lower_bound(renamed(graph), max_moves=10**6).bound_bytes == bound
+    best = sort_graph(graph, "exact").order
+    assert (
+        lower_bound(shuffled(graph, random.Random(0)), max_moves=10**6).bound_bytes
+        == price_order(graph, best).peak_bytes
+    )
+
+
+def test_refusals_and_edges():
+    with pytest.raises(ValueError, match="5 bytes cannot lie below its bound of 6"):
+        certify(5, Bound(6, "cut", True))
+    graph = make_graph([Op(0, "a", allocates=(0,)), Op(1, "b", reads=(0,))], [Storage(0, 8)])
+    with pytest.raises(GraphError, match="a#0 -> b#1"):
+        lower_bound(graph, [1, 0])
+    with pytest.raises(ValueError, match="not -1 and 0"):
+        lower_bound(graph, max_cuts=-1, max_moves=0)
+    empty = make_graph([], [])
+    assert certify(0, lower_bound(empty)) == certify(0, Bound(0, "footprint", True))
+    assert certify(0, lower_bound(empty)).gap == 0.0

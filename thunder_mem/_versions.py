@@ -1,0 +1,69 @@
+"""Whether the installed PyTorch and Thunder are versions that this package knows: asked once, when it is imported."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+__all__ = ["check_versions", "mismatch"]
+
+_KNOWN = ("torch", "lightning-thunder")
+
+
+def mismatch(wanted: Requirement, installed: str | None) -> str:
+    """What to do about an installed version, as a sentence; "" if it is known to work.
+
+    Args:
+        wanted: what this package requires.
+        installed: the version at hand, None if it is missing.
+
+    Example:
+        >>> mismatch(Requirement("torch>=2.8,<2.12"), "2.13.0+cu130")
+        "thunder_mem works with torch>=2.8,<2.12, not with 2.13.0+cu130: pip install 'torch>=2.8,<2.12'"
+        >>> mismatch(Requirement("torch>=2.8,<2.12"), "2.11.0")
+        ''
+    """
+    known = wanted.name + ",".join(sorted(map(str, wanted.specifier), reverse=True))  # the lower bound first
+    if installed is None:
+        return f"thunder_mem needs {known}, which is not installed: pip install '{known}'"
+    if wanted.specifier.contains(installed, prereleases=True):
+        return ""
+    return f"thunder_mem works with {known}, not with {installed}: pip install '{known}'"
+
+
+def check_versions() -> None:
+    """Warn of versions that are not known.
+
+    Raises:
+        ImportError: PyTorch or Thunder is missing, or the two do not import together.
+    """
+    required = [Requirement(text) for text in _required()]
+    problems = [mismatch(wanted, _installed(wanted.name)) for wanted in required if wanted.name in _KNOWN]
+    told = "; ".join(filter(None, problems))
+    try:
+        import thunder  # noqa: F401
+    except Exception as error:
+        what = told or "PyTorch and Thunder are of versions that thunder_mem knows, but `import thunder` fails"
+        raise ImportError(what) from error
+    if told:
+        warnings.warn(told, stacklevel=3)
+
+
+def _required() -> list[str]:
+    """What pyproject.toml asks for; nothing of a checkout that is not installed."""
+    try:
+        return metadata.requires("thunder-mem") or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+check_versions()

@@ -1,0 +1,185 @@
+"""Memory against time, as plain data that prints and draws."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from thunder_mem.memory.units import size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["FRONTIER_ENDINGS", "Frontier", "Point"]
+
+FRONTIER_ENDINGS = (".html", ".png", ".svg", ".pdf")
+"""What `Frontier.save` writes."""
+
+_COLUMNS = ("peak", "forward", "received", "recompute ms", "step ms", "slower", "enabled by")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan.
+
+    Attributes:
+        peak_bytes: what the device holds at most, as plans and budgets count; of the two halves' peaks the larger.
+        forward_peak_bytes, backward_peak_bytes: of each half.
+        saved_bytes: what the backward receives from the forward.
+        recompute_ms: of the costly repetitions, by the roofline.
+        bound_ms: no choice within this peak is known to repeat less.
+        step_ms: of forward and backward with all that is repeated, cheap work too, by the roofline, and with
+            what is exposed of copies.
+        offload: the option by which values wait on the host; "" where none does.
+        host_bytes: what they take there.
+        exposed_ms: of their copies, what other work does not hide.
+        free: `MemEfficient` without a budget makes this plan.
+    """
+
+    peak_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    saved_bytes: int
+    recompute_ms: float
+    bound_ms: float
+    step_ms: float
+    offload: str = ""
+    host_bytes: int = 0
+    exposed_ms: float = 0.0
+    free: bool = False
+
+    @property
+    def cost_ms(self) -> float:
+        """What it costs in all: repetitions, and copies that nothing hides."""
+        return self.recompute_ms + self.exposed_ms
+
+    @property
+    def config(self) -> str:
+        """The options of `MemEfficient` that enable it; "" where none are needed."""
+        option = (
+            "" if not self.offload else f", offload={self.offload if self.offload == 'True' else repr(self.offload)}"
+        )
+        return "" if self.free else f"budget={self.peak_bytes}{option}"
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Plans of one program, each with a lower peak and a longer time than the one before.
+
+    Attributes:
+        nothing_recomputed: ordered and fused as the others are, but whatever the backward needs is kept.
+        points: from the free recomputation to the smallest peak.
+        device: whose roofline gave the times.
+    """
+
+    nothing_recomputed: Point
+    points: tuple[Point, ...]
+    device: str
+
+    def within(self, budget_bytes: int) -> Point | None:
+        """The fastest of the plans that fit; None if none does."""
+        return next((p for p in self.points if p.peak_bytes <= budget_bytes), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, dicts, strings and numbers."""
+        return asdict(self)
+
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """The table's cells as text, without its head (`columns`)."""
+        return tuple(self._cells(p) for p in (self.nothing_recomputed, *self.points))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The table's head."""
+        return _COLUMNS
+
+    @property
+    def headline(self) -> str:
+        """The range in a sentence."""
+        first, last = self.points[0], self.points[-1]
+        return (
+            f"Peak from {size(first.peak_bytes)} down to {size(last.peak_bytes)} for {last.recompute_ms:.3g} ms "
+            f"of recomputation; times for {self.device}."
+        )
+
+    def __str__(self) -> str:
+        table = [_COLUMNS, *self.rows()]
+        widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
+        last = len(_COLUMNS) - 1
+        lines = [
+            "  ".join(c.ljust(w) if i == last else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            for row in table
+        ]
+        return "\n".join([self.headline, *(line.rstrip() for line in lines)])
+
+    def __rich__(self) -> RenderableType:
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in _COLUMNS:
+            table.add_column(Text(column), justify="left" if column == _COLUMNS[-1] else "right", no_wrap=True)
+        for row in self.rows():
+            table.add_row(*map(Text, row))
+        return Group(Text(self.headline, style="bold"), table)
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Draw the peak against the predicted time of a step, as .png, .svg or .pdf; or write a page, .html.
+
+        Raises:
+            ImportError: a picture, without matplotlib.
+            ValueError: another kind of file.
+        """
+        path = pathlib.Path(path)
+        if path.suffix not in FRONTIER_ENDINGS:
+            raise ValueError(f"a frontier is drawn as .html, .png, .svg or .pdf, not {path.name!r}")
+        if path.suffix == ".html":
+            from thunder_mem.analysis.frontier_page import frontier_page
+
+            path.write_text(frontier_page(self), encoding="utf-8")
+            return
+        try:
+            from matplotlib import rc_context
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("pictures need matplotlib: pip install 'thunder-mem[plot]'") from error
+        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        unit, name = _unit(max(p.peak_bytes for p in (self.nothing_recomputed, *self.points)))
+        axes.plot(
+            [p.peak_bytes / unit for p in self.points], [p.step_ms for p in self.points], "o-", color="#0072b2", ms=4
+        )
+        start = self.nothing_recomputed
+        axes.plot([start.peak_bytes / unit], [start.step_ms], "s", color="#d55e00", ms=6, label="nothing recomputed")
+        axes.set_xlabel(f"peak, {name}")
+        axes.set_ylabel(f"predicted forward and backward, ms ({self.device})")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        with rc_context({"svg.hashsalt": "thunder_mem"}):
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
+
+    def _cells(self, p: Point) -> tuple[str, ...]:
+        whole = p is self.nothing_recomputed
+        slower = p.step_ms / self.points[0].step_ms - 1 if self.points[0].step_ms else 0.0
+        return (
+            size(p.peak_bytes),
+            size(p.forward_peak_bytes),
+            size(p.saved_bytes),
+            "" if whole else f"{p.recompute_ms:.3g}",
+            f"{p.step_ms:.4g}",
+            f"{slower:+.1%}",
+            "(nothing recomputed)" if whole else p.config or "(the default)",
+        )
+
+
+def _unit(nbytes: int) -> tuple[int, str]:
+    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return 1024**power, name
+    return 1, "bytes"

@@ -1,0 +1,178 @@
+"""The table of what could be recomputed, as plain data that prints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from thunder_mem.memory.units import size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["Kept", "RecomputeTable", "Row"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pattern of a program under one strategy.
+
+    Attributes:
+        pattern: the operations to repeat, joined by "+".
+        strategy: "recompute" or "compromised".
+        now: "received" by the backward, or "rebuilt" for free or because a checkpoint or an entry says so.
+        shapes: of the values, with the names of dims; each once.
+        symbolic_bytes: bytes of each of the shapes, such as "8192*B*T".
+        count: how often it occurs.
+        each_bytes: of the values of one occurrence, the largest one's.
+        values_bytes: of the values of all occurrences.
+        saved_bytes: how much less the backward receives when all are recomputed.
+        peak_bytes: the peak of the plan that results; below 0 is never, None where it was not asked for.
+        peak_change_bytes: against the plan without; negative is lower.
+        ms: time of all repetitions, by the roofline of the device.
+        modules: where the operations stand, numbers as # beside words; "" where the trace does not know.
+        layers: numbers of the layers that have it.
+        sources: lines of the user's calls.
+        config: what to give `MemEfficient(recompute=...)` for it.
+    """
+
+    pattern: str
+    strategy: str
+    now: str
+    shapes: tuple[str, ...]
+    symbolic_bytes: tuple[str, ...]
+    count: int
+    each_bytes: int
+    values_bytes: int
+    saved_bytes: int
+    peak_bytes: int | None
+    peak_change_bytes: int | None
+    ms: float
+    modules: tuple[str, ...]
+    layers: tuple[int, ...]
+    sources: tuple[str, ...]
+    config: str
+
+    @property
+    def ms_per_gib(self) -> float | None:
+        """Milliseconds for a GiB less to receive; None where nothing is saved."""
+        return self.ms / (self.saved_bytes / 2**30) if self.saved_bytes > 0 else None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Values that the backward must receive: their pattern, how many, their bytes, and why."""
+
+    pattern: str
+    count: int
+    nbytes: int
+    reason: str
+
+
+_COLUMNS = ("pattern", "now", "shapes", "count", "each", "saved", "peak", "ms", "ms/GiB", "where", "config")
+_NUMERIC = frozenset({3, 4, 5, 6, 7, 8})
+
+
+@dataclass(frozen=True)
+class RecomputeTable:
+    """Every candidate for recomputation of one program, the largest saving first.
+
+    Attributes:
+        rows: one per pattern and strategy.
+        kept: what cannot be recomputed.
+        received_bytes: what the backward receives without any of it.
+        peak_bytes: the peak without any of it, arguments included.
+        device: whose roofline gave the times.
+    """
+
+    rows: tuple[Row, ...]
+    kept: tuple[Kept, ...]
+    received_bytes: int
+    peak_bytes: int
+    device: str
+
+    def __getitem__(self, pattern: str) -> Row:
+        """The row of a pattern, its recomputation rather than its compromise."""
+        return next(row for row in self.rows if row.pattern.rstrip("+") == pattern.rstrip("+"))
+
+    def config(self, *patterns: str) -> str:
+        """The configuration that recomputes these patterns, or all that the backward receives now.
+
+        Raises:
+            KeyError: there is no such pattern.
+        """
+        known = {row.pattern.rstrip("+"): row for row in reversed(self.rows) if row.strategy == "recompute"}
+        wanted = [known[p.rstrip("+")] for p in patterns]
+        wanted = wanted or [row for row in known.values() if row.now == "received" and row.saved_bytes > 0]
+        return ",".join(row.config for row in wanted)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, dicts, strings and numbers."""
+        found = asdict(self)
+        for row, data in zip(self.rows, found["rows"], strict=True):
+            data["ms_per_gib"] = row.ms_per_gib
+        return found
+
+    def __str__(self) -> str:
+        table = [_COLUMNS, *map(_cells, self.rows)]
+        widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
+        lines = [self._headline()]
+        for row in table:
+            cells = [
+                cell.rjust(w) if i in _NUMERIC else cell.ljust(w)
+                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join([*lines, *map(_why, self.kept)])
+
+    def __rich__(self) -> RenderableType:
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for i, column in enumerate(_COLUMNS):
+            table.add_column(Text(column), justify="right" if i in _NUMERIC else "left", overflow="fold")
+        for row in self.rows:
+            table.add_row(*map(Text, _cells(row)))
+        return Group(Text(self._headline(), style="bold"), table, *(Text(_why(k), style="dim") for k in self.kept))
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: tuple[str, ...]) -> str:
+            return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+        rows = "".join(line("td", _cells(row)) for row in self.rows)
+        kept = "".join(f"<li>{escape(_why(k))}</li>" for k in self.kept)
+        table = f"<table>{line('th', _COLUMNS)}{rows}</table>"
+        return f"<div><p>{escape(self._headline())}</p>{table}<ul>{kept}</ul></div>"
+
+    def _headline(self) -> str:
+        received = f"the backward receives {size(self.received_bytes)}"
+        return f"Peak {size(self.peak_bytes)}, {received}; times for {self.device}."
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    change = row.peak_change_bytes
+    where = ", ".join(row.modules) or ", ".join(source.rpartition("/")[2] for source in row.sources)
+    if row.layers:
+        where += f" ({len(row.layers)} layers)"
+    per_gib = row.ms_per_gib
+    return (
+        row.pattern,
+        row.now,
+        " ".join(row.shapes),
+        str(row.count),
+        size(row.each_bytes),
+        size(row.saved_bytes) if row.now == "received" else "",
+        "" if change is None else f"{'+' if change > 0 else ''}{size(change)}",
+        f"{row.ms:.3g}" if row.now == "received" else "",
+        "" if per_gib is None else f"{per_gib:.3g}",
+        where,
+        row.config,
+    )
+
+
+def _why(kept: Kept) -> str:
+    return f"not {kept.pattern} ({kept.count}, {size(kept.nbytes)}): {kept.reason}"

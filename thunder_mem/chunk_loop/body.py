@@ -1,0 +1,44 @@
+"""A compiled block: what runs on the rows of one chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from thunder.core.trace import TraceCtx
+
+__all__ = ["Body"]
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A compiled block.
+
+    `fn(*logits, *sides, *log_sums, *tangents) -> (*outputs, *grads)`: `logits` are the amplifiers'
+    results without their biases, `grads` belong to the inputs listed in `wanted`, and `log_sums` are
+    the whole values of the outputs whose gradients need them; only where gradients are asked for.
+
+    Attributes:
+        fn: the callable.
+        trace: what it was compiled from, after the executors.
+        rows: rows in the block.
+        outputs: how many outputs it gives.
+        tangents: indices of the region's outputs whose tangents it takes.
+        peak_bytes: bytes that it holds at most beyond its inputs, by the sizes of its tensors.
+        over: the logits, by number, whose gradients it writes over them (`tiling/gradients_in_place.py`).
+        launches: kernels that it starts; 0 on a CPU, where they are not counted.
+    """
+
+    fn: Callable[..., tuple]
+    trace: TraceCtx
+    rows: int
+    outputs: int
+    tangents: tuple[int, ...]
+    peak_bytes: int
+    over: tuple[int, ...] = ()
+    launches: int = 0
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether it returns more than outputs."""
+        return len(self.trace.bound_symbols[-1].args[0]) > self.outputs

@@ -1,0 +1,196 @@
+"""Gradients of what every chunk shares: added up over chunks, scaled and rounded once at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from thunder_mem.chunk_loop.matmul import gemm
+from thunder_mem.chunk_loop.plan import Gemm, LoopPlan, Spec
+
+__all__ = ["Accumulator", "finish", "part_bounds", "sole_owner", "sum_calls"]
+
+SPLIT_BYTES = 1 << 16
+_STRETCH_BYTES = 8  # of a number: in float32, and what is stored of it
+_STRETCH_CALLS = 9  # to put it together, add to it, and take it apart
+
+
+class Accumulator:
+    """The gradient of an input that every chunk reads whole. The first part of the sum is written, not added.
+
+    A float32 accumulator of a large 16-bit input is kept in two parts, so that `finish` can write
+    the 16-bit result over the first part and free the second: at no time do the float32 sum and the
+    16-bit result both exist.
+
+    A 16-bit one would be rounded to 8 or 11 bits by every chunk that adds to it. A `finer` one holds the
+    upper halves of float32 numbers while chunks run, and in a byte each what follows: 16 bits, and one
+    rounding at the end.
+    """
+
+    def __init__(self, spec: Spec, dtype: torch.dtype, finer: bool):
+        self.spec, self.bounds = spec, part_bounds(spec, dtype)
+        shapes = [(hi - lo, *spec.shape[1:]) for lo, hi in self.bounds] if spec.shape else [()]
+        self.parts = [torch.empty(shape, dtype=dtype, device=spec.device) for shape in shapes]
+        self.bytes = torch.empty(spec.shape, dtype=torch.uint8, device=spec.device) if finer else None
+        self.begun = False
+
+    def add(self, grad: Tensor) -> None:
+        """Add a gradient of the input's shape."""
+        if self.bytes is not None:
+            for total, lo, hi in self._stretches(SPLIT_BYTES):
+                total.add_(grad[lo:hi] if self.spec.shape else grad)
+                del total  # before the next one is made
+        else:
+            for part, (lo, hi) in zip(self.parts, self.bounds, strict=True):
+                mine = grad[lo:hi] if self.spec.shape else grad
+                part.add_(mine) if self.begun else part.copy_(mine)
+        self.begun = True
+
+    def add_product(self, plan: Gemm, dlogits: Tensor, x: Tensor, scratch_bytes: int) -> None:
+        """Add dlogits^T x, (V, rows) x (rows, D), in the layout of the weight, without a temporary of its size."""
+        if self.bytes is not None:
+            targets: Iterable[tuple[Tensor, int, int]] = self._stretches(scratch_bytes * 4 // 7)
+            add, scratch_bytes = True, scratch_bytes * 3 // 7
+        else:
+            targets = [(part, lo, hi) for part, (lo, hi) in zip(self.parts, self.bounds, strict=True)]
+            add = self.begun
+        left, right = (dlogits, x) if plan.w_rows_first else (x, dlogits)
+        for part, lo, hi in targets:
+            gemm(part, left[:, lo:hi].t(), right, add=add, scratch_bytes=scratch_bytes)
+            del part  # before the next one is made
+        self.begun = True
+
+    def result(self) -> list[Tensor]:
+        """The parts, once everything is added."""
+        if not self.begun:
+            for part in self.parts:
+                part.zero_()
+        elif self.bytes is not None:
+            (part,) = self.parts
+            for total, lo, hi in self._stretches(SPLIT_BYTES, keep=False):
+                (part[lo:hi] if self.spec.shape else part).copy_(total)
+                del total
+            self.bytes = None
+        return self.parts
+
+    def _stretches(self, scratch_bytes: int, keep: bool = True) -> Iterator[tuple[Tensor, int, int]]:
+        """Stretches of dim 0 in float32, to be changed in place and kept again; temporaries of that size at most."""
+        assert self.bytes is not None
+        rows = self.spec.shape[0] if self.spec.shape else 1
+        step = _stretch_rows(self.spec, scratch_bytes)
+        upper, lower = self.parts[0].view(torch.int16), self.bytes
+        for lo in range(0, rows, step):
+            hi = min(lo + step, rows)
+            some = slice(lo, hi) if self.spec.shape else ...
+            if self.begun:  # the numbers cut off after their upper halves, and then the byte
+                total = upper[some].int().bitwise_left_shift_(16)
+                total = total.add_(lower[some], alpha=1 << 8).view(torch.float32)
+            else:
+                total = torch.zeros_like(upper[some], dtype=torch.float32)
+            yield total, lo, hi
+            if keep:
+                bits = total.view(torch.int32).add_(1 << 7)  # to nearest
+                upper[some].copy_(bits >> 16)
+                lower[some].copy_(bits.bitwise_right_shift_(8))
+                del bits  # a view of `total`
+            del total
+            if isinstance(upper, FakeTensor):
+                break  # every stretch takes the same memory
+
+
+def part_bounds(spec: Spec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+    """Ranges of dim 0 that the parts of an accumulator of that dtype hold."""
+    size = spec.shape[0] if spec.shape else 1
+    if dtype == spec.dtype or size < 2 or spec.nbytes < SPLIT_BYTES:
+        return ((0, size),)
+    half = -(-size // 2)
+    return ((0, half), (half, size))
+
+
+def sum_calls(plan: LoopPlan, i: int) -> int:
+    """How many kernels add one part to the gradient of input `i`."""
+    spec, dtype = plan.inputs[i], plan.grad_dtypes[plan.grads.index(i)]
+    if spec.sharding.split or not plan.finer(i):
+        return 1 if spec.sharding.split else len(part_bounds(spec, dtype))
+    step = _stretch_rows(spec, plan.tiles_bytes(plan.backward_block_bytes) * 4 // 7)
+    return _STRETCH_CALLS * -(-(spec.shape[0] if spec.shape else 1) // step)
+
+
+def _stretch_rows(spec: Spec, scratch_bytes: int) -> int:
+    return max(1, scratch_bytes // (_STRETCH_BYTES * max(1, math.prod(spec.shape[1:]))))
+
+
+def finish(plan: LoopPlan, scale: Tensor | None, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Scale the gradients by the tangent, in place where nobody else holds them, and round them once.
+
+    Under `retain_graph` autograd keeps the saved gradients, and they stay as they are.
+    """
+    queue = list(parts)
+    results = []
+    for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True):
+        spec = plan.inputs[i]
+        count = 1 if spec.sharding.split else len(part_bounds(spec, dtype))
+        mine, queue = queue[:count], queue[count:]
+        results.append(_finish_one(spec, scale, mine, all(sole_owner(t) for t in mine)))
+    return results
+
+
+def sole_owner(t: Tensor) -> bool:
+    """Nobody but Python's own object of the tensor holds its memory: not autograd, not another view."""
+    storage = t.untyped_storage()
+    holders = torch._C._storage_Use_Count(storage._cdata) - 1  # less `storage` itself
+    return holders == 1 and t._use_count() == 1  # type: ignore[attr-defined]
+
+
+def _finish_one(spec: Spec, scale: Tensor | None, parts: list[Tensor], free: bool) -> Tensor:
+    first = parts[0]
+    if first.dtype == spec.dtype:
+        if scale is None:
+            return first
+        return first.mul_(scale) if free else first * scale.to(first.dtype)
+    if len(parts) == 1 or not free:
+        out = torch.empty(spec.shape, dtype=spec.dtype, device=first.device)
+        at = 0
+        for part in parts:
+            _round_into(out[at : at + part.shape[0]] if spec.shape else out, part, scale)
+            at += part.shape[0] if spec.shape else 1
+        return out
+    return _round_in_place(spec, parts, scale)
+
+
+def _round_into(out: Tensor, part: Tensor, scale: Tensor | None) -> None:
+    """out = part * scale, rounded, without a float32 temporary of its size."""
+    if scale is None:
+        out.copy_(part)
+        return
+    if out.device.type == "cuda":
+        torch.mul(part, scale, out=out)
+        return
+    out, part = out.view(-1), part.view(-1)
+    step = 1 << 14
+    for lo in range(0, part.numel(), step):
+        out[lo : lo + step].copy_(part[lo : lo + step] * scale)
+
+
+def _round_in_place(spec: Spec, parts: list[Tensor], scale: Tensor | None) -> Tensor:
+    """The 16-bit result over the first part's memory.
+
+    Element i of the result lies where element i / 2 of the part was, so a stretch [k, 2k) of the
+    part lands on [k / 2, k), which has been read already; stretches double from a small first one.
+    """
+    first, second = parts
+    result = first.view(-1).view(spec.dtype)[: math.prod(spec.shape)]
+    flat = first.view(-1)
+    done = min(1 << 10, flat.numel())
+    head = flat[:done].clone()
+    _round_into(result[:done], head, scale)
+    while done < flat.numel():
+        end = min(2 * done, flat.numel())
+        _round_into(result[done:end], flat[done:end], scale)
+        done = end
+    _round_into(result[done:], second.view(-1), scale)
+    return result.view(spec.shape)

@@ -1,0 +1,175 @@
+"""Matrix products into buffers that exist, with temporaries of a stated size and no larger.
+
+On CUDA, and in float32 on a CPU, the products of a chunk are single calls. 16-bit products on a CPU:
+
+- bfloat16 where the CPU multiplies it (AVX-512 BF16, AMX): single calls too, whose packed operands
+  take some hundred KiB a thread. No call adds a bfloat16 product to a float32 sum, so for such a sum
+  tiles of the product, rounded to bfloat16, are added one by one: one rounding a chunk, whose error
+  does not grow with the number of chunks.
+- otherwise oneDNN computes in a float32 scratch as large as the result (measured: 49 MB for a 25 MB
+  gradient), or (float16) at a tenth of the speed. Tiles converted to float32 take a fixed scratch
+  instead, sum up in float32, and run three times as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+__all__ = ["adds_to_float32", "gemm", "gemm_scratch_bytes", "multiplies", "scratch_bytes_of"]
+
+
+def gemm(out: Tensor, a: Tensor, b: Tensor, *, add: bool, scratch_bytes: int) -> None:
+    """out (m, n) = a (m, k) @ b (k, n), or out += a @ b.
+
+    Args:
+        out: of the operands' dtype, or float32 for 16-bit operands.
+        a, b: of one dtype.
+        add: add to what `out` holds.
+        scratch_bytes: temporaries take at most this much, beyond what a single call packs for itself.
+    """
+    kind = a.device.type
+    if isinstance(out, FakeTensor):
+        if _tiled(kind, out.dtype, a.dtype):
+            torch.empty(scratch_bytes, dtype=torch.uint8, device=a.device)
+    elif out.dtype == a.dtype and not _tiled(kind, out.dtype, a.dtype):
+        if add:
+            out.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=out)
+    elif adds_to_float32(kind, a.dtype):
+        torch.addmm(out, a, b, beta=int(add), out_dtype=out.dtype, out=out)
+    elif multiplies(kind, a.dtype):
+        _gemm_rounded_tiles(out, a, b, add, scratch_bytes)
+    else:
+        _gemm_tiles(out, a, b, add, scratch_bytes)
+
+
+def scratch_bytes_of(chunk_logits_bytes: int) -> int:
+    """The tiles' share, at least: a twelfth of a chunk's logits, but no tiles too small to be worth a call."""
+    return max(1 << 18, chunk_logits_bytes // 12)
+
+
+def gemm_scratch_bytes(
+    device: str, dtype: torch.dtype, out_dtypes: Iterable[torch.dtype], rows: int, scratch_bytes: int
+) -> int:
+    """Bytes that the products of a chunk hold besides their operands and results, at most.
+
+    Args:
+        device: as torch prints it.
+        dtype: of the operands.
+        out_dtypes: of the results.
+        rows: rows in the chunk.
+        scratch_bytes: what tiles may take.
+    """
+    kind = device.split(":")[0]
+    tiles = scratch_bytes if any(_tiled(kind, out, dtype) for out in out_dtypes) else 0
+    if kind == "cpu" and dtype.itemsize < 4 and multiplies(kind, dtype):
+        # A third of the tiles' share is the product itself, with a stretch of a finer sum beside it three sevenths.
+        return max(tiles, tiles * 3 // 7 + _packed_bytes(rows))
+    return tiles
+
+
+def _packed_bytes(rows: int) -> int:
+    """What oneDNN packs for a bfloat16 product, a thread (measured over D and V of 64 to 32000, on AVX-512)."""
+    kib = max(190, rows * 9 // 10) if rows <= 512 else 1700
+    return kib * 1024 * torch.get_num_threads()
+
+
+def multiplies(device: str, dtype: torch.dtype) -> bool:
+    """The device has instructions for products of that dtype; else it converts, or worse."""
+    if device != "cpu" or dtype.itemsize >= 4:
+        return True
+    return dtype == torch.bfloat16 and _bfloat16_units() and bool(torch.backends.mkldnn.enabled)
+
+
+@cache
+def _bfloat16_units() -> bool:
+    asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return torch.backends.mkldnn.is_available() and any(getattr(torch.cpu, name, lambda: False)() for name in asked)
+
+
+def _tiled(device: str, out_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether `gemm` goes tile by tile for these operands."""
+    return not multiplies(device, dtype) or (out_dtype != dtype and not adds_to_float32(device, dtype))
+
+
+def _gemm_rounded_tiles(out: Tensor, a: Tensor, b: Tensor, add: bool, scratch_bytes: int) -> None:
+    """A float32 sum of 16-bit products, by stretches of the longer side of `out`."""
+    m, n = out.shape
+    # A stretch of the product, and its float32 copy, which adding two dtypes makes.
+    step = max(16, scratch_bytes // (min(m, n) * (a.dtype.itemsize + out.dtype.itemsize)))
+    for lo in range(0, max(m, n), step):
+        target = out[lo : lo + step] if m >= n else out[:, lo : lo + step]
+        product = torch.mm(a[lo : lo + step], b) if m >= n else torch.mm(a, b[:, lo : lo + step])
+        if add:
+            target.add_(product)
+        else:
+            target.copy_(product)
+        del product  # before the next one is made
+
+
+def _gemm_tiles(out: Tensor, a: Tensor, b: Tensor, add: bool, scratch_bytes: int) -> None:
+    (m, k), n = a.shape, b.shape[1]
+    mb, nb, kb = _tile_shape(m, n, k, scratch_bytes // 4)
+    direct = out.dtype == torch.float32
+    for i in range(0, m, mb):
+        for j in range(0, n, nb):
+            target = out[i : i + mb, j : j + nb]
+            # Adding two dtypes would convert one of them in a temporary, so the sum starts from what is there.
+            total = target if direct else target.float() if add else torch.empty_like(target, dtype=torch.float32)
+            for p in range(0, k, kb):
+                x, y = a[i : i + mb, p : p + kb].float(), b[p : p + kb, j : j + nb].float()
+                if p or add:
+                    total.addmm_(x, y)
+                else:
+                    torch.mm(x, y, out=total)
+                del x, y
+            if not direct:
+                target.copy_(total)
+            del total  # before the next one is made
+
+
+def _tile_shape(m: int, n: int, k: int, floats: int) -> tuple[int, int, int]:
+    """Tile sizes with mb kb + kb nb + mb nb <= floats, as near a cube as the matrix lets them be."""
+    sizes = {"m": m, "n": n, "k": k}
+    tile = dict.fromkeys(sizes, 1)
+    side = max(16, int((floats / 3) ** 0.5))
+    for name, size in sizes.items():
+        tile[name] = min(size, side)
+
+    def used(t: dict[str, int]) -> int:
+        return t["m"] * t["k"] + t["k"] * t["n"] + t["m"] * t["n"]
+
+    # A matrix narrower than the cube leaves room for the other sides.
+    for name in ("n", "m", "k"):
+        while tile[name] < sizes[name]:
+            grown = tile | {name: min(sizes[name], tile[name] + max(16, tile[name] // 4))}
+            if used(grown) > floats:
+                break
+            tile = grown
+    return tile["m"], tile["n"], tile["k"]
+
+
+@cache
+def adds_to_float32(device: str, dtype: torch.dtype) -> bool:
+    """The device adds a 16-bit product to a float32 sum in one call (CUDA from torch 2.8 on).
+
+    On a GPU the first question runs a product, and the host waits for it: ask before a loop runs.
+    """
+    if device != "cuda":
+        return False
+    with unset_fake_temporarily():  # a GPU that is only simulated cannot be asked
+        if not torch._C._cuda_getDeviceCount():
+            return True
+        a = torch.ones(16, 16, dtype=dtype, device=device)
+        out = torch.ones(16, 16, dtype=torch.float32, device=device)
+        try:
+            torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
+        except (RuntimeError, TypeError):
+            return False
+        return bool((out == 17).all())

@@ -1,0 +1,139 @@
+"""What a chunk loop costs on a GPU: the work of the device by a roofline, and the calls by which the host starts it.
+
+A loop of small blocks makes the GPU wait for Python. So a block has at least 512 rows, or temporaries of 32 MiB, and
+as many rows as it takes for the host to be done in a twentieth of the device's time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from thunder_mem.chunk_loop.body import Body
+from thunder_mem.chunk_loop.gradient_sums import sum_calls
+from thunder_mem.chunk_loop.plan import Gemm, LoopPlan
+from thunder_mem.memory.device_models import DeviceModel
+
+__all__ = [
+    "HOST_SHARE",
+    "block_calls",
+    "busy_rows",
+    "device_seconds",
+    "gpu_block_rows",
+    "host_calls",
+    "loop_seconds",
+    "row_scratch_bytes",
+    "row_seconds",
+]
+
+HOST_SHARE = 0.05
+"""Of the time that a loop takes a GPU, the host may take this share to start its kernels."""
+
+_FLOOR_ROWS, _FLOOR_BYTES = 512, 32 << 20
+
+_TILE_ROWS = 128  # of a product; the rest of a tile would run for nothing
+
+
+def row_seconds(gemms: Sequence[Gemm], grads: Collection[int], device: DeviceModel, *, backward: bool) -> float:
+    """Seconds of the device for one row of all chunks: its products, and one kernel between two that moves a row."""
+    seconds = 0.0
+    for gemm in gemms:
+        products = _products([gemm], grads, backward)
+        dtype = str(gemm.out.dtype).removeprefix("torch.")
+        seconds += products * 2 * gemm.depth * gemm.width / device.matmul_flops(dtype)
+        seconds += 2 * products * gemm.width * gemm.out.dtype.itemsize / device.bandwidth_bytes_per_s
+    return seconds
+
+
+def _products(gemms: Sequence[Gemm], grads: Collection[int], backward: bool) -> int:
+    return len(gemms) + backward * sum((g.x in grads) + (g.w in grads) for g in gemms if g.flows)
+
+
+def device_seconds(plan: LoopPlan, device: DeviceModel, *, backward: bool) -> float:
+    """Seconds of the device for one run of the loop."""
+    return plan.n * row_seconds(plan.gemms, plan.grads, device, backward=backward)
+
+
+def loop_seconds(plan: LoopPlan, device: DeviceModel, *, backward: bool) -> float:
+    """Seconds of one run of the loop, one kernel after the other."""
+    calls = host_calls(plan, backward=backward)
+    if not plan.forward_block_calls:  # nobody counted them
+        calls = 2 * plan.chunks * _products(plan.gemms, plan.grads, backward)
+    return device_seconds(plan, device, backward=backward) + calls * device.launch_s
+
+
+def host_calls(plan: LoopPlan, *, backward: bool) -> int:
+    """Calls by which the host starts the kernels of one run of the loop."""
+    blocks = -(-plan.chunk_rows // plan.block_rows) * (plan.n // plan.chunk_rows)
+    blocks += -(-(plan.n % plan.chunk_rows) // plan.block_rows)
+    a_block = plan.backward_block_calls if backward else plan.forward_block_calls
+    return plan.chunks * _chunk_calls(plan, backward) + blocks * a_block
+
+
+def _chunk_calls(plan: LoopPlan, backward: bool) -> int:
+    calls = len(plan.gemms)
+    if backward:  # the products of rows, and the parts of those that add up
+        calls += sum(sum_calls(plan, g.w) for g in plan.gemms if g.flows and g.w in plan.grads)
+        calls += sum(g.flows and g.x in plan.grads for g in plan.gemms)
+    return calls
+
+
+def block_calls(plan: LoopPlan, body: Body) -> int:
+    """Calls by which the host starts a block: its kernels, and what puts its results in their places."""
+    calls = body.launches + body.outputs
+    if body.wants_gradients:
+        calls += sum(g.wanted(plan.grads) for g in plan.gemms) - len(body.over)
+        calls += sum(sum_calls(plan, i) for i in plan.sides if i in plan.grads)
+    return calls
+
+
+def busy_rows(plan: LoopPlan, body: Body, device: DeviceModel) -> int:
+    """Rows of as many chunks of one block each as the host can start in its share of the time.
+
+    0 where a chunk of one block would hold more than half of its logits a second time, and where the GPU waits for
+    the host even if all rows are one chunk: such a program is too small for its share to be kept.
+
+    Args:
+        plan: of the loop, whatever its rows.
+        body: one of its blocks, with gradients where it has any.
+        device: whose rates count.
+    """
+    if 2 * row_scratch_bytes(plan, body) > plan.row_bytes:
+        return 0
+    backward = bool(plan.grads)
+    calls = _chunk_calls(plan, backward) + block_calls(plan, body)
+    allowed_s = HOST_SHARE * row_seconds(plan.gemms, plan.grads, device, backward=backward)
+    chunks = int(plan.n * allowed_s / (calls * device.launch_s))
+    if not chunks:
+        return 0
+    return min(plan.n, -(-plan.n // chunks // _TILE_ROWS) * _TILE_ROWS)
+
+
+def gpu_block_rows(plan: LoopPlan, body: Body, least_rows: int, device: DeviceModel) -> int:
+    """Rows of a block: a divisor of the chunk's rows, at most all of them.
+
+    For the host's sake its temporaries grow to half of the chunk's logits, where nobody asked for the chunks.
+
+    Args:
+        plan: of the loop, whatever the rows of its blocks.
+        body: one of them.
+        least_rows: that the block's own products need.
+        device: whose rates count.
+    """
+    backward = bool(plan.grads)
+    scratch_bytes = max(1, row_scratch_bytes(plan, body))
+    floor = min(_FLOOR_ROWS, math.ceil(_FLOOR_BYTES / scratch_bytes))
+    row_s = row_seconds(plan.gemms, plan.grads, device, backward=backward)
+    # What is left to the calls of blocks, a row, once the chunk's own are made.
+    left_s = HOST_SHARE * row_s - _chunk_calls(plan, backward) * device.launch_s / plan.chunk_rows
+    enough = math.ceil(block_calls(plan, body) * device.launch_s / left_s) if left_s > 0 else plan.chunk_rows
+    most = 0 if plan.sized == "asked" else plan.logits_bytes // 2 // scratch_bytes
+    least = min(plan.chunk_rows, max(floor, least_rows, min(enough, most)))
+    return next(rows for rows in range(least, plan.chunk_rows + 1) if plan.chunk_rows % rows == 0)
+
+
+def row_scratch_bytes(plan: LoopPlan, body: Body) -> int:
+    """Bytes that a row of a block takes beside its logits; gradients of what all rows share are not counted."""
+    shared = (plan.inputs[i] for i in plan.sides if i in plan.grads)
+    whole_bytes = sum(spec.nbytes for spec in shared if not spec.sharding.split)
+    return -(-max(0, body.peak_bytes - whole_bytes) // body.rows)

@@ -1,0 +1,274 @@
+"""Running a chunk loop: plain torch on plain tensors, one chunk after another, into buffers that stay.
+
+A chunk is two levels deep. The matrix products see `chunk_rows` rows at once, so that they run at
+full speed; everything between them sees `block_rows` rows, so that its temporaries are small and in
+cache, and writes the gradient of the logits over the logits themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup
+
+from thunder_mem.chunk_loop.body import Body
+from thunder_mem.chunk_loop.gradient_sums import Accumulator, sole_owner
+from thunder_mem.chunk_loop.matmul import adds_to_float32, gemm
+from thunder_mem.chunk_loop.plan import Gemm, LoopPlan, Spec
+from thunder_mem.chunk_loop.row_blocks import block_sizes, read_rows, row_views, write_rows
+from thunder_mem.sharding.propagation import local_shape
+
+__all__ = ["ChunkLoop", "run"]
+
+
+class ChunkLoop:
+    """A plan with its compiled blocks; opaque to Thunder, which passes it through as an object.
+
+    Attributes:
+        plan: what was decided.
+        forward: blocks without gradients, by rows.
+        backward: blocks with gradients, by rows; with outputs too in mode "grads-in-forward".
+    """
+
+    def __init__(self, plan: LoopPlan, forward: dict[int, Body], backward: dict[int, Body]):
+        self.plan, self.forward, self.backward = plan, forward, backward
+        for g in plan.gemms:
+            adds_to_float32(g.out.device.split(":")[0], g.out.dtype)  # asked here, as no loop may wait for the device
+
+    @cached_property
+    def group(self) -> ProcessGroup | None:
+        """The process group that its blocks communicate with; None if they do not."""
+        for body in (*self.forward.values(), *self.backward.values()):
+            for bsym in body.trace.bound_symbols:
+                if (found := next((a for a in bsym.flat_args if isinstance(a, ProcessGroup)), None)) is not None:
+                    return found
+        return None
+
+    def with_plan(self, plan: LoopPlan) -> ChunkLoop:
+        """The same loop under another plan of the same region.
+
+        Raises:
+            ValueError: the plan needs blocks that were never compiled.
+        """
+        sizes = set(block_sizes(plan.n, plan.chunk_rows, plan.block_rows))
+        for bodies in (self.forward, self.backward):
+            if bodies and not sizes <= set(bodies):
+                raise ValueError(f"{plan.name} has blocks of {sorted(bodies)} rows, but chunks of {plan.chunk_rows} "
+                                 f"rows need {sorted(sizes)}")  # fmt: skip
+        return ChunkLoop(plan, self.forward, self.backward)
+
+    def __repr__(self) -> str:
+        return f"<{self.plan.name}: {self.plan.n} rows in {self.plan.chunks} chunks of {self.plan.chunk_rows}>"
+
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+def run(
+    loop: ChunkLoop,
+    inputs: Sequence[Tensor],
+    tangents: Sequence[Tensor] | None,
+    outputs: bool,
+    log_sums: Sequence[Tensor] = (),
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run all chunks.
+
+    Args:
+        loop: the loop.
+        inputs: in the plan's order.
+        tangents: of the differentiable outputs; None runs the forward alone.
+        outputs: whether outputs are asked for.
+        log_sums: with tangents, the whole values of the plan's `log_sums`.
+
+    Returns:
+        the outputs, and the gradients of the plan's `grads`: a whole input's as the parts of its
+        `Accumulator`, still to be merged by `finish`.
+    """
+    plan = loop.plan
+    bodies = loop.forward if tangents is None else loop.backward
+    totals = [_Total(spec, plan.n) for spec in plan.outputs] if outputs else []
+    grads = {} if tangents is None else _new_grads(plan, inputs)
+    logits = [
+        torch.empty(min(plan.chunk_rows, plan.n), g.width, dtype=g.out.dtype, device=g.out.device) for g in plan.gemms
+    ]
+    fake = any(isinstance(t, FakeTensor) for t in inputs)
+    tiles = plan.tiles_bytes(plan.forward_block_bytes if tangents is None else plan.backward_block_bytes)
+    for start in range(0, plan.n, plan.chunk_rows):
+        stop = min(start + plan.chunk_rows, plan.n)
+        rows = stop - start
+        chunk = [buffer[:rows] for buffer in logits]
+        xs = [_matrix(read_rows(inputs[g.x], plan.inputs[g.x].sharding, start, stop), g, rows) for g in plan.gemms]
+        for g, x, out in zip(plan.gemms, xs, chunk, strict=True):
+            w = inputs[g.w]
+            gemm(out, x, w.t() if g.w_rows_first else w, add=False, scratch_bytes=tiles)
+        for at in range(0, rows, plan.block_rows):
+            end = min(at + plan.block_rows, rows)
+            body = bodies[end - at]
+            _run_block(plan, body, inputs, tangents, log_sums, chunk, (at, end), start, totals, grads, fake)
+            if fake:
+                break
+        if tangents is not None:
+            _multiply_back(plan, inputs, grads, xs, chunk, start, stop, tiles)
+        if fake:  # every chunk takes the same memory, and fake numbers are no numbers
+            break
+    results = [total.result() for total in totals]
+    flat: list[Tensor] = []
+    for i in plan.grads if tangents is not None else ():
+        grad = grads[i]
+        flat += grad.result() if isinstance(grad, Accumulator) else [grad]
+    return results, flat
+
+
+def _new_grads(plan: LoopPlan, inputs: Sequence[Tensor]) -> dict[int, Tensor | Accumulator]:
+    grads: dict[int, Tensor | Accumulator] = {}
+    for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True):
+        spec, t = plan.inputs[i], inputs[i]
+        if not spec.sharding.split:
+            grads[i] = Accumulator(spec, dtype, plan.finer(i))
+        # The plan knows that nobody reads it any more; a view that a caller's strides made may still show.
+        elif i in plan.over and t.is_contiguous() and t.untyped_storage().nbytes() == spec.nbytes and sole_owner(t):
+            grads[i] = t.detach()
+        else:
+            grads[i] = torch.empty(spec.shape, dtype=dtype, device=spec.device)
+    return grads
+
+
+def _run_block(plan, body, inputs, tangents, log_sums, chunk, span, start, totals, grads, fake) -> None:
+    at, end = span
+    lo, hi = start + at, start + end
+    blocks = [_block_view(buffer[at:end], g, end - at) for buffer, g in zip(chunk, plan.gemms, strict=True)]
+    sides = []
+    for i in plan.sides:
+        sharding = plan.inputs[i].sharding
+        sides.append(read_rows(inputs[i], sharding, lo, hi) if sharding.split else inputs[i])
+    args = [*blocks, *sides]
+    if tangents is not None:
+        args += log_sums
+        for j in body.tangents:
+            t, sharding = tangents[plan.differentiable.index(j)], plan.outputs[j].sharding
+            args.append(read_rows(t, sharding, lo, hi) if sharding.split else t)
+    results = _pretend(plan, body, inputs, blocks) if fake else body.fn(*args)
+    for total, value in zip(totals, results[: body.outputs], strict=False):
+        total.add(value, lo, hi)
+    if tangents is None:
+        return
+    found = list(results[body.outputs :])
+    for block, want in zip(blocks, _wanted_gemms(plan), strict=True):
+        if want:
+            g = found.pop(0)
+            if g is None:
+                block.zero_()
+            elif not _lies_in(g, block):
+                block.copy_(g)
+    for i in plan.sides:
+        if i in plan.grads:
+            g, grad = found.pop(0), grads[i]
+            if not isinstance(grad, Accumulator):
+                zero = torch.zeros((), dtype=grad.dtype, device=grad.device)
+                write_rows(grad, plan.inputs[i].sharding, lo, hi, zero if g is None else g)
+            elif g is not None:
+                grad.add(g)
+
+
+def _lies_in(gradient: Tensor, block: Tensor) -> bool:
+    """Whether a block has put the gradient of its logits in their place already."""
+    return gradient.untyped_storage()._cdata == block.untyped_storage()._cdata
+
+
+def _wanted_gemms(plan: LoopPlan) -> list[bool]:
+    return [g.wanted(plan.grads) for g in plan.gemms]
+
+
+def _block_view(rows: Tensor, g: Gemm, count: int) -> Tensor:
+    """A block of the logits in the shape that the trace gave the amplifier's result."""
+    shape = local_shape(g.out.shape, g.out.sharding, count)
+    return rows.t().view(shape) if g.x_rows_last else rows.view(shape)
+
+
+def _multiply_back(plan, inputs, grads, xs, chunk, start, stop, tiles) -> None:
+    """From the gradient of the chunk's logits to those of the weights and then of its rows.
+
+    Last the rows: their gradient may lie over the rows themselves.
+    """
+    for g, x, dlogits in zip(plan.gemms, xs, chunk, strict=True):
+        if g.flows and g.w in plan.grads:
+            grads[g.w].add_product(g, dlogits, x, tiles)
+    written = {i for i in plan.sides if i in plan.grads}
+    for g, dlogits in zip(plan.gemms, chunk, strict=True):
+        if not g.flows or g.x not in plan.grads:
+            continue
+        w = inputs[g.w] if g.w_rows_first else inputs[g.w].t()
+        at = 0
+        for view in row_views(grads[g.x], plan.inputs[g.x].sharding, start, stop):
+            rows = math.prod(view.shape) // g.depth
+            # A view's rows lie evenly, so this is a view too and the product lands in the gradient.
+            out = view.view(g.depth, rows).t() if g.x_rows_last else view.view(rows, g.depth)
+            gemm(out, dlogits[at : at + rows], w, add=g.x in written, scratch_bytes=tiles)
+            at += rows
+        written.add(g.x)
+
+
+_COMBINE = {"max": torch.maximum, "min": torch.minimum, "logsumexp": torch.logaddexp}
+
+
+class _Total:
+    """An output while it is put together: rows side by side, or a total in at least float32."""
+
+    def __init__(self, spec: Spec, n: int):
+        self.spec = spec
+        kind = spec.sharding.partial
+        self.value: Any  # a tensor; None until the first part of a total that is no sum
+        if kind is None:
+            self.value = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+        elif kind == "sum":
+            wide = torch.float32 if spec.dtype.is_floating_point and spec.dtype.itemsize < 4 else spec.dtype
+            self.value = torch.zeros(spec.shape, dtype=wide, device=spec.device)
+        else:
+            self.value = None
+
+    def add(self, value: Tensor, lo: int, hi: int) -> None:
+        kind = self.spec.sharding.partial
+        if kind is None:
+            write_rows(self.value, self.spec.sharding, lo, hi, value)
+        elif kind == "sum":
+            self.value.add_(value)
+        elif self.value is None:
+            wide = kind == "logsumexp" and value.dtype.itemsize < 4
+            self.value = value.float() if wide else value.clone()
+        else:
+            self.value = _COMBINE[kind](self.value, value)
+
+    def result(self) -> Tensor:
+        if self.value is None:
+            return torch.empty(self.spec.shape, dtype=self.spec.dtype, device=self.spec.device)
+        return self.value.to(self.spec.dtype)
+
+
+def _matrix(t: Tensor, gemm: Gemm, rows: int) -> Tensor:
+    """A block of the row operand, or of its gradient, as (rows, D), without a copy where strides allow."""
+    return t.reshape(gemm.depth, rows).t() if gemm.x_rows_last else t.reshape(rows, gemm.depth)
+
+
+# --- without numbers ------------------------------------------------------------------------------
+
+
+def _pretend(plan: LoopPlan, body: Body, inputs: Sequence[Tensor], blocks: Sequence[Tensor]) -> list[Tensor]:
+    """What a block allocates, without running it: compiled code knows no fake tensors."""
+    rows = body.rows
+    torch.empty(body.peak_bytes, dtype=torch.uint8, device=inputs[0].device)
+    specs = list(plan.outputs) if body.outputs else []
+    out = [torch.empty(local_shape(s.shape, s.sharding, rows), dtype=s.dtype, device=s.device) for s in specs]
+    for i, (block, want) in enumerate(zip(blocks, _wanted_gemms(plan), strict=True)):
+        if want:
+            out.append(block if i in body.over else torch.empty_like(block))
+    for i in plan.sides:
+        if i in plan.grads:
+            s = plan.inputs[i]
+            out.append(torch.empty(local_shape(s.shape, s.sharding, rows), dtype=s.dtype, device=s.device))
+    return out

@@ -1,0 +1,74 @@
+"""What a plan takes by the roofline: every region one kernel, everything else its own (`roofline.py`)."""
+
+from __future__ import annotations
+
+from thunder.core.proxies import Proxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from thunder_mem.costs.roofline import cost_s, kernels_cost_s, region_cost_s
+from thunder_mem.memory.device_models import DeviceModel
+from thunder_mem.memory.kernel_figures import KernelFigures
+from thunder_mem.memory.plan import Plan
+from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.trace.reading import TraceGraph, read_trace
+
+__all__ = ["bound_symbol_seconds", "plan_seconds", "trace_seconds"]
+
+
+def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
+    """Seconds of a forward and a backward, one kernel after the other.
+
+    Args:
+        plan: of `source`.
+        source: the joint trace that it is for, with what is repeated in it.
+        device: whose rates count.
+    """
+    wanted_by: dict[str, set[int]] = {}  # proxy name -> the ops that take it
+    for op, bsym in enumerate(source.bsyms):
+        for p in bsym.flat_proxy_args:
+            wanted_by.setdefault(p.name, set()).add(op)
+    # A copy serves its own region, so only who runs an op as its own hands its results on.
+    total = 0.0
+    for region in plan.regions:
+        bsyms = [source.bsyms[op] for op in region.ops]
+        if region.executor is None:
+            total += sum(bound_symbol_seconds(b, device) for b in bsyms)
+            continue
+        inside = frozenset(region.ops)
+        made = {p.name for b in bsyms for p in b.flat_proxy_outs}
+        inputs: dict[str, Proxy] = {p.name: p for b in bsyms for p in b.flat_proxy_args if p.name not in made}
+        own = [source.bsyms[op] for op in region.ops if op not in region.copies]
+        outputs: dict[str, Proxy] = {
+            p.name: p
+            for b in own
+            for p in b.flat_proxy_outs
+            if p.name in source.pinned or not wanted_by.get(p.name, set()) <= inside
+        }
+        total += region_cost_s(bsyms, inputs.values(), outputs.values(), device)
+    return total
+
+
+def trace_seconds(trace: TraceCtx, device: DeviceModel) -> float:
+    """Seconds of a final trace, whoever made it, by the same count: every bound symbol one kernel.
+
+    But a region of `mem_pointwise` on a GPU is the kernels that Inductor writes for it, and what they read and write.
+    """
+    source = read_trace(trace)
+    total = 0.0
+    for bsym in source.bsyms:
+        figures = traits_of(bsym).kernels(bsym, source.layout)
+        if isinstance(figures, KernelFigures):
+            total += kernels_cost_s([bsym], figures.moved_bytes, figures.launches, device)
+        else:
+            total += bound_symbol_seconds(bsym, device)
+    return total
+
+
+def bound_symbol_seconds(bsym: BoundSymbol, device: DeviceModel) -> float:
+    """Seconds of one bound symbol of a final trace; none of a copy to the host or back, which runs beside."""
+    traits = traits_of(bsym)
+    if traits.transfers:
+        return 0.0
+    declared = traits.seconds(bsym, device)
+    return cost_s(bsym, device) if declared is None else declared

@@ -1,0 +1,262 @@
+"""One order of all collectives, from the structure of the program alone.
+
+Thunder starts all gathers at once, in the order of the parameters' names, and all reductions of
+gradients behind the last of them; whatever is planned afterwards would be bound to that. Here gathers
+follow the first uses of what they gather, and a reduction stands where its gradient is complete.
+
+Every rank must start its collectives in the same order, also where ranks compile the program for batches
+of other sizes. So nothing but the trace's data flow and its source order is looked at, and the bytes of what is
+gathered, which are parameters: never the sizes of activations, never time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+
+from thunder.core import prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+
+from thunder_mem.costs.roofline import bound_symbol_flops
+from thunder_mem.trace.collectives import awaited_futures, is_gather, is_reduction, starts
+from thunder_mem.trace.effects import COMMUNICATION
+from thunder_mem.trace.reading import TraceGraph, read_trace
+
+__all__ = ["Walk", "free_predecessors", "made_of_shards", "ordered_collectives", "starts_of"]
+
+
+def ordered_collectives(
+    trace: TraceCtx,
+    earlier: TraceGraph | None = None,
+    also_needs: Callable[[TraceGraph], Mapping[int, Collection[int]]] | None = None,
+) -> TraceCtx:
+    """The trace with its collectives in the order that planning then keeps; as it is where nothing communicates.
+
+    Args:
+        trace: plain or joint, unfused, without `del`s.
+        earlier: a reading of a trace that `trace` was made from.
+        also_needs: what else, beside its predecessors, has to stand before an op.
+    """
+    if not any(map(starts, trace.bound_symbols)):
+        return trace
+    source = read_trace(trace, earlier=earlier)
+    order = collective_order(source, also_needs(source) if also_needs is not None else {})
+    if order == list(range(len(source.graph))):
+        return trace
+    new = from_trace(trace)
+    new.bound_symbols = [*source.prefix, *(source.bsyms[op] for op in order), source.result]
+    new.set_provenance(TraceProvenance("Collectives in the order of use and completion"))
+    return new
+
+
+def collective_order(source: TraceGraph, also_needs: Mapping[int, Collection[int]]) -> list[int]:
+    """An order of the ops: gathers on demand and one layer ahead, reductions at once, their waits at the end."""
+    graph = source.graph
+    before = [(*b, *also_needs.get(op, ())) for op, b in enumerate(free_predecessors(source))]
+    gathered = made_of_shards(source)
+    waits = _waits_for_reductions(source)
+    urgent = _only_for_reductions(source)
+    lazy = gathered | waits | (_of_no_gradient(source) if also_needs else frozenset())
+    is_start = [COMMUNICATION in effects.channels for effects in source.effects]
+    order: list[int] = []
+    for backward in (False, True):
+        half = [op.index for op in graph.ops if op.backward == backward]
+        just_in_time = _walk(is_start, before, half, order, lazy, urgent)
+        ahead = _look_ahead(source, just_in_time.demanded, gathered)
+        order = _walk(is_start, before, half, order, lazy, urgent, ahead).order
+    return order
+
+
+class Walk:
+    """Ops in an order that respects predecessors: each is taken with whatever it still lacks.
+
+    Attributes:
+        order: what was taken so far.
+        demanded: per op that was asked for, what had to be taken before it.
+    """
+
+    def __init__(self, before: Sequence[Collection[int]], order: Iterable[int] = ()) -> None:
+        self.order = list(order)
+        self.demanded: dict[int, tuple[int, ...]] = {}
+        self._before = before
+        self._done = set(self.order)
+
+    def __contains__(self, op: int) -> bool:
+        return op in self._done
+
+    def take(self, op: int) -> None:
+        """Append `op`, and before it all that it needs and is not there yet."""
+        if op in self._done:
+            return
+        first = len(self.order)
+        stack = [op]
+        while stack:
+            last = stack[-1]
+            missing = [p for p in self._before[last] if p not in self._done]
+            if missing:
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            if last not in self._done:
+                self._done.add(last)
+                self.order.append(last)
+        self.demanded[op] = tuple(self.order[first:-1])
+
+
+def _walk(
+    is_start: Sequence[bool],
+    before: Sequence[Collection[int]],
+    half: Sequence[int],
+    done: Sequence[int],
+    lazy: Collection[int],
+    urgent: Collection[int],
+    ahead: Mapping[int, Sequence[int]] = MappingProxyType({}),
+) -> Walk:
+    """One half in source order, but for what is taken on demand, or `ahead` of an op, or as soon as it is ready."""
+    walk = Walk(before, done)
+    lacks = {op: _inputs(op, before, urgent) - set(done) for op in half if op in urgent and is_start[op]}
+    waiting: dict[int, list[int]] = {}
+    for start, missing in lacks.items():
+        for op in missing:
+            waiting.setdefault(op, []).append(start)
+    looked_at = len(walk.order)
+    for op in half:
+        if op in lazy or op in urgent:
+            continue
+        for early in ahead.get(op, ()):
+            walk.take(early)
+        walk.take(op)
+        while looked_at < len(walk.order):
+            now = walk.order[looked_at]
+            looked_at += 1
+            for start in waiting.get(now, ()):
+                lacks[start].discard(now)
+                if not lacks[start]:
+                    walk.take(start)
+    for op in half:
+        walk.take(op)
+    return walk
+
+
+def _inputs(op: int, before: Sequence[Collection[int]], urgent: Collection[int]) -> set[int]:
+    """What the computation of `op` that is urgent with it takes from the rest."""
+    inputs: set[int] = set()
+    seen, stack = {op}, [op]
+    while stack:
+        for p in before[stack.pop()]:
+            if p not in urgent:
+                inputs.add(p)
+            elif p not in seen:
+                seen.add(p)
+                stack.append(p)
+    return inputs
+
+
+def starts_of(source: TraceGraph) -> list[int]:
+    """The ops that start a collective, in source order."""
+    return [i for i, effects in enumerate(source.effects) if COMMUNICATION in effects.channels]
+
+
+def free_predecessors(source: TraceGraph) -> list[tuple[int, ...]]:
+    """What each op needs, but for the order among collectives where only that asks for it."""
+    before = [set(p) for p in source.graph.predecessors]
+    chain = starts_of(source)
+    for a, b in pairwise(chain):
+        effects = (source.effects[a], source.effects[b])
+        makes = {p.name for p in source.bsyms[a].flat_proxy_outs}
+        taken = any(p.name in makes for p in source.bsyms[b].flat_proxy_args)
+        if not taken and not any(e.writes or e.barrier for e in effects):
+            before[b].discard(a)
+    return [tuple(sorted(b)) for b in before]
+
+
+def made_of_shards(source: TraceGraph) -> frozenset[int]:
+    """The ops that gather arguments, wait for that, and what is made cheaply of their results alone.
+
+    Such as a cast of a gathered weight, or the view of it that a matrix product takes.
+    """
+    found: set[int] = set()
+    of_arguments: set[int] = set()  # made of arguments alone: a shard that is cast before it is gathered
+    for op, (bsym, effects) in enumerate(zip(source.bsyms, source.effects, strict=True)):
+        producers = {source.producer_of.get(p.name) for p in bsym.flat_proxy_args if p.name in source.storage_of}
+        if producers <= {None, *of_arguments}:
+            if is_gather(bsym):
+                found.add(op)
+            elif producers and effects.pure:
+                of_arguments.add(op)
+        elif producers <= found and ((effects.pure and _is_cheap(bsym)) or any(True for _ in awaited_futures(bsym))):
+            found.add(op)
+    return frozenset(found)
+
+
+def _waits_for_reductions(source: TraceGraph) -> frozenset[int]:
+    makers = {p.name: op for op in starts_of(source) for p in source.bsyms[op].flat_proxy_outs}
+    return frozenset(
+        op
+        for op, bsym in enumerate(source.bsyms)
+        if any(f in makers and is_reduction(source.bsyms[makers[f]]) for f in awaited_futures(bsym))
+    )
+
+
+def _only_for_reductions(source: TraceGraph) -> frozenset[int]:
+    """The starts of reductions, and the cheap work that is done for them alone, such as dividing a gradient.
+
+    Products are left where they are, else that would be all of a backward. Waits read a gradient too,
+    while it is in flight.
+    """
+    graph, waits = source.graph, _waits_for_reductions(source)
+    urgent: set[int] = set()
+    for op in range(len(graph) - 1, -1, -1):
+        bsym, effects = source.bsyms[op], source.effects[op]
+        users = [u for u in graph.successors[op] if u not in waits]
+        movable = op not in waits and effects.pure and _is_cheap(bsym)
+        returned = not source.pinned.isdisjoint(p.name for p in bsym.flat_proxy_outs)
+        alone = users and all(u in urgent and graph.ops[u].backward == graph.ops[op].backward for u in users)
+        if is_reduction(bsym) or (movable and alone and not returned):
+            urgent.add(op)
+    return frozenset(urgent)
+
+
+def _of_no_gradient(source: TraceGraph) -> frozenset[int]:
+    """What the backward makes of the forward's values alone: Thunder makes some at its start and uses them late."""
+    graph = source.graph
+    depends: set[int] = set()
+    for op, bsym, effects in zip(graph.ops, source.bsyms, source.effects, strict=True):
+        makers = (source.producer_of.get(p.name) for p in bsym.flat_proxy_args)
+        if op.backward and (bsym.sym == prims.get_grad or not effects.pure or not depends.isdisjoint(makers)):
+            depends.add(op.index)
+    return frozenset(op.index for op in graph.ops if op.backward and op.index not in depends)
+
+
+def _is_cheap(bsym: BoundSymbol) -> bool:
+    """No product: at most one operation for each element that it reads or makes."""
+    proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+    return bound_symbol_flops(bsym) <= max((p.numel for p in proxies if isinstance(p, TensorProxy)), default=0)
+
+
+def _look_ahead(
+    source: TraceGraph, demanded: dict[int, tuple[int, ...]], gathered: Collection[int]
+) -> dict[int, list[int]]:
+    """Per op that uses gathered values, the gathers to start before it: its own, and some for the ops to come.
+
+    As much again as it uses itself, and at least those of the next: while one layer is in use, the next
+    arrives. Only their order is decided here, most of all that a layer is gathered before the
+    gradients of the one behind it are reduced; when to start them is for `overlap_scheduling.py`.
+    """
+    groups: list[tuple[int, list[int]]] = []
+    for op, needs in demanded.items():
+        if group := [n for n in needs if n in gathered and is_gather(source.bsyms[n])]:
+            groups.append((op, group))
+    size = [sum(source.graph.storages[s].nbytes for n in g for s in source.graph.ops[n].allocates) for _, g in groups]
+    ahead: dict[int, list[int]] = {}
+    last = 0
+    for i, (op, _) in enumerate(groups):
+        last, room = max(last, i), size[i] - sum(size[i + 1 : last + 1])
+        while last + 1 < len(groups) and (last == i or size[last + 1] <= room):
+            last += 1
+            room -= size[last]
+        ahead[op] = [n for _, group in groups[i : last + 1] for n in group]
+    return ahead

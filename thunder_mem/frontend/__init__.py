@@ -1,0 +1,1 @@
+"""Before autograd: what makes Thunder's computation trace correct and functional."""

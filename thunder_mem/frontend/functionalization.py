@@ -1,0 +1,383 @@
+"""Writes in place, made safe: into values of their own where that is the same, or after a copy of what is still needed.
+
+Thunder's autograd and its checkpointing repeat and save values by name, as if nothing ever changed under a
+name. A write in place breaks that: the backward reads memory that was overwritten meanwhile, or a
+recomputation leaves the write out. `without_writes` runs before autograd and replaces a write to an
+intermediate value by the new value itself. Thunder computes that value anyway before it copies, so this
+costs nothing. What remains are writes to the caller's tensors, and those seen through another view: for these
+see `rewrites/copy_before_write.py`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from thunder.core import dtypes, prims
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
+from thunder.core.pytree import tree_flatten_with_dataclass
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.torch import _inplace_to_out_of_place
+
+from thunder_mem.trace.aliases import Aliases
+from thunder_mem.trace.effects import effects_of, is_copy, leaves
+from thunder_mem.trace.source_lines import place_of
+from thunder_mem.trace.view_prims import CERTAIN_VIEWS
+
+__all__ = ["without_writes"]
+
+
+def _copies(bsym: BoundSymbol) -> list[BoundSymbol]:
+    return [leaf for leaf in leaves(bsym) if is_copy(leaf)]
+
+
+def _updates_of_statistics(bsym: BoundSymbol) -> list[BoundSymbol]:
+    """The writes by which a normalisation updates its running statistics, which have no gradient in eager."""
+    if bsym.sym.name in ("batch_norm", "_native_batch_norm"):
+        return _copies(bsym)
+    return [copy for part in bsym.subsymbols for copy in _updates_of_statistics(part)]
+
+
+def without_writes(trace: TraceCtx) -> TraceCtx:
+    """The trace in which a write to an intermediate value is a new value, where nobody could tell.
+
+    That is where no argument of the trace may share the memory, and where after the write the memory is
+    read only through the written view, through younger ones, and through older ones that are certainly
+    views of the written one, which are taken again. Any other write stays.
+
+    Args:
+        trace: a computation trace before autograd.
+    """
+    if not any(map(_copies, trace.bound_symbols)):
+        return trace
+    trace = _with_own_repeats(trace)
+    memory = Aliases(trace.bound_symbols)
+    recipes = {p.name: b for b in trace.bound_symbols if _is_certain_view(b) for p in _tensors(b.output)}
+    arguments = frozenset(p.name for p in _arguments(trace))
+    replaceable, missed = _replaceable(trace, memory, recipes)
+    if missed is not None:
+        _warn(
+            missed,
+            "it goes through a view, and what it is a view of is read afterwards. Gradients through it are wrong",
+            "Index the tensor itself (x[1] = ...), or compute a new one (torch.cat, torch.where)",
+        )
+    if (lost := _write_to_a_diagonal(trace, memory)) is not None:
+        _warn(
+            lost,
+            "it goes to a torch.diagonal, which is a copy where anything has a gradient. The tensor keeps its old "
+            "values",
+            "Compute a new one (torch.where with a mask of the diagonal)",
+        )
+    rewriter = _Rewriter(from_trace(trace), memory, replaceable, recipes, arguments)
+    *body, result = trace.bound_symbols
+    with tracectx(rewriter.trace):
+        for bsym in body:
+            rewriter.take(bsym)
+        rewriter.end(result)
+    new = rewriter.trace
+    new.bound_symbols = rewriter.done
+    new.set_provenance(TraceProvenance("Writes to intermediate values become new values"))
+    return new
+
+
+def _with_own_repeats(trace: TraceCtx) -> TraceCtx:
+    """The trace in which a `repeat` that is written to has memory of its own, as in eager.
+
+    By Thunder's decomposition that of a single row shows the row anew: a write would change the row itself.
+    """
+    memory = Aliases(trace.bound_symbols)
+    written = {memory(copy.args[1].name) for b in trace.bound_symbols for copy in _copies(b)}
+    new = from_trace(trace)
+    with tracectx(new):
+        for bsym in trace.bound_symbols:
+            if bsym.sym.name == "repeat" and memory(bsym.output.name) in written:
+                shown = TensorProxy(like=bsym.output, requires_grad=bsym.output.requires_grad)
+                copy = prims.clone.bind(shown, output=bsym.output)
+                new.bound_symbols += [bsym.from_bsym_swap_proxies({variableify(bsym.output): shown}), copy]
+            else:
+                new.bound_symbols.append(bsym)
+    return new
+
+
+def _warn(write: BoundSymbol, why: str, instead: str) -> None:
+    warnings.warn(
+        f"Thunder's autograd misses the write at {place_of(write)}: {why}, with MemEfficient and without. {instead}",
+        stacklevel=3,
+    )
+
+
+def _write_to_a_diagonal(trace: TraceCtx, memory: Aliases) -> BoundSymbol | None:
+    """The first write to what eager has as a view and Thunder's derivative as a copy, if anything has a derivative."""
+    if not any(p.requires_grad for p in _arguments(trace)):
+        return None
+    diagonals = {memory(p.name) for b in trace.bound_symbols if b.sym.name == "diagonal" for p in _tensors(b.output)}
+    writes = ((b, copy) for b in trace.bound_symbols for copy in _copies(b))
+    return next((b for b, copy in writes if memory(copy.args[1].name) in diagonals), None)
+
+
+def _arguments(trace: TraceCtx) -> list[Proxy]:
+    unpacked = (p for b in trace.bound_symbols if b.sym.id is PrimIDs.UNPACK_TRIVIAL for p in b.flat_proxy_outs)
+    return [*_tensors((trace.args, trace.kwargs)), *unpacked]
+
+
+def _is_certain_view(bsym: BoundSymbol) -> bool:
+    """Whatever the strides, it makes views of its one argument, and autograd sees them as such."""
+    parts = [leaf for leaf in leaves(bsym) if leaf.flat_proxy_outs]
+    allowed = CERTAIN_VIEWS | ({PrimIDs.RESHAPE} if bsym.sym.name in ("view", "view_as") else set())
+    return (
+        bool(parts)
+        and len(bsym.flat_proxy_args) == 1
+        and all(leaf.sym.id in allowed for leaf in parts)
+        and not any(map(_is_detached, bsym.flat_proxy_outs))
+    )
+
+
+def _is_detached(p: Proxy) -> bool:
+    return ProxyTag.DETACHED_AUTOGRAD_GRAPH in p.tags
+
+
+def _replaceable(
+    trace: TraceCtx, memory: Aliases, recipes: Mapping[str, BoundSymbol]
+) -> tuple[frozenset[str], BoundSymbol | None]:
+    """The classes of `memory` all of whose writes can be replaced, and a write that autograd will miss."""
+    arguments = _arguments(trace)
+    needs_grad = any(p.requires_grad for p in arguments if isinstance(p, TensorProxy))
+    kept = {memory(p.name) for p in arguments}
+    written: set[str] = set()
+    same_view: dict[str, str] = {}  # a name -> the name under which its view was made
+    newest: dict[str, tuple[str, int]] = {}  # a class -> the view written last, and when
+    born: dict[str, int] = {}
+
+    def follows(view: str, last: str) -> bool:
+        while view != last:
+            if view not in recipes:
+                return False
+            parent = recipes[view].flat_proxy_args[0].name
+            view = same_view.get(parent, parent)
+        return True
+
+    with_grad = {p.name for p in arguments if isinstance(p, TensorProxy) and p.requires_grad}
+    writer: dict[str, BoundSymbol] = {}  # a class -> the last bound symbol that wrote what has a gradient
+    missed: BoundSymbol | None = None
+    own = {memory(p.name) for p in arguments}
+    statistics = {id(copy) for bsym in trace.bound_symbols for copy in _updates_of_statistics(bsym)}
+    for now, (bsym, leaf) in enumerate((b, part) for b in trace.bound_symbols for part in leaves(b)):
+        args = [p.name for p in leaf.flat_proxy_args]
+        handed_in = [p.name for p in bsym.flat_proxy_args]
+        if leaf.sym.id is PrimIDs.UPDATE_ALIASES:
+            outs = [p.name for p in leaf.flat_proxy_outs]
+            same_view.update(zip(outs, (same_view.get(a, a) for a in args), strict=True))
+            with_grad.update(out for out, arg in zip(outs, args, strict=True) if arg in with_grad)
+            continue
+        reads = args
+        if is_copy(leaf):
+            source, target = leaf.args[:2]
+            reads = [source.name]
+            if needs_grad and (not leaf.kwargs.get("grad_enabled", True) or id(leaf) in statistics):
+                kept.add(memory(target.name))  # what autograd must not see
+        for name in reads:
+            view = same_view.get(name, name)
+            last, when = newest.get(memory(name), (view, now))
+            if born.get(view, -1) < when and not follows(view, last):
+                kept.add(memory(name))
+                # `y[1] += 1` writes to the view, and then the view to where it is anyway.
+                puts_back = bsym.sym.name.startswith("setitem") and last in (same_view.get(a, a) for a in handed_in)
+                if missed is None and memory(name) not in own and not puts_back:
+                    missed = writer.get(memory(name))
+        carries = not with_grad.isdisjoint(args) and leaf.sym.name != "detach"
+        for p in leaf.flat_proxy_outs:
+            if p.name not in args:
+                born.setdefault(p.name, now)
+            if carries and isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype) and not _is_detached(p):
+                with_grad.add(p.name)
+        if is_copy(leaf):
+            view = same_view.get(target.name, target.name)
+            same_view.update((p.name, view) for p in leaf.flat_proxy_outs)
+            written.add(memory(target.name))
+            if not with_grad.isdisjoint(args) and leaf.kwargs.get("grad_enabled", True):
+                writer[memory(target.name)] = bsym
+            newest[memory(target.name)] = (view, now)
+        else:
+            kept.update(memory(name) for name in effects_of(leaf).writes)
+    return frozenset(written - kept), missed
+
+
+def _tensors(tree: object) -> list[TensorProxy]:
+    return [x for x in tree_flatten_with_dataclass(tree)[0] if isinstance(x, TensorProxy)]
+
+
+@dataclass
+class _Rewriter:
+    """Rewrites bound symbols in order.
+
+    `current` is what a view of a replaceable class holds, as of that many writes to the class (`as_of`).
+    """
+
+    trace: TraceCtx
+    memory: Aliases
+    classes: frozenset[str]
+    recipes: Mapping[str, BoundSymbol]
+    arguments: frozenset[str]
+    done: list[BoundSymbol] = field(default_factory=list)
+    same_view: dict[str, str] = field(default_factory=dict)
+    current: dict[str, TensorProxy] = field(default_factory=dict)
+    as_of: dict[str, int] = field(default_factory=dict)
+    writes: Counter = field(default_factory=Counter)
+    through_views: list[TensorProxy] = field(default_factory=list)
+
+    def take(self, bsym: BoundSymbol) -> None:
+        if bsym.sym.id is PrimIDs.UPDATE_ALIASES:
+            self._update_aliases(bsym)
+        elif self._changes(bsym):
+            self._expand(bsym, _made_in(bsym, self.memory))
+        else:
+            self._append(bsym)
+
+    def end(self, result: BoundSymbol) -> None:
+        """The return statement. Thunder drops a write through a view, or runs it in the backward, where
+        nothing in the forward uses its result; so one output is made to use all that are not outputs themselves."""
+        self._append(result)
+        returned_already = {p.name for p in self._outputs()}
+        self._tell_outputs_apart()
+        written = [p for p in self.through_views if p.name not in returned_already]
+        anchor = next((p for p in self._outputs() if p.name not in self.arguments), None)
+        if written and anchor is not None:
+            olds = (*written, anchor)
+            news = tuple(TensorProxy(like=p, requires_grad=p.requires_grad) for p in olds)
+            self.done.insert(-1, prims.update_aliases.bind(olds, output=news))
+            self.done[-1] = self.done[-1].from_bsym_swap_proxies({variableify(anchor): news[-1]})
+
+    def _outputs(self) -> list[TensorProxy]:
+        returned = self.done[-1].args[0] if self.done[-1].args else None
+        return _tensors(returned["output"]) if isinstance(returned, dict) else []
+
+    def _tell_outputs_apart(self) -> None:
+        """Give a value that is returned under two names two names: autograd asks each for its gradient."""
+        result = self.done[-1]
+        returned = result.args[0] if result.args else None
+        if not isinstance(returned, dict) or not isinstance(returned["output"], tuple):
+            return
+        outputs: list[object] = []
+        for p in returned["output"]:
+            if isinstance(p, TensorProxy) and any(p is o or p.name == getattr(o, "name", None) for o in outputs):
+                new = TensorProxy(like=p, requires_grad=p.requires_grad)
+                self.done.insert(-1, prims.update_aliases.bind((p,), output=(new,)))
+                p = new
+            outputs.append(p)
+        self.done[-1] = result.from_bsym(args=({**returned, "output": tuple(outputs)}, *result.args[1:]))
+
+    def _replaces(self, name: str) -> bool:
+        return self.memory(name) in self.classes
+
+    def _is_through_view(self, copy: BoundSymbol) -> bool:
+        return self._view(copy.args[1].name) not in self.arguments
+
+    def _changes(self, bsym: BoundSymbol) -> bool:
+        """Something in it writes, to other than an argument as a whole."""
+        return any(self._replaces(copy.args[1].name) or self._is_through_view(copy) for copy in _copies(bsym))
+
+    def _view(self, name: str) -> str:
+        return self.same_view.get(name, name)
+
+    def _now(self, p: TensorProxy) -> TensorProxy:
+        """What memory holds where `p` looks; an old view of what was written since is taken again."""
+        if not self._replaces(p.name):
+            return p
+        stale, base = [], p  # from `p` up to a view that is as new as what was written last
+        while self.as_of.get(view := self._view(base.name), 0) < self.writes[self.memory(view)]:
+            stale.append(self.recipes[view])
+            (base,) = stale[-1].flat_proxy_args
+        for recipe in reversed(stale):
+            self._take_again(recipe)
+        return self._known(p)
+
+    def _known(self, p: TensorProxy) -> TensorProxy:
+        return self.current.get(self._view(p.name), p)
+
+    def _take_again(self, recipe: BoundSymbol) -> None:
+        """Take a view of what its base, which is up to date, has become."""
+        (base,) = recipe.flat_proxy_args
+        self.trace.push_scope([])
+        again = recipe.from_bsym_swap_proxies({variableify(base): self._known(base)}, skip_output=True)
+        outs = again.sym(*again.args, **again.kwargs)
+        self.done += [b.from_bsym(tags=recipe.tags | b.tags) for b in self.trace.pop_scope()]
+        for old, new in zip(_tensors(recipe.output), _tensors(outs), strict=True):
+            self._set(old.name, new)
+
+    def _set(self, view: str, value: TensorProxy) -> None:
+        self.current[view] = value
+        self.as_of[view] = self.writes[self.memory(view)]
+
+    def _append(self, bsym: BoundSymbol) -> None:
+        swap = {}
+        for p in bsym.flat_proxy_args:
+            if isinstance(p, TensorProxy) and (now := self._now(p)).name != p.name:
+                swap[variableify(p)] = now
+        self.done.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym)
+        for copy in _copies(bsym):  # what it returns looks where it wrote
+            self.same_view.update((p.name, self._view(copy.args[1].name)) for p in copy.flat_proxy_outs)
+        if is_copy(bsym) and self._is_through_view(bsym):
+            self.through_views.append(bsym.output)
+        taken = {p.name for p in bsym.flat_proxy_args}
+        for p in _tensors(bsym.output):
+            if p.name not in taken and self._replaces(p.name):
+                self._set(p.name, p)
+
+    def _update_aliases(self, bsym: BoundSymbol) -> None:
+        """Replaceable members are followed here; the others stay together."""
+        pairs = list(zip(bsym.flat_proxy_args, bsym.flat_proxy_outs, strict=True))
+        self.same_view.update((new.name, self._view(old.name)) for old, new in pairs)
+        rest = [(old, new) for old, new in pairs if not self._replaces(old.name)]
+        if rest:
+            olds, news = (tuple(side) for side in zip(*rest, strict=True))
+            bound = prims.update_aliases.bind(olds, output=news)
+            self.done.append(bound.from_bsym(tags=bsym.tags.copy()))
+
+    def _expand(self, bsym: BoundSymbol, made: set[str]) -> None:
+        """The parts of a composite without its writes. `made` are the fresh tensors made inside it."""
+        if is_copy(bsym) and self._replaces(bsym.args[1].name):
+            self._write(bsym, made)
+        elif is_copy(bsym) or not self._changes(bsym):
+            self._append(bsym)
+        else:
+            for part in _whole_but_write(bsym):
+                place = {"source_filename": bsym.source_filename, "source_positions": bsym.source_positions}
+                self._expand(part.from_bsym(tags=part.tags | bsym.tags, **place), made)
+
+    def _write(self, bsym: BoundSymbol, made: set[str]) -> None:
+        source, target = bsym.args[:2]
+        source, view = self._now(source), self._view(target.name)
+        if source.name not in made:
+            # Somebody else's value: its memory is not ours to hand out under a second name.
+            copy = prims.clone.bind(source, output=prims.clone.meta(source))
+            self.done.append(copy.from_bsym(tags=bsym.tags.copy(), source_filename=bsym.source_filename))
+            source = copy.output
+        self.writes[self.memory(view)] += 1
+        self._set(view, source)
+        self.same_view.update((out.name, view) for out in bsym.flat_proxy_outs)
+
+
+def _whole_but_write(bsym: BoundSymbol) -> Sequence[BoundSymbol]:
+    """The parts of a composite; of an activation in place, itself with a value of its own, and the write.
+
+    As a whole it has a kernel and a derivative of its own.
+    """
+    functional, inplace = _inplace_to_out_of_place.get(bsym.sym, (None, -1))
+    *parts, last = bsym.subsymbols
+    if functional is not bsym.sym or inplace < 0 or not is_copy(last) or any(map(_copies, parts)):
+        return bsym.subsymbols
+    given = list(bsym.args[:inplace])
+    kwargs = {name: value for name, value in bsym.kwargs.items() if name != "inplace"}
+    return [bsym.sym.bind(*given, **kwargs, output=last.args[0], subsymbols=tuple(parts)), last]
+
+
+def _made_in(bsym: BoundSymbol, memory: Aliases) -> set[str]:
+    """The tensors made inside a composite that share memory with no other name in it."""
+    made = {p.name for leaf in leaves(bsym) for p in leaf.flat_proxy_outs}
+    names = made | {p.name for p in bsym.flat_proxy_args}
+    sharing = Counter(map(memory, names))
+    return {name for name in made if sharing[memory(name)] == 1}

@@ -1,0 +1,71 @@
+"""Scalars, expanded before they meet larger tensors, so that their gradients are sums.
+
+On a CPU, Thunder 0.2.6 takes a tensor without dims for a number and does not broadcast it. What comes back to it in
+the backward then has the shape of its partner and is never summed: the gradient of ``(w * w.sum()).sum()`` is
+silently wrong. With the broadcast written out, the backward of that is the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+from thunder.core import prims
+from thunder.core.devices import DeviceType
+from thunder.core.dtypes import is_inexact_dtype
+from thunder.core.proxies import Proxy, TensorProxy, pyval, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+
+from thunder_mem.regions.fusible_prims import POINTWISE
+from thunder_mem.trace.effects import leaves
+
+__all__ = ["expand_scalars"]
+
+
+def expand_scalars(trace: TraceCtx) -> TraceCtx:
+    """The trace with a broadcast before each pointwise operation of a scalar with a larger tensor; itself without such.
+
+    A trace whose arguments ask for no gradient stays as it is.
+    """
+    if not any(isinstance(p, TensorProxy) and p.requires_grad for p in trace.args):
+        return trace
+    if not any(_scalars(bsym) for top in trace.bound_symbols for bsym in leaves(top)):
+        return trace
+    expanded = from_trace(trace)
+    with tracectx(expanded):
+        expanded.bound_symbols = [new for bsym in trace.bound_symbols for new in _rewritten(expanded, bsym)]
+    expanded.set_provenance(TraceProvenance("Scalars expanded"))
+    return expanded
+
+
+def _scalars(bsym: BoundSymbol) -> list[TensorProxy]:
+    """Those of its operands that have to be expanded; none beside what is empty, as an empty `arange` has no dims.
+
+    Nor is one that meets tensors on another device: expanded, it could not.
+    """
+    out = bsym.output
+    if bsym.sym.id not in POINTWISE or not isinstance(out, TensorProxy) or not out.ndim:
+        return []
+    found = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy) and _is_scalar(a) and a.device == out.device]
+    # `shape` would record an operation where sizes are symbolic.
+    return [] if found and any(pyval(n) == 0 for n in out._shape) else found
+
+
+def _is_scalar(a: TensorProxy) -> bool:
+    return a.ndim == 0 and is_inexact_dtype(a.dtype) and a.device.devicetype is DeviceType.CPU
+
+
+def _rewritten(trace: TraceCtx, bsym: BoundSymbol) -> Sequence[BoundSymbol]:
+    if bsym.subsymbols:
+        subsymbols = [new for sub in bsym.subsymbols for new in _rewritten(trace, sub)]
+        same = len(subsymbols) == len(bsym.subsymbols) and all(map(is_, subsymbols, bsym.subsymbols))
+        return [bsym if same else bsym.from_bsym(subsymbols=subsymbols)]
+    if not (scalars := _scalars(bsym)):
+        return [bsym]
+    partner = next(a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy) and a.ndim)
+    trace.push_scope([])
+    shape = tuple(partner.shape)  # of what exists already: where sizes are symbolic, this is an operation
+    swaps: dict[object, Proxy] = {variableify(a): prims.broadcast_in_dim(a, shape, ()) for a in scalars}
+    made = trace.pop_scope()
+    return [*made, bsym.from_bsym_swap_proxies(swaps, skip_output=True)]

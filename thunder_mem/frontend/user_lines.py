@@ -1,0 +1,101 @@
+"""Lines of the user's code in traces, where Thunder would name PyTorch's.
+
+Thunder gives every bound symbol the innermost line that its interpreter ran. For a module such as `torch.nn.Linear`
+that is a line of PyTorch's own, the same for all of a model's layers; the line that calls the module says more.
+Where nobody but PyTorch calls it, as in an `nn.Sequential`, the module's name does: it stands in the file's place,
+"module 2.0 (GELU)". ThunderFX hands Thunder graphs whose code Dynamo wrote ("<eval_with_key>.4:6"), and notes for
+each node which line of the user's it stands for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dis import Positions
+from itertools import islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from thunder.core.compile_data import get_compile_data
+from thunder.core.interpreter import InterpreterFrame, InterpreterRuntimeCtx, unwrap
+
+from thunder_mem.trace.source_lines import MODULE, node_line
+
+__all__ = ["name_user_lines"]
+
+_THUNDERS = InterpreterRuntimeCtx.get_current_user_source_location
+_LIBRARIES = {"torch", "thunder"}
+_KINDS: tuple[type, ...] = ()
+
+
+def name_user_lines(transform: type) -> None:
+    """From now on, traces name the innermost line outside of PyTorch and Thunder, if there is one.
+
+    No hook of a transform runs before Thunder's interpreter, so Thunder's own function is replaced when a transform
+    is made. It answers as before for whatever is compiled without a transform of that class.
+    """
+    global _KINDS
+    _KINDS = tuple({*_KINDS, transform})
+    InterpreterRuntimeCtx.get_current_user_source_location = _user_line
+
+
+def _is_asked() -> bool:
+    data: Any = get_compile_data()
+    return data is not None and any(isinstance(transform, _KINDS) for transform in data.transforms)
+
+
+def _user_line(self: InterpreterRuntimeCtx) -> tuple[str, Any] | tuple[None, None]:
+    if not _is_asked():
+        return _THUNDERS(self)
+    for frame in reversed(self.frame_stack):
+        if unwrap(frame.globals).get("__name__", "").split(".")[0] not in _LIBRARIES:
+            if not frame.code.co_filename.startswith("<eval_with_key>"):
+                return frame.code.co_filename, frame.positions
+            if (written := _written_line(frame)) is not None:
+                return written
+    return _module_place(self.frame_stack) or _THUNDERS(self)
+
+
+def _module_place(frames: Sequence[InterpreterFrame]) -> tuple[str, Any] | None:
+    """The innermost module that runs, by its name in the outermost, in place of a file; None where there is none."""
+    running = [(frame, module) for frame in frames if (module := _module_of(frame)) is not None]
+    if not running:
+        return None
+    root, (frame, module) = running[0][1], running[-1]
+    names = _NAMES.get(root)
+    if names is None or id(module) not in names:  # a new one, or a module that was added since
+        names = _NAMES[root] = {id(part): name for name, part in root.named_modules()}
+    name = names.get(id(module))
+    return None if not name else (f"{MODULE}{name} ({type(module).__name__})", frame.positions)
+
+
+_NAMES: WeakKeyDictionary[torch.nn.Module, dict[int, str]] = WeakKeyDictionary()
+
+
+def _module_of(frame: InterpreterFrame) -> torch.nn.Module | None:
+    """The module whose method a frame runs."""
+    names = frame.code.co_varnames
+    if not names or names[0] != "self" or not frame.localsplus:
+        return None
+    module = unwrap(frame.localsplus[0])
+    return module if isinstance(module, torch.nn.Module) else None
+
+
+def _written_line(frame: InterpreterFrame) -> tuple[str, Positions] | None:
+    """Where the user wrote what a frame in code of Dynamo's does; None where that is not noted."""
+    if frame.positions is None:
+        return None
+    module, line = unwrap(frame.localsplus[0]), frame.positions.lineno
+    numbers, start = getattr(module, "_lineno_map", None), getattr(module, "_prologue_start", None)
+    if not isinstance(module, torch.fx.GraphModule) or not numbers or start is None or line is None:
+        return None
+    if (number := numbers.get(line - start)) is None:
+        return None
+    node = next(islice(module.graph.nodes, number, None))
+    if (written := node_line(node)) is not None:
+        return written[0], Positions(written[1], written[1], None, None)
+    # By Dynamo's path from a local variable: "L['self'].2.0".
+    path, kind = next(reversed((node.meta.get("nn_module_stack") or {"": ("", None)}).values()))
+    name = re.sub(r"^L\[[^]]*\]\.?", "", path)
+    return (f"{MODULE}{name} ({kind.__name__})", frame.positions) if name and isinstance(kind, type) else None

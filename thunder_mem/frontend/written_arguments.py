@@ -1,0 +1,240 @@
+"""Writes to arguments that have a gradient, made known to autograd.
+
+Eager autograd rebases a tensor that is written in place: from then on its history is that of what was written.
+Thunder's compiled function is one node of autograd's graph, which knows the tensors that it is given and those
+that it returns, not what it wrote. So the argument's own gradient is lost (Thunder asks for the gradient of the
+written name), and whoever uses the argument afterwards sees its history from before. ThunderFX splits programs
+in such places: `scores += bias`, where only the bias is compiled by Inductor.
+
+Here the gradient is asked of the argument as it was given, the compiled function returns a view of what it wrote,
+and the epilogue, which runs outside of the function, gives the argument that view's history.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from thunder.core import dtypes, prims
+from thunder.core.codeutils import SigInfo
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy, variableify
+from thunder.core.pytree import tree_flatten
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.extend import OperatorExecutor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from thunder_mem.trace.aliases import Aliases
+from thunder_mem.trace.effects import is_copy, leaves
+from thunder_mem.trace.origins import source_of
+
+__all__ = ["with_histories"]
+
+LOST = (
+    "Thunder's autograd loses gradients by the write at {line}, to an argument that has one: {why}, with MemEfficient "
+    "and without. Compute a new value instead"
+)
+
+mem_writes_ex = OperatorExecutor("mem_writes", version="0.1")
+"""Owns the one symbol of the epilogue."""
+
+
+class _Rebase(torch.autograd.Function):
+    """Gives a tensor that was written the history of a view of what was written."""
+
+    @staticmethod
+    def forward(ctx: Any, written: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(written)
+        return written
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, grad
+
+
+def _rebase(written: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+    # The content is as the backward saved it: only what is written from now on is a new version.
+    with torch.enable_grad(), _unsafe_preserve_version_counter(written):
+        return _Rebase.apply(written, content) if content.requires_grad else written
+
+
+def _like_written(written: TensorProxy, content: TensorProxy) -> TensorProxy:
+    return TensorProxy(like=written)
+
+
+rebase = mem_writes_ex.register_operator("rebase", meta=_like_written, fn=_rebase)
+
+
+def with_histories(
+    prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, options: dict[str, Any]
+) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+    """The three traces of a program in which autograd sees the writes to arguments; a warning names one that it misses.
+
+    Args:
+        prologue, computation, epilogue: as Thunder hands them to a transform.
+        options: the compile options, in which ThunderFX says which outputs have a gradient.
+    """
+    result = computation.bound_symbols[-1]
+    if epilogue is None or not result.args or not isinstance(result.args[0], dict):
+        return prologue, computation, epilogue
+    whole = _whole_names(computation)
+    written = [p for p in _tensors(computation.args) if _is_written(p, computation, whole)]
+    if not written:
+        return prologue, computation, epilogue
+    with_grad = {whole[leaf.args[1].name] for _, leaf in _copies(computation) if leaf.kwargs["grad_enabled"]}
+    computation = _past_no_grad(computation, whole, {p.name for p in written})
+    whole = _whole_names(computation)
+    for p in written:
+        count = len(computation.bound_symbols[-1].args[0]["output"])
+        computation, contents, places = _asking(p, whole, computation, rebased=p.name in with_grad)
+        if p.name not in with_grad:
+            continue
+        prologue = _handing_on(prologue, [q.name for q in _tensors(computation.args)].index(p.name))
+        epilogue = _rebasing(p, contents, places, epilogue, count)
+        if places == [count] and "is_differentiable_outputs" in options:
+            # ThunderFX says it of its own outputs; where it compiles the graph again, it is the list that ends here.
+            options["is_differentiable_outputs"] = [*options["is_differentiable_outputs"][:count], True]
+    return prologue, computation, epilogue
+
+
+def _tensors(tree: object) -> list[TensorProxy]:
+    return [x for x in tree_flatten(tree)[0] if isinstance(x, TensorProxy)]
+
+
+def _copies(trace: TraceCtx) -> list[tuple[BoundSymbol, BoundSymbol]]:
+    """Each write in place, with the operation of the program that it is a part of."""
+    return [(bsym, leaf) for bsym in trace.bound_symbols for leaf in leaves(bsym) if is_copy(leaf)]
+
+
+def _whole_names(trace: TraceCtx) -> dict[str, str]:
+    """A name -> the argument that it stands for as a whole, be it before a write or after it."""
+    known = {p.name: p.name for p in _tensors(trace.args)}
+    for bsym in trace.bound_symbols:
+        for leaf in leaves(bsym):
+            if leaf.sym.id is PrimIDs.UPDATE_ALIASES:
+                pairs = list(zip(leaf.flat_proxy_args, leaf.flat_proxy_outs, strict=True))
+            else:
+                pairs = [(leaf.args[1], p) for p in leaf.flat_proxy_outs] if is_copy(leaf) else []
+            known.update((new.name, known[old.name]) for old, new in pairs if old.name in known)
+    return known
+
+
+def _is_written(p: TensorProxy, trace: TraceCtx, whole: Mapping[str, str]) -> bool:
+    """Whether an argument with a gradient is written as a whole; where it is in another way, a warning says so."""
+    if not p.requires_grad or not dtypes.is_inexact_dtype(p.dtype):
+        return False
+    memory = Aliases(trace.bound_symbols)
+    here = memory(p.name)
+    copies = [(bsym, leaf.args[1].name) for bsym, leaf in _copies(trace) if memory(leaf.args[1].name) == here]
+    if not copies:
+        return False
+    if any(memory(other.name) == here for other in _tensors(trace.args) if other.name != p.name):
+        why = "another argument may share its memory"
+    elif any(whole.get(name) != p.name for _, name in copies):
+        why = "it goes through a view"
+    else:
+        return True
+    warnings.warn(LOST.format(line=source_of(copies[0][0]) or copies[0][0].sym.name, why=why), stacklevel=4)
+    return False
+
+
+def _past_no_grad(trace: TraceCtx, whole: Mapping[str, str], written: Collection[str]) -> TraceCtx:
+    """The trace in which gradients go past a write under `torch.no_grad`, to the argument as it was before."""
+    new = from_trace(trace)
+    swap: dict[Any, TensorProxy] = {}
+    with tracectx(new):
+        for bsym in trace.bound_symbols:
+            bsym = bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym
+            new.bound_symbols.append(bsym)
+            for leaf in leaves(bsym):
+                if is_copy(leaf) and not leaf.kwargs["grad_enabled"] and whole.get(leaf.args[1].name) in written:
+                    seen = TensorProxy(like=leaf.output, requires_grad=True)
+                    new.bound_symbols.append(prims.update_aliases.bind((leaf.args[1],), output=(seen,)))
+                    swap[variableify(leaf.output)] = seen
+    return new
+
+
+def _asking(
+    p: TensorProxy, whole: Mapping[str, str], trace: TraceCtx, *, rebased: bool
+) -> tuple[TraceCtx, list[TensorProxy], list[int]]:
+    """The trace that asks for the gradient of an argument as it was given, and runs the write in the forward.
+
+    Returns:
+        The trace, and, of an argument that is to be `rebased`, views of what it becomes and where they stand among
+        the outputs: where the program returns the argument, else at the end.
+    """
+    *body, result = trace.bound_symbols
+    returned = result.args[0]
+    outputs = list(returned["output"])
+    made = (q for bsym in reversed(body) for q in bsym.flat_proxy_outs if isinstance(q, TensorProxy))
+    newest = next(q for q in made if whole.get(q.name) == p.name)
+    places = [i for i, o in enumerate(outputs) if isinstance(o, TensorProxy) and whole.get(o.name) == p.name]
+    new = from_trace(trace)
+    with tracectx(new):
+        if rebased:
+            places = places or [len(outputs)]
+            views = [TensorProxy(like=newest, requires_grad=True) for _ in places]
+            for i, view in zip(places, views, strict=True):
+                outputs[i : i + 1] = [view]
+                body.append(prims.reshape.bind(newest, tuple(newest.shape), output=view))
+        elif not places:
+            # Thunder runs in the forward what its outputs need: one of them waits for the write.
+            i, waits = next((i, o) for i, o in enumerate(outputs) if isinstance(o, TensorProxy))
+            outputs[i] = TensorProxy(like=waits, requires_grad=waits.requires_grad)
+            together = (TensorProxy(like=newest, requires_grad=True), outputs[i])
+            body.append(prims.update_aliases.bind((newest, waits), output=together))
+    at = [q.name for q in _tensors(trace.args)].index(p.name)
+    flat_args = [p if i == at else a for i, a in enumerate(returned["flat_args"])]
+    given = {**returned, "output": tuple(outputs), "flat_args": flat_args}
+    new.bound_symbols = [*body, result.from_bsym(args=(given, *result.args[1:]))]
+    new.set_provenance(TraceProvenance(f"Ask for the gradient of {p.name} as it was given"))
+    return new, [outputs[i] for i in places], places
+
+
+def _handing_on(prologue: TraceCtx, at: int) -> TraceCtx:
+    """The prologue that gives the epilogue, too, an argument of the computation."""
+    *body, result = prologue.bound_symbols
+    ((inputs, handed_on),) = result.args
+    new = from_trace(prologue)
+    new.bound_symbols = [*body, result.from_bsym(args=((inputs, (*handed_on, inputs[at])),))]
+    new.set_provenance(TraceProvenance(f"Hand {inputs[at].name} on"))
+    return new
+
+
+def _rebasing(
+    p: TensorProxy,
+    contents: Sequence[TensorProxy],
+    places: Sequence[int],
+    epilogue: TraceCtx,
+    count: int,
+) -> TraceCtx:
+    """The epilogue that gives an argument its history first, and returns it where the program does.
+
+    Args:
+        p: the argument, which the prologue hands on as the last.
+        contents: what it becomes, at these `places` among the outputs.
+        epilogue: takes what the prologue hands on, and then `count` outputs of the computation.
+    """
+    names = [name for name, _ in epilogue.siginfo().args]
+    of_prologue, outputs = names[: len(names) - count], names[len(names) - count :]
+    new = from_trace(epilogue)
+    with tracectx(new):
+        argument, rebased = (TensorProxy(name=f"{p.name}_{what}", like=p) for what in ("written", "rebased"))
+    swap, kept = {}, []
+    for bsym in epilogue.bound_symbols:
+        if bsym.sym.id is PrimIDs.UNPACK_TRIVIAL and bsym.output.name in (outputs[i] for i in places if i < count):
+            swap[variableify(bsym.output)] = rebased
+        else:
+            kept.append(bsym)
+    for place, content in zip(places, contents, strict=True):
+        outputs[place : place + 1] = [content.name]
+    new._siginfo = SigInfo(epilogue.siginfo().name)
+    new._siginfo.args = [(name, None) for name in (*of_prologue, argument.name, *outputs)]
+    takes = [prims.unpack_trivial.bind(q, name=q.name, output=q) for q in (argument, *contents)]
+    call = rebase.bind(argument, contents[0], output=rebased)
+    new.bound_symbols = [*takes, call, *(b.from_bsym_swap_proxies(swap, skip_output=True) for b in kept)]
+    new.set_provenance(TraceProvenance("Give a written argument its history"))
+    return new

@@ -1,0 +1,256 @@
+"""Decide: absorb, contract, order, merge; price every arrangement by the timeline and keep the best.
+
+Heuristics propose and the exact timeline disposes. The arrangement that Thunder itself would choose
+by default, neighbours fused in source order, is always among the candidates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from thunder_mem.fusion.contraction import (
+    FusionCapabilities,
+    Groups,
+    consecutive_groups,
+    contract_chains,
+    merge_for_speed,
+)
+from thunder_mem.fusion.producer_duplication import WithDuplicates, duplicate_cheap_producers
+from thunder_mem.memory.graph import Graph
+from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.memory.plan import Arrangement, Decision, Plan, PlannedRegion
+from thunder_mem.schedule.registry import SortFunction, SortResult, sort_graph
+
+__all__ = ["about_order", "about_regions", "arrange", "between_halves", "cannot_beat", "order_halves", "peaks_of"]
+
+
+THUNDERS_OWN = "neighbours, source order"
+
+
+@dataclass(frozen=True)
+class _Arrangement:
+    """Groups in running order over a graph (with or without copies)."""
+
+    name: str
+    base: WithDuplicates
+    groups: Groups
+    peaks: tuple[int, int]
+
+    @cached_property
+    def overwritten_peak_bytes(self) -> int:
+        """The peak, if every region that may wrote its results over inputs of the same bytes that die there.
+
+        `rewrites/buffer_reuse.py` knows which really can be, but only of the final trace. A value that another region
+        reads later as well does not die, so what looks lower without this may end higher.
+        """
+        regions = self.base.graph.contract(self.groups)
+        position = {op.payload: op.index for op in regions.ops}
+        timeline = price_order(regions, [position[group] for group in self.groups])
+        peak_bytes = 0
+        for step, (op, live_bytes) in enumerate(zip(timeline.order, timeline.live_bytes, strict=True)):
+            saved_bytes = 0
+            group = self.groups[step]
+            if len(group) > 1 and self.base.fuse.executor(group) & self.base.fuse.overwriting:
+                made, read = regions.ops[op].allocates, regions.ops[op].reads
+                dying = [s for s in read if timeline.live_range(s)[1] == step and regions.allocator[s] is not None]
+                sizes = [Counter(regions.storages[s].nbytes for s in side) for side in (made, dying)]
+                saved_bytes = sum((sizes[0] & sizes[1]).elements())
+            peak_bytes = max(peak_bytes, live_bytes - saved_bytes)
+        return peak_bytes
+
+
+def arrange(
+    graph: Graph, fuse: FusionCapabilities, executors: Sequence[str], sort: str | SortFunction = "auto"
+) -> Plan:
+    """Plan a trace's graph.
+
+    Args:
+        graph: forward and backward ops of one trace, unfused.
+        fuse: which executor can take which op.
+        executors: the executors' names, by their bit in `fuse`.
+        sort: how to order; see `thunder_mem.schedule.registry.sort_graph`.
+
+    Raises:
+        ValueError, TypeError, GraphError: from `sort`.
+    """
+    plain = WithDuplicates(graph, fuse, tuple(range(len(graph))), ())
+    neighbours = graph.contract(g for g in consecutive_groups(graph, fuse) if fuse.executors(g))
+    own = _arrange(THUNDERS_OWN, plain, neighbours, range(len(neighbours)))
+    absorbed = duplicate_cheap_producers(graph, fuse) if any(fuse.takes) else plain
+    proposed = _propose(absorbed, sort)
+    best = _choose([*proposed.arrangements, own])
+    if best is own and any(fuse.takes):  # another pricing takes time, and is seldom needed
+        second = _propose(duplicate_cheap_producers(graph, fuse, fused_late=True), sort)
+        if (other := _choose([*second.arrangements, own])) is not own:
+            proposed, best = second, other
+    elif any(fuse.takes) and (joined := _joined(graph, fuse)).origin != absorbed.origin:
+        second = _propose(joined, sort)
+        other = _choose([best, *second.arrangements])
+        if other is not best and other.overwritten_peak_bytes <= best.overwritten_peak_bytes:
+            proposed, best = second, other
+    algorithm, arrangements = proposed.algorithm, (*proposed.arrangements, own)
+    planned = tuple(_planned_region(group, best.base, executors) for group in best.groups)
+    in_source_order = own.peaks if best is own else proposed.source_peaks
+    return Plan(
+        regions=planned,
+        chosen=best.name,
+        candidates=tuple(Arrangement(a.name, *a.peaks, len(a.groups)) for a in arrangements),
+        sort=algorithm if best.name == "planned" else "source",
+        fingerprint=fingerprint(graph),
+        overwritten_peak_bytes=best.overwritten_peak_bytes,
+        decisions=(
+            about_regions(planned, own.peaks, in_source_order),
+            about_order(algorithm if best.name == "planned" else "source", in_source_order, best.peaks),
+        ),
+    )
+
+
+def _joined(graph: Graph, fuse: FusionCapabilities) -> WithDuplicates:
+    """The most that copies can stand for: of GELU's backward nothing remains but its gradient and its argument."""
+    return duplicate_cheap_producers(graph, fuse, fused_late=True, joining=True)
+
+
+def cannot_beat(graph: Graph, fuse: FusionCapabilities, peak_bytes: int) -> bool:
+    """Whether what the backward receives is so much that `arrange` need not be asked for a lower peak.
+
+    True only if neither the values as they are, nor those that remain once cheap chains are absorbed,
+    leave the order anything to win: they are all alive where the halves meet.
+    """
+    return (
+        between_halves(graph) >= peak_bytes
+        and between_halves(duplicate_cheap_producers(graph, fuse).graph) >= peak_bytes
+    )
+
+
+def between_halves(graph: Graph) -> int:
+    """Bytes alive after the last forward op and before the first backward op, in every order."""
+    nbytes = 0
+    for storage, maker, users in zip(graph.storages, graph.allocator, graph.users, strict=True):
+        if maker is None or not graph.ops[maker].backward:
+            stays = storage.held or storage.index in graph.outputs or not users
+            nbytes += storage.nbytes if stays or graph.ops[users[-1]].backward else 0
+    return nbytes
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """What one way to absorb leads to: arrangements, the algorithm that ordered them, and the source order's peaks."""
+
+    arrangements: tuple[_Arrangement, ...]
+    algorithm: str
+    source_peaks: tuple[int, int]
+
+
+def _propose(base: WithDuplicates, sort: str | SortFunction) -> _Proposal:
+    regions = base.graph.contract(contract_chains(base.graph, base.groups, base.fuse))
+    order, algorithm = order_halves(regions, sort)
+    arrangements = [_arrange("planned", base, regions, order)]
+    if sort != "auto":  # which alone never has a higher peak than the source order
+        arrangements.append(_arrange("planned, source order", base, regions, range(len(regions))))
+    return _Proposal(tuple(arrangements), algorithm, peaks_of(regions, range(len(regions))))
+
+
+def fingerprint(graph: Graph) -> str:
+    """A hash of all that planning depends on: names of proxies and the process' hash seed play no part."""
+    shape = [
+        [(op.name, op.reads, op.writes, op.allocates, op.scratch_bytes, op.backward) for op in graph.ops],
+        [(s.nbytes, s.device, s.held) for s in graph.storages],
+        graph.predecessors,
+        sorted(graph.outputs),
+    ]
+    return hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
+
+
+def order_halves(regions: Graph, sort: str | SortFunction) -> tuple[list[int], str]:
+    order: list[int] = []
+    algorithms: list[str] = []
+    for backward in (False, True):
+        half = regions.half(backward)
+        if len(half):
+            result: SortResult = sort_graph(half, sort)
+            order += [half.ops[i].payload for i in result.order]  # type: ignore[misc]
+            algorithms.append(result.algorithm)
+    return order, ", ".join(dict.fromkeys(algorithms)) or "source"
+
+
+def _arrange(name: str, base: WithDuplicates, regions: Graph, order: Sequence[int]) -> _Arrangement:
+    """Merge for speed within the peaks that the order reaches, then price exactly what will be emitted.
+
+    A region that no executor takes after all runs op by op, which may hold more: then nothing is merged.
+    """
+    limits = peaks_of(regions, order)
+    merged = _priced(name, base, merge_for_speed(regions, order, base.fuse, limits.__getitem__))
+    if all(peak <= limit for peak, limit in zip(merged.peaks, limits, strict=True)):
+        return merged
+    unmerged = _priced(name, base, [regions.ops[op].payload for op in order])  # type: ignore[misc]
+    return min(merged, unmerged, key=lambda a: (max(a.peaks), sum(a.peaks)))
+
+
+def _priced(name: str, base: WithDuplicates, groups: Iterable[tuple[int, ...]]) -> _Arrangement:
+    steps = tuple(part for group in groups for part in _emittable(group, base))
+    regions = base.graph.contract(steps)
+    position = {op.payload: op.index for op in regions.ops}
+    return _Arrangement(name, base, steps, peaks_of(regions, [position[step] for step in steps]))
+
+
+def _emittable(group: tuple[int, ...], base: WithDuplicates) -> Groups:
+    """The steps that a group becomes: the region without the views that only others use, then those.
+
+    A view costs nothing outside a region, while a region may have to hand it out as a copy. A group
+    that no executor takes as it is runs op by op.
+    """
+    core, views = set(group), []
+    for op in reversed(group):
+        own_names = base.fuse.copies.isdisjoint((op, *base.fuse.operands[op]))
+        is_view = own_names and not base.graph.ops[op].allocates
+        if is_view and len(core) > 1 and core.isdisjoint(base.fuse.consumers[op]):
+            core.remove(op)
+            views.append((op,))
+    kept = (
+        (tuple(sorted(core)),) if len(core) == 1 or base.fuse.executors(core) else tuple((op,) for op in sorted(core))
+    )
+    return (*kept, *reversed(views))
+
+
+def peaks_of(regions: Graph, order: Sequence[int]) -> tuple[int, int]:
+    """The peak of each half, forward and backward, in this order; 0 for a half that is not there."""
+    peaks = [0, 0]
+    for op, live in zip(order, price_order(regions, order).live_bytes, strict=True):
+        half = regions.ops[op].backward
+        peaks[half] = max(peaks[half], live)
+    return peaks[0], peaks[1]
+
+
+def _choose(arrangements: Sequence[_Arrangement]) -> _Arrangement:
+    """The lowest peak, among those that are in no half above Thunder's own arrangement if there are any."""
+    own = next((a for a in arrangements if a.name == THUNDERS_OWN), None)
+    allowed = [a for a in arrangements if own is None or (a.peaks[0] <= own.peaks[0] and a.peaks[1] <= own.peaks[1])]
+    return min(allowed, key=lambda a: (max(a.peaks), sum(a.peaks)))
+
+
+def _planned_region(group: tuple[int, ...], base: WithDuplicates, executors: Sequence[str]) -> PlannedRegion:
+    own = {base.origin[op] for op in group if op not in base.fuse.copies}
+    copied = {base.origin[op] for op in group if op in base.fuse.copies} - own
+    ops = tuple(sorted(own | copied))
+    taken = base.fuse.executor(group) if len(ops) > 1 else 0
+    name = executors[taken.bit_length() - 1] if taken else None
+    return PlannedRegion(ops, tuple(sorted(copied)), name, base.graph.ops[group[0]].backward)
+
+
+def about_regions(regions: Sequence[PlannedRegion], before: Sequence[int], after: Sequence[int]) -> Decision:
+    """Which operations run as one: peaks (forward, backward) of neighbours fused, and of these, in source order."""
+    fused = [r for r in regions if r.executor is not None]
+    copies = sum(len(r.copies) for r in regions)
+    inside = sum(len(r.ops) for r in fused)
+    where = "1 region" if len(fused) == 1 else f"{len(fused)} regions"
+    how = f"{inside} operations in {where}, {copies} of them copies" if fused else "nothing is fused"
+    return Decision("regions", how, "peak", max(before), max(after))
+
+
+def about_order(algorithm: str, before: Sequence[int], after: Sequence[int]) -> Decision:
+    """In which order the regions run: peaks (forward, backward) of source order, and of this one, regions merged."""
+    return Decision("order", f"by {algorithm}, then neighbours merged", "peak", max(before), max(after))

@@ -1,0 +1,210 @@
+"""Recompute what amplifies inside each of its consumers, instead of materialising it.
+
+An upcast or a broadcast makes more bytes than it reads: materialised it costs memory and bandwidth,
+inside a fused consumer neither. Across the boundary of forward and backward the same choice decides
+what is saved: a value that its consumers rebuild from what is alive anyway is not saved at all.
+This is the largest single win on real training traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from thunder_mem.fusion.contraction import FusionCapabilities, Groups
+from thunder_mem.memory.graph import Graph, Op, make_graph
+
+__all__ = ["WithDuplicates", "duplicate_cheap_producers"]
+
+# A recomputed chain reads at most this many storages, so that rebuilding a value costs little more
+# than reading it would have.
+MAX_CHAIN_SOURCES = 6
+# And it computes at most this many values: a reduction at every link of a long chain would otherwise
+# rebuild all links before it, quadratic work. Attention's and GELU's chains have up to 16.
+MAX_CHAIN_VALUES = 32
+# Views cost nothing, but copying them does take planning time: nor may more than so many stand upon each other.
+MAX_CHAIN_VIEWS = 16
+
+
+@dataclass(frozen=True)
+class WithDuplicates:
+    """A graph in which cheap chains stand once per consumer.
+
+    Attributes:
+        graph: like the original, with copies, each just before its consumer.
+        fuse: the same facts about the new ops, and which of them are copies.
+        origin: per new op, the op of the original graph that it repeats.
+        groups: each fusible op with the copies that feed it.
+    """
+
+    graph: Graph
+    fuse: FusionCapabilities
+    origin: tuple[int, ...]
+    groups: Groups
+
+
+def duplicate_cheap_producers(
+    graph: Graph, fuse: FusionCapabilities, *, fused_late: bool = False, joining: bool = False
+) -> WithDuplicates:
+    """Give every fusible op its own copies of the cheap chains that feed it, wherever materialising
+    them would hold more bytes than recomputing them keeps alive.
+
+    A chain's value is priced against the storages it would be rebuilt from: those that are alive
+    until its last consumer anyway (held by the caller, or used later) cost nothing, the others
+    their bytes. A value that an unfusible op or the caller wants is also computed once for them.
+
+    How long a storage is alive anyway is read off the source order. With `fused_late` a cheap op with one
+    consumer counts as run where that one runs, as if all of them were fused: what it reads lives longer.
+    With `joining`, what the copies read counts as alive until they run, and a value joins them if what it is
+    rebuilt from is there for their sake.
+    """
+    absorbed = _choose(graph, fuse, _where_fused(graph, fuse) if fused_late else range(len(graph)), joining)
+    chains: dict[int, tuple[int, ...]] = {}
+    wanted = [op for op in range(len(graph)) if not absorbed[op] or not fuse.consumers[op]]
+    while wanted:
+        op = wanted.pop()
+        if op not in chains:
+            # A view hands out the storage itself, so what makes that storage must stand.
+            chains[op] = _chain(op, fuse, absorbed) if graph.ops[op].allocates else ()
+            inside = {op, *chains[op]}
+            wanted += [p for member in inside for p in fuse.operands[member] if p not in inside]
+    return _with_copies(graph, fuse, chains)
+
+
+def _where_fused(graph: Graph, fuse: FusionCapabilities) -> Sequence[int]:
+    """For each op the last one of the chain of only consumers that it is likely to be fused into."""
+    where = list(range(len(graph)))
+    for i in range(len(graph) - 1, -1, -1):
+        consumers = fuse.consumers[i]
+        if len(consumers) == 1 and fuse.cheap[i] and graph.outputs.isdisjoint(graph.ops[i].allocates):
+            (c,) = consumers
+            if fuse.takes[i] & fuse.takes[c] and graph.ops[i].backward == graph.ops[c].backward:
+                where[i] = where[c]
+    return where
+
+
+def _choose(graph: Graph, fuse: FusionCapabilities, where: Sequence[int], joining: bool) -> list[bool]:
+    """Which ops are recomputed in their consumers: repriced from the most optimistic choice until stable."""
+    absorbed = list(fuse.cheap)
+    for joins in (False, True)[: 1 + joining]:
+        for _ in range(4):
+            chosen = _reprice(graph, fuse, where, absorbed, joins)
+            if chosen == absorbed:
+                break
+            absorbed = chosen
+    return absorbed
+
+
+def _reprice(
+    graph: Graph, fuse: FusionCapabilities, where: Sequence[int], absorbed: Sequence[bool], joining: bool
+) -> list[bool]:
+    end = list(range(len(graph)))  # the last op that needs the value, or its copy
+    for i in range(len(graph) - 1, -1, -1):
+        end[i] = max([end[c] if absorbed[c] else where[c] for c in fuse.consumers[i]], default=i)
+    last_use = [-1] * len(graph.storages)
+    for op in graph.ops:
+        if joining or not absorbed[op.index]:
+            use = end[op.index] if absorbed[op.index] else where[op.index]
+            for s in op.touches:
+                last_use[s] = max(last_use[s], use)
+
+    allocator, storages, outputs = graph.allocator, graph.storages, graph.outputs
+    stays = [s.held or s.index in outputs for s in storages]
+    chosen = list(absorbed) if joining else [False] * len(graph)
+    sources: list[tuple[int, ...]] = [()] * len(graph)
+    values: list[frozenset[int]] = [frozenset()] * len(graph)
+    views = [0] * len(graph)
+    for op in graph.ops:
+        i = op.index
+        if not fuse.cheap[i] or not outputs.isdisjoint(op.allocates):
+            continue
+        direct = [s for s in op.reads if (maker := allocator[s]) is None or not chosen[maker]]
+        rebuilt = [p for p in fuse.operands[i] if chosen[p]]
+        sources[i] = tuple(dict.fromkeys([*direct, *(s for p in rebuilt for s in sources[p])]))
+        made = sum([storages[s].nbytes for s in op.allocates])
+        values[i] = frozenset(op.allocates).union(*[values[p] for p in rebuilt])
+        if made:
+            kept_alive = sum([storages[s].nbytes for s in sources[i] if not stays[s] and last_use[s] < end[i]])
+            is_short = len(sources[i]) <= MAX_CHAIN_SOURCES and len(values[i]) <= MAX_CHAIN_VALUES
+            chosen[i] = chosen[i] or (made > kept_alive and is_short)
+        else:
+            views[i] = 1 + max([views[p] for p in rebuilt], default=0)
+            chosen[i] = views[i] <= MAX_CHAIN_VIEWS
+    return chosen
+
+
+def _chain(root: int, fuse: FusionCapabilities, absorbed: Sequence[bool]) -> tuple[int, ...]:
+    """The absorbed ops that `root` is computed through, in source order; none if nobody fuses it."""
+    members: set[int] = set()
+    stack, takes = [root], fuse.executors((root,))
+    while stack:
+        for p in fuse.operands[stack.pop()]:
+            if absorbed[p] and p not in members and p not in fuse.kept and takes & fuse.takes[p]:
+                members.add(p)
+                takes &= fuse.takes[p]
+                stack.append(p)
+    return tuple(sorted(members))
+
+
+def _with_copies(graph: Graph, fuse: FusionCapabilities, chains: Mapping[int, tuple[int, ...]]) -> WithDuplicates:
+    """Build the graph in which each op that is a key of `chains` stands, its chain copied before it."""
+    standing = [
+        s.index for s, maker in zip(graph.storages, graph.allocator, strict=True) if maker is None or maker in chains
+    ]
+    renumber = {s: i for i, s in enumerate(standing)}
+    storages = [graph.storages[s].at(i) for i, s in enumerate(standing)]
+    ops: list[Op] = []
+    origin: list[int] = []
+    copies: set[int] = set()
+    operands: list[tuple[int, ...]] = []
+    edges: list[tuple[int, int]] = []
+    groups: list[tuple[int, ...]] = []
+    place: dict[int, int] = {}  # original op -> the new op that stands for it
+
+    def append(old: Op, local: Mapping[int, int], storage: Mapping[int, int], backward: bool) -> int:
+        index = len(ops)
+        ops.append(
+            Op(
+                index=index,
+                name=old.name,
+                reads=tuple([storage[s] if s in storage else renumber[s] for s in old.reads]),
+                writes=tuple([renumber[s] for s in old.writes]),
+                allocates=tuple([storage[s] if s in storage else renumber[s] for s in old.allocates]),
+                scratch_bytes=old.scratch_bytes,
+                backward=backward,
+                payload=old.index,
+            )
+        )
+        origin.append(old.index)
+        operands.append(tuple([local[p] if p in local else place[p] for p in fuse.operands[old.index]]))
+        # A predecessor that no longer runs was pure: it ordered nothing but its own result.
+        before = [local.get(p, place.get(p)) for p in graph.predecessors[old.index]]
+        edges.extend([(p, index) for p in before if p is not None])
+        return index
+
+    for op in graph.ops:
+        if op.index not in chains:
+            continue
+        local: dict[int, int] = {}
+        storage: dict[int, int] = {}
+        for member in chains[op.index]:
+            for s in graph.ops[member].allocates:
+                storage[s] = len(storages)
+                storages.append(graph.storages[s].at(len(storages)))
+            local[member] = append(graph.ops[member], local, storage, op.backward)
+        copies.update(local.values())
+        place[op.index] = append(op, local, storage, op.backward)
+        if fuse.takes[op.index]:
+            groups.append((*local.values(), place[op.index]))
+
+    new_fuse = replace(
+        fuse,
+        takes=tuple(fuse.takes[o] for o in origin),
+        required=tuple(fuse.required[o] for o in origin),
+        cheap=tuple(fuse.cheap[o] for o in origin),
+        operands=tuple(operands),
+        copies=frozenset(copies),
+        kept=frozenset(),
+    )
+    new_graph = make_graph(ops, storages, edges, [renumber[s] for s in graph.outputs])
+    return WithDuplicates(new_graph, new_fuse, tuple(origin), tuple(groups))

@@ -1,0 +1,129 @@
+"""Activations and softmax by PyTorch's kernels, which keep one tensor: the argument, or where that serves the result.
+
+The result is read by whatever comes next, which mostly keeps it for the backward anyway; so what can be
+differentiated by its result is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import thunder.torch as ltorch
+import torch
+from thunder.core import dtypes
+from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.core.symbol import Symbol
+from thunder.core.transforms import get_grad, put_grad
+
+from thunder_mem.kernels.kernel_executor import is_float, mem_kernels_ex, register
+
+__all__: list[str] = []
+
+_aten = torch.ops.aten
+_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
+
+# Per operation the derivative of a gradient and what is kept. Further parameters are the operation's own.
+_BY_ARGUMENT: dict[Symbol, Callable[..., torch.Tensor]] = {
+    ltorch.celu: lambda g, a, alpha: _aten.elu_backward(g, alpha, 1.0, 1.0 / alpha, False, a),
+    ltorch.elu: lambda g, a, alpha: _aten.elu_backward(g, alpha, 1.0, 1.0, False, a),
+    ltorch.gelu: lambda g, a, approximate: _aten.gelu_backward(g, a, approximate=approximate),
+    ltorch.hardshrink: lambda g, a, lambd: _aten.hardshrink_backward(g, a, lambd),
+    ltorch.hardsigmoid: lambda g, a: _aten.hardsigmoid_backward(g, a),
+    ltorch.hardswish: lambda g, a: _aten.hardswish_backward(g, a),
+    ltorch.mish: lambda g, a: _aten.mish_backward(g, a),
+    ltorch.selu: lambda g, a: _aten.elu_backward(g, _SELU_ALPHA, _SELU_SCALE, 1.0, False, a),
+    ltorch.silu: lambda g, a: _aten.silu_backward(g, a),
+    ltorch.softplus: lambda g, a, beta, threshold: _aten.softplus_backward(g, a, beta, threshold),
+    ltorch.softshrink: lambda g, a, lambd: _aten.softshrink_backward(g, a, lambd),
+}
+_BY_RESULT: dict[Symbol, Callable[..., torch.Tensor]] = {
+    ltorch.hardtanh: lambda g, out, min_val, max_val: _aten.hardtanh_backward(g, out, min_val, max_val),
+    ltorch.leaky_relu: lambda g, out, negative_slope: _aten.leaky_relu_backward(g, out, negative_slope, True),
+    ltorch.relu: lambda g, out: _aten.threshold_backward(g, out, 0),
+    ltorch.relu6: lambda g, out: _aten.hardtanh_backward(g, out, 0.0, 6.0),
+    ltorch.tanh: lambda g, out: _aten.tanh_backward(g, out),
+}
+
+
+def _parameters(operation: Symbol, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name, without the tensor."""
+    call = signature(operation.meta).bind(*args, **kwargs)
+    call.apply_defaults()
+    return dict(list(call.arguments.items())[1:])
+
+
+def _is_supported(operation: Symbol, a: Any, *args: Any, **kwargs: Any) -> bool:
+    given = _parameters(operation, a, *args, **kwargs)
+    if not is_float(a) or given.pop("inplace", False) or any(isinstance(x, NumberProxy) for x in given.values()):
+        return False
+    # Below zero the result would not tell on which side of the kink the argument was.
+    return given.get("negative_slope", 0) >= 0 and given.get("alpha", 1) != 0
+
+
+def _like_kept(grad: TensorProxy, kept: TensorProxy, **_: Any) -> TensorProxy:
+    return TensorProxy(like=kept, requires_grad=False)
+
+
+def _register(operation: Symbol, derivative: Callable[..., torch.Tensor], *, by_result: bool) -> None:
+    backward = mem_kernels_ex.register_operator(f"mem_{operation.name}_backward", meta=_like_kept, fn=derivative)
+    names = list(signature(derivative).parameters)[2:]
+
+    def differentiate(a: TensorProxy, *args: Any, **kwargs: Any) -> TensorProxy:
+        out = operation(a, *args, **kwargs)
+        given = _parameters(operation, a, *args, **kwargs)
+        kept = out if by_result else a
+        put_grad(a, backward(get_grad(out), kept, **{name: given[name] for name in names}))
+        return out
+
+    register(operation, partial(_is_supported, operation), differentiate)
+
+
+for _operation, _derivative in _BY_ARGUMENT.items():
+    _register(_operation, _derivative, by_result=False)
+for _operation, _derivative in _BY_RESULT.items():
+    _register(_operation, _derivative, by_result=True)
+
+
+# The torch executor knows no sigmoid: Thunder has three operations for it.
+_sigmoid = mem_kernels_ex.register_operator("mem_sigmoid", meta=lambda a: _like_kept(a, a), fn=torch.sigmoid)
+_sigmoid_backward = mem_kernels_ex.register_operator(
+    "mem_sigmoid_backward", meta=_like_kept, fn=_aten.sigmoid_backward.default
+)
+
+
+def _differentiate_sigmoid(a: TensorProxy) -> TensorProxy:
+    out = _sigmoid(a)
+    put_grad(a, _sigmoid_backward(get_grad(out), out))
+    return out
+
+
+mem_kernels_ex.register_implementation(
+    ltorch.sigmoid, _sigmoid, checker=is_float, grad_transform=_differentiate_sigmoid
+)
+
+
+def _softmax_gradient(grad: torch.Tensor, out: torch.Tensor, dim: int) -> torch.Tensor:
+    return _aten._softmax_backward_data(grad, out, dim, out.dtype)
+
+
+_softmax_backward = mem_kernels_ex.register_operator(
+    "mem_softmax_backward", meta=lambda grad, out, dim: _like_kept(grad, out), fn=_softmax_gradient
+)
+
+
+def _is_softmax(a: Any, dim: Any, *, dtype: Any = None) -> bool:
+    kept = None if dtype is None else dtypes.to_dtype(dtype)
+    return is_float(a) and type(dim) is int and (kept is None or dtypes.is_float_dtype(kept))
+
+
+def _differentiate_softmax(a: TensorProxy, dim: int, *, dtype: Any = None) -> TensorProxy:
+    out = ltorch._softmax(a, dim, dtype=dtype)
+    gradient = _softmax_backward(get_grad(out), out, dim)
+    put_grad(a, gradient if dtypes.are_same_dtypes(gradient, a) else ltorch.to(gradient, a.dtype))
+    return out
+
+
+register(ltorch._softmax, _is_softmax, _differentiate_softmax)

@@ -1,0 +1,16 @@
+"""The executor `mem_kernels` with all that it claims, and what planning asks of its operations."""
+
+from __future__ import annotations
+
+from thunder_mem.kernels import activation_kernels, convolution_kernel, norm_kernels
+from thunder_mem.kernels.kernel_executor import mem_kernels_ex, without_unread_gradients
+from thunder_mem.kernels.running_statistics import with_statistics_apart
+
+__all__ = [
+    "activation_kernels",
+    "convolution_kernel",
+    "mem_kernels_ex",
+    "norm_kernels",
+    "with_statistics_apart",
+    "without_unread_gradients",
+]

@@ -1,0 +1,88 @@
+"""Batch norm in training, as values: the normalisation by its kernel, and apart from it what is written.
+
+Thunder's `batch_norm` writes to the running statistics inside. Its kernel is a function of its argument alone, so
+it may be run again; the running averages are small operations beside it, and the writes stay where they are.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import thunder.torch as ltorch
+import torch
+from thunder.core.proxies import ProxyTag, TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+
+from thunder_mem.kernels.kernel_executor import has_dtype_of, is_float, is_number, mem_kernels_ex
+from thunder_mem.kernels.norm_kernels import batch_norm_training
+from thunder_mem.trace.effects import is_copy, leaves
+
+__all__ = ["with_statistics_apart"]
+
+
+def _average_meta(running: TensorProxy, batch: TensorProxy, momentum: float) -> TensorProxy:
+    # As in eager, no gradient passes through what is written.
+    return TensorProxy(like=running, requires_grad=False, tags={ProxyTag.DETACHED_AUTOGRAD_GRAPH})
+
+
+def _average(running: torch.Tensor, batch: torch.Tensor, momentum: float) -> torch.Tensor:
+    return (1 - momentum) * running + momentum * batch.to(running.dtype)
+
+
+_running_average = mem_kernels_ex.register_operator("mem_running_average", meta=_average_meta, fn=_average)
+
+
+def with_statistics_apart(trace: TraceCtx) -> TraceCtx:
+    """The computation trace, before autograd, with the training of batch norms in `mem_kernels`' form."""
+    if not any(map(_is_training, trace.bound_symbols)):
+        return trace
+    new = from_trace(trace)
+    for bsym in trace.bound_symbols:
+        new.bound_symbols += _apart(bsym, new) if _is_training(bsym) else [bsym]
+    new.set_provenance(TraceProvenance("Running statistics are written beside batch norms"))
+    return new
+
+
+def _arguments(bsym: BoundSymbol) -> dict[str, Any]:
+    call = _SIGNATURE.bind(*bsym.args, **bsym.kwargs)
+    call.apply_defaults()
+    return call.arguments
+
+
+_SIGNATURE = signature(ltorch.batch_norm.meta)
+
+
+def _is_training(bsym: BoundSymbol) -> bool:
+    """Whether it is a batch norm that the kernel takes, and writes running statistics."""
+    if bsym.sym.id != ltorch.batch_norm.id:
+        return False
+    given = _arguments(bsym)
+    a, momentum, eps = (given[name] for name in ("a", "momentum", "eps"))
+    others = [given[name] for name in ("weight", "bias", "running_mean", "running_var")]
+    numbers = is_number(momentum) and is_number(eps)
+    return bool(given["training"] and numbers and is_float(a) and has_dtype_of(a, *others) and _writes(bsym))
+
+
+def _writes(bsym: BoundSymbol) -> list[BoundSymbol]:
+    return [leaf for leaf in leaves(bsym) if is_copy(leaf)]
+
+
+def _apart(bsym: BoundSymbol, trace: TraceCtx) -> list[BoundSymbol]:
+    """The normalisation, the averages, and the writes of the given bound symbol, with what these return."""
+    given = _arguments(bsym)
+    with tracectx(trace):
+        trace.push_scope([])
+        out, mean, _, variance = batch_norm_training(given["a"], given["weight"], given["bias"], given["eps"])
+        batch = {"running_mean": mean, "running_var": variance}
+        sources = {
+            running.name: _running_average(running, batch[name], given["momentum"])
+            for name in batch
+            if (running := given[name]) is not None
+        }
+        done = trace.pop_scope()
+    done += [w.from_bsym(args=(sources[w.args[1].name], *w.args[1:])) for w in _writes(bsym)]
+    swap = {variableify(out): bsym.output}
+    place = {"source_filename": bsym.source_filename, "source_positions": bsym.source_positions}
+    return [b.from_bsym_swap_proxies(swap).from_bsym(tags=b.tags | bsym.tags, **place) for b in done]

@@ -1,0 +1,1 @@
+"""The memory model: graphs, live ranges, plans, bytes. Knows neither Thunder nor PyTorch."""

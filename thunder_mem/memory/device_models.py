@@ -1,0 +1,116 @@
+"""What a roofline needs to know of a device: rates from data sheets, and of a CPU in round figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from thunder_mem.memory.device_specs import DEVICES, DeviceSpec
+
+__all__ = ["DEVICE_MODELS", "DeviceModel", "device_model"]
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """What the roofline needs to know of a device.
+
+    Attributes:
+        name: as in `thunder_mem.memory.device_specs`, or "cpu".
+        memory_bytes: its memory; 0 where it is not a limit.
+        bandwidth_bytes_per_s: of its main memory, read plus write.
+        peak_flops: matrix products per dtype name ("bfloat16", ...), in operations a second, dense.
+        vector_flops: everything else, in operations a second.
+        launch_s: what starting one kernel costs, in seconds.
+        link_bytes_per_s: of copies to the host's pinned memory, and as fast back.
+        copy_s: what starting one such copy costs, in seconds.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    peak_flops: Mapping[str, float]
+    vector_flops: float
+    launch_s: float = 5e-6
+    link_bytes_per_s: float = 2.5e10
+    copy_s: float = 1e-5
+
+    def __post_init__(self) -> None:
+        rates = (self.bandwidth_bytes_per_s, self.vector_flops, self.link_bytes_per_s, *self.peak_flops.values())
+        if min(rates) <= 0 or min(self.launch_s, self.copy_s, self.memory_bytes) < 0:
+            raise ValueError(f"device {self.name!r}: rates must be positive, memory and starts not negative: {self}")
+        object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
+
+    @property
+    def least_copy_bytes(self) -> int:
+        """Of what is smaller, the start of a copy takes longer than the copy."""
+        return int(self.copy_s * self.link_bytes_per_s)
+
+    def copy_seconds(self, nbytes: int) -> float:
+        """Seconds of a copy to the host or back."""
+        return self.copy_s + nbytes / self.link_bytes_per_s
+
+    def matmul_flops(self, dtype: str) -> float:
+        """Operations a second of a matrix product in `dtype`; the vector rate where the device has no better."""
+        return self.peak_flops.get(dtype, self.vector_flops)
+
+
+def _gpu(
+    spec: DeviceSpec, gb_per_s: float, half: float, single: float, double: float, bfloat: float, link: float
+) -> DeviceModel:
+    # float32 without TF32, which PyTorch leaves off by default.
+    tera = {"float16": half, "bfloat16": bfloat, "float32": single, "float64": double}
+    peaks = {dtype: rate * 1e12 for dtype, rate in tera.items()}
+    return DeviceModel(spec.name, spec.memory_bytes, gb_per_s * 1e9, peaks, single * 1e12, link_bytes_per_s=link * 1e9)
+
+
+# Vendors' data sheets: GB/s, then dense Tflop/s of float16, float32, float64 and bfloat16; and GB/s of the link to
+# the host, four fifths of what 16 lanes of its generation of PCIe (3, 4 or 5) carry in one direction.
+_SHEETS = {
+    "V100-16GB": (900, 125, 15.7, 7.8, 15.7, 12.6),
+    "V100-32GB": (900, 125, 15.7, 7.8, 15.7, 12.6),
+    "T4": (320, 65, 8.1, 0.25, 8.1, 12.6),
+    "RTX3090": (936, 71, 35.6, 0.56, 71, 25.2),
+    "RTX4090": (1008, 165, 82.6, 1.29, 165, 25.2),
+    "A10G": (600, 70, 31.5, 0.49, 70, 25.2),
+    "L4": (300, 121, 30.3, 0.49, 121, 25.2),
+    "L40S": (864, 362, 91.6, 1.43, 362, 25.2),
+    "A100-40GB": (1555, 312, 19.5, 19.5, 312, 25.2),
+    "A100-80GB": (2039, 312, 19.5, 19.5, 312, 25.2),
+    "H100-80GB": (3350, 989, 67, 67, 989, 50.4),
+    "H200-141GB": (4800, 989, 67, 67, 989, 50.4),
+    "B200-180GB": (7700, 2250, 75, 37, 2250, 50.4),
+}
+
+# A desktop CPU in round figures, fixed so that plans do not depend on the machine they are made on.
+_CPU = DeviceModel(
+    "cpu",
+    0,
+    2e10,
+    {"float64": 5e10, "float32": 1e11, "bfloat16": 1e11, "float16": 2e10},
+    1e10,
+    launch_s=3e-6,
+    link_bytes_per_s=1e10,
+    copy_s=1e-6,
+)
+
+DEVICE_MODELS: Mapping[str, DeviceModel] = MappingProxyType(
+    {"cpu": _CPU} | {name: _gpu(DEVICES[name], *sheet) for name, sheet in _SHEETS.items() if name in DEVICES}
+)
+"""Every device of `thunder_mem.memory.device_specs` that has a data sheet here, and "cpu"; read-only."""
+
+
+def device_model(name: str) -> DeviceModel:
+    """The model of the device of that name, whatever the case of its letters.
+
+    Raises:
+        ValueError: no such device; the message lists the known ones.
+
+    Example:
+        >>> device_model("h100-80gb").matmul_flops("bfloat16")
+        989000000000000.0
+    """
+    for known, model in DEVICE_MODELS.items():
+        if isinstance(name, str) and known.lower() == name.lower():
+            return model
+    raise ValueError(f"no cost model for device {name!r}: there is one for {', '.join(DEVICE_MODELS)}")

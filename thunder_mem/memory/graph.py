@@ -1,0 +1,342 @@
+"""The memory model's only data structure: operations over storages.
+
+A `Graph` says which storages each operation reads, overwrites and allocates, and which operations
+must stay in order. Nothing here knows Thunder: `trace/reading.py` reads a trace into this form,
+`live_ranges.py` prices an order of it, and `Graph.contract` turns ops into fusion regions of the
+same form, so that one algorithm serves both levels.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+__all__ = ["Graph", "GraphError", "Op", "Storage", "make_graph"]
+
+
+class GraphError(ValueError):
+    """A graph, an order or a grouping that breaks the rules; the message names the first offender."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One block of memory, however many tensors are views of it.
+
+    Attributes:
+        index: position in `Graph.storages`.
+        nbytes: size in bytes.
+        name: the proxy that first named it; for people, not for algorithms.
+        device: where it lives, as torch prints it.
+        held: the caller keeps it for the whole run (a parameter, an input), so nothing frees it.
+        host_bytes: size of what lives in the host's memory instead; `nbytes` is 0 then.
+    """
+
+    index: int
+    nbytes: int
+    name: str = ""
+    device: str = "cpu"
+    held: bool = False
+    host_bytes: int = 0
+
+    def at(self, index: int) -> Storage:
+        """The same storage at another position."""
+        if index == self.index:
+            return self
+        return Storage(index, self.nbytes, self.name, self.device, self.held, self.host_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One schedulable operation: a bound symbol, or a fusion region after `Graph.contract`.
+
+    Attributes:
+        index: position in `Graph.ops`, which is the source order.
+        name: for people, not for algorithms.
+        reads: storages whose bytes must exist while it runs, through whichever view.
+        writes: storages that exist already and are overwritten in place.
+        allocates: storages that come into being.
+        scratch_bytes: bytes held only while it runs, beyond inputs and outputs.
+        backward: it belongs to the backward half of a joint trace.
+        payload: what it was built from (after `contract`: the indices of its members), opaque to
+            every algorithm.
+    """
+
+    index: int
+    name: str = ""
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    allocates: tuple[int, ...] = ()
+    scratch_bytes: int = 0
+    backward: bool = False
+    payload: object = field(default=None, compare=False)
+
+    @property
+    def touches(self) -> tuple[int, ...]:
+        """Every storage that must be alive while the op runs, each once."""
+        return tuple(dict.fromkeys((*self.reads, *self.writes, *self.allocates)))
+
+    def renumbered(self, index: int, storages: Mapping[int, int], payload: object) -> Op:
+        """The same op in another graph, where it and its storages stand elsewhere."""
+        return Op(
+            index,
+            self.name,
+            tuple([storages[s] for s in self.reads]),
+            tuple([storages[s] for s in self.writes]),
+            tuple([storages[s] for s in self.allocates]),
+            self.scratch_bytes,
+            self.backward,
+            payload,
+        )
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An immutable graph of ops, in source order, over storages.
+
+    A storage that no op allocates is an input, alive from the start. A storage dies after the last
+    op that touches it, unless it is `held` or in `outputs`; an input that nothing touches stays.
+    While an op runs, its inputs, its outputs and its scratch are alive together.
+
+    Attributes:
+        ops: in source order, which is one legal order.
+        storages: indexed by `Storage.index`.
+        predecessors: for each op the ops that must run before it, sorted, without repeats.
+        outputs: storages alive after the last op (returned to the caller, or saved for the backward).
+    """
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    predecessors: tuple[tuple[int, ...], ...]
+    outputs: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the ops that must run after it, sorted."""
+        after: list[list[int]] = [[] for _ in self.ops]
+        for op, before in enumerate(self.predecessors):
+            for p in before:
+                after[p].append(op)
+        return tuple(map(tuple, after))
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """For each storage the ops that touch it, the allocating one included, in source order."""
+        users: list[list[int]] = [[] for _ in self.storages]
+        for op in self.ops:
+            for s in op.touches:
+                users[s].append(op.index)
+        return tuple(map(tuple, users))
+
+    @cached_property
+    def allocator(self) -> tuple[int | None, ...]:
+        """For each storage the op that allocates it; None for an input."""
+        allocator: list[int | None] = [None] * len(self.storages)
+        for op in self.ops:
+            for s in op.allocates:
+                allocator[s] = op.index
+        return tuple(allocator)
+
+    def check_order(self, order: Sequence[int]) -> None:
+        """Raise `GraphError`, naming the first broken edge, unless `order` is a legal order of all ops."""
+        position = [-1] * len(self.ops)
+        for step, op in enumerate(order):
+            if isinstance(op, bool) or not hasattr(op, "__index__"):
+                raise GraphError(f"an order is a sequence of op indices, but step {step} holds {op!r}")
+            if not 0 <= op < len(self.ops):
+                raise GraphError(f"step {step} of the order holds {op}, but the ops are 0..{len(self.ops) - 1}")
+            if position[op] >= 0:
+                raise GraphError(f"the order runs op {self._label(op)} twice, at steps {position[op]} and {step}")
+            position[op] = step
+        if len(order) != len(self.ops):
+            missing = next(op for op, step in enumerate(position) if step < 0)
+            counts = f"{len(order)} steps for {len(self.ops)} ops"
+            raise GraphError(f"the order has {counts}: {self._label(missing)} is missing")
+        for op in order:
+            for before in self.predecessors[op]:
+                if position[before] > position[op]:
+                    raise GraphError(f"the order breaks the edge {self._label(before)} -> {self._label(op)}")
+
+    def contract(self, groups: Iterable[Sequence[int]]) -> Graph:
+        """The graph whose ops are `groups`; an op in no group stays alone.
+
+        What a group of several allocates and nobody outside touches disappears: it lives inside the region.
+        The new ops carry the tuple of their members as payload, and their order is the topological
+        order that follows the source most closely, forward before backward.
+
+        Raises:
+            GraphError: a group is empty or names no op, an op stands in two groups, a group mixes
+                forward and backward, or the groups depend on each other in a cycle.
+
+        Example:
+            >>> x, y, z = Storage(0, 8, held=True), Storage(1, 16), Storage(2, 4)
+            >>> ops = [Op(0, "exp", reads=(0,), allocates=(1,)), Op(1, "sum", reads=(1,), allocates=(2,))]
+            >>> [s.nbytes for s in make_graph(ops, [x, y, z], outputs=[2]).contract([(0, 1)]).storages]
+            [8, 4]
+        """
+        members = [tuple(sorted(group)) for group in groups]
+        home = [-1] * len(self.ops)
+        for g, group in enumerate(members):
+            if not group or group[0] < 0 or group[-1] >= len(self.ops):
+                raise GraphError(f"a region is made of ops 0..{len(self.ops) - 1}, not of {group}")
+            for op in group:
+                if home[op] >= 0:
+                    raise GraphError(f"{self._label(op)} stands in two regions")
+                if self.ops[op].backward != self.ops[group[0]].backward:
+                    raise GraphError(f"a region mixes forward and backward: {', '.join(map(self._label, group))}")
+                home[op] = g
+        for op, g in enumerate(home):
+            if g < 0:
+                home[op] = len(members)
+                members.append((op,))
+
+        before: list[set[int]] = [set() for _ in members]
+        for op, predecessors in enumerate(self.predecessors):
+            before[home[op]].update(home[p] for p in predecessors)
+        for g, earlier in enumerate(before):
+            earlier.discard(g)
+
+        order = self._order_groups(members, before)
+        position = {g: i for i, g in enumerate(order)}
+        # A region does not make what nobody reads; an op that runs alone cannot help it.
+        outlives = set(self.outputs)
+        for s, (maker, users) in enumerate(zip(self.allocator, self.users, strict=True)):
+            if maker is not None and (len(members[g := home[maker]]) == 1 or any(home[u] != g for u in users)):
+                outlives.add(s)
+        kept = [s for s in range(len(self.storages)) if s in outlives or self.allocator[s] is None]
+        renumber = {s: i for i, s in enumerate(kept)}
+        return Graph(
+            ops=tuple(self._merge(i, members[g], renumber) for i, g in enumerate(order)),
+            storages=tuple(self.storages[s].at(i) for i, s in enumerate(kept)),
+            predecessors=tuple(tuple(sorted([position[p] for p in before[g]])) for g in order),
+            outputs=frozenset(renumber[s] for s in self.outputs),
+        )
+
+    def half(self, backward: bool) -> Graph:
+        """The forward or the backward ops alone, each with its index here as payload.
+
+        What the other half leaves behind is an input, what it will need an output; what the caller
+        or a later half holds throughout stays in the live bytes.
+        """
+        members = [op.index for op in self.ops if op.backward == backward]
+        position = {op: i for i, op in enumerate(members)}
+        kept, outputs = [], set()
+        for s, users in enumerate(self.users):
+            allocator = self.allocator[s]
+            used = any(op in position for op in users)
+            if self.storages[s].held or s in self.outputs:
+                stays, here = True, allocator is None or backward or allocator in position
+            elif backward:
+                stays, here = not users, used or not users
+            else:
+                stays, here = any(op not in position for op in users), allocator is None or allocator in position
+            if here:
+                kept.append(s)
+            if here and stays:
+                outputs.add(s)
+        renumber = {s: i for i, s in enumerate(kept)}
+        return Graph(
+            ops=tuple(self.ops[op].renumbered(i, renumber, payload=op) for i, op in enumerate(members)),
+            storages=tuple(self.storages[s].at(i) for i, s in enumerate(kept)),
+            predecessors=tuple(tuple(position[p] for p in self.predecessors[op] if p in position) for op in members),
+            outputs=frozenset(renumber[s] for s in outputs),
+        )
+
+    def _order_groups(self, groups: Sequence[tuple[int, ...]], before: Sequence[set[int]]) -> list[int]:
+        """The topological order of the groups, forward first, that follows the source order of their last members."""
+        after: list[list[int]] = [[] for _ in groups]
+        waiting = [len(b) for b in before]
+        for g, predecessors in enumerate(before):
+            for p in predecessors:
+                after[p].append(g)
+        rank = [(self.ops[group[0]].backward, group[-1], g) for g, group in enumerate(groups)]
+        ready = [rank[g] for g in range(len(groups)) if not waiting[g]]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            *_, g = heapq.heappop(ready)
+            order.append(g)
+            for succ in after[g]:
+                waiting[succ] -= 1
+                if not waiting[succ]:
+                    heapq.heappush(ready, rank[succ])
+        if len(order) < len(groups):
+            stuck = min((g for g in range(len(groups)) if waiting[g]), key=lambda g: groups[g])
+            raise GraphError(f"the regions depend on each other in a cycle through {self._label(groups[stuck][0])}")
+        return order
+
+    def _merge(self, index: int, group: tuple[int, ...], renumber: dict[int, int]) -> Op:
+        first = self.ops[group[0]]
+        if len(group) == 1:
+            return first.renumbered(index, renumber, group)
+        own = {s for op in group for s in self.ops[op].allocates}
+
+        def collect(storages: Iterable[int]) -> tuple[int, ...]:
+            return tuple(dict.fromkeys([renumber[s] for s in storages if s not in own]))
+
+        return Op(
+            index=index,
+            name=f"region{index}",
+            reads=collect(s for op in group for s in self.ops[op].reads),
+            writes=collect(s for op in group for s in self.ops[op].writes),
+            allocates=tuple(renumber[s] for op in group for s in self.ops[op].allocates if s in renumber),
+            scratch_bytes=max(self.ops[op].scratch_bytes for op in group),
+            backward=first.backward,
+            payload=group,
+        )
+
+    def _label(self, op: int) -> str:
+        return f"{self.ops[op].name or 'op'}#{op}"
+
+
+def make_graph(
+    ops: Iterable[Op], storages: Iterable[Storage], edges: Iterable[tuple[int, int]] = (), outputs: Iterable[int] = ()
+) -> Graph:
+    """Build a `Graph`: the given edges plus every read-after-write, write-after-read and
+    write-after-write edge that the source order implies for each storage.
+
+    Raises:
+        GraphError: an index that does not match its position, an edge against the source order, or
+            a storage that is touched before it is allocated.
+
+    Example:
+        >>> a, b = Storage(0, 8, held=True), Storage(1, 8)
+        >>> make_graph([Op(0, "sin", reads=(0,), allocates=(1,)), Op(1, "add_", writes=(0,))], [a, b]).predecessors
+        ((), (0,))
+    """
+    ops, storages = tuple(ops), tuple(storages)
+    before: list[set[int]] = [set() for _ in ops]
+    for source, target in edges:
+        if not 0 <= source < target < len(ops):
+            raise GraphError(f"the edge {source} -> {target} does not follow the source order of {len(ops)} ops")
+        before[target].add(source)
+    for i, storage in enumerate(storages):
+        if storage.index != i:
+            raise GraphError(f"storage {storage.name!r} says index {storage.index} but stands at {i}")
+
+    allocated = {s for op in ops for s in op.allocates}
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    for i, op in enumerate(ops):
+        if op.index != i:
+            raise GraphError(f"op {op.name!r} says index {op.index} but stands at {i}")
+        for s in op.allocates:
+            if s in writer:
+                raise GraphError(f"storage {s} is allocated twice, by ops {writer[s]} and {i}")
+            writer[s] = i
+        for s in (*op.reads, *op.writes):
+            if s in allocated and s not in writer:
+                raise GraphError(f"op {op.name!r} (#{i}) touches storage {s} before it is allocated")
+            if writer.get(s, i) != i:
+                before[i].add(writer[s])
+            if s in op.writes:
+                before[i].update(readers.pop(s, ()))
+                writer[s] = i
+            else:
+                readers.setdefault(s, []).append(i)
+        before[i].discard(i)
+    return Graph(ops, storages, tuple(tuple(sorted(b)) for b in before), frozenset(outputs))

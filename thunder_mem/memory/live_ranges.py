@@ -1,0 +1,123 @@
+"""What is alive at each step of an order, in exact bytes.
+
+`price_order` prices an order; the `Timeline` it returns says when each storage lives and who holds the
+peak. `WhatIf` (in `what_if.py`) answers what moving a stretch would do in less than a full pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from thunder_mem.memory.graph import Graph
+from thunder_mem.memory.running_set import liveness, profile
+
+__all__ = ["Timeline", "price_order"]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The live bytes of one order of a graph.
+
+    Attributes:
+        graph: what ran.
+        order: op indices in the order they ran.
+        live_bytes: per step, all that is alive while it runs: what the caller holds, its inputs,
+            its outputs and its scratch included.
+        peak_bytes: the largest of them; for a graph without ops what is alive from the start.
+        peak_step: the first step that reaches it; -1 for a graph without ops.
+    """
+
+    graph: Graph = field(repr=False)
+    order: tuple[int, ...] = field(repr=False)
+    live_bytes: tuple[int, ...] = field(repr=False)
+    peak_bytes: int
+    peak_step: int
+
+    @cached_property
+    def _ranges(self) -> tuple[tuple[int, int], ...]:
+        position = [0] * len(self.order)
+        for step, op in enumerate(self.order):
+            position[op] = step
+        last = len(self.order) - 1
+        ranges = []
+        for s, users in enumerate(self.graph.users):
+            allocator = self.graph.allocator[s]
+            stays = self.graph.storages[s].held or s in self.graph.outputs or not users
+            born = 0 if allocator is None else position[allocator]
+            ranges.append((born, last if stays else max(position[op] for op in users)))
+        return tuple(ranges)
+
+    @cached_property
+    def host_peak_bytes(self) -> int:
+        """The most bytes that offloaded values take at once in the host's memory, which is part of no other figure."""
+        offloaded = [s for s in self.graph.storages if s.host_bytes]
+        changes = [0] * (len(self.order) + 1)
+        for s in offloaded:
+            born, dies = self._ranges[s.index]
+            changes[born] += s.host_bytes
+            changes[dies + 1] -= s.host_bytes
+        return max(accumulate(changes), default=0)
+
+    def live_range(self, storage: int) -> tuple[int, int]:
+        """The first and the last step, both included, at which `storage` is alive.
+
+        An input is alive from step 0, whoever stays until the last step. In a graph without ops
+        the range is the empty (0, -1).
+        """
+        return self._ranges[storage]
+
+    def alive_at(self, step: int) -> tuple[int, ...]:
+        """The storages alive while `step` runs, largest first, then by index.
+
+        Raises:
+            IndexError: there is no such step.
+        """
+        if not 0 <= step < len(self.order):
+            raise IndexError(f"step {step} of an order of {len(self.order)} steps")
+        alive = (s for s, (born, dies) in enumerate(self._ranges) if born <= step <= dies)
+        return tuple(sorted(alive, key=lambda s: (-self.graph.storages[s].nbytes, s)))
+
+    def top_peaks(self, count: int = 5) -> tuple[int, ...]:
+        """The steps of the `count` highest local peaks, highest first.
+
+        A local peak is the first step of a stretch of equal bytes with less on both sides, so one
+        tall hill appears once.
+        """
+        live = self.live_bytes
+        starts = [step for step in range(len(live)) if not step or live[step] != live[step - 1]]
+        tops = [
+            step
+            for before, step, after in zip([None, *starts], starts, [*starts[1:], None], strict=False)
+            if (before is None or live[before] < live[step]) and (after is None or live[after] < live[step])
+        ]
+        return tuple(sorted(tops, key=lambda step: (-live[step], step))[:count])
+
+
+def price_order(graph: Graph, order: Sequence[int] | None = None) -> Timeline:
+    """Price an order of `graph`, the source order by default, in time linear in the graph's size.
+
+    Raises:
+        GraphError: `order` is not a legal order of all ops; the message names the first offender.
+
+    Example:
+        >>> from thunder_mem.memory.graph import Op, Storage, make_graph
+        >>> x, y, z = Storage(0, 8, held=True), Storage(1, 16), Storage(2, 4)
+        >>> ops = [Op(0, "exp", reads=(0,), allocates=(1,)), Op(1, "sum", reads=(1,), allocates=(2,))]
+        >>> timeline = price_order(make_graph(ops, [x, y, z], outputs=[2]))
+        >>> timeline.live_bytes, timeline.peak_bytes, timeline.alive_at(1)
+        ((24, 28), 28, (1, 0, 2))
+    """
+    if order is None:
+        order = range(len(graph))
+    else:
+        order = tuple(order)
+        graph.check_order(order)
+    live = liveness(graph)
+    steps = tuple(profile(live, order))
+    if not steps:
+        return Timeline(graph, (), (), live.start_bytes, -1)
+    peak_bytes = max(steps)
+    return Timeline(graph, tuple(order), steps, peak_bytes, steps.index(peak_bytes))

@@ -1,0 +1,1 @@
+"""What is saved, recomputed or offloaded. Knows neither Thunder nor PyTorch."""

@@ -1,0 +1,360 @@
+"""Find the cheapest choice of what to recompute whose peak fits a budget.
+
+The integer program (`milp.py`) proposes, with rows from a few trials of a ladder of minimum cuts
+(`tradeoff_curve.py`), and a trial by the exact timeline disposes. Proposals belong to fixed targets, the cells of
+the range between the ladder's ends, not to the budget that is asked for: so that the same few choices
+answer neighbouring budgets, and a larger budget chooses among no fewer. Where nothing proposed fits, the
+ladder's first rung that does is the answer (the greedy fallback).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+
+from thunder_mem.fusion.contraction import FusionCapabilities
+from thunder_mem.memory.graph import Graph
+from thunder_mem.partition.constraints import UNDECIDED, Constraints
+from thunder_mem.partition.evaluation import Evaluation, evaluate
+from thunder_mem.partition.milp import Solution, solve
+from thunder_mem.partition.milp_memory_rows import MemoryRow, MilpVariables, calibrated, memory_rows
+from thunder_mem.partition.min_cut_partition import saved_storages
+from thunder_mem.partition.tradeoff_curve import TradeoffPoint, ladders, repeat_seconds
+from thunder_mem.partition.transfer_windows import Moves
+from thunder_mem.schedule.registry import SortFunction
+
+__all__ = ["PartitionChoice", "SavingProblem", "fit_budget", "greedy_fit", "sweep"]
+
+# The range of peaks is cut into so many targets, in programs that are solved exactly into fewer, and into the fewest
+# in those of fewer than so many ops.
+_CELLS, _CELLS_OF_EXACT, _CELLS_OF_SMALL, _SMALL = 256, 64, 32, 500
+# Rounds of cutting planes for one target; each costs a solution and a trial.
+_ROUNDS = 3
+# How many cells below the budget's own are tried one by one; further down the steps double.
+_CELLS_BELOW = 2
+# Relative difference below which times are the same.
+_EQUAL = 1e-9
+# In programs of fewer ops every target is solved exactly, all those below a budget are asked, and so is the ladder
+# after its own: in larger ones that takes too long (8 layers of a LLaMA have 2,020 and take 3 s instead of 1).
+_EXACT = 2500
+# Rungs between the ends are tried, too, as long as all trials together run no more ops than this.
+_SAMPLED_OPS = 8000
+# So many of the trials and one more give rows.
+_ROW_TRIALS = 4
+# The relative optimality gap that ends the search in larger ones.
+_LARGE_GAP = 0.002
+
+
+@dataclass(frozen=True)
+class PartitionChoice:
+    """A choice, and what it costs.
+
+    Attributes:
+        rebuilt: the storages that the backward computes again.
+        peak_bytes: of its trial.
+        seconds: of all repetitions.
+        bound_seconds: a lower bound on it, under the model of the integer program.
+        method: "ladder" or "milp", whichever found it.
+        offloaded: the storages that it fetches from the host.
+        exposed_seconds: the part of `seconds` that waits for copies to the host and back.
+        without_seconds: of the cheapest choice found that offloads nothing and fits; None if none does, or was
+            looked for.
+    """
+
+    rebuilt: frozenset[int]
+    peak_bytes: int
+    seconds: float
+    bound_seconds: float
+    method: str
+    offloaded: frozenset[int] = frozenset()
+    exposed_seconds: float = 0.0
+    without_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class SavingProblem:
+    """What a program may save or recompute.
+
+    Attributes:
+        graph: its joint graph, unfused, nothing recomputed.
+        fuse: which executor can take which op.
+        repeat_s: per op, the seconds of repeating it in the backward; infinite where it may not be.
+        choices: what is decided already.
+        sort: how plans are ordered.
+        moves: what may be offloaded, and what that takes.
+    """
+
+    graph: Graph
+    fuse: FusionCapabilities
+    repeat_s: Sequence[float] = field(repr=False)
+    choices: Constraints = UNDECIDED
+    sort: str | SortFunction = "auto"
+    moves: Moves | None = None
+    _trials: dict[tuple[frozenset[int], frozenset[int]], Evaluation] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _levels: list[_Level] = field(default_factory=list, repr=False, compare=False)
+    _coming: list[Iterator[tuple[TradeoffPoint, ...]]] = field(default_factory=list, repr=False, compare=False)
+
+    _next: dict[int, tuple[PartitionChoice, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    def trial(self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Evaluation:
+        """The exact price of a choice; made once."""
+        if (rebuilt, offloaded) not in self._trials:
+            asked = self.choices.offload & saved_storages(self.graph, rebuilt) if self.choices.offload else frozenset()
+            found = evaluate(self.graph, self.fuse, rebuilt, self.sort, offloaded | asked)
+            self._trials[rebuilt, offloaded] = found
+        return self._trials[rebuilt, offloaded]
+
+    def seconds(self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> float:
+        """Of running once more every op that makes one of `rebuilt`, and of copies that no other work hides."""
+        return repeat_seconds(self.graph, rebuilt, self.repeat_s) + self.exposed_seconds(offloaded)
+
+    def exposed_seconds(self, offloaded: frozenset[int]) -> float:
+        """Of copies that no other work hides."""
+        return self.moves.exposed_seconds(offloaded) if self.moves is not None else 0.0
+
+    def fit(
+        self, rebuilt: frozenset[int], bound_seconds: float, method: str, offloaded: frozenset[int] = frozenset()
+    ) -> PartitionChoice:
+        """A choice with its prices."""
+        seconds = self.seconds(rebuilt, offloaded)
+        peak_bytes = self.trial(rebuilt, offloaded).peak_bytes
+        exposed = self.exposed_seconds(offloaded)
+        return PartitionChoice(rebuilt, peak_bytes, seconds, min(bound_seconds, seconds), method, offloaded, exposed)
+
+    def levels(self) -> Iterator[_Level]:
+        """The ladders, narrowest spacing of the anchors first, as long as a wider one has a lower end."""
+        known = self._levels
+        for i in itertools.count():
+            if i == len(known):
+                if not self._coming:
+                    self._coming.append(ladders(self.graph, self.fuse, self.repeat_s, self.choices))
+                rungs = next(self._coming[0], None)
+                if rungs is None:
+                    return
+                level = _Level(self, rungs)
+                if known and level.low_bytes >= known[-1].low_bytes:
+                    self._coming[0] = iter(())
+                    return
+                known.append(level)
+            yield known[i]
+
+
+class _Level:
+    """One ladder, the integer program over what it may rebuild, and that program's answers to fixed targets."""
+
+    def __init__(self, problem: SavingProblem, rungs: Sequence[TradeoffPoint]) -> None:
+        self.problem, self.rungs = problem, rungs
+        self.exact = len(problem.graph) < _EXACT
+        small = len(problem.graph) < _SMALL
+        self.cells = _CELLS_OF_SMALL if small else _CELLS_OF_EXACT if self.exact else _CELLS
+        self._solutions: dict[int, Solution | None] = {}
+        self._answers: dict[int, frozenset[int]] = {}
+        self.candidates = MilpVariables(
+            problem.graph,
+            problem.fuse,
+            rungs[-1].rebuilt,
+            problem.repeat_s,
+            forced=rungs[0].rebuilt & (problem.choices.may_recompute | problem.choices.must_recompute),
+        )
+
+    @cached_property
+    def sampled(self) -> tuple[PartitionChoice, ...]:
+        """The two ends and, where trials cost little, rungs between, evenly; of these every budget may choose."""
+        last = len(self.rungs) - 1
+        count = min(last, max(1, _SAMPLED_OPS // max(1, len(self.problem.graph)) - 1))
+        chosen = dict.fromkeys(round(i * last / count) if count else 0 for i in range(count + 1))
+        return tuple(self.problem.fit(self.rungs[i].rebuilt, 0.0, "ladder") for i in chosen)
+
+    @cached_property
+    def low_bytes(self) -> int:
+        """The lowest peak on the ladder, which in small programs need not be the last rung's."""
+        return min(fit.peak_bytes for fit in self.sampled)
+
+    @cached_property
+    def high_bytes(self) -> int:
+        """The highest peak on the ladder."""
+        return max(fit.peak_bytes for fit in self.sampled)
+
+    @cached_property
+    def rows(self) -> list[MemoryRow]:
+        """Of some sampled rungs; none says more of any sampled rung than its trial shows."""
+        trials = [self.problem.trial(fit.rebuilt) for fit in self.sampled]
+        shown = {i * (len(trials) - 1) // _ROW_TRIALS for i in range(_ROW_TRIALS + 1)}
+        found = {row.key: row for i in sorted(shown) for row in memory_rows(self.candidates, trials[i])}
+        return calibrated(self.candidates, found.values(), trials)
+
+    def cell(self, nbytes: int) -> int:
+        """The highest target that is at most so many bytes, counted from the low end; negative if there is none."""
+        return (nbytes - self.low_bytes) * self.cells // max(1, self.high_bytes - self.low_bytes)
+
+    def target_bytes(self, cell: int) -> int:
+        """Rounded up, so that the low end itself is the target of cell 0."""
+        return self.low_bytes - (self.low_bytes - self.high_bytes) * cell // self.cells
+
+    def solution(self, cell: int) -> Solution | None:
+        """The integer program's solution for a target, by the level's own rows."""
+        if cell not in self._solutions:
+            self._solutions[cell] = self._solve(self.rows, self.target_bytes(cell))
+        return self._solutions[cell]
+
+    def answer(self, cell: int) -> PartitionChoice | None:
+        """The choice for a target: the solution, mended where its trial exceeds the target."""
+        first = self.solution(cell)
+        if first is None:
+            return None
+        if cell not in self._answers:
+            self._answers[cell] = self._mended(first, self.target_bytes(cell))
+        return self.problem.fit(self._answers[cell], first.bound_seconds, "milp")
+
+    def _solve(self, rows: Sequence[MemoryRow], target_bytes: int) -> Solution | None:
+        gap = 0.0 if self.exact else _LARGE_GAP
+        return solve(self.candidates, rows, target_bytes, gap)
+
+    def _mended(self, solution: Solution, target_bytes: int) -> frozenset[int]:
+        # One step may have several rows: what a trial shows of it does not replace what others showed.
+        rows = list(self.rows)
+        chosen = solution
+        for _ in range(_ROUNDS):
+            trial = self.problem.trial(chosen.rebuilt)
+            if trial.peak_bytes <= target_bytes:
+                return chosen.rebuilt
+            rows += memory_rows(self.candidates, trial)
+            following = self._solve(rows, target_bytes)
+            if following is None:
+                break
+            chosen = following
+        return chosen.rebuilt
+
+
+def fit_budget(problem: SavingProblem, budget_bytes: int) -> PartitionChoice:
+    """The cheapest choice found whose peak stays within the budget, or else the one of the smallest peak.
+
+    Of equally cheap ones the one with the lower peak is taken.
+    """
+    level = next((level for level in problem.levels() if level.low_bytes <= budget_bytes), None)
+    if level is None:
+        return _smallest(problem)
+    found = _proposals(problem, level, budget_bytes)
+    bound = found[0].bound_seconds if found else 0.0
+    found = [fit for fit in (*found, *level.sampled, *_of_the_next(problem, level)) if fit.peak_bytes <= budget_bytes]
+    if not found:
+        found = [fit for fit in [greedy_fit(problem, level.rungs, budget_bytes)] if fit.peak_bytes <= budget_bytes]
+    if not found:
+        return _smallest(problem)
+    best = min(found, key=lambda f: (f.seconds, f.peak_bytes))
+    if not level.exact and (rung := _cheaper_rung(problem, level, best, bound, budget_bytes)) is not None:
+        best = rung
+    return replace(best, bound_seconds=min(bound, best.seconds))
+
+
+def _cheaper_rung(
+    problem: SavingProblem, level: _Level, best: PartitionChoice, bound_seconds: float, budget_bytes: int
+) -> PartitionChoice | None:
+    """The ladder's own best, where the integer program stopped at its gap and left room for a cheaper one."""
+    cheaper = [rung for rung in level.rungs if bound_seconds <= rung.seconds < best.seconds * (1 - _EQUAL)]
+    if not cheaper:
+        return None
+    fit = problem.fit(cheaper[-1].rebuilt, bound_seconds, "ladder")
+    return fit if fit.peak_bytes <= budget_bytes and fit.seconds < best.seconds else None
+
+
+def _of_the_next(problem: SavingProblem, level: _Level) -> tuple[PartitionChoice, ...]:
+    """The cheapest choice of the ladders after this one, which would else make a smaller budget cheaper.
+
+    In large programs this would take too long.
+    """
+    if not level.exact:
+        return ()
+    if level.low_bytes not in problem._next:
+        fit = fit_budget(problem, level.low_bytes - 1)
+        problem._next[level.low_bytes] = (fit,) if fit.peak_bytes < level.low_bytes else ()
+    return problem._next[level.low_bytes]
+
+
+def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list[PartitionChoice]:
+    """Answers to the targets about a budget, from the first above it.
+
+    Further ones below are asked for only until none of them can be cheaper than what fits. Where a
+    stretch of targets costs the same, its two ends are answered too: equal time buys memory. In programs
+    that are not solved exactly the first that fits is the last.
+    """
+    here = min(level.cell(budget_bytes), level.cells)
+    proposals: list[PartitionChoice] = []
+    best, lowest = inf, 0
+    for cell in _cells_from(min(here + 1, level.cells), level.exact):
+        solution = level.solution(cell)
+        if solution is not None and solution.bound_seconds >= best * (1 - _EQUAL):
+            break
+        if (fit := level.answer(cell)) is not None:
+            proposals.append(fit)
+            if fit.peak_bytes <= budget_bytes and fit.seconds < best:
+                best, lowest = fit.seconds, cell
+                if not level.exact:  # what is cheaper below is so by less than the gap
+                    return proposals
+    if best < inf:
+        ends = {_last_as_cheap(level, lowest, best, direction) for direction in (-1, 1)} - {lowest}
+        proposals += [fit for fit in map(level.answer, sorted(ends)) if fit is not None]
+    return proposals
+
+
+def _cells_from(first: int, each: bool) -> Iterator[int]:
+    """The cells from one down to 0, each or in steps that double in the end; 0 itself is always asked."""
+    cell, step = first, 1
+    while cell > 0:
+        yield cell
+        if not each and first - cell > _CELLS_BELOW:
+            step *= 2
+        cell -= step
+    yield 0
+
+
+def _last_as_cheap(level: _Level, cell: int, seconds: float, direction: int) -> int:
+    """The last target on one side whose solution takes as long, by doubling steps and bisection."""
+
+    def as_cheap(other: int) -> bool:
+        solution = level.solution(other) if 0 <= other <= level.cells else None
+        return solution is not None and abs(solution.seconds - seconds) <= seconds * _EQUAL
+
+    step = 1
+    while as_cheap(cell + direction * step):
+        cell, step = cell + direction * step, 2 * step
+    while (step := step // 2) > 0:
+        if as_cheap(cell + direction * step):
+            cell += direction * step
+    return cell
+
+
+def greedy_fit(problem: SavingProblem, rungs: Sequence[TradeoffPoint], budget_bytes: int) -> PartitionChoice:
+    """The first rung of a ladder that fits, by bisection; its last if none does."""
+    low, high = 0, len(rungs) - 1
+    while high > low:
+        middle = (low + high) // 2
+        if problem.trial(rungs[middle].rebuilt).peak_bytes <= budget_bytes:
+            high = middle
+        else:
+            low = middle + 1
+    return problem.fit(rungs[high].rebuilt, 0.0, "ladder")
+
+
+def _smallest(problem: SavingProblem) -> PartitionChoice:
+    """The smallest peak that is known, and of the choices that reach it the cheapest."""
+    levels = list(problem.levels())
+    found = [fit for level in levels for fit in level.sampled]
+    found += _proposals(problem, levels[-1], levels[-1].low_bytes)
+    return replace(min(found, key=lambda f: (f.peak_bytes, f.seconds)), bound_seconds=0.0)
+
+
+def sweep(problem: SavingProblem, points: int = 16) -> Iterator[PartitionChoice]:
+    """Choices from no costly repetition to the smallest peak, each with a lower peak than the one before."""
+    peak_bytes: int | None = None
+    for level in problem.levels():
+        for i in range(points, -1, -1):
+            fit = fit_budget(problem, level.target_bytes(i * level.cells // points))
+            if peak_bytes is None or fit.peak_bytes < peak_bytes:
+                peak_bytes = fit.peak_bytes
+                yield fit

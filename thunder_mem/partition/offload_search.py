@@ -1,0 +1,80 @@
+"""Find the cheapest choice of what to recompute and what to offload whose peak fits a budget.
+
+The integer program (`milp.py`) proposes, with rows of memory from the trials so far, and a trial by the
+exact timeline disposes, until what is proposed fits. Beside that stands what repetitions alone can do
+(`budget_search.py`): the cheaper of the two is taken, and offloading only if it is really cheaper.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from thunder_mem.partition.budget_search import PartitionChoice, SavingProblem, fit_budget
+from thunder_mem.partition.milp import solve
+from thunder_mem.partition.milp_memory_rows import memory_rows
+from thunder_mem.partition.min_cut_partition import saved_storages
+
+__all__ = ["fit_with_offload", "sweep_with_offload"]
+
+# Rounds of cutting planes; each costs a solution and a trial.
+_ROUNDS = 8
+# The relative optimality gap that ends the search.
+_GAP = 0.002
+
+
+def fit_with_offload(problem: SavingProblem, budget_bytes: int) -> PartitionChoice:
+    """`fit_budget` for a problem in which something may be offloaded."""
+    levels = itertools.takewhile(lambda level: level.low_bytes > budget_bytes, problem.levels())
+    too_high = [problem.fit(level.rungs[-1].rebuilt, 0.0, "ladder") for level in levels]
+    reachable = len(too_high) < sum(1 for _ in problem.levels())
+    alone = fit_budget(problem, budget_bytes) if reachable else min(too_high, key=lambda f: f.peak_bytes)
+    fits = alone.peak_bytes <= budget_bytes
+    found = [alone, *_proposals(problem, budget_bytes)]
+    if fitting := [fit for fit in found if fit.peak_bytes <= budget_bytes]:
+        best = min(fitting, key=lambda f: (f.seconds, len(f.offloaded), f.peak_bytes))
+    else:
+        best = min(found, key=lambda f: (f.peak_bytes, f.seconds))
+    return replace(best, without_seconds=alone.seconds if fits else None)
+
+
+def sweep_with_offload(problem: SavingProblem, points: int) -> Iterator[PartitionChoice]:
+    """`fit_budget.sweep` for a problem in which something may be offloaded, down to what both together reach."""
+    level = next(problem.levels())
+    most = level.rungs[-1].rebuilt
+    movable = problem.moves.movable if problem.moves else frozenset()
+    low_bytes = problem.trial(
+        most, (saved_storages(problem.graph, most) & movable) - level.candidates.forced
+    ).peak_bytes
+    low_bytes = min(low_bytes, level.low_bytes)
+    peak_bytes: int | None = None
+    for i in range(points, -1, -1):
+        fit = fit_with_offload(problem, low_bytes + (level.high_bytes - low_bytes) * i // points)
+        if peak_bytes is None or fit.peak_bytes < peak_bytes:
+            peak_bytes = fit.peak_bytes
+            yield fit
+
+
+def _proposals(problem: SavingProblem, budget_bytes: int) -> Iterator[PartitionChoice]:
+    """Choices that offload: all that may be, with little and with much recomputed, and what the program says."""
+    moves = problem.moves
+    if moves is None or not moves.movable:
+        return
+    level = next(problem.levels())
+    candidates = replace(level.candidates, movable=moves.movable - level.candidates.forced)
+    most, least = level.rungs[-1].rebuilt, level.rungs[0].rebuilt
+    rows = {row.key: row for row in memory_rows(candidates, problem.trial(least))}
+    for rebuilt in (most, least):
+        offloaded = saved_storages(problem.graph, rebuilt) & candidates.movable
+        yield problem.fit(rebuilt, 0.0, "milp", offloaded)
+        rows |= {row.key: row for row in memory_rows(candidates, problem.trial(rebuilt, offloaded))}
+    for _ in range(_ROUNDS):
+        solution = solve(candidates, list(rows.values()), budget_bytes, _GAP, moves)
+        if solution is None:
+            return
+        yield problem.fit(solution.rebuilt, solution.bound_seconds, "milp", solution.offloaded)
+        trial = problem.trial(solution.rebuilt, solution.offloaded)
+        if trial.peak_bytes <= budget_bytes:
+            return
+        rows |= {row.key: row for row in memory_rows(candidates, trial)}

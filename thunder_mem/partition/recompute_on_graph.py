@@ -1,0 +1,113 @@
+"""A graph whose backward computes chosen forward storages again: what `rewrites/recompute.py` does to a trace.
+
+Trying a choice on the graph costs far less than rewriting and reading the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from thunder_mem.fusion.contraction import FusionCapabilities
+from thunder_mem.memory.graph import Graph, Op, Storage, make_graph
+
+__all__ = ["WithRecompute", "recompute_on_graph"]
+
+
+@dataclass(frozen=True)
+class WithRecompute:
+    """A graph with repetitions.
+
+    Attributes:
+        graph: like the original, with the repeated ops just before their first use in the backward.
+        fuse: the same facts about its ops.
+        source: per op, the op of the original graph that it is or repeats.
+        moves: the ops that copy a storage to the host or back, and that storage of the original graph.
+    """
+
+    graph: Graph
+    fuse: FusionCapabilities
+    source: tuple[int, ...]
+    moves: Mapping[int, int] = field(default_factory=dict)
+
+
+def recompute_on_graph(graph: Graph, fuse: FusionCapabilities, storages: Collection[int]) -> WithRecompute:
+    """Let the backward compute `storages` itself, each once, with the views that it uses of them.
+
+    Args:
+        graph: forward and backward of one trace.
+        fuse: facts about its ops; its operands tell which views are used.
+        storages: forward storages, each made by an op that may be repeated.
+    """
+    return _Repetition(graph, fuse, frozenset(storages)).run()
+
+
+class _Repetition:
+    def __init__(self, graph: Graph, fuse: FusionCapabilities, storages: frozenset[int]) -> None:
+        self.graph, self.fuse, self.rebuilt = graph, fuse, storages
+        self.ops: list[Op] = []
+        self.source: list[int] = []  # per new op, the op that it is or repeats
+        self.operands: list[tuple[int, ...]] = []
+        self.edges: list[tuple[int, int]] = []
+        self.storages: list[Storage] = list(graph.storages)
+        self.place: dict[int, int] = {}  # op -> its new index
+        self.again: dict[int, int] = {}  # op -> the index of its repetition
+        self.fresh: dict[int, int] = {}  # storage -> the one that is computed again
+
+    def run(self) -> WithRecompute:
+        for op in self.graph.ops:
+            if op.backward:
+                self._repeat([p for p in self.fuse.operands[op.index] if self._takes_again(op, p)])
+            self._append(op, op.backward)
+        fuse = replace(
+            self.fuse,
+            takes=tuple(self.fuse.takes[o] for o in self.source),
+            required=tuple(self.fuse.required[o] for o in self.source),
+            cheap=tuple(self.fuse.cheap[o] for o in self.source),
+            operands=tuple(self.operands),
+        )
+        graph = make_graph(self.ops, self.storages, self.edges, self.graph.outputs)
+        return WithRecompute(graph, fuse, tuple(self.source))
+
+    def _takes_again(self, op: Op, operand: int) -> bool:
+        """Whether `op`, in the backward, is to take what `operand` gives it from a repetition of `operand`."""
+        maker = self.graph.ops[operand]
+        if maker.backward:
+            return False
+        given = set(maker.allocates or maker.reads).intersection(op.reads)
+        return not self.rebuilt.isdisjoint(given)
+
+    def _repeat(self, wanted: list[int]) -> None:
+        """Append once more, in source order, what is wanted and not there yet, with what that needs."""
+        missing: set[int] = set()
+        stack = [op for op in wanted if op not in self.again]
+        while stack:
+            op = stack.pop()
+            if op not in missing:
+                missing.add(op)
+                operands = self.fuse.operands[op]
+                stack += [p for p in operands if p not in self.again and self._takes_again(self.graph.ops[op], p)]
+        for op in sorted(missing):
+            self.again[op] = len(self.ops)
+            self._append(self.graph.ops[op], True, again=True)
+
+    def _append(self, old: Op, in_backward: bool, again: bool = False) -> None:
+        index = len(self.ops)
+        reads, allocates, operands = old.reads, old.allocates, set()
+        for p in self.fuse.operands[old.index]:
+            repeated = in_backward and p in self.again and self._takes_again(old, p)
+            operands.add(self.again[p] if repeated else self.place[p])
+        if in_backward:
+            reads = tuple([self.fresh.get(s, s) for s in old.reads])
+        if again:
+            allocates = tuple(range(len(self.storages), len(self.storages) + len(old.allocates)))
+            self.storages += [self.graph.storages[s].at(new) for s, new in zip(old.allocates, allocates, strict=True)]
+            self.fresh |= {s: new for s, new in zip(old.allocates, allocates, strict=True) if s in self.rebuilt}
+        self.ops.append(Op(index, old.name, reads, old.writes, allocates, old.scratch_bytes, in_backward, old.payload))
+        self.source.append(old.index)
+        self.operands.append(tuple(sorted(operands)))
+        # What is repeated is pure, so its effects order nothing.
+        before = operands if again else {*operands, *(self.place[p] for p in self.graph.predecessors[old.index])}
+        self.edges += [(p, index) for p in before]
+        if not again:
+            self.place[old.index] = index

@@ -1,0 +1,143 @@
+"""From keeping all that is worth its bytes to recomputing nearly everything, in small steps.
+
+For every price of a byte the minimum cut (`min_cut_partition.py`) gives the best exchange of memory for time, and as
+the price rises the sets of what is rebuilt are nested. Equal layers are decided once: a cut repeats the same
+of each. Between two such sets stands a whole stack of them; the rungs between take one stretch of the forward
+after the other, so that what is left to say is how many layers have gone over. Long before the price is
+infinite this stops paying, because what is rebuilt from far back must itself be alive; so the values
+through which alone the forward passes (the residual stream between blocks) are anchors that stay kept:
+all of them, every second, every fourth, and so on (Chen et al., "Training deep nets with sublinear
+memory cost", 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from thunder_mem.fusion.contraction import FusionCapabilities
+from thunder_mem.memory.graph import Graph
+from thunder_mem.partition.block_boundaries import block_boundaries, without_first_block
+from thunder_mem.partition.constraints import UNDECIDED, Constraints
+from thunder_mem.partition.min_cut_partition import Exchange, min_cut_partition, saved_storages
+
+__all__ = ["TradeoffPoint", "ladders", "repeat_seconds"]
+
+# Prices between which a further cut is looked for, halving; equal layers need few.
+_MOST_CUTS = 24
+
+
+@dataclass(frozen=True)
+class TradeoffPoint:
+    """One choice of what the backward rebuilds.
+
+    Attributes:
+        rebuilt: the storages.
+        seconds: what repeating the ops that make them costs.
+        saved_bytes: what the backward receives instead, apart from what is alive anyway.
+    """
+
+    rebuilt: frozenset[int]
+    seconds: float
+    saved_bytes: int
+
+
+def repeat_seconds(graph: Graph, rebuilt: frozenset[int], repeat_s: Sequence[float]) -> float:
+    """Seconds of running once more every op that makes one of `rebuilt`."""
+    makers = [graph.allocator[s] for s in rebuilt]
+    return sum(repeat_s[op] for op in sorted({op for op in makers if op is not None}))
+
+
+def ladders(
+    graph: Graph, fuse: FusionCapabilities, repeat_s: Sequence[float], choices: Constraints = UNDECIDED
+) -> Iterator[tuple[TradeoffPoint, ...]]:
+    """For every spacing of the anchors, narrowest first, the rungs by rising time.
+
+    Args:
+        graph: forward and backward of one trace.
+        fuse: what is cheap.
+        repeat_s: per op, the seconds of repeating it; infinite where it may not be.
+        choices: what is decided already.
+    """
+    found = block_boundaries(graph, fuse, repeat_s)
+    seen: set[frozenset[int]] = set()
+    for spaced in _thinned(found, without_first_block(graph, fuse, found)):
+        kept = [s for s in spaced if s not in choices.must_recompute]
+        held = replace(choices, must_save=choices.must_save | frozenset(kept))
+        rungs = tuple(_rungs(graph, fuse, repeat_s, held, [graph.allocator[s] or 0 for s in kept]))
+        if rungs[-1].rebuilt not in seen:
+            yield rungs
+        seen.add(rungs[-1].rebuilt)
+
+
+def _thinned(found: Sequence[int], thinner: Sequence[int]) -> Iterator[Sequence[int]]:
+    """All, the thinner ones, and of these every second, every fourth, ..., counted from the last."""
+    yield found
+    yield thinner
+    spacing = 2
+    while spacing < 2 * len(thinner):
+        yield thinner[::-spacing][::-1]
+        spacing *= 2
+
+
+def _rungs(
+    graph: Graph, fuse: FusionCapabilities, repeat_s: Sequence[float], choices: Constraints, bounds: Sequence[int]
+) -> Iterator[TradeoffPoint]:
+    """Nested sets: the hull's, and between two of them one stretch of the forward after the other."""
+    hull = _hull(graph, fuse, repeat_s, choices)
+    rebuilt = hull[0]
+    yield _rung(graph, repeat_s, rebuilt)
+    for following in hull[1:]:
+        stretches: dict[int, set[int]] = {}
+        for s in following - rebuilt:
+            position = sum(bound < (graph.allocator[s] or 0) for bound in bounds)
+            stretches.setdefault(position, set()).add(s)
+        for position in sorted(stretches):
+            rebuilt = rebuilt | stretches[position]
+            yield _rung(graph, repeat_s, rebuilt)
+        rebuilt = following
+
+
+def _rung(graph: Graph, repeat_s: Sequence[float], rebuilt: frozenset[int]) -> TradeoffPoint:
+    return TradeoffPoint(rebuilt, repeat_seconds(graph, rebuilt, repeat_s), _saved_bytes(graph, rebuilt))
+
+
+def _saved_bytes(graph: Graph, rebuilt: frozenset[int]) -> int:
+    kept = saved_storages(graph, rebuilt) - graph.outputs
+    return sum(graph.storages[s].nbytes for s in kept if not graph.storages[s].held)
+
+
+def _hull(
+    graph: Graph, fuse: FusionCapabilities, repeat_s: Sequence[float], choices: Constraints
+) -> list[frozenset[int]]:
+    """The cuts that some price makes best, from free to dearest."""
+
+    def cut(byte_s: float) -> TradeoffPoint:
+        rebuilt = min_cut_partition(graph, fuse, choices, Exchange(repeat_s, byte_s))
+        return _rung(graph, repeat_s, rebuilt)
+
+    free = _rung(graph, repeat_s, min_cut_partition(graph, fuse, choices))
+    total_s = sum(t for t in repeat_s if isfinite(t)) or 1.0
+    found = [free, cut(4 * total_s)]  # at which one byte outweighs all work
+    stack, cuts = [(0, 1)], 0
+    rungs = {0: found[0], 1: found[1]}
+    while stack and cuts < _MOST_CUTS:
+        low, high = stack.pop()
+        bytes_less = rungs[low].saved_bytes - rungs[high].saved_bytes
+        more_s = rungs[high].seconds - rungs[low].seconds
+        if bytes_less <= 0 or more_s <= 0:
+            continue
+        middle = cut(more_s / bytes_less)
+        cuts += 1
+        if middle.rebuilt in (rungs[low].rebuilt, rungs[high].rebuilt):
+            continue
+        if rungs[low].seconds < middle.seconds < rungs[high].seconds:
+            key = len(rungs)
+            rungs[key] = middle
+            stack += [(low, key), (key, high)]
+    ordered = sorted(rungs.values(), key=lambda r: (r.seconds, -r.saved_bytes))
+    nested = [ordered[0].rebuilt]
+    for rung in ordered[1:]:
+        nested.append(nested[-1] | rung.rebuilt)
+    return list(dict.fromkeys(nested))

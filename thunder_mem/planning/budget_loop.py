@@ -1,0 +1,101 @@
+"""The cheapest plan within a budget: proposed by a search over the graph, judged by the final trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from thunder_mem.memory.plan import BudgetOutcome, Decision, Plan
+from thunder_mem.partition.budget_search import PartitionChoice, SavingProblem, fit_budget
+from thunder_mem.partition.offload_search import fit_with_offload
+from thunder_mem.planning.program import Planned
+from thunder_mem.runtime.host_transfers import offloaded_names
+
+__all__ = ["within_budget"]
+
+# How often the target is moved by what the plan makes of a choice, compared with its trial.
+_ATTEMPTS = 4
+# Where a plan stays this share of the budget below its trial, a higher target is tried.
+_UNUSED_SHARE = 0.005
+
+Finish = Callable[[Planned], Planned]
+
+
+def within_budget(
+    free: Planned, problem: SavingProblem, budget_bytes: int, plan: Callable[..., Planned], finish: Finish
+) -> Planned:
+    """`free` if it fits, else the cheapest plan that does; the trial proposes, the final trace decides.
+
+    Args:
+        free: the plan that costs nothing.
+        problem: what may be computed again or offloaded.
+        budget_bytes: the limit.
+        plan: of a choice of storages to rebuild, and of some to offload.
+        finish: gives a plan its final trace, and the peaks that it has there.
+    """
+
+    def finished(planned: Planned, fit: PartitionChoice, method: str) -> Planned:
+        return finish(_with_outcome(free, planned, _outcome(budget_bytes, planned, fit, method)))
+
+    costless = PartitionChoice(frozenset(), free.peak_bytes, 0.0, 0.0, "free")
+    if min(free.peak_bytes, free.plan.overwritten_peak_bytes or free.peak_bytes) <= budget_bytes:
+        final = finished(free, costless, "free")
+        if final.peak_bytes <= budget_bytes:
+            return final
+    target_bytes = budget_bytes
+    tried: dict[tuple[frozenset[int], frozenset[int]], tuple[Planned, Planned, PartitionChoice]] = {}
+    for _ in range(_ATTEMPTS):
+        fit = (fit_budget if problem.moves is None else fit_with_offload)(problem, target_bytes)
+        choice = fit.rebuilt, fit.offloaded
+        if choice in tried:
+            break
+        planned = plan(*choice)
+        final = finished(planned, fit, fit.method)
+        tried[choice] = final, planned, fit
+        saved_bytes = fit.peak_bytes - final.peak_bytes  # by merges, another arrangement, results over dying values
+        if final.peak_bytes <= budget_bytes and saved_bytes <= _UNUSED_SHARE * budget_bytes:
+            break
+        target_bytes = max(1, budget_bytes + saved_bytes)
+    fitting = [(final, fit) for final, _, fit in tried.values() if final.peak_bytes <= budget_bytes]
+    if fitting:
+        final = min(fitting, key=lambda f: (f[1].seconds, f[0].peak_bytes))[0]
+        if _is_dearer_than_recomputing(final.plan):
+            return within_budget(free, replace(problem, moves=None), budget_bytes, plan, finish)
+        return final
+    final, planned, fit = min(tried.values(), key=lambda t: (t[0].peak_bytes, t[2].seconds))
+    costing_nothing = finished(free, costless, "smallest")
+    return costing_nothing if costing_nothing.peak_bytes <= final.peak_bytes else finished(planned, fit, "smallest")
+
+
+def _is_dearer_than_recomputing(plan: Plan) -> bool:
+    """Whether copies turn out to hold up more than repetitions would that fit the budget as well."""
+    bought = plan.budget
+    if bought is None or not bought.offloaded or bought.without_offload_ms is None:
+        return False
+    return bought.cost_ms > bought.without_offload_ms
+
+
+def _outcome(budget_bytes: int, planned: Planned, fit: PartitionChoice, method: str) -> BudgetOutcome:
+    recompute_ms = (fit.seconds - fit.exposed_seconds) * 1e3
+    return BudgetOutcome(
+        budget_bytes,
+        planned.peak_bytes,
+        recompute_ms,
+        fit.bound_seconds * 1e3,
+        method,
+        offloaded_names(planned.source.bsyms),
+        exposed_ms=fit.exposed_seconds * 1e3,
+        without_offload_ms=None if fit.without_seconds is None else fit.without_seconds * 1e3,
+    )
+
+
+def _with_outcome(free: Planned, planned: Planned, outcome: BudgetOutcome) -> Planned:
+    if planned is free:
+        how = "fits without recomputing anything costly" if outcome.method == "free" else "nothing smaller was found"
+    else:
+        least = f" (at least {outcome.bound_ms:.3g} ms)" if outcome.bound_ms else ""
+        moved = f" and offload {len(outcome.offloaded):,} values" if outcome.offloaded else ""
+        how = f"recompute for {outcome.recompute_ms:.3g} ms{moved}{least}, by {outcome.method}"
+    bought = Decision("budget", how, "peak", free.peak_bytes, planned.peak_bytes)
+    plan = replace(planned.plan, budget=outcome, decisions=(*planned.plan.decisions, bought))
+    return replace(planned, plan=plan)

@@ -1,0 +1,194 @@
+"""Take the place of Thunder's fusion pass.
+
+Thunder has no hook for the joint trace, but it asks each fusion executor of its list to transform
+that trace while every fusible operation is still open. A `PlanningExecutor` stands in the list for
+each of the user's fusion executors, answers every question as that one would, and, at the first
+fusion pass, plans with all of them.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+
+from thunder.core.compile_data import _compile_data, get_compile_data
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceTag
+from thunder.core.transform_common import Transform
+from thunder.extend import Executor, FusionExecutor
+
+from thunder_mem.distributed.agreement import agree
+from thunder_mem.memory.collector import collector_off
+from thunder_mem.memory.plan import Plan
+from thunder_mem.partition.budget import BudgetError
+from thunder_mem.partition.constraints import RecomputeError
+from thunder_mem.planning.fallback import Original, final_halves
+from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.planning.pipeline import planned_trace
+from thunder_mem.planning.program import with_checkpoints
+from thunder_mem.planning.record import note_plan, noted_program
+from thunder_mem.trace.verification import VerificationError, verify_final, verify_rewrite
+
+__all__ = [
+    "PlanningExecutor",
+    "final_trace",
+    "install_planner",
+    "user_executors",
+]
+
+
+class _Session:
+    """One compilation: who shares its plan, whether planning failed, and what it then goes back to.
+
+    Attributes:
+        original: the computation before its heads became loops; None where none did.
+        given: the trace that was to be planned.
+        halves: forward and backward as Thunder has them, in the place of broken ones.
+    """
+
+    def __init__(self, options: PlanningOptions, original: Original | None) -> None:
+        self.options = options
+        self.original = original
+        self.given: TraceCtx | None = None
+        self.halves: tuple[TraceCtx, TraceCtx | None] | None = None
+        self.executors: list[FusionExecutor] = []
+        self.plan: Plan | None = None
+        self.failed = False
+
+
+class PlanningExecutor(FusionExecutor):
+    """Stands for a fusion executor of the user's list, or for none; see the module."""
+
+    def __init__(self, inner: FusionExecutor | None, session: _Session) -> None:
+        name: Hashable = inner.name if inner else "mem_efficient"
+        super().__init__(name, version=inner.version if inner else None)
+        self.inner = inner
+        self.session = session
+        if inner is not None:
+            session.executors.append(inner)
+            self._implmap, self._lookasides, self._opmap = inner._implmap, inner._lookasides, inner._opmap
+
+    def can_execute(self, bsym: BoundSymbol) -> bool:
+        return self.inner is not None and self.inner.can_execute(bsym)
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        return self.inner is not None and self.inner.can_fuse(bsym)
+
+    def get_execution_transform(self, bsym: BoundSymbol):
+        return self.inner.get_execution_transform(bsym) if self.inner else None
+
+    def get_grad_transform(self, sym):
+        return self.inner.get_grad_transform(sym) if self.inner else None
+
+    def fuse(self, region, fusion_counter: int) -> BoundSymbol:
+        if self.inner is None:
+            raise RuntimeError("there is no fusion executor to fuse with")
+        return self.inner.fuse(region, fusion_counter)
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        session = self.session
+        if session.plan is None and not session.failed:
+            session.given = trace
+            try:
+                # Planning makes many small objects that live until its end: collecting meanwhile finds nothing.
+                with collector_off():
+                    planned = _planned(trace, session)
+            except (BudgetError, RecomputeError):  # the user asked for what cannot be
+                raise
+            except Exception as error:
+                if session.options.strict:
+                    raise
+                trace = _unplanned(session, error)
+            else:
+                agree(planned, get_compile_data(), session.plan, noted_program())
+                return planned
+        return self.inner.fusion_pass(trace) if session.failed and self.inner else trace
+
+
+def _planned(trace: TraceCtx, session: _Session) -> TraceCtx:
+    start = time.perf_counter_ns()
+    planned = planned_trace(trace, session.executors, session.options)
+    session.plan = planned.plan
+    note_plan(planned.plan, took_ms=(time.perf_counter_ns() - start) // 1_000_000)
+    assert planned.final is not None
+    return planned.final
+
+
+def _unplanned(session: _Session, error: Exception) -> TraceCtx:
+    """Give up planning: a warning with the cause, and the trace as Thunder has it, with the user's checkpoints."""
+    session.failed = True
+    cause = f"{type(error).__name__}: {error}"
+    note_plan(None, failure=cause)
+    warnings.warn(f"MemEfficient left this program as Thunder compiles it: {cause}", stacklevel=3)
+    trace = session.given if session.original is None else session.original.unfused(get_compile_data())
+    assert trace is not None
+    with suppress(Exception):
+        kept = with_checkpoints(trace)
+        verify_rewrite(trace, kept)
+        trace = kept
+    agree(trace, get_compile_data(), program=noted_program())
+    return trace
+
+
+def install_planner(
+    executors: Sequence[Executor], options: PlanningOptions, original: Original | None = None
+) -> tuple[Executor, ...]:
+    """The executors with a planner in the place of each fusion executor (one before the last two, Thunder's
+    own, if there is no fusion executor). Planners from an earlier compilation give way to new ones.
+
+    Args:
+        executors: the user's.
+        options: how to plan.
+        original: the computation as it was, where its heads are loops now.
+    """
+    session = _Session(options, original)
+    seated: list[Executor] = [
+        PlanningExecutor(e, session) if isinstance(e, FusionExecutor) else e for e in user_executors(executors)
+    ]
+    if not session.executors:
+        always = next((i for i, e in enumerate(seated) if e.name in ("torch", "python")), len(seated))
+        seated.insert(always, PlanningExecutor(None, session))
+    return tuple(seated)
+
+
+def user_executors(executors: Sequence[Executor]) -> tuple[Executor, ...]:
+    """The executors as the user gave them."""
+    plain = (e.inner if isinstance(e, PlanningExecutor) else e for e in executors)
+    return tuple(e for e in plain if e is not None)
+
+
+def final_trace(trace: TraceCtx, transform: Transform) -> TraceCtx | None:
+    """A trace that is about to run; where it or its other half is broken, the same half as Thunder has it.
+
+    Args:
+        trace: a forward, or, after that, its backward.
+        transform: who asks.
+
+    Returns:
+        None for a backward that Thunder does not have.
+
+    Raises:
+        VerificationError: it is broken, and `MemEfficient` is strict; see `verify_final`.
+    """
+    data, stats = _compile_data.get()
+    session = next((e.session for e in data.executors_list if isinstance(e, PlanningExecutor)), None)
+    if session is None:
+        return trace
+    if TraceTag.BACKWARD in trace.tags:
+        return trace if session.halves is None else session.halves[1]
+    try:
+        backwards = stats.last_backward_traces
+        saved = verify_final(trace)
+        if backwards:
+            verify_final(backwards[-1], saved)
+    except VerificationError as error:
+        if session.options.strict:
+            raise
+        own = user_executors(data.executors_list)
+        before = data.transforms[: data.transforms.index(transform)]
+        session.halves = final_halves(_unplanned(session, error), own, before)
+        trace = session.halves[0]
+    session.given = session.original = None
+    return trace

@@ -1,0 +1,31 @@
+"""How a program is planned: what `MemEfficient` passes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thunder_mem.memory.plan import Decision, Refusal
+from thunder_mem.schedule.registry import SortFunction
+from thunder_mem.user_choices.offload import OffloadOption
+from thunder_mem.user_choices.partition_policy import PartitionPolicy
+
+__all__ = ["PlanningOptions"]
+
+
+@dataclass(frozen=True)
+class PlanningOptions:
+    """What `MemEfficient` passes on; see there."""
+
+    sort: str | SortFunction = "auto"
+    strict: bool = False
+    budget: int | str | None = None
+    on_infeasible: str = "error"
+    costs: str = "roofline"
+    recompute: PartitionPolicy | None = None
+    offload: OffloadOption | None = None
+    reuse: bool = True
+    redraw: bool = True
+    verify: bool | None = None
+    named: bool = False  # operations keep the names that the program gives them, whatever else is asked
+    refused: tuple[Refusal, ...] = ()  # by what ran before
+    decisions: tuple[Decision, ...] = ()  # of what ran before

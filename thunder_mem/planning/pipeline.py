@@ -1,0 +1,226 @@
+"""Decide everything about a joint trace, in one list from the trace that Thunder has to the trace that runs.
+
+    read the trace                         what may be saved, recomputed, fused
+    for each free partition                the user's checkpoints, the least cut, and between
+        arrange it                         duplicate, regions, order, merge; refine
+    within a budget                        buy what is cheapest, until the final trace fits
+    carry the best one out                 emit, reuse buffers, overlap, schedule copies, fit chunks
+    verify it                              the same program, without asking the planner
+
+Free partitions come first: the program as the user's checkpoints have it, that with all rebuilt that fused code
+rebuilds from what those keep, and the least cut through both. Costly work is bought only if a budget is given and
+none of these fits.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+
+from thunder.core import prims
+from thunder.core.trace import TraceCtx
+from thunder.extend import FusionExecutor
+
+from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.fusion.arrangement import arrange, between_halves, cannot_beat
+from thunder_mem.fusion.contraction import FusionCapabilities
+from thunder_mem.kernels.registered import without_unread_gradients
+from thunder_mem.partition.budget import BudgetError, parse_budget
+from thunder_mem.partition.min_cut_partition import about_saving
+from thunder_mem.planning.budget_loop import within_budget
+from thunder_mem.planning.collective_stages import buckets_not_built, prepared
+from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.planning.peak_parts import peak_in_words
+from thunder_mem.planning.plan_kernels import with_kernels
+from thunder_mem.planning.program import (
+    Planned,
+    Program,
+    device_of,
+    free_partitions,
+    read_program,
+    saving_problem,
+)
+from thunder_mem.planning.refine import refined
+from thunder_mem.planning.stages import carried_out
+from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_words
+from thunder_mem.runtime.scratch_cache import save_tables
+from thunder_mem.tiling.chunk_narrowing import narrow_sums
+from thunder_mem.tiling.chunk_resizing import leanest_loops
+from thunder_mem.trace.reading import TraceGraph
+from thunder_mem.trace.verification import is_verified, verify_final, verify_rewrite
+from thunder_mem.user_choices.offload import moves_for
+
+__all__ = ["choose_partition", "plan_joint_trace", "plan_partition", "planned_trace", "programs_seen"]
+
+# How often what the backward is handed is alive while the caller computes a loss and its gradient.
+_LOSS_COPIES = 3
+
+Finish = Callable[[Planned], Planned]
+
+_seen: ContextVar[list[tuple[Program, TraceCtx]] | None] = ContextVar("thunder_mem_programs_seen", default=None)
+
+
+def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
+    """The plan of a joint trace, carried out and verified.
+
+    Args:
+        given: the trace as Thunder has it, before fusion.
+        executors: that fuse.
+        options: see there.
+
+    Raises:
+        BudgetError: nothing fits, and `options.on_infeasible` is "error".
+        RecomputeError: `options.recompute` makes no sense for this program.
+        VerificationError: the planned trace is another program.
+    """
+    start = time.perf_counter_ns()
+    if any(type(executor).__name__ == "nvFuserExecutor" for executor in executors):
+        from thunder.core.rematerialization import replace_uniform
+
+        given = replace_uniform(given)
+    trace = prepared(without_unread_gradients(given))
+    planned = _fitting(trace, executors, options, given, start)
+    assert planned.arranged is not None and planned.final is not None
+    if is_verified(planned.original, planned.plan.fingerprint, options.verify):
+        verify_rewrite(planned.original, planned.arranged)
+    elif options.verify is not False:  # which costs little, however long the trace
+        verify_final(planned.arranged)
+    plan = replace(planned.plan, refused=(*options.refused, *buckets_not_built(), *planned.plan.refused))
+    plan = with_kernels(plan, planned.final)
+    save_tables()
+    return replace(planned, plan=plan)
+
+
+def _fitting(
+    trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions, given: TraceCtx, start: int
+) -> Planned:
+    """The plan; where no plan fits a budget, of the program with loss heads that take less.
+
+    Smaller chunks cost time, sums of gradients in 16 bits cost digits, but neither as much as no plan.
+    """
+    seen = _seen.get()
+    found: list[Planned] = []
+    for variant in _variants(trace):
+        program = read_program(variant, tuple(executors), options)
+        if seen is not None:
+            seen.append((program, given))
+        found.append(plan_program(program, partial(carried_out, program, given=given, start=start)))
+        outcome = found[-1].plan.budget
+        if outcome is None or (outcome.peak_bytes <= outcome.budget_bytes and seen is None):
+            return found[-1]
+    best = min(found, key=attrgetter("peak_bytes"))
+    assert outcome is not None and options.budget is not None and best.final is not None
+    if best.peak_bytes <= outcome.budget_bytes:
+        return best
+    share = share_in_words(options.budget, device_of(best.source))
+    error = BudgetError(outcome.budget_bytes, best.peak_bytes, peak_in_words(best.final, best.source), share)
+    if options.on_infeasible == "error":
+        raise error
+    warnings.warn(str(error), stacklevel=2)
+    return best
+
+
+def _variants(trace: TraceCtx) -> Iterator[TraceCtx]:
+    """The joint trace, and with loss heads that take less: in smaller chunks, with narrower sums, and both."""
+    yield trace
+    if (lean := leanest_loops(trace)) is not None:
+        yield lean
+    if (narrow := narrow_sums(trace)) is not None:
+        yield narrow
+        if (lean := leanest_loops(narrow)) is not None:
+            yield lean
+
+
+def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
+    """The best plan for a joint trace before it is carried out: its partition, regions and order.
+
+    Args and what is raised are those of `planned_trace`; a budget is judged by the plan's own peak.
+    """
+    return plan_program(read_program(trace, tuple(executors), options), lambda planned: planned)
+
+
+def plan_program(program: Program, finish: Finish) -> Planned:
+    """The best plan of a program, within the budget if there is one; the smallest found where nothing fits.
+
+    Args:
+        program: what there is to decide.
+        finish: gives a plan its final trace, and the peaks that it has there; by these a budget is judged.
+    """
+    options, source = program.options, program.source
+    best, _ = choose_partition(program)
+    if options.budget is None:
+        return finish(best)
+    problem, device = saving_problem(program), device_of(source)
+    if options.offload is not None:
+        free, *_ = free_partitions(program)
+        model = device_model_of(device)
+        moves = moves_for(options.offload, source, program.fuse, program.constraints, free, model, str(device))
+        problem = replace(problem, moves=moves)
+    budget_bytes = parse_budget(options.budget, device_memory_bytes(device))
+    return within_budget(best, problem, budget_bytes, partial(plan_partition, program), finish)
+
+
+def choose_partition(program: Program) -> tuple[Planned, frozenset[int]]:
+    """The best plan that costs nothing, and the storages that its backward rebuilds."""
+    options = program.options
+    # A budget limits the halves alone, so there nothing else may decide what is free.
+    rank = with_loss_outside(options.reuse) if options.budget is None else attrgetter("peak_bytes")
+    free, *others = free_partitions(program)
+    best, chosen = plan_partition(program, free), free
+    for other in others:
+        trace, read, fuse = program.recomputing(other)
+        if cannot_beat(read.graph, fuse, best.peak_bytes):
+            continue
+        found = _arranged(program, trace, read, fuse)
+        if rank(found) < rank(best):
+            best, chosen = found, other
+    return best, chosen
+
+
+def plan_partition(program: Program, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Planned:
+    """The plan of a choice of storages to rebuild, and of some to offload: its regions and their order."""
+    return _arranged(program, *program.recomputing(rebuilt, offloaded))
+
+
+def _arranged(program: Program, trace: TraceCtx, read: TraceGraph, fuse: FusionCapabilities) -> Planned:
+    names = [str(e.name) for e in program.executors]
+    made = arrange(read.graph, fuse, names, sort=program.options.sort)
+    planned = refined(Planned(made, read, fuse, trace, program.trace), program.executors, program.options.sort)
+    decisions = (*program.asked, about_saving(program.source.graph, read.graph), *planned.plan.decisions)
+    return replace(planned, plan=replace(planned.plan, decisions=decisions))
+
+
+def with_loss_outside(reuse: bool) -> Callable[[Planned], tuple[int, int]]:
+    """The peak, or what is alive while the caller computes a loss of the outputs, if that is more; then the peak.
+
+    What the caller holds then is not known. The usual loss, a cross entropy of logits, holds a normalised copy,
+    and in its backward the gradients of that and of its argument: three times what the backward is handed. With
+    `reuse` the peak is what it would be if all results went over what dies.
+    """
+
+    def rank(planned: Planned) -> tuple[int, int]:
+        source, plan = planned.source, planned.plan
+        given = (b for b in source.bsyms if b.sym == prims.get_grad)
+        tangents = {source.storage_of[p.name] for b in given for p in b.flat_proxy_outs}
+        tangent_bytes = sum(source.graph.storages[s].nbytes for s in tangents)
+        outside_bytes = between_halves(source.graph) + _LOSS_COPIES * tangent_bytes
+        return max(plan.overwritten_peak_bytes if reuse else planned.peak_bytes, outside_bytes), planned.peak_bytes
+
+    return rank
+
+
+@contextmanager
+def programs_seen() -> Iterator[list[tuple[Program, TraceCtx]]]:
+    """Within, every program that is planned is added, with the trace as Thunder had it, and all its variants."""
+    programs: list[tuple[Program, TraceCtx]] = []
+    token = _seen.set(programs)
+    try:
+        yield programs
+    finally:
+        _seen.reset(token)

@@ -1,0 +1,48 @@
+"""What a plan's kernels come to on a GPU: how many start, and what those of one region keep between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from thunder.core.trace import TraceCtx
+
+from thunder_mem.fusion.arrangement import peaks_of
+from thunder_mem.memory.kernel_figures import KernelFigures
+from thunder_mem.memory.plan import Decision, Plan
+from thunder_mem.memory.units import counted, size
+from thunder_mem.trace.kernel_scratch import region_scratch_bytes
+from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.trace.reading import read_trace
+
+__all__ = ["with_kernels"]
+
+
+def with_kernels(plan: Plan, trace: TraceCtx) -> Plan:
+    """The plan with a decision about its regions' kernels, which its peaks count already; as it is where none is known.
+
+    Args:
+        plan: that was carried out.
+        trace: its final trace.
+    """
+    source = read_trace(trace)
+    known = [f for b in source.bsyms if isinstance(f := traits_of(b).kernels(b, source.layout), KernelFigures)]
+    if not known:
+        return plan
+    bare = []
+    for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
+        kept_bytes = region_scratch_bytes(bsym, source.layout)
+        bare.append(replace(op, scratch_bytes=op.scratch_bytes - kept_bytes) if kept_bytes else op)
+    order = range(len(source.graph))
+    before, after = peaks_of(replace(source.graph, ops=tuple(bare)), order), peaks_of(source.graph, order)
+    launches, most = sum(f.launches for f in known), max(f.scratch_bytes for f in known)
+    return replace(plan, decisions=(*plan.decisions, about_kernels(len(known), launches, most, before, after)))
+
+
+def about_kernels(
+    regions: int, launches: int, most_bytes: int, before: Sequence[int], after: Sequence[int]
+) -> Decision:
+    """What regions run as on a GPU: peaks (forward, backward) without what kernels keep meanwhile, and with it."""
+    kept = f"keep at most {size(most_bytes)} between them" if most_bytes else "keep nothing between them"
+    how = f"{counted(launches, 'kernel')} of {counted(regions, 'region')}, which {kept}"
+    return Decision("kernels", how, "peak", max(before), max(after))

@@ -1,0 +1,194 @@
+"""A joint trace before anything is decided: how it reads, who fuses what, and what may be chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
+from thunder.core.trace import TraceCtx
+from thunder.extend import FusionExecutor
+
+from thunder_mem.costs.measured import costs_of
+from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.frontend.checkpoint_tags import checkpointed_storages
+from thunder_mem.fusion.contraction import FusionCapabilities
+from thunder_mem.memory.plan import Decision, Plan
+from thunder_mem.partition.budget_search import SavingProblem
+from thunder_mem.partition.constraints import Constraints
+from thunder_mem.partition.min_cut_partition import about_recompute, min_cut_partition, saved_storages
+from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.regions.fusion_queries import fusibility
+from thunder_mem.rewrites.copy_before_write import protect_old_values
+from thunder_mem.rewrites.offload import offloading
+from thunder_mem.rewrites.recompute import forbid_rng_replay, gathers_of_held, recompute_in_backward
+from thunder_mem.rewrites.regathered_values import gathered_twice
+from thunder_mem.runtime.repeatability import recompute_obstacle
+from thunder_mem.trace.reading import TraceGraph, read_trace
+from thunder_mem.user_choices.partition_policy import PartitionPolicy
+
+__all__ = ["Planned", "Program", "device_of", "free_partitions", "read_program", "saving_problem", "with_checkpoints"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A joint trace, and what there is to decide about it.
+
+    Attributes:
+        trace: before fusion, with all that its backward needs kept from being overwritten.
+        source: the same as it reads.
+        executors: that fuse.
+        options: how it is planned.
+        fuse: which of them takes which operation.
+        constraints: what the user's checkpoints and `MemEfficient(recompute=...)` say.
+        gathered: storages that are gathered again from what the caller holds.
+        asked: the decision about what the user asked for, if any.
+    """
+
+    trace: TraceCtx
+    source: TraceGraph
+    executors: tuple[FusionExecutor, ...]
+    options: PlanningOptions
+    fuse: FusionCapabilities
+    constraints: Constraints
+    gathered: frozenset[int]
+    asked: tuple[Decision, ...]
+
+    def recomputing(
+        self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()
+    ) -> tuple[TraceCtx, TraceGraph, FusionCapabilities]:
+        """The trace whose backward computes some storages again and fetches others from the host, read anew.
+
+        Args:
+            rebuilt: the storages that are computed again.
+            offloaded: those that wait in the host's memory, beside what the user asked to.
+        """
+        new, read = self.trace, self.source
+        if rebuilt:
+            new = recompute_in_backward(self.source, self.trace, rebuilt)
+            read = read_trace(new, earlier=self.source)
+        if away := offloaded | self.constraints.offload:
+            new, read = offloading(self.source, read, new, away)
+        takes = self.fuse if read is self.source else fusibility(read, self.executors)
+        allocator = self.source.graph.allocator
+        keepers = [op for s in self.constraints.must_save if (op := allocator[s]) is not None]
+        names = {p.name for op in keepers for p in self.source.bsyms[op].flat_proxy_outs}
+        kept = frozenset(read.producer_of[name] for name in names if name in read.producer_of)
+        return new, read, replace(takes, kept=kept) if kept else takes
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, the joint trace that it is for, and that trace as it was read.
+
+    `original` is the trace before anything was chosen to be computed again: what `verify` compares with `arranged`,
+    the fused trace in its order, once that is made. `final` is what that ends as, its chunk loops fitted.
+    """
+
+    plan: Plan
+    source: TraceGraph
+    fuse: FusionCapabilities
+    trace: TraceCtx
+    original: TraceCtx
+    arranged: TraceCtx | None = None
+    final: TraceCtx | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.plan.candidate.peak_bytes
+
+
+def read_program(trace: TraceCtx, executors: tuple[FusionExecutor, ...], options: PlanningOptions) -> Program:
+    """Read a joint trace.
+
+    Raises:
+        RecomputeError: `options.recompute` makes no sense for this program.
+    """
+    trace, source = _read(trace if options.redraw else forbid_rng_replay(trace))
+    fuse = fusibility(source, executors)
+    gathered = gathers_of_held(source)
+    constraints, asked = _constraints(source, fuse, gathered, options.recompute)
+    return Program(trace, source, executors, options, fuse, constraints, gathered, asked)
+
+
+def _constraints(
+    source: TraceGraph, fuse: FusionCapabilities, gathered: frozenset[int], recompute: PartitionPolicy | None
+) -> tuple[Constraints, tuple[Decision, ...]]:
+    """What is not left to the minimum cut: the user's checkpoints, and what `MemEfficient(recompute=...)` asks for."""
+    constraints = Constraints(
+        may_recompute=checkpointed_storages(source) | gathered, free_to_save=gathered_twice(source)
+    )
+    if recompute is None or not any(op.backward for op in source.graph.ops):
+        return constraints, ()
+    free = min_cut_partition(source.graph, fuse, constraints)
+    constraints |= recompute.choose(source, free)
+    chosen = min_cut_partition(source.graph, fuse, constraints)
+    return constraints, (about_recompute(str(recompute), source.graph, free, chosen),)
+
+
+def free_partitions(program: Program) -> list[frozenset[int]]:
+    """What the backward may rebuild at no price beyond what the user's checkpoints say: the least cut, and others.
+
+    The least cut ignores where checkpoints begin and end: it may run the forward of many again at once, from very
+    little. The second keeps what they keep, but for what cheap work makes of that; the third is the user's own.
+    """
+    source, fuse, constraints = program.source, program.fuse, program.constraints
+    graph = source.graph
+    cut = min_cut_partition(graph, fuse, constraints)
+    if constraints.may_recompute <= program.gathered and not constraints.must_recompute:
+        return [cut]
+    offered = _only_offered(source, fuse, constraints)
+    kept = saved_storages(graph, offered)
+    cheap = min_cut_partition(graph, fuse, replace(constraints, may_recompute=program.gathered), needed=kept)
+    read = {r for s in cheap for r in graph.ops[graph.allocator[s]].reads} - cheap  # type: ignore[index]
+    return list(dict.fromkeys([cut, offered - read | cheap, offered]))
+
+
+def _only_offered(source: TraceGraph, fuse: FusionCapabilities, choices: Constraints) -> frozenset[int]:
+    """What the user's own checkpoints and wishes make the backward compute again."""
+    if not (choices.may_recompute or choices.must_recompute):
+        return frozenset()
+    return min_cut_partition(source.graph, replace(fuse, cheap=(False,) * len(source.graph)), choices)
+
+
+def saving_problem(program: Program) -> SavingProblem:
+    """What a budget chooses from: which storages may be computed again, and what that costs."""
+    source, options = program.source, program.options
+    repeat_s = _repeat_seconds(source, program.fuse, options.costs, device_of(source))
+    return SavingProblem(source.graph, program.fuse, repeat_s, program.constraints, options.sort)
+
+
+def _repeat_seconds(source: TraceGraph, fuse: FusionCapabilities, costs: str, device: torch.device) -> list[float]:
+    seconds_of = costs_of(costs, device_model_of(device))
+    seconds = []
+    for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
+        if fuse.cheap[op.index]:
+            seconds.append(0.0)
+        elif op.backward or recompute_obstacle(source, op.index) is not None:
+            seconds.append(inf)
+        else:
+            seconds.append(seconds_of(bsym))
+    return seconds
+
+
+def device_of(source: TraceGraph) -> torch.device:
+    """The device that the program computes on: the one that holds most of what it allocates."""
+    nbytes: dict[str, int] = {}
+    for s in source.graph.storages:
+        nbytes[s.device] = nbytes.get(s.device, 0) + s.nbytes
+    return torch.device(max(nbytes, key=lambda d: (nbytes[d], d)) if nbytes else "cpu")
+
+
+def _read(trace: TraceCtx) -> tuple[TraceCtx, TraceGraph]:
+    """The trace with all that its backward needs kept from being overwritten, and its graph."""
+    source = read_trace(trace)
+    safe = protect_old_values(source, trace)
+    return safe, source if safe is trace else read_trace(safe, earlier=source)
+
+
+def with_checkpoints(trace: TraceCtx) -> TraceCtx:
+    """The joint trace, with the user's checkpoints carried out and nothing else planned."""
+    trace, source = _read(trace)
+    choices = Constraints(may_recompute=checkpointed_storages(source), free_to_save=gathered_twice(source))
+    rebuilt = _only_offered(source, fusibility(source, ()), choices)
+    return recompute_in_backward(source, trace, rebuilt) if rebuilt else trace

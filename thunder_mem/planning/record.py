@@ -1,0 +1,65 @@
+"""What is kept with a compilation: its plan, why there is none, and which program it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from thunder.core.compile_data import _compile_data
+
+from thunder_mem.frontend.thunderfx import highest_peak, is_fx
+from thunder_mem.memory.plan import Plan
+
+__all__ = [
+    "current_record",
+    "last_failure",
+    "last_plan",
+    "note_plan",
+    "note_program",
+    "noted_program",
+]
+
+
+def last_plan(jitted) -> Plan | None:
+    """The plan of the last compilation of a jitted function or module; None without one: `why_no_plan` says why.
+
+    Of the subgraphs of a program of ThunderFX the plan that peaks highest; `fx.subgraphs` has all.
+    """
+    return getattr(_stats(jitted), "thunder_mem_plan", None)
+
+
+def last_failure(jitted) -> str:
+    """Why planning failed in the last compilation of a jitted function or module; "" if it did not."""
+    return getattr(_stats(jitted), "thunder_mem_failure", "")
+
+
+def _stats(jitted):
+    import thunder
+
+    return thunder.compile_stats(highest_peak(jitted) if is_fx(jitted) else jitted)
+
+
+def current_record() -> tuple[Plan | None, str]:
+    """The plan of the compilation that is under way, and why there is none."""
+    stats = _compile_data.get()[1]
+    return getattr(stats, "thunder_mem_plan", None), getattr(stats, "thunder_mem_failure", "")
+
+
+def note_plan(plan: Plan | None, *, took_ms: int = 0, failure: str = "") -> None:
+    """With the compilation, where `last_plan` and `last_failure` find it; nothing stays of an earlier one."""
+    if (stats := _compile_data.get()[1]) is not None:
+        stats.thunder_mem_plan = plan
+        stats.thunder_mem_planning_ms = took_ms
+        stats.thunder_mem_failure = failure
+
+
+def note_program(program: Mapping[str, Any], options: Mapping[str, str]) -> None:
+    """Keep what is being compiled, and how, with the compilation, where `save_plan` finds it."""
+    if (stats := _compile_data.get()[1]) is not None:
+        stats.thunder_mem_program = program, options
+
+
+def noted_program() -> str:
+    """The digest of what is being compiled; "" if nobody noted it."""
+    noted: Any = getattr(_compile_data.get()[1], "thunder_mem_program", None)
+    return noted[0]["digest"] if noted else ""

@@ -1,0 +1,102 @@
+"""From a plan to the trace that runs: the plan is emitted, and stages follow, each a function of what it is handed.
+
+Every stage gives the trace as it leaves it, and the plan with the peaks that it has there and the stage's decision.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from thunder.core.trace import TraceCtx
+
+from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.fusion.arrangement import peaks_of
+from thunder_mem.memory.plan import Plan
+from thunder_mem.planning.collective_stages import with_overlap
+from thunder_mem.planning.program import Planned, Program, device_of
+from thunder_mem.rewrites.buffer_reuse import reuse_and_sort, with_reuse
+from thunder_mem.rewrites.transfer_scheduling import schedule_transfers, with_transfers
+from thunder_mem.tiling.chunk_resizing import fit_loops, with_fitted_loops
+from thunder_mem.trace.emission import emit, regions_in_order
+from thunder_mem.trace.reading import read_trace
+
+__all__ = ["STAGES", "Emitted", "carried_out"]
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A trace with fused regions, in its order, on its way to what runs.
+
+    Attributes:
+        program: that was planned.
+        given: the trace as Thunder had it.
+        trace: so far.
+        plan: with the peaks that it has in `trace`.
+    """
+
+    program: Program
+    given: TraceCtx
+    trace: TraceCtx
+    plan: Plan
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The limit, if there is one."""
+        return self.plan.budget.budget_bytes if self.plan.budget else None
+
+
+def reuse_buffers(emitted: Emitted) -> Emitted:
+    """Results of fused regions are written over what dies there, and the steps ordered once more."""
+    options = emitted.program.options
+    if not options.reuse:
+        return emitted
+    reused = reuse_and_sort(read_trace(emitted.trace), emitted.trace, options.sort)
+    if reused is None:
+        return emitted
+    return replace(emitted, trace=reused.trace, plan=with_reuse(emitted.plan, reused))
+
+
+def overlap_collectives(emitted: Emitted) -> Emitted:
+    """Communication moves behind computation."""
+    trace, plan = with_overlap(emitted.trace, emitted.plan, emitted.given)
+    return replace(emitted, trace=trace, plan=plan)
+
+
+def schedule_copies(emitted: Emitted) -> Emitted:
+    """Copies to the host and back run beside other work, as far as the limit has room."""
+    limit_bytes = emitted.budget_bytes or emitted.plan.candidate.peak_bytes
+    device = device_model_of(device_of(emitted.program.source))
+    scheduled = schedule_transfers(emitted.trace, device, limit_bytes)
+    if not scheduled:
+        return emitted
+    return replace(emitted, trace=scheduled.trace, plan=with_transfers(emitted.plan, scheduled))
+
+
+STAGES: tuple[Callable[[Emitted], Emitted], ...] = (reuse_buffers, overlap_collectives, schedule_copies)
+"""What happens to an emitted trace, in order; chunk loops are fitted last, which verification need not see."""
+
+
+def carried_out(program: Program, planned: Planned, given: TraceCtx, start: int) -> Planned:
+    """The plan with its final trace, and the peaks that it has there: what a budget is judged by.
+
+    Args:
+        program: that is planned.
+        planned: a plan of it.
+        given: the trace as Thunder had it.
+        start: when planning began, by `time.perf_counter_ns`.
+    """
+    plan = replace(planned.plan, decisions=(*program.options.decisions, *planned.plan.decisions))
+    executors = {str(e.name): e for e in program.executors}
+    note = f"Memory planning (took {(time.perf_counter_ns() - start) // 1_000_000} milliseconds)"
+    first = emit(planned.source, planned.trace, plan, executors, note)
+    graph = read_trace(first).graph
+    emitted = Emitted(program, given, first, plan.with_peaks(*peaks_of(graph, range(len(graph)))))
+    for stage in STAGES:
+        emitted = stage(emitted)
+    final, plan = emitted.trace, emitted.plan
+    plan = replace(plan, regions=regions_in_order(plan.regions, first, final))
+    if fitted := fit_loops(final, emitted.budget_bytes):
+        final, plan = fitted.trace, with_fitted_loops(plan, fitted)
+    return replace(planned, plan=plan, arranged=emitted.trace, final=final)

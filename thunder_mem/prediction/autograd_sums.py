@@ -1,0 +1,82 @@
+"""Which sums of gradients autograd's engine makes in place.
+
+Where two gradients meet, the engine adds the second to the first in place if nobody else holds the
+first (`InputBuffer::accumulate` in PyTorch's `torch/csrc/autograd/input_buffer.cpp`). Never so for
+tensor subclasses, and fake tensors are one: they are told here what the engine would do to plain ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from thunder_mem.prediction.replay import Ledger
+
+__all__ = ["EngineSums"]
+
+
+class EngineSums:
+    """Recognises the engine's own sums among the operators that run in a backward.
+
+    The engine adds while no operator of a node runs, but nothing says so. What tells its sums from a
+    node's own is how many hold the first operand (the engine alone), and that the operand is older
+    than the node whose results are being handed on, or that this node hands two of them to the same
+    place.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._holders: tuple[int, int] | None = None
+        self._node: object = None
+        self._since = 0
+        self.learning = False
+
+    def learn(self) -> None:
+        """Let the engine make such a sum, to see how many hold its operands in the present setting."""
+        if not hasattr(torch.Tensor, "_use_count"):
+            return  # an older PyTorch: every sum counts as a new tensor
+        self.learning = True
+        try:
+            x = torch.zeros(2, device="cpu", requires_grad=True)
+            with torch.enable_grad():
+                y = x.sin() + x.cos()
+            y.backward(torch.zeros(2, device="cpu"))
+        finally:
+            self.learning = False
+
+    def enter_node(self) -> None:
+        """What runs from now on belongs to another node than what ran before."""
+        node = torch._C._current_autograd_node()
+        key = None if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
+        if key != self._node:
+            self._node, self._since = key, len(self._ledger.events)
+
+    def in_place(self, func: Any, args: Any) -> bool:
+        """Whether this is a sum that the engine makes in place, into `args[0]`, where tensors are plain."""
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        self.enter_node()
+        if func is not torch.ops.aten.add.Tensor or len(args) != 2:
+            return False
+        if not all(isinstance(t, torch.Tensor) for t in args) or args[0] is args[1]:
+            return False
+        holders = (args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata))
+        if self.learning:
+            self._holders = holders
+            return False
+        if holders != self._holders or not torch.ops.aten.is_non_overlapping_and_dense.default(args[0]):
+            return False
+        block = self._ledger.block_of(args[0])
+        older = block is not None and block.born < self._since
+        return older or _meets_itself(torch._C._current_autograd_node())
+
+
+def _meets_itself(node: Any) -> bool:
+    """Whether two results of a node go to the same place."""
+    places = []
+    for fn, index in getattr(node, "next_functions", ()):
+        if fn is not None:
+            variable = getattr(fn, "variable", None)
+            places.append((fn._sequence_nr() if variable is None else id(variable), index))
+    return len(set(places)) < len(places)

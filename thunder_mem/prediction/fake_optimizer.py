@@ -1,0 +1,115 @@
+"""An optimizer over the twins of its parameters, which steps as the original would."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
+
+from thunder_mem.prediction.fake_twins import Scalars, Twins
+from thunder_mem.prediction.replay import Ledger
+
+__all__ = ["hold_state", "make_state", "next_scalars", "twin_optimizer"]
+
+
+def twin_optimizer(optimizer: torch.optim.Optimizer, twins: Twins, simulated: bool) -> torch.optim.Optimizer:
+    """The same optimizer over the parameters' twins, with twins of whatever state it has."""
+    twin = _bare_copy(optimizer)
+    twin.param_groups = [
+        {**group, **_on_device(type(optimizer), group, simulated), "params": [twins.of(p) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    twin.state = defaultdict(dict)
+    for p, state in optimizer.state.items():
+        twin.state[twins.of(p)] = tree_map_only(torch.Tensor, lambda t: _state_twin(t, twins), state)
+    return twin
+
+
+def _state_twin(t: torch.Tensor, twins: Twins) -> torch.Tensor:
+    if t.device.type == "cpu" and not isinstance(t, FakeTensor):
+        return twins.mode.from_tensor(t, static_shapes=True)
+    return twins.to_cpu(t)
+
+
+def _on_device(kind: type, group: dict[str, Any], simulated: bool) -> dict[str, Any]:
+    """Options that the optimizer would choose by device: on CUDA, one call for all parameters."""
+    undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
+    if not simulated or not undecided or group.get("differentiable") or kind is torch.optim.Adafactor:
+        return {}
+    by_tensor = isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable")
+    return {"foreach": not by_tensor}
+
+
+def make_state(optimizer: torch.optim.Optimizer, twins: Twins, set_to_none: bool) -> None:
+    """Run one step on gradients that come from nowhere, so that later ones find the optimizer's state."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    with Scalars():
+        optimizer.step()
+    for p in parameters:
+        if set_to_none:
+            p.grad = None
+        else:
+            twins.ledger.add("gradient", p.grad, "gradient", held=True)
+
+
+def next_scalars(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, twins: Twins) -> dict[int, float]:
+    """What the optimizer will read from its scalars (step counts, coefficients), by storage: some branch on it.
+
+    Their present values, or those after one step if there was none yet or nothing can be read.
+    """
+    done = {id(twins.of(p)): state for p, state in optimizer.state.items()}
+    known = {}
+    for group, rehearsed in zip(twin.param_groups, _rehearse(optimizer), strict=True):
+        for p in group["params"]:
+            for name, t in twin.state.get(p, {}).items():
+                if isinstance(t, torch.Tensor) and t.dim() == 0:
+                    now = done.get(id(p), {}).get(name, rehearsed.get(name))
+                    with unset_fake_temporarily():
+                        value = rehearsed.get(name, 1.0) if now is None or isinstance(now, FakeTensor) else now
+                        known[t.untyped_storage()._cdata] = float(value) + (name == "step")
+    return known
+
+
+def _rehearse(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
+    """Per group, the scalars of the state after one step of a parameter of one element."""
+    scalars: list[dict[str, torch.Tensor]] = []
+    for group in optimizer.param_groups:
+        with unset_fake_temporarily(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            p = torch.nn.Parameter(torch.ones(1, 1))
+            p.grad = torch.ones(1, 1)
+            options = {k: 1e-3 if isinstance(v, FakeTensor) else v for k, v in group.items()}
+            if "capturable" in options:
+                options["capturable"] = False  # which is for GPUs, and changes no scalar
+            small = _bare_copy(optimizer)
+            small.param_groups = [
+                {**options, "params": [p], **({"capturable": False} if "capturable" in group else {})}
+            ]
+            small.state = defaultdict(dict)
+            try:
+                small.step()
+            except Exception:  # somebody's own optimizer, which takes no such parameter: nothing is known of it
+                small.state.clear()
+            scalars.append({k: t for k, t in small.state[p].items() if isinstance(t, torch.Tensor) and t.dim() == 0})
+    return scalars
+
+
+def _bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer without what others hung onto it; its groups and state are still to be replaced."""
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.__dict__.pop("step", None)  # a learning-rate scheduler binds the original's
+    copy.__dict__.pop("zero_grad", None)
+    copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return copy
+
+
+def hold_state(ledger: Ledger, name: str, t: torch.Tensor, group: dict[str, Any], simulated: bool) -> None:
+    if simulated and name == "step" and not (group.get("capturable") or group.get("fused")):
+        ledger.ignore(t)  # counted on the host
+    else:
+        ledger.add(f"optimizer.{name}", t, "optimizer state", held=True)

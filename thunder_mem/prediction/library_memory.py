@@ -1,0 +1,121 @@
+"""What libraries beside PyTorch hold on a GPU: cuBLAS's workspaces, and what is known of the others.
+
+PyTorch gives cuBLAS one workspace for each handle and stream that runs a product, from its caching allocator,
+and keeps it for the life of the process: `getNewWorkspace` and `parseChosenWorkspaceSize` in
+`aten/src/ATen/cuda/CublasHandlePool.cpp` of PyTorch 2.11. A handle belongs to a thread, and autograd runs
+backwards on CUDA in a thread of its own, so a training step holds two. cuBLASLt shares them
+(`unified_cublas_and_lt_workspaces`, there). They are part of `torch.cuda.max_memory_allocated`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from thunder.core.symbol import BoundSymbol
+
+from thunder_mem.prediction.replay import Event
+from thunder_mem.trace.collectives import starts
+from thunder_mem.trace.op_traits import traits_of
+
+__all__ = ["LibraryMemory", "cublas_workspace_bytes", "library_memory", "unknown_library_memory"]
+
+_KIB = 1024
+# Operations that run in cuBLAS, and those that may run in cuDNN, by the last part of their name.
+_PRODUCTS = {
+    "linear", "matmul", "mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "mv", "addmv", "dot", "vdot",
+    "einsum", "tensordot", "_addmm_activation", "_scaled_mm", "_grouped_mm", "_int_mm",
+}  # fmt: skip
+_CONVOLUTIONS = {"convolution", "convolution_backward", "conv1d", "conv2d", "conv3d"}
+
+CUDNN = "what cuDNN's convolutions hold while they run is not counted"
+NCCL = (
+    "NCCL's buffers are not counted: 9.2 MiB for each of its channels and peers, outside of PyTorch's allocator "
+    "(4096 KiB of NCCL_BUFFSIZE, 4800 and 512 KiB for its protocols LL128 and LL)"
+)
+"""`computeBuffSizes` in NCCL's `src/init.cc`; how many channels there are depends on how the GPUs are linked."""
+
+
+@dataclass(frozen=True)
+class LibraryMemory:
+    """Memory that a library keeps on the device from its first use on.
+
+    Attributes:
+        library: whose it is.
+        purpose: what it is, in words.
+        nbytes: its bytes.
+    """
+
+    library: str
+    purpose: str
+    nbytes: int
+
+
+def cublas_workspace_bytes(capability: tuple[int, int], config: str | None = None) -> int:
+    """Bytes of one workspace of cuBLAS, by the device's compute capability.
+
+    Args:
+        capability: (major, minor). Hopper and Blackwell take 32 MiB, all others 2 x 4096 KiB + 8 x 16 KiB.
+        config: the value of ``CUBLAS_WORKSPACE_CONFIG``, pairs ":KIB:COUNT", which overrules that; None if not set.
+
+    Example:
+        >>> cublas_workspace_bytes((8, 0)), cublas_workspace_bytes((9, 0)), cublas_workspace_bytes((9, 0), ":4096:8")
+        (8519680, 33554432, 33554432)
+    """
+    pairs = re.findall(r":([0-9]+):([0-9]+)", config or "")
+    if pairs:
+        return sum(int(kib) * int(count) for kib, count in pairs) * _KIB
+    if capability[0] in (9, 10, 12):
+        return 8 * 4096 * _KIB
+    return (2 * 4096 + 8 * 16) * _KIB
+
+
+def library_memory(
+    events: Iterable[Event], capability: tuple[int, int], environment: Mapping[str, str] = os.environ
+) -> tuple[LibraryMemory, ...]:
+    """What libraries keep on a device of that capability once these operations have run.
+
+    It counts throughout: a training step that is not the first finds it there.
+    """
+    threads = dict.fromkeys("backward" if e.phase == "backward" else "calling" for e in events if _is_product(e))
+    workspace_bytes = cublas_workspace_bytes(capability, environment.get("CUBLAS_WORKSPACE_CONFIG"))
+    return tuple(
+        LibraryMemory("cuBLAS", f"workspace of the {thread} thread's handle", workspace_bytes)
+        for thread in threads
+        if workspace_bytes
+    )
+
+
+def unknown_library_memory(events: Sequence[Event]) -> tuple[str, ...]:
+    """Sentences about libraries whose memory these operations take and nobody can say without the device."""
+    found = []
+    if any(_short(e.name) in _CONVOLUTIONS or _inside(e.bsym, _CONVOLUTIONS) for e in events):
+        found.append(CUDNN)
+    if any(e.bsym is not None and starts(e.bsym) for e in events):
+        found.append(NCCL)
+    return tuple(found)
+
+
+def _is_product(event: Event) -> bool:
+    if event.bsym is None:
+        return _short(event.name) in _PRODUCTS
+    return traits_of(event.bsym).products or _inside(event.bsym, _PRODUCTS)
+
+
+def _inside(bsym: BoundSymbol | None, names: set[str]) -> bool:
+    """Whether the bound symbol is one of `names`, or one that it is made of."""
+    if bsym is None:
+        return False
+    return _short(bsym.sym.name) in names or any(_inside(b, names) for b in bsym.subsymbols)
+
+
+def _short(name: str) -> str:
+    """The last part of "aten::addmm.out" or "torch.nn.functional.linear".
+
+    Example:
+        >>> _short("aten::addmm.out"), _short("torch.nn.functional.linear"), _short("torch.matmul")
+        ('addmm', 'linear', 'matmul')
+    """
+    return name.partition("::")[2].partition(".")[0] if "::" in name else name.rpartition(".")[2]

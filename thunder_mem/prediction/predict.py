@@ -1,0 +1,442 @@
+"""The peak of a compiled function before it runs: its final traces, followed storage by storage.
+
+`predict` takes the forward and backward traces that Thunder would execute, whatever transforms and
+executors made them, and runs them on fake tensors (`replay.py`). On a CPU every operation also runs
+once, alone, to learn what it holds inside itself (`scratch.py`), so that the prediction equals a
+measurement to the byte. On a device simulated by `simulate.py` nothing runs at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import thunder
+import torch
+from thunder.core.proxies import NumberProxy, TensorProxy
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from thunder_mem.frontend.thunderfx import is_fx, only_subgraph
+from thunder_mem.memory.device_bytes import block_bytes
+from thunder_mem.prediction.grad_accumulation import accumulate
+from thunder_mem.prediction.library_memory import LibraryMemory, library_memory, unknown_library_memory
+from thunder_mem.prediction.replay import Block, Event, Ledger, PredictionError, Runner, replay
+from thunder_mem.prediction.scratch import ProbingRunner, SimulatedRunner
+from thunder_mem.prediction.tangents import checked_tangents, fill_with_zeros, passed_through
+from thunder_mem.regions.fake_regions import empty_like_proxy
+from thunder_mem.runtime.scratch_cache import save_tables
+from thunder_mem.runtime.simulated_device import simulated_device
+
+__all__ = ["Held", "Prediction", "PredictionError", "predict"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A storage that is alive at some event.
+
+    Attributes:
+        nbytes: bytes of the whole storage.
+        name: the first tensor that showed it; `aliases` are the others.
+        shape, dtype, device: of that first tensor.
+        kind: "argument", "tangent", "computed", or in a training step "gradient", "optimizer", ...
+        born: index of the event that made it, -1 if it was there before.
+        last: index of the last event it is alive in.
+    """
+
+    nbytes: int
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    kind: str
+    born: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a call will hold, event by event. All sizes in bytes.
+
+    There is one notion of a peak, `peak_bytes`: what the device holds at most, which plans, budgets and reports
+    mean, too. Its parts are what is alive at `peak_event`, what the caller holds included, that operation's
+    scratch, and on a GPU what the allocator rounds every block up by.
+
+    Attributes:
+        timeline: every operation in the order it runs.
+        storages: every storage and when it lives.
+        held_bytes: what the caller holds throughout (parameters, inputs), included in every total.
+        device_type: "cpu" or "cuda": only this device's storages count.
+        assumptions: what the numbers rest on, in sentences.
+        library: on CUDA, what libraries keep on the device once these operations have run; part of no other figure
+            here, but of `allocator.allocate`'s.
+    """
+
+    timeline: tuple[Event, ...]
+    storages: tuple[Held, ...]
+    held_bytes: int
+    device_type: str
+    assumptions: tuple[str, ...] = ()
+    library: tuple[LibraryMemory, ...] = ()
+
+    @cached_property
+    def device_bytes(self) -> tuple[int, ...]:
+        """Per event, what the device holds while it runs: every block as its allocator gives it, and scratch."""
+        if self.device_type == "cpu":
+            return tuple(e.live_bytes + e.scratch_bytes for e in self.timeline)
+        born, dies, before = self.lives()
+        pads = [block_bytes(s.nbytes, self.device_type) - s.nbytes for s in self.storages]
+        pad_bytes = sum(pads[i] for i in born.get(before, ()))
+        held = []
+        for e in self.timeline:
+            pad_bytes += sum(pads[i] for i in born.get(e.index, ()))
+            held.append(e.live_bytes + pad_bytes + block_bytes(e.scratch_bytes, self.device_type))
+            pad_bytes -= sum(pads[i] for i in dies.get(e.index, ()))
+        return tuple(held)
+
+    def lives(self) -> tuple[dict[int, list[int]], dict[int, list[int]], int]:
+        """The storages by the event that makes them and by their last; and the event before the first."""
+        before = self.timeline[0].index - 1 if self.timeline else -1
+        born: dict[int, list[int]] = {}
+        dies: dict[int, list[int]] = {}
+        for i, storage in enumerate(self.storages):
+            born.setdefault(max(storage.born, before), []).append(i)
+            dies.setdefault(storage.last, []).append(i)
+        return born, dies, before
+
+    @cached_property
+    def peak_event(self) -> Event | None:
+        """The first event at which the device holds most; None for an empty program."""
+        return max(zip(self.device_bytes, self.timeline, strict=True), key=lambda e: e[0], default=(0, None))[1]
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """What the device holds at most: the caller's included, with scratch and the allocator's rounding."""
+        return max(self.device_bytes, default=self.held_bytes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The part of the peak that `peak_event` holds only while it runs."""
+        return 0 if self.peak_event is None else block_bytes(self.peak_event.scratch_bytes, self.device_type)
+
+    @property
+    def measured_bytes(self) -> int:
+        """What `measure_peak` would report: the most bytes asked for at once, above what the caller held before."""
+        return max((e.live_bytes + e.scratch_bytes for e in self.timeline), default=self.held_bytes) - self.held_bytes
+
+    @property
+    def library_bytes(self) -> int:
+        """What libraries keep on the device: the sum of `library`."""
+        return sum(kept.nbytes for kept in self.library)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes of the host's memory that offloaded values take at once; part of no other figure."""
+        return max((e.host_bytes for e in self.timeline), default=0)
+
+    @property
+    def launches(self) -> int:
+        """Kernels that the traces start on a GPU; 0 on a CPU. Those of a loss or an optimizer are not counted."""
+        return sum(e.launches for e in self.timeline)
+
+    @property
+    def held_at_peak(self) -> tuple[Held, ...]:
+        """Every storage alive at `peak_event`, the largest first."""
+        return () if self.peak_event is None else self.held_at(self.peak_event.index)
+
+    def held_at(self, event: int) -> tuple[Held, ...]:
+        """Every storage alive while the event of that index runs, the largest first."""
+        alive = [s for s in self.storages if s.born <= event <= s.last]
+        return tuple(sorted(alive, key=lambda s: (-s.nbytes, s.born, s.name)))
+
+    def phase(self, name: str) -> Prediction:
+        """The part of the timeline that belongs to one phase, with the same storages.
+
+        Raises:
+            ValueError: there is no such phase.
+        """
+        events = tuple(e for e in self.timeline if e.phase == name)
+        if not events:
+            raise ValueError(f"there is no phase {name!r} here, only {', '.join(map(repr, self.phases)) or 'none'}")
+        return replace(self, timeline=events)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The names of the phases, in order."""
+        return tuple(dict.fromkeys(e.phase for e in self.timeline))
+
+
+def predict(
+    jitted: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    tangents: Sequence[torch.Tensor | None] | None = None,
+    keep_outputs: bool = False,
+) -> Prediction:
+    """Predict the peak of one call of a jitted function and, if it has one, of its backward.
+
+    The phases are "forward" and "backward", and "accumulate" where autograd has to copy or add gradients
+    to make them `.grad`: those not laid out as their parameter is, shared ones, and those that find one.
+
+    Args:
+        jitted: what `thunder.jit` returned. It is compiled for `args` if it has not been yet, but not run;
+            on a CPU single operations run, each once, on zeros, to learn what they hold inside themselves. Of
+            ThunderFX a program of one subgraph, which has been called, and is predicted without arguments.
+        args: the call's arguments, real or (under `simulate`) fake. Without any, the last compilation
+            is predicted, with inputs that are dense and share no memory.
+        kwargs: the call's keyword arguments.
+        tangents: gradients of the outputs, made after the forward, which the caller holds while the backward
+            runs: one for each distinct tensor that is returned, in the order in which they stand in what is
+            returned (dicts by their insertion), with that tensor's shape, dtype and device. None for an output
+            that has no gradient (integers), or that nothing is computed from: autograd makes zeros for it.
+            Default: dense ones that only the backward holds, so that it may free them.
+        keep_outputs: whether the caller holds the outputs too while the backward runs. The frame of
+            `torch.autograd.backward(outputs, tangents)` does; `loss_of(outputs).backward()` does not.
+
+    What an eager loss holds, and the scalar that `loss.backward()` itself makes, belong to no trace: for
+    ``loss_of(jitted(*args)).backward()`` to the byte there is ``predict_step(jitted, None, loss_of, *args)``.
+
+    Raises:
+        TypeError: `jitted` is not a function jitted by Thunder.
+        ValueError: it was never called and no arguments are given; or its tensors live on the meta
+            device, on which nothing takes memory, on several GPUs, or on the CPU while a GPU is simulated; or the
+            tangents are not the outputs'.
+        PredictionError: it cannot be traced, or an operation has no prediction.
+    """
+    ledger, runner, assumptions = run_prediction(jitted, args, dict(kwargs or {}), tangents, keep_outputs)
+    return finish(ledger, (*assumptions, *runner.assumptions))
+
+
+def finish(ledger: Ledger, assumptions: Sequence[str], capability: tuple[int, int] | None = None) -> Prediction:
+    """Close a ledger: what is still alive stays alive to the end.
+
+    Args:
+        ledger: with all events.
+        assumptions: what the numbers rest on.
+        capability: of the GPU, if it is one; by default the present one's, real or simulated.
+    """
+    save_tables()
+    end = len(ledger.events) - 1
+    on_gpu = ledger.device_types[0] == "cuda"
+    unknown = unknown_library_memory(ledger.events) if on_gpu else ()
+    return Prediction(
+        timeline=tuple(ledger.events),
+        storages=tuple(_held(block, end) for block in ledger.blocks),
+        held_bytes=sum(b.nbytes for b in ledger.blocks if b.held),
+        device_type=ledger.device_types[0],
+        assumptions=tuple(dict.fromkeys((*assumptions, *unknown))),
+        library=library_memory(ledger.events, capability or torch.cuda.get_device_capability()) if on_gpu else (),
+    )
+
+
+def _held(block: Block, end: int) -> Held:
+    last = end if block.last is None or block.held else block.last
+    name, *aliases = block.names
+    return Held(
+        block.nbytes, name, tuple(aliases), block.shape, block.dtype, block.device, block.kind, block.born, last
+    )
+
+
+def run_prediction(
+    jitted: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tangents: Sequence[torch.Tensor | None] | None,
+    keep_outputs: bool,
+) -> tuple[Ledger, ProbingRunner | SimulatedRunner, list[str]]:
+    entry, inputs, assumptions = compiled_entry(jitted, args, kwargs, call=bool(args or kwargs))
+    forward = entry.computation_traces[-1]
+    backward = entry.backward_traces[-1] if entry.backward_fn is not None else None
+    mode, inputs = to_fake(inputs)
+    device_type = device_type_of(inputs)
+    runner = SimulatedRunner() if device_type == "cuda" else ProbingRunner()
+    ledger = Ledger(device_type)
+    _add_all(ledger, [p.name for p in forward.args], inputs, "argument")
+
+    result = replay(forward, inputs, mode, ledger, "forward", runner)
+    ledger.sweep()
+    if backward is None:
+        return ledger, runner, assumptions
+    data, (saved_tensors, saved_other) = result
+    outputs = data["output"] if keep_outputs else None
+    passed = passed_through(data["flat_output"], inputs)
+    layouts = [(t.shape, t.dtype, t.device) for t in data["flat_output"]]
+    del result, data
+    given = to_fake(checked_tangents(backward, tangents, mode), mode)[1]
+    _add_all(ledger, [f"tangent{i}" for i in range(len(given))], given, "tangent")
+    theirs = list(given) if tangents is not None else None
+    # The gradient of an output that is an input goes to that input; the compiled backward gets zeros for it.
+    direct = [(at, given[i]) for i, at in passed.items() if given[i] is not None]
+    for i in passed:
+        given[i] = None
+    if all(t is None for t in given) and direct:
+        ledger.sweep()
+        kept = accumulate(inputs, [None] * len(inputs), mode, ledger, direct=direct, probe=device_type == "cpu")
+        del outputs, theirs, kept
+        return ledger, runner, assumptions
+    missing = [i for i, t in enumerate(given) if t is None]
+    fill_with_zeros(given, layouts, mode)
+    _add_all(ledger, [f"zeros{i}" for i in missing], [given[i] for i in missing], "tangent")
+    # As the trace calls them; an output that has no gradient has no name there.
+    named = [(p.name, t) for p, t in zip(backward.args[1], given, strict=True) if p is not None]
+    _add_all(ledger, [name for name, _ in named], [t for _, t in named], "tangent")
+    del named
+    saved = [list(saved_tensors), saved_other]
+    del saved_tensors, saved_other
+    ledger.sweep()
+    caller_holds = (outputs, theirs)
+    del outputs, theirs
+    grads = list(run_backward(backward, saved, given, mode, ledger, runner))
+    kept = accumulate(inputs, grads, mode, ledger, direct=direct, probe=device_type == "cpu")
+    del caller_holds, kept
+    return ledger, runner, assumptions
+
+
+def _add_all(ledger: Ledger, names: Sequence[str], values: Sequence[Any], kind: str) -> None:
+    # A function of its own, so that no loop variable keeps the last tensor alive.
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, torch.Tensor):
+            ledger.add(name, value, kind, held=kind == "argument")
+            if kind == "argument" and value.is_leaf and value.grad is not None:
+                ledger.add(f"{name}.grad", value.grad, "gradient", held=True)
+
+
+def run_backward(
+    trace: Any, saved: list[Any], tangents: list[Any], mode: FakeTensorMode, ledger: Ledger, runner: Runner
+) -> Any:
+    """Replay a backward trace, handing over `saved` and `tangents` as the lists that it empties."""
+    with mode:
+        return replay(trace, [saved, tangents], mode, ledger, "backward", runner)
+
+
+def compiled_entry(
+    jitted: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, call: bool
+) -> tuple[Any, list[Any], list[str]]:
+    """Thunder's cache entry for a call, the computation's inputs, and assumptions about those.
+
+    With `call` false it is the last compilation's, whatever its arguments were.
+    """
+    if is_fx(jitted):
+        if call:
+            raise ValueError(
+                "ThunderFX compiles when it runs: call the program once, then predict it without arguments"
+            )
+        jitted = only_subgraph(jitted)
+    data: Any = thunder.compile_data(jitted)
+    stats = thunder.compile_stats(jitted)
+    if data is None or stats is None:
+        raise TypeError(f"predict takes what thunder.jit returned, not {type(jitted).__name__}")
+    if not call:
+        if not stats.interpreter_cache:
+            raise ValueError(
+                "the jitted function has never been called, so there is nothing to predict: "
+                "call it once, or give predict the arguments of a call"
+            )
+        entry = stats.interpreter_cache[-1]
+        with mode_of(()):
+            inputs = [_from_proxy(p) for p in entry.computation_traces[-1].args]
+        _check_simulated(inputs)
+        return entry, inputs, ["inputs are dense and share no memory"]
+    grad_enabled = torch.is_grad_enabled()
+    try:
+        entry, inputs, _ = data.get_computation_and_inputs(*args, **kwargs)
+    except Exception as error:
+        if type(error).__module__.startswith("thunder_mem."):
+            raise  # what this package refuses, it says itself
+        cause = re.sub(r"<function (\S+) at 0x[0-9a-f]+>", r"\1", str(error))
+        cause = textwrap.shorten(cause, 300, placeholder=" …")  # Thunder's messages can go on for pages
+        where = _users_line(error)
+        raise PredictionError(f"the function cannot be traced{where}: {type(error).__name__}: {cause}") from error
+    finally:
+        torch.set_grad_enabled(grad_enabled)
+    _check_simulated(inputs)
+    return entry, list(inputs), []
+
+
+def _check_simulated(inputs: Sequence[Any]) -> None:
+    """Refuse a program that lives on the CPU while a GPU is simulated: the answer would be about the CPU."""
+    simulated, devices = simulated_device(), {t.device.type for t in _tensors(inputs)}
+    if simulated is not None and devices == {"cpu"}:
+        raise ValueError(
+            f"the program lives on the CPU while the {simulated.name} is simulated: make the model and its arguments "
+            'inside of `with torch.device("cuda"):`, or move them there by .to("cuda")'
+        )
+
+
+def _users_line(error: BaseException | None) -> str:
+    """ " at file:line" of the user's innermost line that Thunder was tracing, or ""."""
+    while error is not None:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if os.path.isfile(frame.filename)]
+        own = [frame.filename.startswith(_THIS) for frame in frames]
+        traced = own.index(False) if False in own else len(own)  # what comes before called Thunder
+        ends = own.index(True, traced) if True in own[traced:] else len(own)  # what comes then is a transform's
+        users = [frame for frame in frames[traced:ends] if not frame.filename.startswith(_LIBRARIES)]
+        if users:
+            return f" at {users[-1].filename}:{users[-1].lineno}"
+        error = error.__cause__
+    return ""
+
+
+_THIS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, thunder))
+
+
+def to_fake(values: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensorMode, Any]:
+    """`values` with fake tensors for all tensors, and their mode: the given one, or that of a fake tensor among them.
+
+    Real tensors that share a storage become fake tensors that share one.
+    """
+    chosen = mode or mode_of(values)
+    return chosen, tree_map_only(
+        torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else chosen.from_tensor(t, static_shapes=True), values
+    )
+
+
+def device_type_of(values: Any) -> str:
+    """The kind of device whose memory is predicted for a program of these inputs: "cuda" or "cpu".
+
+    Raises:
+        ValueError: they live where memory cannot be predicted.
+    """
+    devices = {t.device for t in _tensors(values)}
+    if any(d.type == "meta" for d in devices):
+        raise ValueError(
+            "tensors on the meta device take no memory: build the model inside of "
+            'simulate("H100-80GB") with torch.device("cuda"), which allocates nothing either'
+        )
+    other = sorted(d.type for d in devices if d.type not in ("cpu", "cuda"))
+    if other:
+        raise ValueError(f"memory is predicted for 'cpu' and 'cuda', not for {other[0]!r}")
+    gpus = sorted(str(d) for d in devices if d.type == "cuda")
+    if len(gpus) > 1:
+        raise ValueError(f"the program lives on {' and '.join(gpus)}: its memory is predicted for one GPU only")
+    return "cuda" if gpus else "cpu"
+
+
+def mode_of(values: Any) -> FakeTensorMode:
+    fake = next((t for t in _tensors(values) if isinstance(t, FakeTensor)), None)
+    if fake is not None:
+        return fake.fake_mode
+    return torch._guards.active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+def _from_proxy(proxy: Any) -> Any:
+    if isinstance(proxy, TensorProxy):
+        t = empty_like_proxy(proxy)
+        return t.requires_grad_() if proxy.requires_grad else t
+    if isinstance(proxy, NumberProxy):
+        return proxy.value
+    raise PredictionError(
+        f"the argument {proxy.name} is neither a tensor nor a number: give predict the call's arguments"
+    )

@@ -1,0 +1,274 @@
+"""The peak of a whole training step: forward, loss, backward, optimizer, gradients and all.
+
+`training_step` is the step, as plain code. `predict_step` runs that same code on fake tensors under
+PyTorch's own autograd engine and optimizer, so that who holds what, and for how long, is decided by
+the code that decides it for real; only the compiled forward and backward are replaced by a replay of
+their traces. Autograd does not run on fake CUDA tensors, so on a simulated GPU everything outside of
+the traces works on CPU twins, and a block of memory lives as long as either twin does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from thunder.core.trace import from_trace
+from thunder.executors.torch_autograd import connect_to_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from thunder_mem.prediction.fake_optimizer import hold_state, make_state, next_scalars, twin_optimizer
+from thunder_mem.prediction.fake_twins import Leaves, Twins, Watch
+from thunder_mem.prediction.predict import Prediction, compiled_entry, device_type_of, finish, mode_of
+from thunder_mem.prediction.replay import Ledger, replay
+from thunder_mem.prediction.scratch import ProbingRunner, SimulatedRunner
+
+__all__ = ["instead_of_optimizer", "predict_step", "training_step"]
+
+
+def training_step(
+    model: Callable[..., Any],
+    optimizer: torch.optim.Optimizer | _Phases | None,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+) -> None:
+    """One optimizer step over `accumulate` equal microbatches, the gradients cleared at its end.
+
+    Args:
+        model: called with `args` and `kwargs`.
+        optimizer: over the model's parameters; None for forward, loss and backward alone: the gradients stay.
+        loss_fn: from what the model returns to the scalar loss; None if the model returns the loss.
+        accumulate: number of microbatches.
+        set_to_none: drop the gradients at the end; otherwise they stay, filled with zeros.
+    """
+    for _ in range(accumulate):
+        if loss_fn is None:
+            loss = model(*args, **(kwargs or {}))
+        else:
+            loss = loss_fn(model(*args, **(kwargs or {})))
+        loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def predict_step(
+    model: Callable[..., Any],
+    optimizer: torch.optim.Optimizer | None,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+    first: bool = False,
+) -> Prediction:
+    """Predict `training_step(model, optimizer, loss_fn, *args, ...)`; nothing of the caller's changes.
+
+    Args:
+        model, optimizer, loss_fn, args, kwargs, accumulate, set_to_none: as in `training_step`; `model`
+            is what `thunder.jit` returned, and any optimizer of `torch.optim` will do that needs no closure.
+            With None this is the exact prediction of ``loss_fn(model(*args)).backward()``.
+        first: predict the very first step, in which the optimizer makes its state, instead of a later one.
+
+    Returns:
+        The prediction, with the phases "forward", "loss" (if something runs in it), "backward" and, with
+        an optimizer, "optimizer" and, unless `set_to_none`, "zero_grad".
+        Parameters, buffers, inputs, optimizer state and, unless `set_to_none`, gradients are held
+        before the step begins, and count among `held_bytes`; so do gradients that a parameter
+        outside of the optimizer, or without one any, has now. What else the loss refers to does not count.
+
+    Raises:
+        TypeError, ValueError, PredictionError: as `predict`; also for an optimizer that needs a closure,
+            and a loss that is no scalar or does not depend on a parameter.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise TypeError(f"predict_step takes a torch.optim optimizer or None, {instead_of_optimizer(optimizer)}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS calls the model from a closure, as often as it likes: its step cannot be predicted")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate is the number of microbatches, an int from 1 up, not {accumulate!r}")
+    entry, inputs, assumptions = compiled_entry(model, args, dict(kwargs or {}), call=True)
+    if entry.backward_fn is None:
+        raise ValueError("nothing that the model takes or owns requires a gradient, so there is no step to predict")
+
+    tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    if any(not t.is_leaf for t in tensors):
+        raise ValueError(
+            "an argument was computed from what has a gradient, so the step is only a part of one: "
+            "give predict_step t.detach().requires_grad_(), or ask predict about this call"
+        )
+    simulated = device_type_of(inputs) == "cuda"
+    ledger = Ledger("cuda", "cpu") if simulated else Ledger("cpu")
+    runner = SimulatedRunner() if simulated else ProbingRunner()
+    mode = mode_of(inputs)
+    twins = Twins(mode, ledger)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+    for t in parameters:
+        twins.hold(t, "parameter", with_grad=False)  # a step begins without, or with what `make_state` makes
+    for t in _owned(model):
+        twins.hold(t, "parameter")
+    for t in tensors:
+        twins.hold(t, "argument")
+    watch = Watch(ledger, probe=not simulated, twins=twins)
+    stand_in = _Model(entry, inputs, mode, ledger, runner, watch, twins)
+    twin = None if optimizer is None else twin_optimizer(optimizer, twins, simulated)
+
+    def watched_loss(output: Any) -> torch.Tensor:
+        with Leaves(twins):
+            loss = output if loss_fn is None else loss_fn(output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"the loss has to be a scalar tensor, but it is {what}: give predict_step a loss_fn")
+        if not loss.requires_grad:
+            raise ValueError("the loss does not depend on anything that requires a gradient")
+        watch.phase = "backward"
+        return loss
+
+    with mode, twins.gradients_within():
+        if optimizer is not None and twin is not None:
+            if not first:
+                with torch.device("cpu"):
+                    make_state(twin, twins, set_to_none)
+                watch.scalars = next_scalars(optimizer, twin, twins)
+            for group in twin.param_groups:
+                for p in group["params"]:
+                    for name, t in twin.state.get(p, {}).items():
+                        if isinstance(t, torch.Tensor):
+                            hold_state(ledger, name, t, group, simulated)
+        with watch:
+            training_step(
+                stand_in,
+                None if twin is None else _Phases(twin, watch),
+                watched_loss,
+                kwargs=None,
+                accumulate=accumulate,
+                set_to_none=set_to_none,
+            )
+    ledger.sweep()
+    notes = [] if first or optimizer is None else ["the optimizer has its state already"]
+    return finish(ledger, (*assumptions, *runner.assumptions, *notes))
+
+
+def instead_of_optimizer(optimizer: Any) -> str:
+    """What was given in an optimizer's place, and what to do, to end a sentence."""
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        name = optimizer.__name__
+        return f"and {name} is the class: call it with the parameters, {name}(model.parameters())"
+    return f"not {type(optimizer).__name__}"
+
+
+class _Model:
+    """Stands in for the compiled model: the same traces, autograd function and epilogue, on twins."""
+
+    def __init__(
+        self,
+        entry: Any,
+        inputs: list[Any],
+        mode: FakeTensorMode,
+        ledger: Ledger,
+        runner: ProbingRunner | SimulatedRunner,
+        watch: Watch,
+        twins: Twins,
+    ) -> None:
+        self.entry, self.inputs, self.mode, self.ledger = entry, inputs, mode, ledger
+        self.runner, self.watch, self.twins = runner, watch, twins
+        self.simulated = "cuda" in ledger.device_types
+        for proxy, t in zip(entry.computation_traces[-1].args, inputs, strict=True):
+            if isinstance(t, torch.Tensor):
+                twins.name(t if self.simulated else twins.of(t), proxy.name)
+
+    def __call__(self) -> Any:
+        leaves = [self.twins.of(t) if isinstance(t, torch.Tensor) else t for t in self.inputs]
+        given = [
+            t if isinstance(t, torch.Tensor) and self.simulated else leaf
+            for t, leaf in zip(self.inputs, leaves, strict=True)
+        ]
+        with self.twins.paused():
+            self.ledger.sweep()  # the last gradients of the microbatch before have gone
+            data, (saved, other) = replay(
+                self.entry.computation_traces[-1], given, self.mode, self.ledger, "forward", self.runner
+            )
+            twin = _mirror_once(self.twins, zip(given, leaves, strict=True))
+            flat_output = tuple(twin(t) for t in data["flat_output"])
+            output = tree_map(twin, data["output"])
+            del data, given, twin
+            connect_to_autograd(
+                backward_fn=self._backward,
+                flat_args=leaves,
+                flat_output=flat_output,
+                saved_tensors=saved,
+                saved_other=other,
+                return_none_instead_of_grads=self.entry.return_none_instead_of_grads,
+                disable_split_autograd=False,
+                is_differentiable_outputs=None,
+            )
+        del saved, other, flat_output
+        self.watch.phase = "loss"
+        return _returned(self.entry, output)
+
+    def _backward(self, saved: list[Any], tangents: list[Any]) -> tuple[Any, ...]:
+        self.watch.phase = "backward"
+        with self.twins.paused():
+            if self.simulated:
+                on_cuda = [self.twins.to_cuda(t) if isinstance(t, torch.Tensor) else t for t in tangents]
+                tangents.clear()
+                tangents = on_cuda
+                del on_cuda
+            self.ledger.sweep()
+            grads = replay(
+                self.entry.backward_traces[-1], [saved, tangents], self.mode, self.ledger, "backward", self.runner
+            )
+            twin = _mirror_once(self.twins, ())
+            return tuple(twin(g) for g in grads)
+
+
+def _mirror_once(twins: Twins, known: Iterable[tuple[Any, Any]]) -> Callable[[Any], Any]:
+    """A function that gives each tensor one twin, however often it shows up; `known` ones have theirs."""
+    made: dict[int, tuple[Any, Any]] = {id(t): (t, twin) for t, twin in known}
+
+    def twin(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor):
+            return t
+        if id(t) not in made:
+            made[id(t)] = (t, twins.to_cpu(t))
+        return made[id(t)][1]
+
+    return twin
+
+
+def _returned(entry: Any, output: Any) -> Any:
+    """What the epilogue makes of the computation's output, without its writes to the caller's module."""
+    trace = from_trace(entry.epilogue_traces[-1])
+    trace.bound_symbols = [
+        b for b in entry.epilogue_traces[-1].bound_symbols if not str(b.sym.id).startswith("PrimIDs.PACK_")
+    ]
+    names = [name for name, _ in trace.siginfo().args]
+    values = dict.fromkeys(names)
+    values.update(zip(names[len(names) - len(output) :], output, strict=True))
+    return trace.python_callable()(*values.values())
+
+
+class _Phases:
+    """The twin optimizer, telling the watch where the step is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
+        self.optimizer, self.watch = optimizer, watch
+
+    def step(self) -> None:
+        self.watch.phase = "optimizer"
+        with torch.device("cpu"):  # where the twins are, whatever device the caller makes tensors on by default
+            self.optimizer.step()
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        self.watch.phase = "zero_grad"
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def _owned(model: Any) -> list[torch.Tensor]:
+    """The parameters and buffers of a jitted module, those that no trace reads included."""
+    module = getattr(model, "_model", None)
+    return [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []

@@ -1,0 +1,78 @@
+"""Which fusion executor takes which op of a trace, and which ops are cheap to repeat inside a region."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, has_tags
+from thunder.extend import FusionExecutor
+
+from thunder_mem.fusion.contraction import FusionCapabilities
+from thunder_mem.regions.fusible_prims import POINTWISE, SHAPES
+from thunder_mem.regions.pointwise_executor import MemPointwiseExecutor
+from thunder_mem.trace.effects import leaves
+from thunder_mem.trace.reading import TraceGraph
+
+__all__ = ["fusibility"]
+
+_CHEAP = POINTWISE | SHAPES | {
+    PrimIDs.BITCAST, PrimIDs.DIGAMMA, PrimIDs.ERFCINV, PrimIDs.FLIP, PrimIDs.IMAG, PrimIDs.LERP, PrimIDs.NDTRI,
+    PrimIDs.REAL, PrimIDs.STRIDE_ORDER, PrimIDs.UNIFORM_PHILOX, PrimIDs.ZETA,
+}  # fmt: skip
+_NOT_CHEAP_TAGS: set = {OpTags.REDUCTION_OP, OpTags.MATMUL_OP, OpTags.RANDOM_OP, OpTags.DONT_RECOMPUTE_IN_BACKWARD}
+
+
+def fusibility(source: TraceGraph, executors: Sequence[FusionExecutor]) -> FusionCapabilities:
+    """Ask each executor about each op.
+
+    An op that touches a storage which anything overwrites later is fused by nobody: inside a region
+    its view of that storage might become a copy.
+    """
+    graph = source.graph
+    selective = overwriting = 0
+    for bit, executor in enumerate(executors):
+        overwriting |= isinstance(executor, MemPointwiseExecutor) << bit
+        if getattr(executor, "required_ops", None):
+            selective |= 1 << bit
+    takes, required, cheap, operands = [], [], [], []
+    for op, bsym, effects in zip(graph.ops, source.bsyms, source.effects, strict=True):
+        bits = wants = 0
+        if effects.pure and source.overwritten.isdisjoint(op.touches):
+            for bit, executor in enumerate(executors):
+                if _takes(executor, bsym):
+                    bits |= 1 << bit
+                    wants |= (bsym.sym.id in (getattr(executor, "required_ops", None) or ())) << bit
+        takes.append(bits)
+        required.append(wants)
+        # What is returned is alive anyway, and must stand under its own name.
+        returned = any(p.name in source.pinned for p in bsym.flat_proxy_outs)
+        cheap.append(bool(bits) and effects.pure and not returned and _is_cheap(bsym))
+        producers = (source.producer_of.get(p.name) for p in bsym.flat_proxy_args)
+        operands.append(tuple(sorted({p for p in producers if p is not None and p != op.index})))
+    return FusionCapabilities(
+        tuple(takes), tuple(required), selective, tuple(cheap), tuple(operands), overwriting=overwriting
+    )
+
+
+def _takes(executor: FusionExecutor, bsym: BoundSymbol) -> bool:
+    if bsym.sym.is_fusion or not any(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):
+        return False
+    if bsym.sym.executor not in (None, executor):  # claimed: nvFuser would run what it is composed of instead
+        return False
+    # nvFuser's can_fuse leaves the question of the device to its fusion pass.
+    on_device = getattr(executor, "has_cuda_input_or_output", None)
+    return executor.can_fuse(bsym) and (on_device is None or on_device(bsym))
+
+
+def _is_cheap(bsym: BoundSymbol) -> bool:
+    """Elementwise or a view throughout, with tensors for results."""
+    if not all(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs) or has_tags(bsym, _NOT_CHEAP_TAGS):
+        return False
+    return all(leaf.sym.id in _CHEAP or _hands_on(leaf) for leaf in leaves(bsym))
+
+
+def _hands_on(bsym: BoundSymbol) -> bool:
+    """It returns its arguments, as a cast to the same dtype does."""
+    return {p.name for p in bsym.flat_proxy_outs} <= {p.name for p in bsym.flat_proxy_args}

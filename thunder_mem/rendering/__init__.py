@@ -1,0 +1,1 @@
+"""Tables, curves and timelines as text, page or picture."""

@@ -1,0 +1,188 @@
+"""Whether eager PyTorch would need less for the same program, and why.
+
+The trace before autograd names the functions that the program calls. They run once more on fake tensors, under
+PyTorch's own autograd, with nothing computed: each value is let go of after its last reader, as the backward of
+`loss.backward()` lets go of what it was handed. The program's own code does not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import thunder.torch as ltorch
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.pytree import tree_flatten, tree_map
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from thunder_mem.memory.units import size
+from thunder_mem.prediction.fake_twins import Twins, Watch
+from thunder_mem.prediction.predict import Prediction
+from thunder_mem.prediction.replay import Ledger
+
+__all__ = ["Eager", "about_eager", "follow_eager"]
+
+_SCENERY = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.UPDATE_ALIASES}
+_FUNCTIONS: dict[str, list[Callable[..., Any]]] = {}
+for _function, _symbol in ltorch._torch_to_thunder_function_map.items():
+    if isinstance(_symbol, Symbol):
+        _FUNCTIONS.setdefault(str(_symbol.id), []).append(_function)
+
+
+@dataclass(frozen=True)
+class Eager:
+    """What eager PyTorch holds for a program's forward and backward on a CPU.
+
+    Attributes:
+        peak_bytes: the most alive at once, the caller's included, scratch left aside.
+        saved_bytes: what the forward leaves for the backward, beside what the caller holds.
+    """
+
+    peak_bytes: int
+    saved_bytes: int
+
+
+def about_eager(trace: TraceCtx, prediction: Prediction) -> tuple[str, ...]:
+    """That a compiled program needs more than eager PyTorch, with the reason; nothing where it does not.
+
+    Args:
+        trace: its computation before autograd.
+        prediction: of the same call.
+    """
+    if prediction.device_type != "cpu" or set(prediction.phases) - {"forward", "backward"}:
+        return ()
+    try:
+        eager = follow_eager(trace, backward="backward" in prediction.phases)
+    except Exception:  # a comparison, which no report needs; its functions are anybody's
+        return ()
+    more = prediction.peak_bytes - eager.peak_bytes
+    event = prediction.peak_event
+    if more <= 0 or event is None:
+        return ()
+    saved_bytes = _saved_bytes(prediction)
+    if saved_bytes > eager.saved_bytes:
+        why = f"the backward receives {size(saved_bytes)} here and {size(eager.saved_bytes)} in eager"
+    else:
+        why = f"no more is saved for the backward, but {event.name} #{event.index} works with more at once"
+    eagers = f"{size(eager.peak_bytes)} ({eager.peak_bytes:,} bytes)"
+    return (f"above eager PyTorch, which needs {eagers}, by {more:,} bytes: {why}",)
+
+
+def _saved_bytes(prediction: Prediction) -> int:
+    """What is alive when the backward begins, beside what the caller holds."""
+    start = next((e.index for e in prediction.timeline if e.phase == "backward"), None)
+    if start is None:
+        return 0
+    made = (s for s in prediction.storages if s.kind not in ("argument", "tangent", "parameter"))
+    return sum(s.nbytes for s in made if s.born < start <= s.last)
+
+
+def follow_eager(trace: TraceCtx, *, backward: bool) -> Eager:
+    """Run a computation trace's functions on fake tensors, under autograd.
+
+    Args:
+        trace: a computation before autograd.
+        backward: whether to differentiate its outputs, which nobody holds by then.
+
+    Raises:
+        NotImplementedError: the trace has something other than functions of PyTorch, sizes that are no numbers,
+            or a checkpoint, under which eager saves less.
+    """
+    mode, ledger = FakeTensorMode(), Ledger("cpu")
+    watch = Watch(ledger, probe=False, twins=Twins(mode, ledger))
+    watch.phase = "forward"
+    with mode, torch.set_grad_enabled(backward):
+        made = {p.name: _argument(p) for p in trace.args if isinstance(p, Proxy)}
+        arguments = list(made.values())  # the caller's
+        for name, t in made.items():
+            ledger.add(name, t, "argument", held=True)
+        held_bytes = ledger.live_bytes
+        with watch:
+            outputs = _run_forward(trace, made)
+            edges = [torch.autograd.graph.get_gradient_edge(t) for t in outputs if t.grad_fn is not None]
+            like = [(t.shape, t.dtype) for t in outputs if t.grad_fn is not None]
+            del outputs
+            ledger.sweep()
+            saved_bytes = ledger.live_bytes - held_bytes
+            if backward:
+                watch.phase = "backward"
+                torch.autograd.backward(edges, [torch.empty(shape, dtype=dtype) for shape, dtype in like])
+    del arguments
+    return Eager(max((e.live_bytes for e in ledger.events), default=held_bytes), saved_bytes)
+
+
+def _argument(p: Proxy) -> torch.Tensor:
+    if type(p) is not TensorProxy or not all(isinstance(n, int) for n in p.shape):
+        raise NotImplementedError(f"{p.name} is no tensor of known sizes")
+    return torch.empty(p.shape, dtype=dtypes.to_torch_dtype(p.dtype), requires_grad=p.requires_grad)
+
+
+def _run_forward(trace: TraceCtx, made: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs; `made` is emptied."""
+    last = {p.name: i for i, b in enumerate(trace.bound_symbols) for p in b.flat_proxy_args}
+    for i, bsym in enumerate(trace.bound_symbols):
+        if bsym.sym.id is PrimIDs.RETURN:
+            break
+        if bsym.sym.id in _SCENERY:
+            continue
+        if ProxyTag.RECOMPUTE_IN_BACKWARD in {tag for p in bsym.flat_proxy_outs for tag in p.tags}:
+            raise NotImplementedError("a checkpoint")
+        _run(bsym, made)
+        for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs):
+            if last.get(p.name, -1) <= i:
+                made.pop(p.name, None)
+    returned = [made[p.name] for p in trace.bound_symbols[-1].flat_proxy_args if p.name in made]
+    made.clear()
+    return returned
+
+
+def _run(bsym: BoundSymbol, made: dict[str, torch.Tensor]) -> None:
+    proxies = tree_flatten(bsym.output)[0]
+    if not any(isinstance(p, TensorProxy) for p in proxies):
+        return
+    if any(isinstance(p, TensorProxy) for p in bsym.flat_proxy_args):
+        detached = any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in p.tags for p in bsym.flat_proxy_outs)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
+            values = tree_flatten(_call(bsym, *tree_map(lambda x: _value(x, made), (bsym.args, dict(bsym.kwargs)))))[0]
+    else:  # made of nothing: Thunder's arguments are not PyTorch's
+        values = [_argument(p).requires_grad_(False) for p in proxies]
+    for proxy, value in zip(proxies, values, strict=True):
+        if isinstance(proxy, TensorProxy):
+            if tuple(value.shape) != tuple(proxy.shape):
+                raise NotImplementedError(f"{bsym.sym.name} is another function in PyTorch")
+            made[proxy.name] = value
+
+
+def _call(bsym: BoundSymbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By whichever of PyTorch's functions of that name takes these arguments, or those of them that say something."""
+    name = str(bsym.sym.id)
+    functions: list[Any] = list(_FUNCTIONS.get(name, []))
+    if name.startswith("torch."):
+        with suppress(AttributeError):
+            found: Any = reduce(getattr, name.split(".")[1:], torch)
+            functions.append(found)
+    functions += [method] if (method := getattr(torch.Tensor, bsym.sym.name, None)) is not None else []
+    said = tuple(x for x in args if x is not None), {k: x for k, x in kwargs.items() if x is not None}
+    for given, named in ((args, kwargs), said):
+        for function in functions:
+            with suppress(TypeError):
+                return function(*given, **named)
+    raise NotImplementedError(f"{bsym.sym.name} is no function of PyTorch")
+
+
+def _value(x: Any, made: dict[str, torch.Tensor]) -> Any:
+    if isinstance(x, TensorProxy):
+        return made[x.name]
+    if isinstance(x, Proxy):
+        raise NotImplementedError(f"{x.name} is no tensor")
+    if isinstance(x, dtypes.dtype):
+        return dtypes.to_torch_dtype(x)
+    return devices.to_torch_device(x) if isinstance(x, devices.Device) else x

@@ -1,0 +1,68 @@
+"""A report as what renderers lay out: its lines and tables, and its timeline as pictures show it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from thunder_mem.memory.units import size
+from thunder_mem.rendering.document import Document, Life, TimelineView
+from thunder_mem.report.dataflow import dataflow_svg
+from thunder_mem.report.facts import CATEGORIES
+from thunder_mem.report.sections import headline, sections
+
+if TYPE_CHECKING:
+    from thunder_mem.report.report import Report
+
+__all__ = ["document", "timeline_view"]
+
+# The picture of the dataflow does not help with a program of more operations.
+_FLOW_OPS = 200
+
+
+def document(report: Report, most: int = 25, with_flow: bool = False) -> Document:
+    """The report as it is laid out.
+
+    Args:
+        report: the report.
+        most: rows that a table of storages shows at most.
+        with_flow: add the picture of the dataflow, for a program of up to 200 operations.
+    """
+    small = 0 < len(report.prediction.timeline) <= _FLOW_OPS
+    flow = dataflow_svg(report) if with_flow and small else ""
+    return Document(headline(report), sections(report, most), timeline_view(report), flow)
+
+
+def timeline_view(report: Report) -> TimelineView | None:
+    """What pictures show of the timeline; None where nothing runs."""
+    if report.peak is None:
+        return None
+    timeline = report.prediction.timeline
+    first, end = timeline[0].index, len(timeline) - 1
+
+    def label(position: int) -> str:
+        return f"{timeline[position].name} #{timeline[position].index}"
+
+    lives = tuple(
+        Life(
+            nbytes=t.nbytes,
+            name=t.names[0],
+            count=t.count,
+            category=CATEGORIES.index(t.category),
+            born=max(t.born - first, 0),
+            last=min(t.last - first, end),
+            title=f"{size(t.nbytes)}, {', '.join(t.names)}\n{t.why}",
+        )
+        for t in report.tenants
+    )
+    return TimelineView(
+        first=first,
+        device_bytes=report.prediction.device_bytes,
+        categories=CATEGORIES,
+        layers=report.layers,
+        phases=tuple((phase.name, phase.ops) for phase in report.phases),
+        peak=report.peak.index - first,
+        peak_phase=report.peak.phase,
+        label=label,
+        place=lambda position: str(report.moment(position).place),
+        lives=lives,
+    )

@@ -1,0 +1,1 @@
+"""Passes over the joint trace, one a file: trace in, trace out."""

@@ -1,0 +1,280 @@
+"""Results of fused regions take over the memory of inputs that die there.
+
+On the joint trace in its final order, after fusion: every name, its aliases and its last use are known. A
+region of `mem_pointwise` is offered each input that nobody reads any more, under whatever name, that the
+caller does not hold, and that is dense and whole; `region_reuse.py` says which result may be written over
+which of them. An executor that aliases by itself (nvFuser) is left to do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from thunder.core import prims
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+
+from thunder_mem.fusion.arrangement import order_halves, peaks_of
+from thunder_mem.memory.graph import Graph, make_graph
+from thunder_mem.memory.plan import Decision, Plan
+from thunder_mem.regions.compiled_region import RegionFunction
+from thunder_mem.regions.inplace_outputs import InplacePlan, inplace_outputs
+from thunder_mem.regions.pointwise_executor import mem_pointwise_ex, new_leaves, region_function
+from thunder_mem.rewrites.region_reuse import plan_reuse
+from thunder_mem.schedule.registry import SortFunction
+from thunder_mem.trace.aliases import Aliases
+from thunder_mem.trace.reading import TraceGraph, proxies_in, read_trace
+
+__all__ = ["BufferReuse", "reuse_and_sort", "reuse_dying", "with_reuse"]
+
+# Whose results are known to be memory of their own, where they are no views.
+_FRESH_EXECUTORS = {"torch", "sdpa", "mem_attention", "mem_kernels", "python"}
+
+
+@dataclass(frozen=True)
+class BufferReuse:
+    """A trace in which results take over memory, and what that came to.
+
+    Attributes:
+        trace: the new trace.
+        results: how many results take over an input.
+        nbytes: their bytes.
+        forward_peak_bytes, backward_peak_bytes: of the trace, what the caller holds included.
+        graph: of the trace.
+    """
+
+    trace: TraceCtx
+    graph: Graph
+    results: int
+    nbytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+
+def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None, given: Collection[str] = ()) -> BufferReuse | None:
+    """Let regions write results over inputs that die there.
+
+    Args:
+        trace: a joint or plain trace in its final order, fused; `del`s stay where they are.
+        source: `trace` as it was read, if it was.
+        given: the arguments, by name, that the caller does not keep.
+
+    Returns:
+        None where there is nothing to take over.
+    """
+    source = source or read_trace(trace)
+    memory = _Memory(source, trace, given)
+    swap: dict[int, BoundSymbol] = {}
+    memory_of: dict[int, int] = {}  # the storage that each result's storage becomes
+    results = nbytes = 0
+    for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
+        if _function(bsym) is None:
+            continue
+        reuse = _reuse(source, memory, op.index)
+        if reuse is None:
+            continue
+        swap[id(bsym)] = new = _with_reuse(bsym, reuse)
+        for name, arg in inplace_outputs(new).items():
+            memory.join(name, arg.name)
+            memory_of[source.storage_of[name]] = source.storage_of[arg.name]
+            results += 1
+            nbytes += source.layout.nbytes(arg.name)
+    if not swap:
+        return None
+    new_trace = from_trace(trace)
+    new_trace.bound_symbols = [swap.get(id(b), b) for b in trace.bound_symbols]
+    new_trace.set_provenance(TraceProvenance("Results take over the memory of what dies"))
+    graph = _with_shared_storages(source.graph, memory_of)
+    return BufferReuse(new_trace, graph, results, nbytes, *peaks_of(graph, range(len(graph))))
+
+
+def _with_shared_storages(graph: Graph, memory_of: Mapping[int, int]) -> Graph:
+    """The graph in which what allocated a key of `memory_of` overwrites the storage that stands there instead."""
+
+    def final(storage: int) -> int:
+        while storage in memory_of:
+            storage = memory_of[storage]
+        return storage
+
+    place = {s.index: i for i, s in enumerate(s for s in graph.storages if s.index not in memory_of)}
+    ops = []
+    for op in graph.ops:
+        over = tuple(place[final(s)] for s in op.allocates if s in memory_of)
+        ops.append(
+            replace(
+                op,
+                reads=tuple(dict.fromkeys(place[final(s)] for s in op.reads)),
+                writes=tuple(dict.fromkeys([*(place[final(s)] for s in op.writes), *over])),
+                allocates=tuple(place[s] for s in op.allocates if s not in memory_of),
+            )
+        )
+    return make_graph(
+        ops,
+        [s.at(place[s.index]) for s in graph.storages if s.index in place],
+        [(before, op) for op, earlier in enumerate(graph.predecessors) for before in earlier],
+        {place[final(s)] for s in graph.outputs},
+    )
+
+
+def with_reuse(plan: Plan, reused: BufferReuse) -> Plan:
+    """The plan with the peaks that its trace has now.
+
+    Args:
+        plan: that was emitted.
+        reused: what became of its trace.
+    """
+    how = f"{reused.results} results written over values that die, {reused.nbytes:,} bytes"
+    decision = Decision("reuse", how, "peak", plan.candidate.peak_bytes, reused.peak_bytes)
+    return replace(
+        plan.with_peaks(reused.forward_peak_bytes, reused.backward_peak_bytes),
+        decisions=(*plan.decisions, decision),
+    )
+
+
+def reuse_and_sort(source: TraceGraph, trace: TraceCtx, sort: str | SortFunction) -> BufferReuse | None:
+    """`reuse_dying`, and the same once more in the order that is best with it, where that lowers the peak.
+
+    A region that writes over its inputs holds less than the order was made for: what ran early on its
+    account may run later. A sort other than "auto" is the user's, and stays. None where nothing is taken
+    over, or where either half would peak above `trace`.
+
+    Args:
+        source: `trace` as it was read.
+        trace: a joint or plain trace in its final order, fused, without `del`s.
+        sort: how it was ordered.
+
+    Raises:
+        GraphError: from the sort.
+    """
+    if not any(map(_function, trace.bound_symbols)):
+        return None
+    forward_bytes, backward_bytes = peaks_of(source.graph, range(len(source.graph)))
+    found = [
+        reused
+        for reused in _reused_and_sorted(source, trace, sort)
+        if reused.forward_peak_bytes <= forward_bytes and reused.backward_peak_bytes <= backward_bytes
+    ]
+    return min(found, key=lambda reused: reused.peak_bytes, default=None)
+
+
+def _reused_and_sorted(source: TraceGraph, trace: TraceCtx, sort: str | SortFunction) -> Iterator[BufferReuse]:
+    if (first := reuse_dying(trace, source)) is None:
+        return
+    yield first
+    if sort != "auto":
+        return
+    order, _ = order_halves(first.graph, sort)
+    if list(order) == sorted(order):
+        return
+    sorted_trace = from_trace(trace)
+    sorted_trace.bound_symbols = [*source.prefix, *(source.bsyms[op] for op in order), source.result]
+    sorted_trace.set_provenance(TraceProvenance("Sorted for results that take over memory"))
+    if (second := reuse_dying(sorted_trace, read_trace(sorted_trace, earlier=source))) is not None:
+        yield second
+
+
+class _Memory:
+    """Per class of names that may share memory: its last use, and whether anybody may take it over."""
+
+    def __init__(self, source: TraceGraph, trace: TraceCtx, given: Collection[str]) -> None:
+        self._aliases = Aliases(source.bsyms)
+        self._last: dict[str, int] = {}
+        self._forward: set[str] = set()  # classes with a name that the forward made
+        self._kept: set[str] = set()
+        kept = {p.name for p in proxies_in((trace.args, trace.kwargs))}
+        kept |= {p.name for b in source.prefix for p in b.flat_proxy_outs}
+        kept = kept.difference(given) | source.pinned
+        for i, (op, b, effects) in enumerate(zip(source.graph.ops, source.bsyms, source.effects, strict=True)):
+            outs, names = _names(b.flat_proxy_outs), _names((*b.flat_proxy_args, *b.flat_proxy_outs))
+            for name in names:
+                self._last[self._aliases(name)] = i
+            if not op.backward:
+                self._forward.update(map(self._aliases, outs))
+            kept.update(effects.writes)
+            if effects.barrier or any(c.startswith("communication") for c in effects.channels):
+                kept |= names
+            if b.sym == prims.get_grad or not _is_fresh(b):
+                kept |= outs
+        self._kept = {self._aliases(name) for name in kept}
+
+    def __call__(self, name: str) -> str:
+        return self._aliases(name)
+
+    def dies(self, name: str, index: int) -> bool:
+        """Nobody reads it after op `index`, and nobody else holds it."""
+        memory = self._aliases(name)
+        return memory not in self._kept and self._last.get(memory) == index
+
+    def saved(self, name: str) -> bool:
+        """The forward made it."""
+        return self._aliases(name) in self._forward
+
+    def join(self, a: str, b: str) -> None:
+        """Both are one memory from now on."""
+        old = (self._aliases(a), self._aliases(b))
+        self._aliases.join(a, b)
+        new = self._aliases(a)
+        self._last[new] = max(self._last.get(m, -1) for m in old)
+        for group in (self._kept, self._forward):
+            if not group.isdisjoint(old):
+                group.add(new)
+
+
+def _reuse(source: TraceGraph, memory: _Memory, index: int) -> InplacePlan | None:
+    bsym = source.bsyms[index]
+    inputs, outputs = list(bsym.args), list(bsym.output)
+    classes = [memory(p.name) for p in (*inputs, *outputs)]
+    alone = [classes.count(c) == 1 for c in classes]
+    offered = {
+        i: source.graph.ops[index].backward and memory.saved(p.name)
+        for i, p in enumerate(inputs)
+        if alone[i] and isinstance(p, TensorProxy) and memory.dies(p.name, index) and source.layout.is_plain(p.name)
+    }
+    if not offered:
+        return None
+    wanted = [
+        o
+        for o, p in enumerate(outputs)
+        if alone[len(inputs) + o] and isinstance(p, TensorProxy) and source.layout.is_plain(p.name)
+    ]
+    if not wanted:
+        return None
+    return plan_reuse(new_leaves(bsym.subsymbols, inputs), inputs, outputs, offered, wanted)
+
+
+def _with_reuse(bsym: BoundSymbol, reuse: InplacePlan) -> BoundSymbol:
+    inputs, outputs = list(bsym.args), list(bsym.output)
+    function = region_function(bsym.subsymbols, inputs, outputs, reuse)
+    new = mem_pointwise_ex.register_temporary_operation(
+        bsym.sym.name, function, inputs=inputs, outputs=outputs, bsyms=list(bsym.subsymbols)
+    )
+    told = ", ".join(f"{outputs[t.output].name} over {inputs[t.input].name}" for t in reuse.takes)
+    return new.from_bsym(tags=bsym.tags, header=f"written in place: {told}")
+
+
+def _function(bsym: BoundSymbol) -> RegionFunction | None:
+    """What runs, if it is a region of `mem_pointwise`."""
+    if not bsym.sym.is_fusion or not bsym._call_ctx:
+        return None
+    function = next(iter(bsym._call_ctx.values()))
+    return function if isinstance(function, RegionFunction) else None
+
+
+def _is_fresh(bsym: BoundSymbol) -> bool:
+    """Its results are views of its operands, or memory that nobody else knows."""
+    if bsym.sym.is_fusion:
+        return _function(bsym) is not None
+    if bsym.sym.executor is not None:
+        return str(bsym.sym.executor.name) in _FRESH_EXECUTORS
+    return isinstance(bsym.sym.id, PrimIDs) or bool(bsym.subsymbols)
+
+
+def _names(proxies: Sequence) -> set[str]:
+    return {p.name for p in proxies if isinstance(p, TensorProxy | FutureTensorProxy)}

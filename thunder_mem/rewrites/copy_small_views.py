@@ -1,0 +1,155 @@
+"""Copy a small view that is the last thing to hold a large tensor.
+
+A view keeps all of its base alive: `v`, a third of a recomputed qkv projection, holds the projection until
+attention's backward, through the whole backward of the MLP. A copy of `v`, made while the base is there
+anyway, lets the base go. Which bases are held at the peak like that is read off a plan; what is done to one
+of them is done to all that are made and used alike, so that the peak does not just move to the next layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from thunder.core import prims
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+
+from thunder_mem.memory.plan import Decision, Plan
+from thunder_mem.memory.plan_steps import plan_steps
+from thunder_mem.memory.units import counted
+from thunder_mem.trace.layout import is_view
+from thunder_mem.trace.reading import BACKWARD, TraceGraph
+from thunder_mem.trace.renaming import renamed
+
+__all__ = ["ViewCopy", "about_views", "pinned_bases", "with_copied_views"]
+
+
+@dataclass(frozen=True)
+class ViewCopy:
+    """A base and who will read copies of its views.
+
+    Attributes:
+        storage: index of the base.
+        readers: ops that read it late, in source order.
+        views: the names that those read, each of which gets one copy.
+        saved_bytes: the base's bytes less those of the copies.
+    """
+
+    storage: int
+    readers: tuple[int, ...]
+    views: tuple[str, ...]
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One name of a base that an op, itself no view, reads; `kind` tells equal uses of other bases."""
+
+    op: int
+    name: str
+    nbytes: int
+    kind: tuple
+
+
+def pinned_bases(source: TraceGraph, plan: Plan) -> tuple[ViewCopy, ...]:
+    """The bases that small views alone hold at the plan's peak, and all that are used like them.
+
+    Only what is made and used in one half of the trace, and never overwritten, counts.
+
+    Args:
+        source: what `plan` was made for.
+    """
+    steps = plan_steps(source.graph, plan)
+    if (peak := steps.peak) is None:
+        return ()
+    step_of, uses = steps.of_op, _uses(source)
+    splits: dict[tuple, int] = {}  # by how a base is used: how many of its uses come before its copies
+    for s, of_base in uses.items():
+        if not all(step_of[u.op] for u in of_base):
+            continue
+        before = [u for u in of_base if max(step_of[u.op]) < peak]
+        if len(before) < len(of_base) and (first := steps.first(s)) is not None and first < peak:
+            split = _split(source, s, of_base, len(before))
+            # The source order says which uses are late, for all bases alike.
+            if split and of_base[: len(before)] == before:
+                splits.setdefault(_kinds(of_base), len(before))
+    found = [_split(source, s, u, splits[k]) for s, u in uses.items() if (k := _kinds(u)) in splits]
+    return tuple(split for split in found if split)
+
+
+def _kinds(uses: Iterable[_Use]) -> tuple:
+    return tuple(use.kind for use in uses)
+
+
+def _split(source: TraceGraph, storage: int, uses: Sequence[_Use], early: int) -> ViewCopy | None:
+    late = uses[early:]
+    views = {use.name: use.nbytes for use in late}
+    saved_bytes = source.graph.storages[storage].nbytes - sum(views.values())
+    readers = tuple(dict.fromkeys(use.op for use in late))
+    return ViewCopy(storage, readers, tuple(views), saved_bytes) if saved_bytes > 0 else None
+
+
+def _uses(source: TraceGraph) -> dict[int, list[_Use]]:
+    """Per base that may be let go: the reads of its views by ops that are none, in source order."""
+    graph = source.graph
+    uses: dict[int, list[_Use]] = {}
+    for op, bsym in zip(graph.ops, source.bsyms, strict=True):
+        if is_view(bsym) and not op.allocates:  # what copies for want of a stride reads
+            continue
+        for position, p in enumerate(bsym.flat_proxy_args):
+            s = source.storage_of.get(p.name)
+            if s is None or not isinstance(p, TensorProxy):
+                continue
+            made = graph.allocator[s]
+            if made is None or made == op.index:
+                continue
+            shape = tuple(map(int, p.shape))
+            kind = (bsym.sym.name, position, shape, graph.ops[made].name, graph.storages[s].nbytes)
+            uses.setdefault(s, []).append(_Use(op.index, p.name, source.layout.shown_bytes(p.name), kind))
+    half = [None if made is None else graph.ops[made].backward for made in graph.allocator]
+    other_half = {s for op in graph.ops for s in op.touches if half[s] not in (None, op.backward)}
+    kept = graph.outputs | source.overwritten | other_half
+    return {s: of_base for s, of_base in uses.items() if s not in kept and not graph.storages[s].held}
+
+
+def with_copied_views(source: TraceGraph, trace: TraceCtx, splits: Iterable[ViewCopy]) -> TraceCtx:
+    """The trace in which the late readers of each split read copies, made right after the view itself.
+
+    Args:
+        source: `trace` as it was read.
+        trace: a plain or joint trace before fusion.
+        splits: from `pinned_bases`.
+    """
+    new = from_trace(trace)
+    due: dict[int, list[BoundSymbol]] = {}
+    swap_at: dict[int, dict[str, Proxy]] = {}
+    with tracectx(new):
+        for split in splits:
+            backward = source.graph.ops[split.readers[0]].backward
+            for name in split.views:
+                maker = source.producer_of[name]
+                view = next(p for p in source.bsyms[maker].flat_proxy_outs if p.name == name)
+                copy = prims.clone.bind(view, output=prims.clone.meta(view))
+                due.setdefault(maker, []).append(copy.from_bsym(tags=copy.tags | {BACKWARD}) if backward else copy)
+                for reader in split.readers:
+                    swap_at.setdefault(reader, {})[view.name] = copy.output
+        body: list[BoundSymbol] = []
+        for index, bsym in enumerate(source.bsyms):
+            body.append(renamed(bsym, swap_at.get(index, {}), outputs=False))
+            body += due.get(index, [])
+        new.bound_symbols = [*source.prefix, *body, source.result]
+    new.set_provenance(TraceProvenance("Copy small views that hold large tensors"))
+    return new
+
+
+def about_views(copied: int, before_bytes: int, after_bytes: int) -> Decision:
+    """Small views that are copied to let go of what they show: peaks without and with that."""
+    return Decision(
+        "views",
+        f"{counted(copied, 'small view')} copied, to let {'its base' if copied == 1 else 'their bases'} go",
+        "peak",
+        before_bytes,
+        after_bytes,
+    )

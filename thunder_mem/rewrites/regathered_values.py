@@ -1,0 +1,46 @@
+"""Parameters that the backward gathers again: what is repeated there can read those, and the first ones may die.
+
+The second gathers stand in a joint trace already when its plan is made (`zero3.py`), so their order does not
+depend on what a plan repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from thunder.core.proxies import Proxy
+
+from thunder_mem.distributed.collective_order import made_of_shards
+from thunder_mem.trace.collectives import is_gather
+from thunder_mem.trace.reading import TraceGraph
+
+__all__ = ["gathered_twice", "second_gathers"]
+
+
+def second_gathers(source: TraceGraph) -> dict[str, tuple[int, Proxy]]:
+    """By the name of a gathered value of the forward, the op of the backward that makes it again, and the result.
+
+    With waits, views and casts of gathered values, each of the first that does the same.
+    """
+    graph = source.graph
+    if not any(op.backward and is_gather(source.bsyms[op.index]) for op in graph.ops):
+        return {}
+    known: dict[Hashable, list[Proxy]] = {}  # what the forward makes, by how
+    first: dict[str, str] = {}  # the forward's name of a value of the backward
+    found: dict[str, tuple[int, Proxy]] = {}
+    for op in sorted(made_of_shards(source)):
+        bsym = source.bsyms[op]
+        given = tuple(first.get(a.name, a.name) if isinstance(a, Proxy) else repr(a) for a in bsym.flat_args)
+        how = (bsym.sym.name, given)
+        if not graph.ops[op].backward:
+            known.setdefault(how, list(bsym.flat_proxy_outs))
+            continue
+        for once, again in zip(known.get(how, ()), bsym.flat_proxy_outs, strict=False):
+            first[again.name] = once.name
+            found.setdefault(once.name, (op, again))
+    return found
+
+
+def gathered_twice(source: TraceGraph) -> frozenset[int]:
+    """The forward's storages whose content the backward has anyway: to keep them for it is worth nothing."""
+    return frozenset(source.storage_of[name] for name in second_gathers(source) if name in source.storage_of)

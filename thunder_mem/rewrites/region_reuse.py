@@ -1,0 +1,186 @@
+"""Which outputs of one fused region may be written over which of its dying inputs.
+
+By construction, whatever loops the compiler makes of the region: an input is only offered where every
+operation that reads it, through whatever elementwise work, reads it element by element in the order of its
+memory (or sums it up before the value exists that overwrites it), and where all these readers can be made
+operands of the write; see `regions/inplace_outputs.py`. A broadcast, permutation, slice or concatenation of an input,
+or of what is computed from it, refuses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import thunder.torch as ltorch
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+
+from thunder_mem.regions.fusible_prims import POINTWISE, REDUCTIONS
+from thunder_mem.regions.inplace_outputs import InplaceOutput, InplacePlan
+from thunder_mem.trace.view_prims import VIEWS
+
+__all__ = ["plan_reuse"]
+
+# Outputs that one late write may wait for: Inductor runs so many loops as one on a CPU, with the writes.
+MAX_READERS = 6
+
+_IN_ORDER = {
+    *(PrimIDs.RESHAPE, PrimIDs.SQUEEZE, PrimIDs.SHALLOW_COPY, PrimIDs.BROADCAST_IN_DIM),
+    ltorch.contiguous.id,
+}
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """The leaves that read a value element by element, and those that reduce it."""
+
+    alike: frozenset[int]
+    reduced: frozenset[int]
+
+    @property
+    def all(self) -> frozenset[int]:
+        return self.alike | self.reduced
+
+
+class _Flow:
+    """How values flow through a region's leaf operations."""
+
+    def __init__(
+        self, leaves: Sequence[BoundSymbol], inputs: Sequence[TensorProxy], outputs: Sequence[TensorProxy]
+    ) -> None:
+        self.leaves, self.inputs, self.outputs = leaves, inputs, outputs
+        self.made_by = {p.name: i for i, leaf in enumerate(leaves) for p in leaf.flat_proxy_outs}
+
+    def is_view(self, leaf: BoundSymbol) -> bool:
+        return leaf.sym.id in VIEWS
+
+    def keeps_order(self, leaf: BoundSymbol) -> bool:
+        """Its result has the elements of its operands, or of what is computed from them, in their order."""
+        outs, args = _tensors(leaf.flat_proxy_outs), _tensors(leaf.flat_proxy_args)
+        if len(outs) != 1 or not args:
+            return False
+        if leaf.sym.id in POINTWISE:
+            return all(tuple(a.shape) == tuple(outs[0].shape) for a in args)
+        if leaf.sym.id not in _IN_ORDER:
+            return False
+        return numel(args[0]) == numel(outs[0])  # a broadcast then adds dims of size 1 only, in order
+
+    def reach(self, name: str, stop: int | None = None) -> _Reach | None:
+        """Who reads the value, directly or through what it is elementwise part of, not going on from leaf
+        `stop`; None where something reads it at another index."""
+        reached, alike, reduced = {name}, set(), set()
+        for i, leaf in enumerate(self.leaves):
+            if reached.isdisjoint(p.name for p in leaf.flat_proxy_args):
+                continue
+            if self.keeps_order(leaf):
+                alike.add(i)
+                if i != stop:
+                    reached.update(p.name for p in leaf.flat_proxy_outs)
+            elif leaf.sym.id in REDUCTIONS:
+                reduced.add(i)
+            else:
+                return None
+        return _Reach(frozenset(alike), frozenset(reduced))
+
+    @cached_property
+    def ancestors(self) -> tuple[frozenset[int], ...]:
+        """Per leaf, the leaves that it depends on, itself included."""
+        found: list[frozenset[int]] = []
+        for i, leaf in enumerate(self.leaves):
+            before = {self.made_by[p.name] for p in leaf.flat_proxy_args if p.name in self.made_by}
+            found.append(frozenset({i}).union(*(found[b] for b in before)))
+        return tuple(found)
+
+    def root(self, output: int) -> int | None:
+        """The elementwise leaf that computes an output, which shows it in its order; None for all else."""
+        name = self.outputs[output].name
+        while (i := self.made_by.get(name)) is not None and self.is_view(leaf := self.leaves[i]):
+            if not self.keeps_order(leaf):
+                return None
+            name = leaf.flat_proxy_args[0].name
+        return i if i is not None and self.keeps_order(self.leaves[i]) else None
+
+    def base(self, name: str) -> str:
+        """The name that `name` is a view of."""
+        while (i := self.made_by.get(name)) is not None and self.is_view(self.leaves[i]):
+            name = self.leaves[i].flat_proxy_args[0].name
+        return name
+
+
+def plan_reuse(
+    leaves: Sequence[BoundSymbol],
+    inputs: Sequence[TensorProxy],
+    outputs: Sequence[TensorProxy],
+    offered: Mapping[int, bool],
+    wanted: Sequence[int],
+) -> InplacePlan | None:
+    """What a region takes over; None if nothing.
+
+    Args:
+        leaves: its operations, each making what is new.
+        inputs, outputs: of the region.
+        offered: positions of the inputs that die here, dense and whole, with whether autograd saved them.
+        wanted: positions of the outputs that are dense and that nothing else shares memory with.
+    """
+    flow = _Flow(leaves, inputs, outputs)
+    bases = [flow.base(o.name) for o in outputs]
+    roots = {o: root for o in wanted if bases.count(bases[o]) == 1 and (root := flow.root(o)) is not None}
+    left = dict(offered)
+    takes: list[InplaceOutput] = []
+    for o, root in roots.items():
+        for i in _alike(flow, o, left):
+            if _early(flow, inputs[i].name, root):
+                takes.append(InplaceOutput(o, i, root, left.pop(i)))
+                break
+    taken = {t.output for t in takes}
+    readers: set[int] = set()
+    for o, root in roots.items():
+        if o in taken:
+            continue
+        for i in _alike(flow, o, left):
+            needed = _late(flow, inputs[i].name, root)
+            if needed is not None and len(readers | needed | {o}) <= MAX_READERS:
+                readers |= needed
+                takes.append(InplaceOutput(o, i, None, left.pop(i)))
+                break
+    if not takes:
+        return None
+    late = [t.output for t in takes if t.after is None]
+    return InplacePlan(tuple(takes), tuple(sorted(readers.union(late))) if late else ())
+
+
+def _alike(flow: _Flow, output: int, offered: Mapping[int, bool]) -> list[int]:
+    """The offered inputs of as many elements of the same dtype: first those that autograd did not save."""
+    out = flow.outputs[output]
+    fitting = [i for i in offered if flow.inputs[i].dtype == out.dtype and numel(flow.inputs[i]) == numel(out)]
+    return sorted(fitting, key=lambda i: (offered[i], i))
+
+
+def _early(flow: _Flow, name: str, root: int) -> bool:
+    """All that reads the input leads to the value: it may be written as soon as it exists."""
+    reach = flow.reach(name, stop=root)
+    return reach is not None and bool(reach.all) and reach.all <= flow.ancestors[root]
+
+
+def _late(flow: _Flow, name: str, root: int) -> set[int] | None:
+    """The outputs that read the input, where they and the value are one loop of elementwise work; else None."""
+    reach, after = flow.reach(name), flow.reach(flow.leaves[root].flat_proxy_outs[0].name)
+    if reach is None or after is None or reach.reduced or after.reduced:
+        return None
+    readers = {o for o, proxy in enumerate(flow.outputs) if flow.made_by.get(proxy.name) in reach.alike}
+    for leaf in (root, *(flow.made_by[flow.outputs[o].name] for o in readers)):
+        if any(flow.leaves[i].sym.id in REDUCTIONS for i in flow.ancestors[leaf]):
+            return None
+    return readers
+
+
+def numel(p: TensorProxy) -> int:
+    return math.prod(map(int, p.shape))
+
+
+def _tensors(proxies) -> list[TensorProxy]:
+    return [p for p in proxies if isinstance(p, TensorProxy)]

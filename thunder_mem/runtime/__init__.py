@@ -1,0 +1,1 @@
+"""What runs: executors, compiled regions, transfers to the host, states of generators."""

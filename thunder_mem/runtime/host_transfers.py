@@ -1,0 +1,195 @@
+"""Moving a tensor to the host and back: four symbols, and what they run.
+
+`offload` starts a copy to the host and `offload_wait` ends it: only then may the memory of the tensor be
+used for something else, so it takes the tensor too, which keeps it alive until there. `prefetch` makes a
+new tensor on the device and starts the copy into it, `prefetch_wait` hands it out filled. What runs
+between start and wait runs beside the copy. A value thus lives exactly where the trace says that it does,
+and nothing is left to the allocator's `record_stream`.
+
+On CUDA copies go between the device and pinned memory, on two side streams per device: those to the host
+one after the other, and beside them those from the host, since the link takes both ways at once. On a CPU,
+where there is nothing to gain, they are real copies too, into memory that is not PyTorch's, so that all of
+this is run and measured on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import numpy as np
+import torch
+from thunder.core.devices import cpu
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.extend import OperatorExecutor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
+
+__all__ = [
+    "is_transfer",
+    "mem_offload_ex",
+    "offload",
+    "offload_wait",
+    "offloaded_names",
+    "prefetch",
+    "prefetch_wait",
+]
+
+mem_offload_ex = OperatorExecutor("mem_offload", version="0.1")
+"""Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
+
+# A copy in flight, as an attribute of the tensor that is copied to; the trace keeps that very object.
+_IN_FLIGHT = "_thunder_mem_in_flight"
+
+
+class _InFlight:
+    """A copy that the device's current stream has not waited for yet.
+
+    If what is copied to goes before that, because something failed, its memory is not used again earlier.
+    """
+
+    def __init__(self, device: torch.device, copied: torch.cuda.Event) -> None:
+        self.device = device
+        self.copied: torch.cuda.Event | None = copied
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.copied)
+            self.copied = None
+
+    def __del__(self) -> None:
+        self.wait()
+
+
+@cache
+def _side_stream(device: torch.device, to_host: bool) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _copies_beside(t: torch.Tensor) -> bool:
+    return t.is_cuda and not isinstance(t, FakeTensor)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, to_host: bool) -> None:
+    """Start to copy on the way's own stream, after all that was asked for so far."""
+    side = _side_stream(device, to_host)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        target.copy_(source, non_blocking=True)
+    setattr(target, _IN_FLIGHT, _InFlight(device, side.record_event()))
+
+
+def _wait(t: torch.Tensor) -> None:
+    vars(t).pop(_IN_FLIGHT).wait()
+
+
+def _host_like(t: torch.Tensor) -> torch.Tensor:
+    """Host memory for a tensor, laid out as it is if it is dense."""
+    if isinstance(t, FakeTensor):
+        return torch.empty_like(t, device="cpu")
+    if t.is_cuda:
+        return torch.empty_like(t, device="cpu", pin_memory=True)
+    # Not PyTorch's memory, which is what is counted on a CPU.
+    buffer = torch.from_numpy(np.empty(t.numel() * t.itemsize, dtype=np.uint8))
+    return buffer.view(t.dtype).as_strided(t.shape, torch.empty_like(t, device="meta").stride())
+
+
+def _offload_meta(t: TensorProxy) -> TensorProxy:
+    return TensorProxy(shape=t.shape, device=cpu, dtype=t.dtype, requires_grad=False)
+
+
+def _offload(t: torch.Tensor) -> torch.Tensor:
+    host = _host_like(t)
+    if _copies_beside(t):
+        _copy(host, t, t.device, to_host=True)
+    elif not isinstance(t, FakeTensor):
+        host.copy_(t)
+    return host
+
+
+def _offload_wait_meta(host: TensorProxy, t: TensorProxy, forward: TensorProxy) -> tuple[TensorProxy, TensorProxy]:
+    return TensorProxy(shape=host.shape, device=cpu, dtype=host.dtype, requires_grad=False), forward
+
+
+def _offload_wait(host: torch.Tensor, t: torch.Tensor, forward: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if _copies_beside(t):
+        _wait(host)
+    return host, forward
+
+
+def _prefetch_meta(host: TensorProxy, device: str) -> TensorProxy:
+    return TensorProxy(shape=host.shape, device=device, dtype=host.dtype, requires_grad=False)
+
+
+def _prefetch(host: torch.Tensor, device: str) -> torch.Tensor:
+    t = torch.empty_like(host, device=device)
+    if _copies_beside(t):
+        _copy(t, host, t.device, to_host=False)
+    elif not isinstance(t, FakeTensor):
+        t.copy_(host)
+    return t
+
+
+def _prefetch_wait_meta(t: TensorProxy) -> TensorProxy:
+    return TensorProxy(like=t, requires_grad=False)
+
+
+def _prefetch_wait(t: torch.Tensor) -> torch.Tensor:
+    if _copies_beside(t):
+        _wait(t)
+    return t
+
+
+offload = mem_offload_ex.register_operator("offload", meta=_offload_meta, fn=_offload)
+"""`host = offload(t)`: the copy to the host has begun. `t` is dense, and nobody writes it before `offload_wait`."""
+
+offload_wait = mem_offload_ex.register_operator("offload_wait", meta=_offload_wait_meta, fn=_offload_wait)
+"""`host, x = offload_wait(host, t, x)`: the copy has ended, as far as what is asked of the device later can tell.
+
+`x` is handed through. Thunder runs in the forward what makes something that the forward needs; so `x` is an
+argument of the forward.
+"""
+
+prefetch = mem_offload_ex.register_operator("prefetch", meta=_prefetch_meta, fn=_prefetch)
+"""`t = prefetch(host, "cuda:0")`: memory on the device, which the copy from the host has begun to fill."""
+
+prefetch_wait = mem_offload_ex.register_operator("prefetch_wait", meta=_prefetch_wait_meta, fn=_prefetch_wait)
+"""`t = prefetch_wait(t)`: the same memory, filled."""
+
+
+def is_transfer(bsym: BoundSymbol) -> bool:
+    """Whether the bound symbol is one of the four."""
+    return bsym.sym.executor is mem_offload_ex
+
+
+def _source(bsym: BoundSymbol) -> dict[str, TensorProxy]:
+    """The argument that the one result is a copy of, or takes the memory of."""
+    return {bsym.flat_proxy_outs[0].name: bsym.args[0]}
+
+
+def _host_of_offload(bsym: BoundSymbol) -> dict[str, str]:
+    return {bsym.output.name: bsym.args[0].device.device_str()}
+
+
+def _host_of_offload_wait(bsym: BoundSymbol) -> dict[str, str]:
+    return dict.fromkeys((bsym.args[0].name, bsym.output[0].name), bsym.args[1].device.device_str())
+
+
+def _host_of_prefetch(bsym: BoundSymbol) -> dict[str, str]:
+    return {bsym.args[0].name: bsym.args[1]}
+
+
+_TRAITS = {
+    "offload": MemoryTraits(transfers=True, laid_out_as=_source, on_host=_host_of_offload),
+    "offload_wait": MemoryTraits(transfers=True, shares=_source, on_host=_host_of_offload_wait),
+    "prefetch": MemoryTraits(transfers=True, laid_out_as=_source, on_host=_host_of_prefetch),
+    "prefetch_wait": MemoryTraits(transfers=True, shares=_source),
+}
+declare(mem_offload_ex, lambda name: _TRAITS.get(name, PLAIN))
+
+
+def offloaded_names(bsyms: Iterable[BoundSymbol]) -> tuple[str, ...]:
+    """What a trace offloads, in the order in which it leaves."""
+    return tuple(b.args[0].name for b in bsyms if is_transfer(b) and b.sym.name == "offload")

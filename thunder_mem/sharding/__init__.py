@@ -1,0 +1,1 @@
+"""How a split along rows passes through an operation."""

@@ -1,0 +1,1 @@
+"""From an amplifying matrix product to the loop that never holds its whole result."""

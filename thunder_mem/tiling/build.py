@@ -1,0 +1,292 @@
+"""From a region to a chunk loop: how many rows, in which mode, with which compiled blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from thunder.core import dtypes
+from thunder.core.compile_data import get_compile_data
+from thunder.core.devices import DeviceType
+from thunder.core.prims import PrimIDs
+
+from thunder_mem.chunk_loop.body import Body
+from thunder_mem.chunk_loop.plan import Gemm, Head, LoopPlan, Spec
+from thunder_mem.chunk_loop.price import block_calls, busy_rows, gpu_block_rows, row_scratch_bytes
+from thunder_mem.chunk_loop.row_blocks import block_sizes
+from thunder_mem.chunk_loop.run import ChunkLoop
+from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.sharding.propagation import RuleError
+from thunder_mem.tiling.block import build_body
+from thunder_mem.tiling.gradients_in_place import with_gradients_over_logits
+from thunder_mem.tiling.leaves import PRODUCTS, Leaf
+from thunder_mem.tiling.region import Amplifier, Refused, Region, Value
+from thunder_mem.tiling.rows_per_chunk import floor_rows
+
+__all__ = ["build_loop", "head_label"]
+
+# A block is built to learn what one holds. On a GPU Inductor's kernels depend on the rows, so there are some.
+_PROBE_ROWS, _GPU_PROBE_ROWS = 8, 512
+
+
+def _spec(value: Value) -> Spec:
+    p = value.proxy
+    return Spec(p.name, tuple(p.shape), dtypes.to_torch_dtype(p.dtype), str(p.device.device_str()), value.sharding)
+
+
+def build_loop(
+    region: Region,
+    decide: Callable[[Head], tuple[int, str] | None],
+    accumulate: str | None,
+    executors: Sequence[Any],
+    name: str,
+) -> ChunkLoop | None:
+    """Plan the region's loop and compile its blocks.
+
+    Args:
+        region: what runs chunk by chunk.
+        decide: rows per chunk and who says so (see `LoopPlan.sized`), or None to leave the head alone.
+        accumulate: dtype in which gradients of whole 16-bit inputs add up: "float32" or "input"; None
+            is float32 that may still be narrowed.
+        executors: who executes the blocks.
+        name: unique in the trace.
+
+    Raises:
+        Refused: a block cannot be built.
+    """
+    program = region.program
+    first = region.amplifiers[0].leaf
+    inputs = region.inputs
+    index = {v.key: i for i, v in enumerate(inputs)}
+    specs = tuple(map(_spec, inputs))
+    outputs = tuple(map(_spec, region.outputs))
+    gemms = tuple(_gemm(region, a, index) for a in region.amplifiers)
+    sides = _sides(region, index)
+    differentiable = _differentiable(region)
+    reached = {i for g in gemms if g.flows for i in (g.x, g.w)} | set(sides)
+    grads = tuple(i for i in sorted(reached) if inputs[i].proxy.name in program.needs_grad) if differentiable else ()
+    mode, why = _mode(outputs, differentiable, gemms)
+
+    def sums(chunks: int) -> tuple[torch.dtype, ...]:
+        return tuple(_sum_dtype(specs[i], accumulate, chunks > 1 or i in sides) for i in grads)
+
+    blocks = _Blocks(region, [inputs[i] for i in sides], executors)
+    wanted = [g.wanted(grads) for g in gemms] + [i in grads for i in sides]
+    nothing = [False] * len(wanted)
+
+    def probed(plan: LoopPlan) -> Body:
+        """A block with all that one does, to learn what it takes."""
+        size = plan.block_rows
+        return blocks([size], wanted if grads else nothing, plan.mode == "grads-in-forward" or not grads)[size]
+
+    gpu = device_model_of(torch.device(gemms[0].out.device)) if _on_gpu(region) else None
+    few = min(region.n, _PROBE_ROWS if gpu is None else _GPU_PROBE_ROWS)
+    plan = LoopPlan(
+        name=name,
+        source=first.source,
+        op=head_label(first),
+        n=region.n,
+        chunk_rows=few,
+        block_rows=few,
+        sized="head",
+        mode=mode,
+        why=why,
+        inputs=specs,
+        outputs=outputs,
+        gemms=gemms,
+        sides=sides,
+        grads=grads,
+        grad_dtypes=sums(2),
+        sums_asked=accumulate is not None,
+        over=(),
+        differentiable=differentiable,
+        forward_block_bytes=0,
+        backward_block_bytes=0,
+    )
+    head = Head(
+        op=plan.op,
+        source=plan.source,
+        n=plan.n,
+        row_bytes=plan.row_bytes,
+        fixed_bytes=_bytes_of(specs, grads, sums(2)),
+        single_bytes=_bytes_of(specs, grads, sums(1)),
+        device=gemms[0].out.device,
+        dtype=gemms[0].out.dtype,
+        busy_rows=0 if gpu is None else busy_rows(plan, probed(plan), gpu),
+    )
+    decided = decide(head)
+    if decided is None:
+        return None
+    rows, sized = min(decided[0], region.n), decided[1]
+    if mode == "grads-in-forward" and sized != "asked" and _hold_more_than_logits(region, head):
+        why = "its gradients are larger than its logits, and much of the forward follows"
+        mode = "recompute-in-backward"
+    few = min(few, rows)
+    plan = replace(plan, chunk_rows=rows, block_rows=few, grad_dtypes=sums(plan.chunks))
+    plan = replace(plan, sized=sized, mode=mode, why=why)
+    probe = probed(plan)
+    least_rows = _least_rows(region, head)
+    if gpu is None:
+        row_scratch = row_scratch_bytes(plan, probe)
+        block_rows = _block_rows(head, rows, row_scratch, least_rows, asked=sized == "asked")
+    else:
+        block_rows = gpu_block_rows(plan, probe, least_rows, gpu)
+    if sized != "asked" and block_rows < rows < region.n:
+        rows -= rows % block_rows  # so that a chunk of any other number of blocks needs no others
+    sizes = block_sizes(region.n, rows, block_rows)
+    forward = {} if mode == "grads-in-forward" else blocks(sizes, nothing, True)
+    backward = blocks(sizes, wanted, mode == "grads-in-forward") if grads else {}
+    plan = replace(
+        plan,
+        chunk_rows=rows,
+        block_rows=block_rows,
+        forward_block_bytes=max(b.peak_bytes for b in (forward or backward).values()),
+        backward_block_bytes=max((b.peak_bytes for b in backward.values()), default=0),
+    )
+    plan = replace(plan, grad_dtypes=sums(plan.chunks))
+    if gpu is not None:
+        plan = replace(
+            plan,
+            forward_block_calls=max(block_calls(plan, b) for b in (forward or backward).values()),
+            backward_block_calls=max((block_calls(plan, b) for b in backward.values()), default=0),
+        )
+    return ChunkLoop(plan, forward, backward)
+
+
+def _hold_more_than_logits(region: Region, head: Head) -> bool:
+    """Whether gradients computed in the forward would take more memory than the logits, and for long.
+
+    They are held until the backward, over all that the forward computes after the head's products.
+    """
+    logits_bytes = head.n * head.row_bytes
+    program = region.program
+    after = range(max(a.leaf.index for a in region.amplifiers) + 1, len(program.leaves))
+    later = (out for i in after if i not in region.inside for out in program.leaves[i].outputs)
+    kept = (math.prod(map(int, out.shape)) * out.dtype.bytes for out in later if out.name in program.needs_grad)
+    return head.fixed_bytes > logits_bytes and sum(kept) > logits_bytes // 16
+
+
+def head_label(leaf: Leaf) -> str:
+    """The product with its weight: inside a module the line is `torch.nn.Linear`'s own, the weight says whose."""
+    weights = [t.name for t in leaf.inputs if t.name.startswith("t_")]
+    return f"{leaf.label} with {', '.join(weights)}" if weights else leaf.label
+
+
+def _on_gpu(region: Region) -> bool:
+    return region.amplifiers[0].out.proxy.device.devicetype is DeviceType.CUDA
+
+
+class _Blocks:
+    """The region's compiled blocks, each built once."""
+
+    def __init__(self, region: Region, sides: Sequence[Value], executors: Sequence[Any]):
+        self.region, self.sides, self.executors = region, sides, executors
+        self.built: dict[tuple[int, bool, bool], Body] = {}
+
+    def __call__(self, sizes: Sequence[int], wanted: Sequence[bool], outputs: bool) -> dict[int, Body]:
+        first = self.region.amplifiers[0].leaf
+        try:
+            for size in sizes:
+                if (size, any(wanted), outputs) not in self.built:
+                    body = build_body(self.region, self.sides, wanted, size, self.executors, outputs)
+                    if _on_gpu(self.region):
+                        body = with_gradients_over_logits(body, wanted[: len(self.region.amplifiers)])
+                    self.built[size, any(wanted), outputs] = body
+        except Refused:
+            raise
+        except RuleError as e:
+            raise Refused(first, str(e)) from None
+        except Exception as e:  # Thunder cannot differentiate or execute an op; it will say so itself
+            raise Refused(first, f"Thunder cannot build one chunk of it: {str(e) or type(e).__name__}") from e
+        return {size: self.built[size, any(wanted), outputs] for size in sizes}
+
+
+def _differentiable(region: Region) -> tuple[int, ...]:
+    cd = get_compile_data()
+    if cd is not None and not cd.is_grad_enabled:
+        return ()
+    return tuple(i for i, v in enumerate(region.outputs) if v.proxy.name in region.program.needs_grad)
+
+
+def _sum_dtype(spec: Spec, accumulate: str | None, adds_up: bool) -> torch.dtype:
+    """In which dtype a gradient is collected: a 16-bit one in float32, where several parts add up to it."""
+    wide = adds_up and not spec.sharding.split and accumulate != "input" and spec.dtype.itemsize < 4
+    return torch.float32 if wide else spec.dtype
+
+
+def _bytes_of(specs: Sequence[Spec], grads: Sequence[int], sums: Sequence[torch.dtype]) -> int:
+    return sum(math.prod(specs[i].shape) * dtype.itemsize for i, dtype in zip(grads, sums, strict=True))
+
+
+def _mode(outputs: Sequence[Spec], differentiable: Sequence[int], gemms: Sequence[Gemm]) -> tuple[str, str]:
+    if not differentiable:
+        return "forward", "no gradient is asked for"
+    if len(differentiable) > 1:
+        names = ", ".join(outputs[i].name for i in differentiable)
+        return "recompute-in-backward", f"several results carry gradients ({names})"
+    (spec,) = (outputs[i] for i in differentiable)
+    if spec.sharding.partial == "logsumexp":
+        return "recompute-in-backward", f"the gradient of {spec.name} in one chunk needs its value over all of them"
+    if spec.sharding.partial != "sum" or math.prod(spec.shape) != 1:
+        return "recompute-in-backward", f"the tangent of {spec.name} is a vector, known only in the backward"
+    if any(g.out.dtype == torch.float16 for g in gemms):
+        return "recompute-in-backward", "float16 gradients need the loss scale, known only in the backward"
+    return "grads-in-forward", f"{spec.name} is one scalar, so its tangent is a factor applied at the end"
+
+
+def _least_rows(region: Region, head: Head) -> int:
+    """Rows of a block, at least: what a product inside of it, and the sum of its weight's gradients, need."""
+    return floor_rows(head.device, head.dtype) if any(m.bsym.sym.id in PRODUCTS for m in region.members) else 1
+
+
+def _block_rows(head: Head, chunk_rows: int, row_scratch: int, least_rows: int, asked: bool) -> int:
+    """Rows between the products: their temporaries take at most a tenth of the chunk's logits, or 128 KiB.
+
+    On a CPU a 16th of all logits up to 1 MiB, as on less it works no longer than the calls themselves take; not if
+    the chunks were asked for, which then are most of the peak. As few blocks of distinct sizes as possible: a divisor
+    of the chunk is preferred.
+    """
+    share_bytes = 0 if asked or not head.device.startswith("cpu") else head.n * head.row_bytes // 16
+    allowed_bytes = max(1 << 17, chunk_rows * head.row_bytes // 10, min(1 << 20, share_bytes))
+    most = min(chunk_rows, max(least_rows, allowed_bytes // max(1, row_scratch)))
+    for size in range(most, max(1, most // 2), -1):
+        if chunk_rows % size == 0:
+            return size
+    return most
+
+
+def _gemm(region: Region, a: Amplifier, index: dict) -> Gemm:
+    leaf = a.leaf
+    shardings = region.shardings[leaf.index]
+    operand = lambda slot: index[leaf.inputs[slot].name, shardings[slot]]  # noqa: E731
+    w = leaf.inputs[1 - a.rows]
+    linear = leaf.bsym.sym.id == PrimIDs.LINEAR
+    # linear: w is (V, D). matmul: (N, D) @ (D, V), or (V, D) @ (D, N).
+    w_rows_first = linear or a.rows == 1
+    depth, width = (w.shape[1], w.shape[0]) if w_rows_first else (w.shape[0], w.shape[1])
+    return Gemm(
+        x=operand(a.rows),
+        w=operand(1 - a.rows),
+        depth=depth,
+        width=width,
+        w_rows_first=w_rows_first,
+        x_rows_last=a.rows == 1,
+        flows=a.out.proxy.name in region.program.needs_grad,
+        out=_spec(a.out),
+    )
+
+
+def _sides(region: Region, index: dict) -> tuple[int, ...]:
+    """Inputs that the block itself reads: everything but the products' operands."""
+    found: dict[int, None] = {}
+    for a in region.amplifiers:
+        for slot in range(2, len(a.leaf.inputs)):
+            found[index[a.leaf.inputs[slot].name, region.shardings[a.leaf.index][slot]]] = None
+    for m in region.members:
+        for slot, t in enumerate(m.inputs):
+            if t.name not in region.values:
+                found[index[t.name, region.shardings[m.index][slot]]] = None
+    return tuple(sorted(found))

@@ -1,0 +1,58 @@
+"""Sums of gradients in the weights' own 16-bit dtype, where a budget has no room for float32.
+
+A float32 sum of the gradient of a (V, D) weight takes 2VD bytes more than the gradient itself. On a joint
+trace, the loops whose dtype nobody asked for are given the narrower one, and the values that pass from
+their forward to their backward with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+
+from thunder_mem.chunk_loop.run import ChunkLoop
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, saved_proxies
+
+__all__ = ["narrow_sums"]
+
+
+def narrow_sums(trace: TraceCtx) -> TraceCtx | None:
+    """The trace with sums in the inputs' own dtypes where nobody asked for float32, or None if there are none.
+
+    Args:
+        trace: a joint trace, before it is split into forward and backward.
+    """
+    swap: dict[int, ChunkLoop] = {}
+    for loop in map(loop_of, filter(is_chunk_loop, trace.bound_symbols)):
+        plan = loop.plan
+        own = tuple(plan.inputs[i].dtype for i in plan.grads)
+        if not plan.sums_asked and own != plan.grad_dtypes and id(loop) not in swap:
+            why = f"{plan.why}; gradients add up in the weights' own dtype, as the budget has no room for float32"
+            swap[id(loop)] = loop.with_plan(replace(plan, grad_dtypes=own, why=why))
+    if not swap:
+        return None
+    new = from_trace(trace)
+    new.set_provenance(TraceProvenance("Gradients of loss heads added up in the weights' own dtype"))
+    saved: dict[int, tuple[TensorProxy, ...]] = {}
+    new.bound_symbols = [_narrowed(b, new, swap, saved) for b in trace.bound_symbols]
+    return new
+
+
+def _narrowed(
+    bsym: BoundSymbol, trace: TraceCtx, swap: dict[int, ChunkLoop], saved: dict[int, tuple[TensorProxy, ...]]
+) -> BoundSymbol:
+    if not is_chunk_loop(bsym) or id(loop_of(bsym)) not in swap:
+        return bsym
+    key = id(loop_of(bsym))
+    loop = swap[key]
+    changes = {"args": (loop, *bsym.args[1:]), "_object_ctx": {}}
+    if bsym.sym.name == "chunk_loop_with_grads":
+        with tracectx(trace):
+            saved[key] = tuple(saved_proxies(loop.plan))
+        changes["output"] = (*bsym.output[: len(loop.plan.outputs)], *saved[key])
+    elif bsym.sym.name == "chunk_loop_finish":
+        changes["args"] = (loop, bsym.args[1], *saved[key])
+    return bsym.from_bsym(**changes)

@@ -1,0 +1,201 @@
+"""How many rows a chunk has, from the timeline of the whole program.
+
+A chunk's logits live beside everything else that is alive while the loop runs. What a chunk may take is
+therefore known only when the rest is: on the joint trace, planned and fused, where every other byte has
+its place. So a head whose rows nobody fixed is built lean (`tiling/rows_per_chunk.py`), the program is planned
+around it, and then its chunks grow, in place, as far as the program's peak lies above them anyway. The
+peak stays where it was, and the matrix products get all the rows that cost no memory. Under a budget the
+head is built leaner than is efficient, and as lean as it can be if nothing fits; what the budget leaves, it
+gets back first. Budgets are judged by the trace in which that is done.
+
+Other rows need no other compiled blocks and no other order: they are a multiple of the block's.
+
+Here, too, the gradient of the head's input is put over that input, where nobody reads it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+
+from thunder_mem.chunk_loop.plan import LoopPlan, about_chunks
+from thunder_mem.chunk_loop.run import ChunkLoop
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, rebind, scratch_bytes_under
+from thunder_mem.fusion.arrangement import peaks_of
+from thunder_mem.memory.device_bytes import block_bytes
+from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.memory.plan import Plan
+from thunder_mem.tiling.rows_per_chunk import floor_rows
+from thunder_mem.trace.aliases import Aliases
+from thunder_mem.trace.kernel_scratch import estimated_scratch_bytes
+from thunder_mem.trace.reading import proxies_in, read_trace
+
+__all__ = ["ResizedLoops", "fit_loops", "leanest_loops", "with_fitted_loops", "write_over_dead_rows"]
+
+
+@dataclass(frozen=True)
+class ResizedLoops:
+    """A trace whose loops fit the program around them.
+
+    Attributes:
+        trace: the new trace; the same object when it has no loops.
+        loops: their plans, in the order of the trace.
+        forward_peak_bytes, backward_peak_bytes: of the trace as it now stands, what the caller holds included.
+    """
+
+    trace: TraceCtx
+    loops: tuple[LoopPlan, ...]
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+
+def fit_loops(trace: TraceCtx, budget_bytes: int | None = None) -> ResizedLoops | None:
+    """Give every loop whose rows nobody asked for the largest chunks that do not raise the program's peak.
+
+    Args:
+        trace: a joint or plain trace in its final order.
+        budget_bytes: up to the rows that keep the matrix products efficient, chunks may grow as far as this.
+
+    Returns:
+        None when there is no loop in the trace.
+    """
+    if not any(map(is_chunk_loop, trace.bound_symbols)):
+        return None
+    trace = write_over_dead_rows(trace)
+    source = read_trace(trace)
+    graph = source.graph
+    live = price_order(graph).live_bytes
+    peak = max(live)
+    room: dict[int, list[tuple[BoundSymbol, int]]] = {}
+    loops: dict[int, ChunkLoop] = {}
+    for bsym, live_bytes in zip(source.bsyms, live, strict=True):
+        if is_chunk_loop(bsym):
+            loop = loop_of(bsym)
+            loops[id(loop)] = loop
+            others = live_bytes - estimated_scratch_bytes(bsym)
+            room.setdefault(id(loop), []).append((bsym, others))
+    swap = {}
+    for key, loop in loops.items():
+        plan = _fitted(loop.plan, room[key], peak, max(peak, budget_bytes or 0))
+        if plan is not loop.plan:
+            swap[key] = loop.with_plan(plan)
+    if swap:
+        trace = _with_loops(trace, swap)
+        graph = read_trace(trace, earlier=source).graph
+    return ResizedLoops(
+        trace, tuple(swap.get(k, loop).plan for k, loop in loops.items()), *peaks_of(graph, range(len(graph)))
+    )
+
+
+def leanest_loops(trace: TraceCtx) -> TraceCtx | None:
+    """The trace with chunks of a single block where nobody asked for their rows, or None where that is no less.
+
+    A single chunk of 16 bits becomes several whose sums keep a byte more, in the dtype that they have.
+
+    Args:
+        trace: a joint or plain trace.
+    """
+    swap = {}
+    for loop in {id(loop): loop for loop in map(loop_of, filter(is_chunk_loop, trace.bound_symbols))}.values():
+        plan = loop.plan
+        lean = replace(plan, chunk_rows=min(plan.chunk_rows, plan.block_rows))
+        if plan.sized != "asked" and _scratch_bytes(lean) < _scratch_bytes(plan):
+            swap[id(loop)] = loop.with_plan(lean)
+    return _with_loops(trace, swap) if swap else None
+
+
+def _scratch_bytes(plan: LoopPlan) -> int:
+    return max(plan.forward_scratch_bytes, plan.backward_scratch_bytes)
+
+
+def with_fitted_loops(plan: Plan, fitted: ResizedLoops) -> Plan:
+    """The plan with the peaks and the chunks that its trace has now."""
+    others = (d for d in plan.decisions if d.what != "loss head")
+    return replace(
+        plan.with_peaks(fitted.forward_peak_bytes, fitted.backward_peak_bytes),
+        decisions=(*about_chunks(fitted.loops), *others),
+    )
+
+
+def _with_loops(trace: TraceCtx, swap: dict[int, ChunkLoop]) -> TraceCtx:
+    new = from_trace(trace)
+    new.bound_symbols = [
+        rebind(b, swap[id(loop_of(b))]) if is_chunk_loop(b) and id(loop_of(b)) in swap else b
+        for b in trace.bound_symbols
+    ]
+    new.set_provenance(TraceProvenance("Chunks as large as the program's peak allows"))
+    return new
+
+
+def _fitted(plan: LoopPlan, uses: Sequence[tuple[BoundSymbol, int]], peak_bytes: int, budget_bytes: int) -> LoopPlan:
+    """The plan with more rows, if there is room; `uses` are its bound symbols, with what else is alive there."""
+    if plan.sized == "asked" or plan.chunk_rows >= plan.n:
+        return plan
+    device = plan.gemms[0].out.device
+
+    def most(limit_bytes: int, most_rows: int) -> int:
+        """The most rows, in whole blocks, with which nothing rises above the limit."""
+
+        def fits(blocks: int) -> bool:
+            tried = replace(plan, chunk_rows=min(plan.n, blocks * plan.block_rows))
+            return all(others + block_bytes(scratch_bytes_under(tried, b), device) <= limit_bytes for b, others in uses)
+
+        low, high = plan.chunk_rows // plan.block_rows, max(1, -(-min(most_rows, plan.n) // plan.block_rows))
+        while low < high:
+            middle = -(-(low + high) // 2)
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        return min(plan.n, low * plan.block_rows)
+
+    rows = max(
+        plan.chunk_rows, most(peak_bytes, plan.n), most(budget_bytes, floor_rows(device, plan.gemms[0].out.dtype))
+    )
+    # As many chunks of more equal size take less.
+    even = -(-plan.n // -(-plan.n // rows))
+    rows = min(rows, max(plan.chunk_rows, -(-even // plan.block_rows) * plan.block_rows))
+    return plan if rows == plan.chunk_rows else replace(plan, chunk_rows=rows, sized="timeline")
+
+
+# --- the gradient of dead rows ----------------------------------------------------------------------
+
+
+def write_over_dead_rows(trace: TraceCtx) -> TraceCtx:
+    """Let loops that compute gradients in the forward write those of their rows over the rows themselves,
+    where nothing reads these afterwards; the same trace when there is no such place.
+
+    Args:
+        trace: in its final order: joint, plain, or a forward with its `del`s.
+    """
+    bsyms = trace.bound_symbols
+    swap = {}
+    for at, bsym in enumerate(bsyms):
+        if is_chunk_loop(bsym) and bsym.sym.name == "chunk_loop_with_grads":
+            over = _dead_rows(trace, at)
+            loop = loop_of(bsym)
+            if over != loop.plan.over:
+                swap[id(loop)] = loop.with_plan(replace(loop.plan, over=over))
+    return _with_loops(trace, swap) if swap else trace
+
+
+def _dead_rows(trace: TraceCtx, at: int) -> tuple[int, ...]:
+    bsyms = trace.bound_symbols
+    plan = loop_of(bsyms[at]).plan
+    args = [a.name for a in bsyms[at].args[1:]]
+    rows = {g.x for g in plan.gemms} & set(plan.grads) - set(plan.sides) - {g.w for g in plan.gemms}
+    if not rows:
+        return ()
+    made = [b for b in bsyms[:at] if not is_chunk_loop(b)]  # whose results are memory of their own
+    aliases = Aliases(made)
+    memory = [aliases(name) for name in args]
+    rows = {i for i in rows if memory.count(memory[i]) == 1}
+    given = {p.name for p in proxies_in((trace.args, trace.kwargs))}
+    given |= {p.name for b in made if b.sym.id in _GIVEN for p in b.flat_proxy_outs}
+    later = {a.name for b in bsyms[at + 1 :] if b.sym.id is not PrimIDs.DEL for a in b.flat_proxy_args}
+    needed = {aliases(name) for name in given | later}
+    return tuple(sorted(i for i in rows if memory[i] not in needed))
+
+
+_GIVEN = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE}

@@ -1,0 +1,283 @@
+"""Find loss heads in a computation trace and replace each by a chunk loop.
+
+    computation trace -> Program (leaves) -> Region (what can run chunk by chunk) -> LoopPlan -> bound symbol
+
+Everything that stands in the way of a head becomes a `HeadRefusal`, and the trace stays as it was there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import thunder
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance
+from thunder.core.transform_common import dce
+
+from thunder_mem.chunk_loop.plan import ACCUMULATE, ChunkRecord, Head, HeadRefusal, LoopPlan
+from thunder_mem.chunk_loop.symbols import check_autograd, is_chunk_loop, loop_of
+from thunder_mem.frontend.missing_gradients import register_missing
+from thunder_mem.tiling.build import build_loop, head_label
+from thunder_mem.tiling.hoist_slices import hoist_beside, hoist_rows
+from thunder_mem.tiling.leaves import Leaf, Program, numel, read_program, size_bytes
+from thunder_mem.tiling.marks import Mark, strip_marks, with_products
+from thunder_mem.tiling.region import Refused, Region, amplifying_products, grow
+from thunder_mem.tiling.region_trimming import trim
+from thunder_mem.tiling.rows_per_chunk import default_rows
+from thunder_mem.tiling.splice import splice, unchunked
+from thunder_mem.tiling.vocab_parallel import with_vocabulary_in_parts
+from thunder_mem.trace.verification import VerificationError, verify_rewrite
+
+__all__ = ["ChunkRecord", "ChunkingError", "Head", "HeadRefusal", "LoopPlan", "check_options", "chunk_trace"]
+
+AUTO_RATIO = 4.0
+"""In automatic mode a product counts as an amplifier when its result is this much larger than its rows."""
+
+AUTO_MIN_BYTES = 1 << 20
+"""In automatic mode smaller results are left alone."""
+
+SAVES_NOTHING = "one chunk would save nothing: its gradients are much larger than its logits"
+
+
+class ChunkingError(ValueError):
+    """A head that the user marked cannot run chunk by chunk; the message says why."""
+
+
+def chunk_trace(
+    trace: TraceCtx,
+    *,
+    chunks: int | str | None = None,
+    rows: int | str | None = None,
+    accumulate: str | None = None,
+    executors_list: Sequence[Any] = (),
+    choose_rows: Callable[[Head], int | None] | None = None,
+    verify: bool = True,
+) -> tuple[TraceCtx, ChunkRecord]:
+    """Replace the loss heads of a computation trace (before autograd) by chunk loops.
+
+    Args:
+        trace: the computation trace; it is not changed.
+        chunks: how many chunks every head runs in.
+        rows: how many rows a chunk has. Give one of both; if neither is a number (None or "auto"),
+            `choose_rows`, or else `chunk_size.default_rows`, decides, and only large heads are looked at.
+        accumulate: dtype in which the gradients of whole 16-bit inputs add up: "float32" or "input";
+            None is float32, which a budget may narrow.
+        executors_list: who executes the blocks; Thunder's own when empty.
+        choose_rows: rows per chunk for a head whose rows nobody asked for, None to leave it alone.
+        verify: check that the new trace computes what the given one does, but for what runs inside of a loop.
+
+    Returns:
+        the new trace (the same object when nothing was chunked) and the record.
+
+    Raises:
+        ValueError, TypeError: an argument outside of what is accepted.
+        ChunkingError: a head marked by `with thunder_mem.chunked():` cannot be chunked.
+        VerificationError: the new trace is another program.
+    """
+    register_missing()
+    check_options(chunks, rows, accumulate)
+    explicit = isinstance(chunks, int) or isinstance(rows, int)
+    start = time.perf_counter_ns()
+    executors = tuple(executors_list) or tuple(thunder.get_default_executors())
+
+    def decide(head: Head) -> tuple[int, str] | None:
+        if isinstance(chunks, int):
+            return max(1, -(-head.n // chunks)), "asked"
+        if isinstance(rows, int):
+            return rows, "asked"
+        chosen = (choose_rows or default_rows)(head)
+        return None if chosen is None else (chosen, "head")
+
+    def decide_marked(head: Head) -> tuple[int, str]:
+        return decide(head) or (default_rows(head), "head")
+
+    loops: list[LoopPlan] = []
+    refusals: dict[str, HeadRefusal] = {}  # by the name of the product's result
+    tried: set[str] = set()
+    new, marks = strip_marks(trace)
+    given = with_vocabulary_in_parts(new)
+    whole = new = dce(given)  # `ltorch.dim` and its like seem to run for an effect
+    done: set[str] = set()
+    replaced: dict[str, tuple[BoundSymbol, ...]] = {}  # by a loop's name, what it stands for
+    picked: frozenset[str] = frozenset()
+    while True:
+        marked = frozenset().union(*(m.names for m in marks))
+        head = _next_head(read_program(new), explicit, marked, tried, refusals)
+        if head is None:
+            break
+        region, first = head.region, head.region.amplifiers[0].leaf
+        try:
+            rows_of = decide_marked if marked & head.names else decide
+            loop = build_loop(region, rows_of, accumulate, executors, f"chunk_loop{len(loops)}")
+            if loop is not None:
+                check_autograd(loop)
+                new, gone = splice(region.program.trace, region, loop)
+        except Exception as e:
+            refused = e if isinstance(e, Refused) else _puzzled(first, e)
+            refusals.update(dict.fromkeys(head.names, _refusal(first, refused)))
+            continue
+        picked |= head.picked
+        marks = with_products(marks, head.leaf.outputs[0].name, head.products)
+        if loop is None:
+            new = head.picking or new  # rows that are picked first are fewer, chunked or not
+            refusals.update(dict.fromkeys(head.names, _refusal(first, Refused(first, SAVES_NOTHING))))
+            continue
+        loops.append(loop.plan)
+        replaced[loop.plan.name] = gone
+        done |= {*region.values, *head.names}
+        for name in head.names:
+            refusals.pop(name, None)
+    if new is whole:
+        new = given
+    elif verify:
+        try:
+            verify_rewrite(*unchunked(whole, new, replaced), trusted=picked)
+        except VerificationError as error:
+            if marks:
+                raise ChunkingError(f"a head marked by thunder_mem.chunked() is not chunked: {error}") from error
+            raise
+    _check_marks(marks, done, _heads(new, refusals))
+    record = ChunkRecord(tuple(loops), tuple(dict.fromkeys(refusals.values())))
+    if new is not trace:
+        millis = (time.perf_counter_ns() - start) // 1_000_000
+        new.set_provenance(TraceProvenance(f"Chunk loss heads (took {millis} milliseconds)"))
+    return new, record
+
+
+def check_options(chunks: Any, rows: Any, accumulate: Any) -> None:
+    """Raise when the options of `chunk_trace` are not what it accepts."""
+    for name, value in (("chunks", chunks), ("rows", rows)):
+        if value is None or (isinstance(value, str) and value == "auto"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f'{name} is a positive int, "auto" or None, but got {value!r}')
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, but got {value}")
+    if chunks is not None and rows is not None and (chunks, rows) != ("auto", "auto"):
+        raise ValueError(f"chunks={chunks!r} and rows={rows!r} both say how large a chunk is; give one of them")
+    if accumulate is not None and accumulate not in ACCUMULATE:
+        raise ValueError(f"accumulate is one of {', '.join(map(repr, ACCUMULATE))}, but got {accumulate!r}")
+
+
+def _refusal(leaf: Leaf, e: Refused) -> HeadRefusal:
+    return HeadRefusal(head_label(leaf), leaf.source, e.leaf.label, e.leaf.source, e.reason)
+
+
+def _puzzled(leaf: Leaf, e: Exception) -> Refused:
+    return Refused(leaf, f"the chunker does not understand it: {e!r}")
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """A head that was found.
+
+    Attributes:
+        leaf: its product, as it was.
+        region: what can run chunk by chunk.
+        picking: the trace in which rows are picked first; None where that changes nothing.
+        products: names of the results of the products in its place there.
+        picked: names of the values that are picked before a product there.
+    """
+
+    leaf: Leaf
+    region: Region
+    picking: TraceCtx | None = None
+    products: tuple[str, ...] = ()
+    picked: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the results of the region's products, and of the product as it was."""
+        return {self.leaf.outputs[0].name, *(a.leaf.outputs[0].name for a in self.region.amplifiers)}
+
+
+def _heads(trace: TraceCtx, refusals: Mapping[str, HeadRefusal]) -> dict[str, HeadRefusal]:
+    """The refusals of heads, less those of smaller products that a chunked head is computed from: hidden layers."""
+    largest: dict[str, int] = {}  # by value, the logits of the largest head that is computed from it
+    bytes_of = {o.name: size_bytes(o) for b in trace.bound_symbols for o in _tensors_made(b)}
+    for bsym in reversed(trace.bound_symbols):
+        made = [o.name for o in _tensors_made(bsym)]
+        logits_bytes = max((largest.get(name, 0) for name in made), default=0)
+        if is_chunk_loop(bsym):
+            logits_bytes = max(logits_bytes, loop_of(bsym).plan.whole_logits_bytes)
+        for name in (*made, *(a.name for a in bsym.flat_proxy_args)):
+            largest[name] = max(largest.get(name, 0), logits_bytes)
+    return {name: r for name, r in refusals.items() if largest.get(name, 0) <= bytes_of.get(name, 0)}
+
+
+def _tensors_made(bsym: BoundSymbol) -> Iterator[TensorProxy]:
+    yield from (o for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy))
+    for sub in bsym.subsymbols:
+        yield from _tensors_made(sub)
+
+
+def _check_marks(marks: Sequence[Mark], done: set[str], refusals: Mapping[str, HeadRefusal]) -> None:
+    for mark in marks:
+        why = dict.fromkeys(str(r) for name, r in refusals.items() if name in mark.names)
+        if done & mark.names and not why:
+            continue
+        reason = "; ".join(why) or "there is no matrix product in it that is larger than its input"
+        at = f" at {mark.source}" if mark.source else ""
+        raise ChunkingError(f"a head marked by thunder_mem.chunked(){at} is not chunked: {reason}")
+
+
+def _next_head(
+    program: Program, explicit: bool, marked: frozenset[str], tried: set[str], refusals: dict[str, HeadRefusal]
+) -> _Grown | None:
+    """The largest amplifier not yet tried that has a region. Refusals are noted on the way."""
+    for leaf, rows in amplifying_products(program, 1.0, 1):
+        out = leaf.outputs[0]
+        ratio = numel(out) / max(1, numel(leaf.inputs[rows]))
+        large = ratio > AUTO_RATIO and size_bytes(out) >= AUTO_MIN_BYTES
+        if not (explicit or large or out.name in marked):
+            continue
+        key = f"{out.name}/{rows}"
+        if key in tried:
+            continue
+        tried.add(key)
+        name = out.name
+        try:
+            head = _grow_hoisting(program, leaf, rows)
+        except Refused as e:
+            # An MLP amplifies too and does not end in a loss: that is no news unless it is loss-sized.
+            if ratio > AUTO_RATIO or out.name in marked:
+                refusals.setdefault(name, _refusal(leaf, e))
+            continue
+        except Exception as e:  # a trace unlike any we know must still compile
+            refusals[name] = _refusal(leaf, _puzzled(leaf, e))
+            continue
+        if head.region.n < 2:
+            refusals.setdefault(name, _refusal(leaf, Refused(leaf, "it has a single row")))
+            continue
+        tried.update(f"{a.out.proxy.name}/{r}" for a in head.region.amplifiers for r in (0, 1))
+        return head
+    return None
+
+
+def _grow_hoisting(program: Program, leaf: Leaf, rows: int) -> _Grown:
+    """Grow a region; a choice of rows in its way moves above the product."""
+    original: Refused | None = None
+    now, picking = leaf, None
+    products: tuple[str, ...] = ()
+    picked: frozenset[str] = frozenset()
+    for _ in range(8):  # a chain of choices, each of which moves by itself
+        try:
+            region = trim(grow(program, now, rows))
+            moved, name = hoist_beside(region), now.outputs[0].name
+            if moved is None:
+                return _Grown(leaf, region, picking, products, picked)
+        except Refused as e:
+            original = original or e
+            moved = hoist_rows(program, e.leaf, now, rows)
+            if moved is None:
+                raise original from None
+            products, name = (*products, *moved.products), moved.products[0]
+        picked |= moved.picked
+        picking = moved.trace
+        program = read_program(picking)
+        now = program.producer[name]
+    raise original or Refused(leaf, "its rows are picked too many times in a row")

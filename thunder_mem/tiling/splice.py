@@ -1,0 +1,122 @@
+"""Put a chunk loop into a computation trace, in the place of the leaves that it replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.transform_common import dce
+
+from thunder_mem.chunk_loop.run import ChunkLoop
+from thunder_mem.chunk_loop.symbols import bind_loop, is_chunk_loop, loop_of
+from thunder_mem.tiling.leaves import read_program, rewritten, walk
+from thunder_mem.tiling.region import Refused, Region
+from thunder_mem.trace.aliases import Aliases
+from thunder_mem.trace.effects import effects_of
+from thunder_mem.trace.verification import VerificationError
+
+__all__ = ["splice", "unchunked"]
+
+
+def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> tuple[TraceCtx, tuple[BoundSymbol, ...]]:
+    """The trace with the region's leaves replaced by the loop, and these leaves, with those that were pulled in.
+
+    The loop stands where the region's last leaf stood, or before the first reader of its results, or
+    before the first op after the region's start that writes into memory which the loop may read; what
+    it needs and is computed later moves up with it.
+
+    Raises:
+        Refused: what would move up passes an op with effects.
+    """
+    # What was pulled in stays outside too; nobody reads it there, or somebody does.
+    derived = [m for m in region.members if any(o.name in region.derived for o in m.outputs)]
+    gone = {id(m.bsym) for m in derived} | {id(a.leaf.bsym) for a in region.amplifiers}
+    outputs = [v.proxy for v in region.outputs]
+    names = {o.name for o in outputs}
+    lost = {o.name for leaf in (*derived, *(a.leaf for a in region.amplifiers)) for o in leaf.outputs} - names
+    needed = {v.proxy.name for v in region.inputs}
+    items = rewritten(region.program.roots, dict.fromkeys(gone, (None,)), needed, lost)  # None: a removed leaf
+    removed = [i for i, b in enumerate(items) if b is None]
+    readers = [i for i, b in enumerate(items) if b is not None and any(a.name in names for a in b.flat_proxy_args)]
+    writers = _writers(items[removed[0] : removed[-1]], region)
+    place = min([removed[-1], *readers[:1], *(removed[0] + w for w in writers[:1])])
+
+    new = from_trace(trace)
+    with tracectx(new):
+        bsym = bind_loop(loop, [v.proxy for v in region.inputs], outputs)
+    first = region.amplifiers[0].leaf
+    origin = first.parents[0] if first.parents else first.bsym
+    bsym.source_filename, bsym.source_positions, bsym.header = (
+        origin.source_filename, origin.source_positions, origin.header,
+    )  # fmt: skip
+    before = [b for b in items[:place] if b is not None]
+    after = [b for b in items[place:] if b is not None]
+    moved = _makers(after, needed)
+    if moved and not all(effects_of(b).pure for b in after[: moved[-1] + 1]):
+        raise Refused(first, "what the loop needs is computed after an op that writes in place or has other effects")
+    rest = (b for i, b in enumerate(after) if i not in moved)
+    new.bound_symbols = [*before, *(after[i] for i in moved), bsym, *rest]
+    leaves = sorted((*region.members, *(a.leaf for a in region.amplifiers)), key=lambda leaf: leaf.index)
+    return new, tuple(leaf.bsym for leaf in leaves)
+
+
+def unchunked(
+    before: TraceCtx, after: TraceCtx, replaced: Mapping[str, Sequence[BoundSymbol]]
+) -> tuple[TraceCtx, TraceCtx]:
+    """A trace as it was before heads were chunked and as it is now, both as leaves, to be compared.
+
+    Args:
+        before, after: computation traces.
+        replaced: by the name of a loop, the leaves that it stands for.
+
+    Raises:
+        VerificationError: a loop takes or gives other values than its leaves.
+    """
+    flat = []
+    for trace in (before, after):
+        leaves = (leaf for root in read_program(trace).roots for leaf, _ in walk(root))
+        new = from_trace(trace)
+        new.bound_symbols = [b for leaf in leaves for b in (_whole(leaf, replaced) if is_chunk_loop(leaf) else (leaf,))]
+        flat.append(dce(new))
+    return flat[0], flat[1]
+
+
+def _whole(bsym: BoundSymbol, replaced: Mapping[str, Sequence[BoundSymbol]]) -> Sequence[BoundSymbol]:
+    plan = loop_of(bsym).plan
+    names = tuple(p.name for p in (*bsym.args[1:], *bsym.output))
+    if names != tuple(spec.name for spec in (*plan.inputs, *plan.outputs)):
+        raise VerificationError(f"{plan.name} takes or gives other values than what it stands for")
+    return replaced[plan.name]
+
+
+def _writers(items: Sequence[BoundSymbol | None], region: Region) -> list[int]:
+    """Positions of the items that may overwrite what the region reads."""
+    effects = {i: effects_of(b) for i, b in enumerate(items) if b is not None}
+    suspects = [i for i, e in effects.items() if e.writes or e.barrier]
+    if not suspects:
+        return []
+    memory = Aliases(region.program.roots)
+    # By the region's own leaves: what was pulled in may go by a name that the trace does not know.
+    leaves = (*region.members, *(a.leaf for a in region.amplifiers))
+    made = {o.name for leaf in leaves for o in leaf.outputs}
+    read = {memory(t.name) for leaf in leaves for t in leaf.inputs if t.name not in made}
+    read |= {memory(v.proxy.name) for v in region.inputs}
+    found = []
+    for i in suspects:
+        b, e = items[i], effects[i]
+        assert b is not None
+        names = [a.name for a in b.flat_proxy_args] if e.barrier else e.writes
+        if any(memory(name) in read for name in names):
+            found.append(i)
+    return found
+
+
+def _makers(items: Sequence[BoundSymbol], wanted: set[str]) -> list[int]:
+    """Positions of the items that the wanted names depend on."""
+    needed, found = set(wanted), []
+    for i in reversed(range(len(items))):
+        if any(o.name in needed for o in items[i].flat_proxy_outs):
+            found.append(i)
+            needed |= {a.name for a in items[i].flat_proxy_args}
+    return found[::-1]

@@ -1,0 +1,113 @@
+"""Which names of a trace may share memory, for all that is known: for order and safety, not for bytes.
+
+`layout.py` says exactly which proxies share a storage where the arguments are dense. Here the question
+is whether they can: a reshape is a view for some strides, `contiguous` mostly is one while the prim in
+it copies, and PyTorch promises nothing about the results of its composite operators (`sum_to_size`,
+`dropout` of a model in evaluation, `broadcast_tensors`). Whatever is not known to make fresh memory counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+
+from thunder_mem.trace.effects import is_copy
+from thunder_mem.trace.layout import is_view, torch_view
+from thunder_mem.trace.op_traits import PLAIN, traits_of
+
+__all__ = ["Aliases", "may_share_memory"]
+
+# Whose operations make memory of their own for all that they return.
+_FRESH_EXECUTORS = {"mem_attention", "mem_kernels"}
+_MAY_RETURN_THEIR_OPERAND = {PrimIDs.BITCAST, PrimIDs.DEVICE_PUT, PrimIDs.STRIDE_ORDER}
+
+
+def may_share_memory(bsym: BoundSymbol) -> bool:
+    """Whether a result of this bound symbol, taken without its subsymbols, may share memory with an operand."""
+    if is_view(bsym) or bsym.sym.id in _MAY_RETURN_THEIR_OPERAND:
+        return True
+    if bsym.sym.executor is not None and str(bsym.sym.executor.name) in _FRESH_EXECUTORS:
+        return False
+    if bsym.subsymbols:  # they answer for themselves, unless an executor takes the whole by PyTorch's own function
+        return torch_view(bsym.sym.name) is not None
+    return not isinstance(bsym.sym.id, PrimIDs) and not _makes_fresh_memory(bsym.sym.name)
+
+
+@cache
+def _makes_fresh_memory(name: str) -> bool:
+    """PyTorch's operator of that name has kernels of its own, whose schemas say so."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or torch_view(name) is not None or name.endswith("_"):  # in place: the operand itself
+        return False
+    # What is composed of other operators may hand out whatever those return.
+    composed = "CompositeImplicitAutograd"
+    # Overloads by the dims' names, which Thunder never calls, are composed of those by numbers.
+    overloads = (o for o in packet.overloads() if not o.lower().startswith(("dimname", "dim_dimname", "names")))
+    names = (getattr(packet, overload).name() for overload in overloads)
+    known = [n for n in names if torch._C._dispatch_has_kernel(n)]  # TorchScript's own overloads, on numbers, are not
+    return bool(known) and not any(torch._C._dispatch_has_kernel_for_dispatch_key(n, composed) for n in known)
+
+
+class Aliases:
+    """The names that may share memory, as classes; `aliases(name)` is a class' representative.
+
+    Example:
+        >>> aliases = Aliases([])
+        >>> aliases.join("a", "b")
+        >>> aliases("a") == aliases("b"), aliases("a") == aliases("c")
+        (True, False)
+    """
+
+    def __init__(self, bsyms: Iterable[BoundSymbol]) -> None:
+        self._above: dict[str, str] = {}
+        self._shared: set[str] = set()
+        for bsym in bsyms:
+            self._follow(bsym)
+
+    def __call__(self, name: str) -> str:
+        above = self._above
+        while (parent := above.get(name, name)) != name:
+            above[name] = name = above.get(parent, parent)
+        return name
+
+    def alone(self, name: str) -> bool:
+        """No other name may share its memory."""
+        return name not in self._shared
+
+    def join(self, a: str, b: str) -> None:
+        """Both names may share memory from now on."""
+        if a != b:
+            self._shared |= {a, b}
+        if (a := self(a)) != (b := self(b)):
+            self._above[a] = b
+
+    def _follow(self, bsym: BoundSymbol) -> None:
+        for part in bsym.subsymbols:
+            self._follow(part)
+        traits = traits_of(bsym)
+        for name, arg in traits.shares(bsym).items():
+            self.join(name, arg.name)
+        args, outs = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
+        if bsym.sym.id is PrimIDs.UPDATE_ALIASES or bsym.sym.name == "update_aliases":
+            for new, old in zip(outs, args, strict=True):
+                self.join(new.name, old.name)
+        elif is_copy(bsym):
+            for out in outs:
+                self.join(out.name, bsym.args[1].name)
+        elif traits is not PLAIN and not bsym.sym.is_fusion:
+            return  # what is declared is all
+        elif args and may_share_memory(bsym):
+            casts = bool(bsym.subsymbols) or bsym.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE
+            for out in outs:
+                for arg in args:
+                    if not casts or out.dtype == arg.dtype:  # a cast that changes the dtype copies
+                        self.join(out.name, arg.name)
+
+
+def _tensors(proxies: Iterable[object]) -> list[TensorProxy | FutureTensorProxy]:
+    return [p for p in proxies if isinstance(p, TensorProxy | FutureTensorProxy)]

@@ -1,0 +1,125 @@
+"""Build the trace that a plan describes, and find the plan's regions in it again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from thunder.core.proxies import Proxy, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.utils import OrderedSet
+from thunder.executors.utils import Region
+from thunder.extend import FusionExecutor
+
+from thunder_mem.memory.plan import Plan, PlannedRegion
+from thunder_mem.trace.layout import is_view
+from thunder_mem.trace.reading import BACKWARD, UNPACKING, TraceGraph
+from thunder_mem.trace.renaming import named, renamed
+
+__all__ = ["emit", "regions_in_order"]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A planned region as bound symbols with their final names.
+
+    `wants` are the names it takes from elsewhere, `makes` those that it could hand out.
+    """
+
+    region: PlannedRegion
+    bsyms: tuple[BoundSymbol, ...]
+    wants: dict[str, Proxy]
+    makes: dict[str, Proxy]
+
+
+def emit(
+    source: TraceGraph, trace: TraceCtx, plan: Plan, executors: Mapping[str, FusionExecutor], note: str
+) -> TraceCtx:
+    """The trace of `plan`, its regions fused by their executors.
+
+    Args:
+        source: `trace` as it was read.
+        trace: the unfused trace (plain or joint).
+        plan: made for `source`.
+        executors: fusion executors by name.
+        note: provenance, printed above the trace.
+    """
+    new = from_trace(trace)
+    body: list[BoundSymbol] = []
+    with tracectx(new):  # which may record how symbolic shapes were looked at: not part of the program
+        steps = [_step(source, region) for region in plan.regions]
+        wanted = {name for step in steps for name in step.wants} | source.pinned
+        fused = 0
+        for step in steps:
+            executor = executors.get(step.region.executor or "")
+            if executor is None or all(is_view(b) for b in step.bsyms):
+                body.extend(step.bsyms)
+                continue
+            bsym = executor.fuse(_region(step, wanted), fused)
+            if step.region.backward:
+                bsym.tags.add(BACKWARD)
+            body.append(bsym)
+            fused += 1
+    new.bound_symbols = [*source.prefix, *body, source.result]
+    new.set_provenance(TraceProvenance(note))
+    return new
+
+
+def regions_in_order(regions: Sequence[PlannedRegion], emitted: TraceCtx, final: TraceCtx) -> tuple[PlannedRegion, ...]:
+    """The regions of an emitted trace in the order in which a later trace, of the same steps, runs them.
+
+    In what was emitted the operations of a region stand together, also where nothing fuses them.
+    """
+    runs_at = {_key(b): i for i, b in enumerate(final.bound_symbols)}
+    body = iter([b for b in emitted.bound_symbols if b.sym.id not in UNPACKING])
+    starts = []
+    for region in regions:
+        first = next(body)
+        for _ in range(0 if first.sym.is_fusion else len(region.ops) - 1):
+            next(body)
+        starts.append(runs_at[_key(first)])
+    return tuple(regions[k] for k in sorted(range(len(regions)), key=starts.__getitem__))
+
+
+def _key(bsym: BoundSymbol) -> Hashable:
+    return (bsym.sym.name, *(p.name for p in bsym.flat_proxy_outs), *(p.name for p in bsym.flat_proxy_args))
+
+
+def _step(source: TraceGraph, region: PlannedRegion) -> _Step:
+    copies = set(region.copies)
+    again: dict[str, Proxy] = {}
+    made: dict[str, Proxy] = {}
+    local: set[str] = set()
+    wants: dict[str, Proxy] = {}
+    bsyms = []
+    for op in region.ops:
+        bsym = source.bsyms[op]
+        if op in copies:
+            taken = {p.name for p in bsym.flat_proxy_args}
+            for p in bsym.flat_proxy_outs:
+                if p.name not in taken:
+                    again[p.name] = named(p, f"re_{p.name}")
+        if again:
+            bsym = renamed(bsym, again)
+        if op in copies and region.backward and BACKWARD not in bsym.tags:
+            bsym = bsym.from_bsym(tags=bsym.tags | {BACKWARD})
+        for p in bsym.flat_proxy_args:
+            if p.name not in local:
+                wants[p.name] = p
+        for p in bsym.flat_proxy_outs:
+            if p.name not in wants:
+                local.add(p.name)
+                made[p.name] = p
+        bsyms.append(bsym)
+    return _Step(region, tuple(bsyms), wants, made)
+
+
+def _region(step: _Step, wanted: set[str]) -> Region:
+    """The region as fusion executors want it. Thunder's own constructor compares bound symbols
+    structurally, which is quadratic; inputs and outputs are known here already."""
+    region = object.__new__(Region)
+    region.bound_symbols = list(step.bsyms)
+    region.inputs = OrderedSet(variableify(p) for p in step.wants.values())
+    region.outputs = OrderedSet(variableify(p) for name, p in step.makes.items() if name in wanted)
+    return region

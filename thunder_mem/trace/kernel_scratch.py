@@ -1,0 +1,133 @@
+"""What kernels hold while they run, beyond their inputs and outputs: estimates for planning.
+
+The planner needs to know only where the large ones are, so that it runs them when little else is
+alive. `prediction/scratch.py` measures (on a CPU) or states what a prediction reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import ceil, prod
+
+import torch
+from thunder.core.dtypes import bfloat16, float16
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, has_tags
+
+from thunder_mem.memory.device_bytes import block_bytes
+from thunder_mem.memory.kernel_figures import KernelFigures
+from thunder_mem.trace.layout import Layout
+from thunder_mem.trace.op_traits import traits_of
+
+__all__ = ["FLASH_BACKWARD", "empty_outputs", "estimated_scratch_bytes", "flash_backward_bytes", "region_scratch_bytes"]
+
+FLASH_BACKWARD = "sdpafx_scaled_dot_product_efficient_attention_backward"
+"""Thunder's name for the backward of flash attention on a GPU."""
+
+_FLASH_FORWARD = "sdpafx_grad_forward_scaled_dot_product_efficient_attention"
+
+_GEMMS = {PrimIDs.MATMUL, PrimIDs.LINEAR, PrimIDs.CONVOLUTION}
+_FLOAT32_BYTES = 4
+
+
+def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
+    """Bytes that the kernel of `bsym` holds for itself, to the accuracy that planning needs.
+
+    - a chunk loop states its own;
+    - a 16-bit matrix product on a CPU adds up in a float32 copy of its result, unless the CPU
+      multiplies bfloat16 itself;
+    - the backward of fused attention holds two blocks of scores on a CPU, and on a GPU adds up the query's
+      gradient in float32, of flash attention with the padding that `prediction/scratch.py` states, too.
+    """
+    outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
+    if not outs:
+        return 0
+    return block_bytes(_kernel_bytes(bsym, outs), outs[0].device.device_str())
+
+
+def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
+    if (declared := traits_of(bsym).scratch_bytes) is not None:
+        return declared(bsym)
+    if bsym.sym.name == FLASH_BACKWARD:
+        _, query, key, *_ = (p for p in bsym.flat_args if isinstance(p, TensorProxy))
+        return flash_backward_bytes(query.shape, key.shape, key.dtype.bytes)
+    on_cpu = outs[0].device.type == "cpu"
+    is_attention_backward = "attention" in bsym.sym.name and "backward" in bsym.sym.name
+    if is_attention_backward and on_cpu:
+        return _score_blocks_bytes(*outs[:2])
+    if outs[0].dtype not in (bfloat16, float16):
+        return 0
+    if is_attention_backward:
+        return _float32_bytes(outs[0])
+    if on_cpu and _is_gemm(bsym) and not (outs[0].dtype is bfloat16 and _multiplies_bfloat16()):
+        return _float32_bytes(outs[0])
+    return 0
+
+
+def region_scratch_bytes(bsym: BoundSymbol, layout: Layout) -> int:
+    """Bytes that the kernels of a region of `mem_pointwise` on a GPU keep between them; 0 for all else.
+
+    `layout` knows its arguments.
+    """
+    figures = traits_of(bsym).kernels(bsym, layout)
+    return figures.scratch_bytes if isinstance(figures, KernelFigures) else 0
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it, and so oneDNN kernels that need no wider copy."""
+    asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in asked)
+
+
+def _is_gemm(bsym: BoundSymbol) -> bool:
+    return any(b.sym.id in _GEMMS for b in (bsym, *bsym.subsymbols)) or has_tags(bsym, {OpTags.MATMUL_OP})
+
+
+def _score_blocks_bytes(query_grad: TensorProxy, key_grad: TensorProxy) -> int:
+    """What one thread of the CPU kernel holds: scores and their gradient, of a block of rows by one of columns.
+
+    More threads hold more, but a plan is the same for every number of them. Read in PyTorch's
+    `aten/src/ATen/native/cpu/FlashAttentionKernel.cpp`, `flash_attention_backward_kernel_impl`.
+    """
+    rows, columns = int(query_grad.shape[-2]), int(key_grad.shape[-2])
+    block_rows = 256 if rows >= 768 else 64 if rows >= 192 else 32
+    block = min(block_rows, rows) * min(512, columns)
+    of_16_bits = query_grad.dtype in (bfloat16, float16)  # are kept a second time, for the products
+    return 2 * block * (_FLOAT32_BYTES + (2 if of_16_bits else 0))
+
+
+def empty_outputs(bsym: BoundSymbol) -> Sequence[TensorProxy]:
+    """The tensors that Thunder's trace has of flash attention's forward, and that its kernel does not make.
+
+    Of batches without padding no offsets of sequences, and no mask for debugging.
+    """
+    if bsym.sym.name != _FLASH_FORWARD:
+        return ()
+    _, _, query_offsets, key_offsets, *_, mask = bsym.output
+    return tuple(p for p in (query_offsets, key_offsets, mask) if isinstance(p, TensorProxy))
+
+
+def flash_backward_bytes(query: Sequence[int], key: Sequence[int], element_bytes: int) -> int:
+    """float32 accumulator of dQ and the row sums, with rows padded to 128 and heads to 32.
+
+    Where several heads share keys and values, their gradients come first for each head apart. Read in PyTorch's
+    `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`, `mha_bwd`.
+
+    Args:
+        query: shape (B, H, T, D).
+        key: shape (B, H or fewer, S, D).
+        element_bytes: of a key.
+    """
+    batch, heads, rows, size = map(int, query)
+    rows = ceil(rows / 128) * 128
+    accumulated_bytes = _FLOAT32_BYTES * batch * heads * rows * ((ceil(size / 32) * 32 if size <= 192 else 256) + 1)
+    if int(key[1]) == heads:
+        return accumulated_bytes
+    return accumulated_bytes + 2 * batch * heads * int(key[2]) * size * element_bytes
+
+
+def _float32_bytes(p: TensorProxy) -> int:
+    return prod(map(int, p.shape)) * _FLOAT32_BYTES

@@ -1,0 +1,109 @@
+"""What the symbols of this package do to memory: each is declared where it is defined, and read here.
+
+Thunder's own symbols carry tags, and the rooms of this package know them by name. Ours (chunk loops, transfers,
+random draws that are replayed, regions that write over their inputs) are declared by the module that defines
+them, so that whoever reads a trace needs none of these modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.extend import Executor
+
+from thunder_mem.memory.device_models import DeviceModel
+from thunder_mem.memory.kernel_figures import KernelFigures, NotWritten
+
+__all__ = ["PLAIN", "MemoryTraits", "declare", "region_function", "traits_of"]
+
+
+def _no_proxies(bsym: BoundSymbol) -> tuple[TensorProxy, ...]:
+    return ()
+
+
+def _no_memory(bsym: BoundSymbol) -> Mapping[str, TensorProxy]:
+    return {}
+
+
+def _no_host(bsym: BoundSymbol) -> Mapping[str, str]:
+    return {}
+
+
+def _no_group(bsym: BoundSymbol) -> None:
+    return None
+
+
+def _no_kernels(bsym: BoundSymbol, tensors: Any) -> None:
+    return None
+
+
+def _not_said(bsym: BoundSymbol, device: DeviceModel) -> None:
+    return None
+
+
+def _itself(bsym: BoundSymbol) -> BoundSymbol:
+    return bsym
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTraits:
+    """What a bound symbol does to memory; functions are asked with the bound symbol.
+
+    Attributes:
+        writes: the arguments that it overwrites, beside those whose memory a result takes.
+        shares: by a result's name, the argument whose memory that result takes.
+        laid_out_as: by a result's name, the argument that it is a copy of, strides included.
+        on_host: the names of what it reads or makes in the host's memory, each with the device that it is for.
+        scratch_bytes: what it holds while it runs, beyond arguments and results; None if it does not say.
+        kernels: what it runs as on a GPU, by the layout of its arguments; None for all but regions there.
+        seconds: how long it takes a device; None for what a roofline says.
+        group: the process group that it communicates with from inside.
+        runs: the operation that it stands for.
+        random: "saves" the generator's state before it draws, or "replays" from one and so only computes.
+        products: it runs matrix products inside.
+        transfers: it moves a tensor between device and host, beside other work.
+        takes_apart: a region that runs the operations of a composite one by one.
+    """
+
+    writes: Callable[[BoundSymbol], tuple[TensorProxy, ...]] = _no_proxies
+    shares: Callable[[BoundSymbol], Mapping[str, TensorProxy]] = _no_memory
+    laid_out_as: Callable[[BoundSymbol], Mapping[str, TensorProxy]] = _no_memory
+    on_host: Callable[[BoundSymbol], Mapping[str, str]] = _no_host
+    scratch_bytes: Callable[[BoundSymbol], int] | None = None
+    kernels: Callable[[BoundSymbol, Any], KernelFigures | NotWritten | None] = _no_kernels
+    seconds: Callable[[BoundSymbol, DeviceModel], float | None] = _not_said
+    group: Callable[[BoundSymbol], Any] = _no_group
+    runs: Callable[[BoundSymbol], BoundSymbol] = _itself
+    products: bool = False
+    random: Literal["", "saves", "replays"] = ""
+    transfers: bool = False
+    takes_apart: bool = False
+
+
+PLAIN = MemoryTraits()
+"""A symbol of which nothing is declared."""
+
+_BY_EXECUTOR: dict[str, Callable[[str], MemoryTraits]] = {}
+
+
+def declare(executor: Executor, traits: Callable[[str], MemoryTraits]) -> None:
+    """Declare what the symbols of an executor of ours do, by the symbol's name."""
+    _BY_EXECUTOR[executor.name] = traits
+
+
+def traits_of(bsym: BoundSymbol) -> MemoryTraits:
+    """What is declared of a bound symbol's symbol; `PLAIN` where nothing is."""
+    if bsym.sym.is_fusion:
+        return getattr(region_function(bsym), "traits", PLAIN)
+    executor = bsym.sym.executor
+    declared = _BY_EXECUTOR.get(executor.name) if executor is not None else None
+    return declared(bsym.sym.name) if declared is not None else PLAIN
+
+
+def region_function(bsym: BoundSymbol) -> Any:
+    """What a fused region's bound symbol calls when it runs; None where nothing is given."""
+    return next(iter((bsym._call_ctx or {}).values()), None)

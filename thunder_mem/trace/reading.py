@@ -1,0 +1,332 @@
+"""Read a Thunder trace into a `Graph`.
+
+The trace may be a plain one, or the joint forward-and-backward trace on which fusion runs. Symbols
+that set the scene (unpacking, comments) and the return stay outside the graph: they keep their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from thunder.core import prims
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import FutureTensorProxy, Proxy, ProxyTag, TensorProxy
+from thunder.core.pytree import tree_flatten_with_dataclass, tree_iter
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, TraceTag
+from torch.utils._python_dispatch import _disable_current_modes
+
+from thunder_mem.memory.device_bytes import block_bytes, host_bytes
+from thunder_mem.memory.graph import Graph, Op, Storage, make_graph
+from thunder_mem.trace.aliases import Aliases
+from thunder_mem.trace.effects import Effects, effects_of
+from thunder_mem.trace.kernel_scratch import empty_outputs, estimated_scratch_bytes, region_scratch_bytes
+from thunder_mem.trace.layout import Layout, dense_bytes
+from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.trace.origins import symbol_name
+
+__all__ = ["BACKWARD", "UNPACKING", "TraceGraph", "proxies_in", "read_trace"]
+
+BACKWARD = BoundSymbolTag.BACKWARD
+_STATIC = ProxyTag.STATIC_MEMORY_LOCATION
+UNPACKING = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT}
+
+
+@dataclass(frozen=True)
+class TraceGraph:
+    """A trace and its `Graph`; op `i` of the graph is `bsyms[i]`.
+
+    Attributes:
+        graph: forward ops, then backward ops; its order is the source order of each half.
+        bsyms: the bound symbol of each op.
+        effects: what each op does besides computing.
+        prefix: bound symbols that stay in front (unpacking).
+        result: the return statement, which stays last.
+        storage_of: proxy name -> storage index.
+        producer_of: proxy name -> op index; arguments of the trace have none.
+        pinned: names that must exist under their own name at the end: what the trace returns.
+        overwritten: storages that something overwrites, or may overwrite through a view that is one
+            only for some strides of the arguments.
+        layout: the meta tensor behind each proxy.
+    """
+
+    graph: Graph
+    bsyms: tuple[BoundSymbol, ...]
+    effects: tuple[Effects, ...]
+    prefix: tuple[BoundSymbol, ...]
+    result: BoundSymbol
+    storage_of: dict[str, int]
+    producer_of: dict[str, int]
+    pinned: frozenset[str]
+    overwritten: frozenset[int]
+    layout: Layout = field(repr=False)
+
+
+def _lay_out(layout: Layout, body: Iterable[BoundSymbol], seen: Collection[int]) -> None:
+    """Run what was not seen before, and views of what it moved: those of a value that is rebuilt show the new one."""
+    moved: set[str] = set()
+    for b in body:
+        if id(b) in seen and (not moved or moved.isdisjoint(p.name for p in b.flat_proxy_args)):
+            continue
+        before = {p.name: layout.storage_key(p.name) for p in b.flat_proxy_outs if p.name in layout}
+        layout.run(b)
+        moved.update(name for name, key in before.items() if layout.storage_key(name) != key)
+
+
+def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph:
+    """Read a trace (plain or joint, before its `del`s or after) into a graph.
+
+    Args:
+        trace: what to read.
+        earlier: a reading of the trace that `trace` was made from; bound symbols that stand in both are
+            not looked at again, but for where their results lie if their arguments lie elsewhere now.
+
+    Raises:
+        ValueError: the trace has no return statement, or uses a proxy that nothing produces.
+    """
+    symbols: list[BoundSymbol] = [b for b in trace.bound_symbols if not _is_release(b)]
+    if not symbols or symbols[-1].sym.id is not PrimIDs.RETURN:
+        raise ValueError("the trace does not end with a return statement")
+    *body, result = symbols
+    prefix = [b for b in body if b.sym.id in UNPACKING]
+    body = [b for b in body if b.sym.id not in UNPACKING]
+    in_forward = _forward_half(body, result)
+    backward = [b for b, forward in zip(body, in_forward, strict=True) if not forward]
+    body = [b for b, forward in zip(body, in_forward, strict=True) if forward]
+    forward_count = len(body)
+    body += sorted(backward, key=lambda b: b.sym != prims.get_grad)
+    seen = {id(b): e for b, e in zip(earlier.bsyms, earlier.effects, strict=True)} if earlier else {}
+    effects = [seen.get(id(b)) or effects_of(b) for b in body]
+
+    arguments = [p for p in proxies_in((trace.args, trace.kwargs)) if isinstance(p, TensorProxy)]
+    arguments += [p for b in prefix for p in b.flat_proxy_outs if isinstance(p, TensorProxy)]
+    layout = Layout(earlier.layout if earlier else None)
+    with _disable_current_modes():  # meta tensors answer alone; a fake mode around them would only be slow
+        layout.define_arguments(arguments)
+        _lay_out(layout, body, seen)
+
+    storages, storage_of = _storages(layout, arguments, body, _held(trace, arguments))
+    zeros = _zeros_for_outputs(body, result, len(storages))
+    producer_of: dict[str, int] = {}
+    for i, b in enumerate(body):
+        taken = {p.name for p in b.flat_proxy_args}
+        for p in b.flat_proxy_outs:
+            if p.name not in taken:
+                producer_of.setdefault(p.name, i)
+
+    pinned = frozenset(p.name for p in _returned(result))
+    ops = _ops(body, effects, forward_count, arguments, storage_of, layout)
+    if zeros:
+        first = ops[forward_count]
+        ops[forward_count] = replace(first, allocates=(*first.allocates, *(s.index for s in zeros)))
+    alias_edges, overwritten = _possible_aliases(body, effects, storage_of)
+    edges = [*_data_edges(body, producer_of), *_effect_edges(effects), *alias_edges]
+    edges += _cotangent_edges(body, forward_count, edges)
+    outputs = {storage_of[name] for name in pinned if name in storage_of}
+    outputs |= {s.index for s in zeros[-1:]}  # Thunder's backward keeps the last one's name, `_`, to its end
+    graph = make_graph(ops, [*storages, *zeros], edges, outputs)
+    return TraceGraph(
+        graph, tuple(body), tuple(effects), tuple(prefix), result, storage_of, producer_of, pinned, overwritten, layout
+    )
+
+
+def _forward_half(body: Sequence[BoundSymbol], result: BoundSymbol) -> list[bool]:
+    """Which symbols Thunder will run in the forward: those that the forward's outputs need.
+
+    The same walk as `thunder.transforms.autodiff.split_into_forward_and_backward`, which cuts the
+    joint trace after fusion; a plain trace is forward throughout.
+    """
+    returned = result.args[0] if result.args else None
+    if not (isinstance(returned, dict) and "fw_flat_out" in returned):
+        return [True] * len(body)
+    needed = {p.name for p in tree_iter(returned["fw_flat_out"]) if isinstance(p, Proxy)}
+    needed |= {p.name for p in returned["flat_args"] if isinstance(p, Proxy)}
+    in_forward = [False] * len(body)
+    for i in range(len(body) - 1, -1, -1):
+        b = body[i]
+        if b.sym == prims.get_grad:
+            continue
+        copies_forward_value = (b.sym == prims.copy_ or b.sym.name == "copy_") and b.args[1].name in needed
+        if copies_forward_value or any(p.name in needed for p in b.flat_proxy_outs):
+            in_forward[i] = True
+            needed.update(p.name for p in (*b.flat_proxy_args, *b.flat_proxy_outs))
+    return in_forward
+
+
+def _is_release(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id is PrimIDs.DEL or bsym.sym.name == "clear_mutable_collection"
+
+
+def _held(trace: TraceCtx, arguments: Sequence[Proxy]) -> set[str]:
+    """The arguments that the caller keeps: all of a forward's; of a backward's only parameters and
+    buffers, because it clears the list of what was saved."""
+    if TraceTag.BACKWARD not in trace.tags:
+        return {p.name for p in arguments}
+    return {p.name for p in arguments if _STATIC in p.tags}
+
+
+def _storages(
+    layout: Layout, arguments: Sequence[Proxy], body: Sequence[BoundSymbol], held: set[str]
+) -> tuple[list[Storage], dict[str, int]]:
+    proxies = [*arguments, *(p for b in body for p in (*b.flat_proxy_args, *b.flat_proxy_outs))]
+    on_host = {name: device for b in body for name, device in traits_of(b).on_host(b).items()}
+    without_memory = {p.name for b in body for p in empty_outputs(b)}
+    by_key: dict[int, int] = {}
+    storages: list[Storage] = []
+    storage_of: dict[str, int] = {}
+    for p in proxies:
+        if p.name in storage_of or not isinstance(p, TensorProxy | FutureTensorProxy):
+            continue
+        if p.name not in layout:
+            raise ValueError(f"the trace uses {p.name}, which nothing produces")
+        key = layout.storage_key(p.name)
+        if key not in by_key:
+            by_key[key] = len(storages)
+            device, nbytes = p.device.device_str(), layout.nbytes(p.name)
+            host = host_bytes(nbytes, on_host[p.name]) if p.name in on_host else 0
+            device_bytes = 0 if p.name in on_host or p.name in without_memory else block_bytes(nbytes, device)
+            storages.append(Storage(len(storages), device_bytes, p.name, device, p.name in held, host))
+        storage_of[p.name] = by_key[key]
+    return storages, storage_of
+
+
+def _zeros_for_outputs(body: Sequence[BoundSymbol], result: BoundSymbol, count: int) -> list[Storage]:
+    """What autograd hands to the backward for outputs without a gradient (integers): zeros of their shape.
+
+    Args:
+        body: of a joint trace, whose gradients of outputs open its backward; a trace of one half has none.
+        result: its return.
+        count: how many storages there are already.
+    """
+    returned = result.args[0] if result.args else None
+    if not (isinstance(returned, dict) and "fw_flat_out" in returned):
+        return []
+    asked = {b.args[0].name for b in body if b.sym == prims.get_grad}
+    outputs = {p.name: p for p in returned["fw_flat_out"] if isinstance(p, TensorProxy)}
+    without = [p for p in outputs.values() if p.name not in asked] if asked else []
+    return [
+        Storage(count + i, block_bytes(dense_bytes(p), device), f"zeros for {p.name}", device)
+        for i, p in enumerate(without)
+        for device in [p.device.device_str()]
+    ]
+
+
+def _ops(
+    body: Sequence[BoundSymbol],
+    effects: Sequence[Effects],
+    forward_count: int,
+    arguments: Sequence[Proxy],
+    storage_of: dict[str, int],
+    layout: Layout,
+) -> list[Op]:
+    born = {storage_of[p.name] for p in arguments}
+    started: dict[str, tuple[int, ...]] = {}  # what a collective in flight still reads, by its future
+    ops = []
+    for i, (b, effect) in enumerate(zip(body, effects, strict=True)):
+        args = [p.name for p in b.flat_proxy_args if p.name in storage_of]
+        outs = [p.name for p in b.flat_proxy_outs if p.name in storage_of]
+        reads = dict.fromkeys(storage_of[name] for name in args)
+        reads |= dict.fromkeys(s for name in args for s in started.get(name, ()))
+        fresh = dict.fromkeys(storage_of[name] for name in outs if storage_of[name] not in reads)
+        allocates = [s for s in fresh if s not in born]
+        born.update(allocates)
+        started |= {p.name: tuple(reads) for p in b.flat_proxy_outs if isinstance(p, FutureTensorProxy)}
+        ops.append(
+            Op(
+                index=i,
+                name=symbol_name(b.sym),
+                reads=tuple(reads),
+                writes=tuple(dict.fromkeys(storage_of[name] for name in effect.writes)),
+                allocates=tuple(allocates),
+                scratch_bytes=estimated_scratch_bytes(b) + region_scratch_bytes(b, layout),
+                backward=i >= forward_count,
+                payload=b,
+            )
+        )
+    return ops
+
+
+def _data_edges(body: Sequence[BoundSymbol], producer_of: dict[str, int]) -> list[tuple[int, int]]:
+    edges = []
+    for i, b in enumerate(body):
+        edges += [(producer_of[p.name], i) for p in b.flat_proxy_args if producer_of.get(p.name, i) < i]
+    return edges
+
+
+def _effect_edges(effects: Sequence[Effects]) -> list[tuple[int, int]]:
+    """Chains per channel, and barriers between all that stands before and after them."""
+    edges: list[tuple[int, int]] = []
+    last: dict[str, int] = {}
+    barrier: int | None = None
+    since_barrier: list[int] = []
+    for i, effect in enumerate(effects):
+        for channel in effect.channels:
+            if channel in last:
+                edges.append((last[channel], i))
+            last[channel] = i
+        if effect.barrier:
+            edges += [(before, i) for before in since_barrier]
+            if barrier is not None:
+                edges.append((barrier, i))
+            barrier, since_barrier = i, []
+        else:
+            if barrier is not None:
+                edges.append((barrier, i))
+            since_barrier.append(i)
+    return edges
+
+
+def _cotangent_edges(
+    body: Sequence[BoundSymbol], first_backward: int, edges: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Edges that put the gradients of the outputs before all else in the backward, to which they are arguments."""
+    given = [i for i in range(first_backward, len(body)) if body[i].sym == prims.get_grad]
+    if not given:
+        return []
+    later = {target for source, target in edges if source > given[-1]}
+    return [*pairwise(given), *((given[-1], i) for i in range(given[-1] + 1, len(body)) if i not in later)]
+
+
+def _possible_aliases(
+    body: Sequence[BoundSymbol], effects: Sequence[Effects], storage_of: dict[str, int]
+) -> tuple[list[tuple[int, int]], frozenset[int]]:
+    """Edges around every write, for all that may share its memory; and the storages that may be overwritten.
+
+    For order alone, whatever may be a view counts as one (`aliases.py`).
+    """
+    if not any(effect.writes for effect in effects):
+        return [], frozenset()
+    aliases = Aliases(body)
+    first: dict[int, str] = {}  # a storage's first name
+    for name, storage in storage_of.items():
+        aliases.join(name, first.setdefault(storage, name))
+    written = {aliases(name) for effect in effects for name in effect.writes}
+    writer: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    edges: list[tuple[int, int]] = []
+    for i, (b, effect) in enumerate(zip(body, effects, strict=True)):
+        names = [p.name for p in (*b.flat_proxy_args, *b.flat_proxy_outs) if isinstance(p, TensorProxy)]
+        writes = {aliases(name) for name in effect.writes}
+        for memory in dict.fromkeys(map(aliases, names)):
+            if memory not in written:
+                continue
+            if memory in writer:
+                edges.append((writer[memory], i))
+            if memory in writes:
+                edges += [(reader, i) for reader in readers.pop(memory, ())]
+                writer[memory] = i
+            else:
+                readers.setdefault(memory, []).append(i)
+    return edges, frozenset(s for name, s in storage_of.items() if aliases(name) in written)
+
+
+def proxies_in(tree: object) -> list[Proxy]:
+    """The proxies in a tree of arguments or results, in order."""
+    flat, _ = tree_flatten_with_dataclass(tree)
+    return [x for x in flat if isinstance(x, Proxy)]
+
+
+def _returned(result: BoundSymbol) -> list[Proxy]:
+    return proxies_in((result.args, result.kwargs))

@@ -1,0 +1,455 @@
+"""Is the planned trace still the same program? Answered without asking the planner.
+
+Translation validation (Pnueli, Siegel and Singerman 1998) by value numbering. Both traces are run on
+symbols: a value is the operation that made it and the values that went in, with the state of the memory
+that it read, of the random generator and of the process group that it used. Equal programs return equal
+values, leave the caller's memory in equal states, and draw, communicate and print in the same order. What
+was moved or computed twice has the same number; whatever moved across a write that it can see has not.
+What a composite makes is what its operations make, since an executor (nvFuser) may run these in its place.
+
+`verify_rewrite` compares the joint trace before planning with the one that was emitted;
+`verify_final` looks at the names of a trace that is about to run: each defined once, before its use and
+never used after its `del`; and the backward takes what the forward saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from thunder.core import devices, dtypes, prims
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import CollectionProxy, Proxy, TensorProxy
+from thunder.core.pytree import tree_flatten_with_dataclass, tree_iter
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
+from thunder.core.trace import TraceCtx
+
+from thunder_mem.trace.aliases import Aliases
+from thunder_mem.trace.collectives import awaited_futures, is_gather
+from thunder_mem.trace.effects import Effects, effects_of
+from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.trace.reading import proxies_in
+
+__all__ = ["VerificationError", "is_verified", "verify_final", "verify_rewrite"]
+
+ALWAYS_UP_TO_OPS = 2_000
+"""Traces of at most so many bound symbols are always verified, of longer ones that share which has this size."""
+
+_BACKWARD = BoundSymbolTag.BACKWARD
+_NO_VALUES = {PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.UNPACK_TRIVIAL}
+
+
+class VerificationError(RuntimeError):
+    """The planned trace is not the program that was to be planned; says where they part."""
+
+
+def is_verified(trace: TraceCtx, fingerprint: str, asked: bool | None) -> bool:
+    """Whether to verify this plan: as asked; else if it is small, or is of the sample among the long ones.
+
+    Args:
+        trace: what was planned.
+        fingerprint: of the plan, in hexadecimal; decides about long traces, so that equal programs on
+            all ranks are treated alike.
+        asked: `MemEfficient(verify=...)`.
+    """
+    if asked is not None:
+        return asked
+    count = len(trace.bound_symbols)
+    return count <= ALWAYS_UP_TO_OPS or int(fingerprint[:8] or "0", 16) / 16**8 < ALWAYS_UP_TO_OPS / count
+
+
+# ---- values ----
+
+
+@dataclass
+class _Numbers:
+    """Numbers of values, the same for the same content; one table for the traces that are compared."""
+
+    number_of: dict[Hashable, int] = field(default_factory=dict)
+    name_of: list[str] = field(default_factory=list)
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # a composite: its results, made by its parts
+    effects: dict[int, Effects] = field(default_factory=dict)
+
+    def number(self, content: Hashable, name: str) -> int:
+        number = self.number_of.setdefault(content, len(self.name_of))
+        if number == len(self.name_of):
+            self.name_of.append(name)
+        return number
+
+    def effects_of(self, bsym: BoundSymbol) -> Effects:
+        # Most bound symbols stand in both traces.
+        if (effects := self.effects.get(id(bsym))) is None:
+            effects = self.effects[id(bsym)] = effects_of(bsym)
+        return effects
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What can be seen of a program from outside, as numbers.
+
+    Attributes:
+        returned: per returned leaf, the value and the state of its memory.
+        arguments: per argument that may have been overwritten, the state of its memory.
+        channels: per hidden state, all that happened to it, in order.
+        values: per name, its value.
+    """
+
+    returned: tuple[Hashable, ...]
+    arguments: dict[str, int]
+    channels: dict[str, tuple[int, ...]]
+    values: dict[str, int]
+
+
+class _Run:
+    """A trace, run on numbers."""
+
+    def __init__(
+        self, trace: TraceCtx, numbers: _Numbers, planned: _Outcome | None = None, trusted: frozenset[str] = frozenset()
+    ) -> None:
+        self.trace = trace
+        self.numbers = numbers
+        self.trusted = trusted  # names whose values are those of the program, however they are computed
+        self.planned = planned  # what an earlier run, of the program as it should be, came to
+        self.known = len(numbers.name_of) if planned else None
+        self.values: dict[str, int] = {}
+        self.aliases = Aliases(trace.bound_symbols)
+        self.written = {self.aliases(name) for b in _flat(trace.bound_symbols) for name in numbers.effects_of(b).writes}
+        self.memory: dict[str, int] = {}
+        self.channels: dict[str, list[int]] = {}
+        self.barriers = self.contexts = 0
+        self.noted: dict[int, tuple[Hashable, int]] = {}  # a generator's state: what drew from it, and its number
+        self.away: dict[str, str] = {}  # names that nothing but a transfer may use, and which transfer that is
+
+    def outcome(self) -> _Outcome:
+        arguments = proxies_in((self.trace.args, self.trace.kwargs))
+        unpacked = (b.flat_proxy_outs for b in self.trace.bound_symbols if b.sym.id is PrimIDs.UNPACK_TRIVIAL)
+        for p in chain(arguments, *unpacked):
+            self.values[p.name] = self.numbers.number(("argument", p.name), p.name)
+        *body, result = (b for b in self.trace.bound_symbols if b.sym.id not in _NO_VALUES)
+        if result.sym.id is not PrimIDs.RETURN:
+            raise VerificationError(f"the trace ends with {result.sym.name} and not with its return")
+        for bsym in body:
+            self._take(bsym)
+        return _Outcome(
+            returned=tuple(self._content(x) for x in tree_flatten_with_dataclass((result.args, result.kwargs))[0]),
+            arguments={p.name: self._state(p.name) for p in arguments if self.aliases(p.name) in self.written},
+            channels={name: tuple(numbers) for name, numbers in self.channels.items()},
+            values=self.values,
+        )
+
+    def _take(self, bsym: BoundSymbol) -> None:
+        if not bsym.sym.is_fusion:
+            self._execute(bsym)
+            return
+        handed_in = {p.name for p in bsym.flat_proxy_args}
+        for name in handed_in:
+            self._value(name, bsym)
+        if not bsym.subsymbols:  # an executor that does not tell what it fused
+            self.values.update({p.name: self._trust(p.name, bsym) for p in bsym.flat_proxy_outs})
+            return
+        names = {p.name for part in bsym.subsymbols for p in (*part.flat_proxy_args, *part.flat_proxy_outs)}
+        outer = {name for name in names if name in self.values}  # which does not look at all that there is
+        for part in bsym.subsymbols:
+            for p in part.flat_proxy_args:
+                if p.name in outer and p.name not in handed_in:
+                    raise VerificationError(f"{bsym.sym.name} uses {p.name}, which it is not given")
+            self._execute(part)
+            if self._is_taken_apart(part) and (other := self._otherwise(part)):
+                raise VerificationError(f"{bsym.sym.name} makes {other} of other values than {part.sym.name} does")
+        handed_out = {p.name for p in bsym.flat_proxy_outs}
+        if missing := sorted(name for name in handed_out if name not in self.values):
+            raise VerificationError(f"{bsym.sym.name} hands out {missing[0]}, which it does not make")
+        for name in names - outer - handed_out:
+            self.values.pop(name, None)
+
+    def _transfer(self, bsym: BoundSymbol) -> None:
+        """What is offloaded and fetched again is the same value; in between only the next transfer may use it."""
+        name, made = bsym.sym.name, bsym.flat_proxy_outs[0].name
+        source, *kept = (p.name for p in bsym.flat_proxy_args)
+        if (expected := self.away.get(source, "offload")) != name:
+            raise VerificationError(f"{name} takes {source}, which is for {expected}")
+        if name == "offload_wait" and self._value(kept[0], bsym) != self._value(source, bsym):
+            raise VerificationError(f"offload_wait ends the copy of {kept[0]} in {source}, which is of another value")
+        if self.aliases(source) in self.written:
+            raise VerificationError(f"{name} moves {source}, which is overwritten")
+        self._define(made, self._value(source, bsym), bsym)
+        following = {"offload": "offload_wait", "offload_wait": "prefetch", "prefetch": "prefetch_wait"}
+        if name in following:
+            self.away[made] = following[name]
+
+    def _execute(self, bsym: BoundSymbol) -> None:
+        if bsym.sym.id in _NO_VALUES:
+            return
+        if traits_of(bsym).transfers:
+            self._transfer(bsym)
+            return
+        if self.away and (away := next((p.name for p in bsym.flat_proxy_args if p.name in self.away), None)):
+            raise VerificationError(f"{bsym.sym.name} uses {away}, which is on its way to the host or back")
+        if traits_of(bsym).random == "replays":
+            self._redraw(bsym)
+            return
+        if traits_of(bsym).random == "saves":
+            self._note(bsym)
+            return
+        self._number(bsym)
+
+    def _note(self, bsym: BoundSymbol) -> None:
+        """A draw that hands out the state it drew from: the draw, and a value that stands for it."""
+        draw, (state, *outs) = traits_of(bsym).runs(bsym), bsym.flat_proxy_outs
+        if (bsym.flat_proxy_args, tuple(outs)) != (draw.flat_proxy_args, draw.flat_proxy_outs):
+            raise VerificationError(f"{bsym.sym.name} is not the {draw.sym.name} that it says it is")
+        drawn = self._drawn(draw)
+        number = self._number(draw)
+        value = self.numbers.number(("state before", number), state.name)
+        self.noted[value] = drawn, number
+        self._define(state.name, value, bsym)
+
+    def _redraw(self, bsym: BoundSymbol) -> None:
+        """A draw from a state: the same numbers, if the same operation drew from that state."""
+        draw, state = traits_of(bsym).runs(bsym), bsym.flat_proxy_args[0]
+        drawn, number = self.noted.get(self._value(state.name, bsym), (None, -1))
+        if drawn != self._drawn(draw) or bsym.flat_proxy_outs != draw.flat_proxy_outs:
+            raise VerificationError(f"{bsym.sym.name} draws other numbers than were drawn from {state.name}")
+        for i, p in enumerate(bsym.flat_proxy_outs):
+            self._define(p.name, self.numbers.number((number, i), p.name), bsym)
+
+    def _drawn(self, draw: BoundSymbol) -> Hashable:
+        return _operation(draw), self._content(draw.args), self._content(draw.kwargs)
+
+    def _number(self, bsym: BoundSymbol) -> int:
+        """Number what the operation makes and does; the number of the operation itself."""
+        effects = self.numbers.effects_of(bsym)
+        order: list[Hashable] = [self.contexts]
+        if effects.writes or effects.channels or effects.barrier:
+            order.append(self.barriers)
+        order += [(c, len(self.channels.get(c, ()))) for c in effects.channels]
+        outs, taken = bsym.flat_proxy_outs, {p.name for p in bsym.flat_proxy_args}
+        passed_on = tuple(i for i, p in enumerate(outs) if p.name in taken)
+        content = (_operation(bsym), self._content(bsym.args), self._content(bsym.kwargs), passed_on, tuple(order))
+        if self._is_added_copy(bsym, content):
+            value = self._value(bsym.args[0].name)
+            self._define(outs[0].name, value, bsym)
+            return value
+        number = self.numbers.number(content, outs[0].name if outs else bsym.sym.name)
+        if outs and outs[0].name in self.trusted:
+            self._define(outs[0].name, self._trust(outs[0].name, bsym), bsym)
+            return number
+        if self.known is not None and number >= self.known and not self._is_on_the_way(bsym, effects):
+            what = outs[0].name if outs else "a step"
+            raise VerificationError(f"{what} = {bsym.sym.name}(...) is computed from other values than in the program")
+        for c in effects.channels:
+            self.channels.setdefault(c, []).append(number)
+        if effects.barrier:
+            self.barriers = number + 1
+            self.channels.setdefault("order of effects", []).append(number)
+        if has_tags(bsym, {OpTags.CTX_MANAGER_ENTER_EXIT_OP}):
+            self.contexts = number + 1
+        for memory in {self.aliases(name) for name in effects.writes}:
+            self.memory[memory] = number + 1
+        # Whenever the same shards are gathered, and waited for, that gives the same.
+        again = is_gather(bsym) or any(True for _ in awaited_futures(bsym))
+        made = self.numbers.number(("gathered", *content[:-1]), bsym.sym.name) if again else number
+        if self.known is None and number not in self.numbers.parts and self._is_taken_apart(bsym):
+            self.numbers.parts[number] = self._by_parts(bsym)
+        values = self.numbers.parts.get(number) or [self.numbers.number((made, i), p.name) for i, p in enumerate(outs)]
+        for i, (p, value) in enumerate(zip(outs, values, strict=True)):
+            if i not in passed_on:
+                self._define(p.name, value, bsym)
+        return number
+
+    def _is_taken_apart(self, bsym: BoundSymbol) -> bool:
+        """Whether a fusion executor may run the operations of a composite in its place (nvFuser does)."""
+        return _is_composite(bsym) and self.numbers.effects_of(bsym).pure
+
+    def _by_parts(self, bsym: BoundSymbol) -> tuple[int, ...]:
+        """The results of a composite, as its operations make them out of its arguments."""
+        outer, self.values = self.values, {p.name: self._value(p.name, bsym) for p in bsym.flat_proxy_args}
+        for part in bsym.subsymbols:
+            self._execute(part)
+        made = tuple(self._value(p.name, bsym) for p in bsym.flat_proxy_outs)
+        self.values = outer
+        return made
+
+    def _otherwise(self, bsym: BoundSymbol) -> str | None:
+        """The first result of a composite that its operations make of other values than its name says."""
+        pairs = zip(bsym.flat_proxy_outs, self._by_parts(bsym), strict=True)
+        return next((p.name for p, made in pairs if made != self.values[p.name]), None)
+
+    def _is_added_copy(self, bsym: BoundSymbol, content: Hashable) -> bool:
+        """A copy that the program does not make, of memory that nobody overwrites: the same value once more."""
+        added = self.known is not None and bsym.sym.id is PrimIDs.CLONE and content not in self.numbers.number_of
+        return added and self.aliases(bsym.args[0].name) not in self.written
+
+    def _is_on_the_way(self, bsym: BoundSymbol, effects: Effects) -> bool:
+        """A value that the program does not have, from which a trusted one may be computed."""
+        new = self.planned is not None and not any(p.name in self.planned.values for p in bsym.flat_proxy_outs)
+        return bool(self.trusted) and new and effects.pure
+
+    def _define(self, name: str, value: int, bsym: BoundSymbol) -> None:
+        if self.values.setdefault(name, value) != value:
+            raise VerificationError(f"{bsym.sym.name} defines {name}, which is another value already")
+
+    def _value(self, name: str, bsym: BoundSymbol | None = None) -> int:
+        if name not in self.values:
+            user = bsym.sym.name if bsym else "an operation"
+            raise VerificationError(f"{user} uses {name} before it is defined")
+        return self.values[name]
+
+    def _trust(self, name: str, bsym: BoundSymbol) -> int:
+        if self.planned is None or name not in self.planned.values:
+            raise VerificationError(f"{bsym.sym.name} hands out {name}, which the program does not have")
+        return self.planned.values[name]
+
+    def _state(self, name: str) -> int:
+        return self.memory.get(self.aliases(name), 0)
+
+    def _content(self, x: Any) -> Hashable:
+        """An argument as what it stands for: the value of a proxy and the state of its memory, data as it is."""
+        if isinstance(x, TensorProxy):
+            value = self._value(x.name)
+            return ("value", value, self._state(x.name)) if self.aliases(x.name) in self.written else ("value", value)
+        if isinstance(x, Proxy):
+            return ("value", self._value(x.name))
+        if isinstance(x, tuple | list):
+            return tuple(map(self._content, x))
+        if isinstance(x, dict):
+            return tuple((k, self._content(x[k])) for k in sorted(x, key=repr))
+        if isinstance(x, int | float | complex | str | bytes | type(None) | dtypes.dtype | devices.Device | slice):
+            # 1, 1.0 and True are equal but not the same program, and so are 0.0 and -0.0.
+            return (type(x).__name__, str(x) if isinstance(x, dtypes.dtype | devices.Device) else repr(x))
+        return ("object", id(x))
+
+
+def _operation(bsym: BoundSymbol) -> Hashable:
+    sym = bsym.sym
+    return sym.id if sym.id is not None else (sym.name, str(sym.executor.name if sym.executor else None))
+
+
+def _is_composite(bsym: BoundSymbol) -> bool:
+    """Nobody has claimed it, and its operations need nothing but its arguments."""
+    if not bsym.subsymbols or bsym.sym.executor is not None:
+        return False
+    known = {p.name for p in bsym.flat_proxy_args}
+    for part in bsym.subsymbols:
+        read, made = ({p.name for p in ps} for ps in (part.flat_proxy_args, part.flat_proxy_outs))
+        # A size that is an argument may be read off a tensor once more, where sizes are symbolic.
+        if not read <= known or (made - read) & known:
+            return False
+        known |= made
+    return known.issuperset(p.name for p in bsym.flat_proxy_outs)
+
+
+def _flat(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
+    for b in bsyms:
+        if b.sym.is_fusion and b.subsymbols:
+            yield from b.subsymbols
+        else:
+            yield b
+
+
+# ---- two traces ----
+
+
+def verify_rewrite(before: TraceCtx, after: TraceCtx, trusted: Collection[str] = ()) -> None:
+    """Check that `after` is `before` in another order, in regions, and with parts of it computed again.
+
+    Args:
+        before: a plain or joint trace, not fused.
+        after: what was emitted for it.
+        trusted: names of values that `after` may compute from others than `before`, and that are the same.
+
+    Raises:
+        VerificationError: they are different programs, or Thunder could not split `after`.
+    """
+    numbers = _Numbers()
+    old = _Run(before, numbers).outcome()
+    new = _Run(after, numbers, old, frozenset(trusted)).outcome()
+    for name in dict.fromkeys((*old.channels, *new.channels)):
+        _same_events(name, old.channels.get(name, ()), new.channels.get(name, ()), numbers)
+    for name in dict.fromkeys((*old.arguments, *new.arguments)):
+        if old.arguments.get(name, 0) != new.arguments.get(name, 0):
+            raise VerificationError(f"{name} is overwritten by other values, or in another order")
+    if len(old.returned) != len(new.returned):
+        raise VerificationError(f"{len(new.returned)} values are returned for {len(old.returned)}")
+    for i, (one, other) in enumerate(zip(old.returned, new.returned, strict=True)):
+        if one != other:
+            named = f", {numbers.name_of[one[1]]}" if isinstance(one, tuple) and one[0] == "value" else ""
+            raise VerificationError(f"returned value {i}{named} is computed from other values")
+    _verify_halves(after)
+
+
+def _same_events(channel: str, old: Sequence[int], new: Sequence[int], numbers: _Numbers) -> None:
+    for i, (one, other) in enumerate(zip(old, new, strict=False)):
+        if one != other:
+            was, now = numbers.name_of[one], numbers.name_of[other]
+            raise VerificationError(f"{channel}: step {i} is {now} and not {was}, or of other values")
+    if len(old) != len(new):
+        raise VerificationError(f"{channel}: {len(new)} steps and not {len(old)}")
+
+
+def _verify_halves(trace: TraceCtx) -> None:
+    """What the forward's results need can run before any gradient is known, and the rest says that it is backward."""
+    result = trace.bound_symbols[-1]
+    returned = result.args[0] if result.args else None
+    if not (isinstance(returned, dict) and "fw_flat_out" in returned):
+        return
+    needed = {p.name for p in tree_iter((returned["fw_flat_out"], returned["flat_args"])) if isinstance(p, Proxy)}
+    for bsym in reversed(trace.bound_symbols[:-1]):
+        made = {p.name for p in bsym.flat_proxy_outs}
+        if bsym.sym == prims.get_grad:
+            if early := sorted(made & needed):
+                raise VerificationError(f"the forward needs {early[0]}, the gradient of one of its results")
+        elif made & needed or any(bsym.sym.name == "copy_" and p.name in needed for p in bsym.flat_proxy_args[1:2]):
+            needed.update(p.name for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs))
+            if _BACKWARD in bsym.tags and bsym.sym.is_fusion:
+                raise VerificationError(f"the forward needs {sorted(made & needed)[0]} of {bsym.sym.name}, a backward")
+        elif made and bsym.sym.is_fusion and _BACKWARD not in bsym.tags:
+            raise VerificationError(f"{bsym.sym.name} runs in the backward and does not say so")
+
+
+# ---- one trace, as it will run ----
+
+
+def verify_final(trace: TraceCtx, saved: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Check the names of a trace with its `del`s; give back those that it saves for the backward.
+
+    Args:
+        trace: a final forward, or a final backward.
+        saved: for a backward, what its forward saves.
+
+    Raises:
+        VerificationError: a tensor is used before it is defined or after its `del`, is defined again after
+            it, or the backward takes other tensors than were saved.
+    """
+    alive: set[str] = set()
+    gone: set[str] = set()
+    taken: list[tuple[str, ...]] = []
+    for bsym in trace.bound_symbols:
+        args = {p.name for p in bsym.flat_proxy_args if isinstance(p, TensorProxy | CollectionProxy)}
+        if missing := sorted(args - alive):
+            why = "after its del" if missing[0] in gone else "before it is defined"
+            raise VerificationError(f"{bsym.sym.name} uses {missing[0]} {why}")
+        if bsym.sym.id is PrimIDs.DEL:
+            alive -= args
+            gone |= args
+            continue
+        if bsym.sym.id is PrimIDs.UNPACK_SEQUENCE:
+            taken.append(tuple(p.name for p in bsym.flat_proxy_outs))
+        made = {p.name for p in bsym.flat_proxy_outs}
+        if bsym.sym.id is not PrimIDs.RETURN and (again := sorted(made & gone)):
+            raise VerificationError(f"{bsym.sym.name} defines {again[0]} again")
+        alive |= made
+    # One that takes nothing reads nothing: without a way from the outputs to what asks for a gradient it is empty.
+    if saved and taken and tuple(saved) not in taken:
+        raise VerificationError(f"the forward saves {', '.join(saved)}, and the backward takes other values")
+    return _saved(trace)
+
+
+def _saved(trace: TraceCtx) -> tuple[str, ...]:
+    returned = trace.bound_symbols[-1].args
+    if len(returned) == 2 and isinstance(returned[0], dict) and isinstance(returned[1], tuple):
+        tensors, _others = returned[1]
+        return tuple(p.name for p in tensors)
+    return ()

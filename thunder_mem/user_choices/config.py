@@ -1,0 +1,274 @@
+"""What to recompute, written down: ``"Gelu+:recompute:-1,Cast+:compromised:4"``, a dict or a JSON file.
+
+The form is ONNX Runtime's (its memory optimizer's `Pattern:strategy:count`). Unlike there, whatever does
+not do what it says is an error: a pattern that matches nothing, a strategy that is not possible, a count
+beyond what there is. `recompute_table` prints the patterns of a program with the entry that enables each.
+Nothing here is ever evaluated, and sizes are bounded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from thunder_mem.memory.outside_input import quoted, read_json, whole_number
+from thunder_mem.partition.constraints import Constraints, RecomputeError
+from thunder_mem.trace.reading import TraceGraph
+from thunder_mem.user_choices.layerwise import layerwise_choices
+from thunder_mem.user_choices.patterns import (
+    Occurrence,
+    RecomputeCandidate,
+    candidates,
+    leaves_nothing,
+    names_empty_values,
+    occurrences,
+)
+
+__all__ = [
+    "ENVIRONMENT",
+    "LAYERWISE",
+    "STRATEGIES",
+    "Entry",
+    "RecomputeConfig",
+    "Written",
+    "choices_of",
+    "from_environment",
+    "parse_config",
+]
+
+Written = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]
+
+ENVIRONMENT = "THUNDER_MEM_RECOMPUTE"
+LAYERWISE = "layerwise"
+STRATEGIES = ("none", "recompute", "compromised")  # ONNX Runtime's 0, 1 and 2
+MAX_CHARACTERS = 2**20
+MAX_ENTRIES = 10_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What to do with the occurrences of one pattern.
+
+    Attributes:
+        pattern: its name, ending in "+".
+        strategy: "none" keeps them, "recompute" computes them again, "compromised" keeps what they are
+            cast from.
+        count: how many, in the order of the program; -1 for all.
+    """
+
+    pattern: str
+    strategy: str = "recompute"
+    count: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.pattern}:{self.strategy}:{self.count}"
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """A configuration; `str()` gives the text that parses to it, `to_json` the dict.
+
+    Attributes:
+        entries: one per pattern.
+        layerwise: each layer of the model keeps what it hands to the next, and everything inside is
+            computed again.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    layerwise: bool = False
+
+    def __str__(self) -> str:
+        return ",".join([*([LAYERWISE] if self.layerwise else []), *map(str, self.entries)])
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that `parse_config` takes."""
+        found: dict[str, Any] = {LAYERWISE: True} if self.layerwise else {}
+        return found | {e.pattern: {"strategy": e.strategy, "count": e.count} for e in self.entries}
+
+    def choose(self, source: TraceGraph, rebuilt: frozenset[int]) -> Constraints:
+        """See `choices.Chooser`.
+
+        Raises:
+            RecomputeError: a pattern matches nothing, or its strategy or count does not fit what it matches.
+                Not where it names values without bytes, as a batch of no rows has: the next batch may have some.
+        """
+        choices = layerwise_choices(source) if self.layerwise else Constraints()
+        if not self.entries:
+            return choices
+        found, refused = candidates(source, rebuilt)
+        known = occurrences(found)
+        for entry in self.entries:
+            matched = [o for o in known if o.pattern == entry.pattern]
+            if not matched and names_empty_values(entry.pattern, source):
+                continue
+            spared = leaves_nothing(entry.pattern, source)
+            if not matched and not spared:
+                reasons = [r.reason for r in refused if r.pattern == entry.pattern]
+                raise RecomputeError(_matches_nothing(entry.pattern, (o.pattern for o in known), reasons))
+            if entry.count > (there := len(matched) + spared):
+                raise RecomputeError(f"{entry} asks for {entry.count}, but {entry.pattern} occurs {there} times")
+            chosen = matched if entry.count < 0 else matched[: entry.count]
+            choices = _merged(choices, choices_of(entry, chosen), entry)
+        return choices
+
+
+def parse_config(given: Written) -> RecomputeConfig:
+    """The configuration that was written down.
+
+    Args:
+        given: "Pattern:strategy:count,..." with the strategies none, recompute and compromised (or 0, 1
+            and 2) and a count of occurrences (-1: all), or "layerwise", or both; the same as a list of
+            strings; a dict from patterns to a strategy or to {"strategy": ..., "count": ...}; the path
+            of a JSON file (ending in ".json") that holds such a list or dict.
+
+    Raises:
+        ValueError: anything else; the message says what was given and what is accepted, and names the file.
+        OSError: the file cannot be read.
+
+    Example:
+        >>> str(parse_config({"Gelu+": "recompute", "Cast+": {"strategy": 2, "count": 4}}))
+        'Gelu+:recompute:-1,Cast+:compromised:4'
+    """
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
+        try:
+            return _parsed(read_json(given, MAX_CHARACTERS))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(given)}: {error}") from error
+    return _parsed(given)
+
+
+def _parsed(given: Any) -> RecomputeConfig:
+    if isinstance(given, str):
+        _check_size(len(given), MAX_CHARACTERS, "characters")
+        given = given.split(",") if given.strip() else []
+    if isinstance(given, Mapping):
+        _check_size(len(given), MAX_ENTRIES, "entries")
+        layerwise = given.get(LAYERWISE, False)
+        if not isinstance(layerwise, bool):
+            raise ValueError(f"{LAYERWISE!r} is true or false, not {quoted(layerwise)}")
+        return _config((_entry_of(k, v) for k, v in given.items() if k != LAYERWISE), layerwise)
+    if isinstance(given, Sequence) and all(isinstance(text, str) for text in given):
+        _check_size(len(given), MAX_ENTRIES, "entries")
+        texts = [text.strip() for text in given]
+        return _config((_entry(text) for text in texts if text != LAYERWISE), LAYERWISE in texts)
+    raise ValueError(f"a recompute configuration is a string, a list of strings, a dict or a path, not {quoted(given)}")
+
+
+def from_environment() -> RecomputeConfig | None:
+    """What the environment variable `THUNDER_MEM_RECOMPUTE` holds, in any written form; None if it is not set.
+
+    Raises:
+        ValueError: as `parse_config`, with the variable's name.
+    """
+    text = os.environ.get(ENVIRONMENT, "").strip()
+    try:
+        return parse_config(text) if text else None
+    except ValueError as error:
+        raise ValueError(f"{ENVIRONMENT}: {error}") from error
+
+
+def _config(entries: Iterable[Entry], layerwise: bool) -> RecomputeConfig:
+    by_pattern: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.pattern in by_pattern:
+            raise ValueError(f"two entries speak of {entry.pattern}: {by_pattern[entry.pattern]} and {entry}")
+        by_pattern[entry.pattern] = entry
+    if not by_pattern and not layerwise:
+        raise ValueError(f"the recompute configuration is empty; it is {_FORM}")
+    return RecomputeConfig(tuple(by_pattern.values()), layerwise)
+
+
+_FORM = f'"Pattern:strategy:count,..." or "{LAYERWISE}"'
+
+
+def _entry(text: str) -> Entry:
+    fields = [field.strip() for field in text.split(":")]
+    if len(fields) == 1:
+        raise ValueError(
+            f'{quoted(text)} is neither "{LAYERWISE}" nor an entry Pattern:strategy:count, such as Gelu+:recompute:-1'
+        )
+    if len(fields) != 3:
+        raise ValueError(f"{quoted(text)} has {len(fields)} fields, not 3: an entry is Pattern:strategy:count")
+    return _checked(text, *fields)
+
+
+def _entry_of(pattern: object, value: object) -> Entry:
+    if isinstance(value, Mapping):
+        if unknown := set(value) - {"strategy", "count"}:
+            field = quoted(min(map(str, unknown)))
+            raise ValueError(f"{quoted(pattern)} has the unknown field {field}, beside strategy and count")
+        return _checked(f"{pattern}: {dict(value)}", pattern, value.get("strategy", 1), value.get("count", -1))
+    return _checked(f"{pattern}: {value}", pattern, value, -1)
+
+
+def _checked(text: str, pattern: object, strategy: object, count: object) -> Entry:
+    said = quoted(text, 100)
+    words = pattern.removesuffix("+").split("+") if isinstance(pattern, str) else []
+    if not words or not all(w.isidentifier() for w in words):
+        raise ValueError(
+            f"{said}: a pattern is names of operations joined by +, such as Gelu+, not {quoted(pattern, 100)}"
+        )
+    numbers = {str(i): name for i, name in enumerate(STRATEGIES)}
+    known = None if isinstance(strategy, bool) else numbers.get(str(strategy), str(strategy))
+    if known not in STRATEGIES:
+        raise ValueError(f"{said}: the strategy is {' or '.join(STRATEGIES)} (or 0, 1, 2), not {quoted(strategy, 100)}")
+    number = _integer(count)
+    if number is None or not (number == -1 or number > 0):
+        raise ValueError(f"{said}: the count is a number above 0, or -1 for all, not {quoted(count, 100)}")
+    return Entry("+".join(words) + "+", known, number)
+
+
+def _integer(count: object) -> int | None:
+    if isinstance(count, str):
+        return whole_number(count)
+    return count if type(count) is int and abs(count) < 10**9 else None
+
+
+def _check_size(size: int, most: int, what: str) -> None:
+    if size > most:
+        raise ValueError(f"the recompute configuration has {size:,} {what}, more than {most:,}")
+
+
+def _matches_nothing(pattern: str, known: Iterable[str], reasons: Sequence[str]) -> str:
+    if reasons:
+        return f"{pattern} cannot be recomputed: {reasons[0]}"
+    names = sorted(set(known))
+    near = get_close_matches(pattern, names, n=5, cutoff=0.5) or names[:20]
+    listed = f"the nearest that do: {', '.join(near)}" if near else "the backward receives nothing that could be"
+    return f"the pattern {pattern} matches nothing in this program; {listed}"
+
+
+def choices_of(entry: Entry, chosen: Sequence[Occurrence]) -> Constraints:
+    """What an entry decides about occurrences of its pattern.
+
+    Raises:
+        RecomputeError: there is no compromise for any of them.
+    """
+    parts = [c for o in chosen for c in o.candidates]
+    if entry.strategy == "none":
+        return Constraints(must_save=frozenset(c.storage for c in parts))
+    if entry.strategy == "recompute":
+        return Constraints(
+            must_recompute=frozenset(c.storage for c in parts),
+            may_recompute=frozenset(s for c in parts for s in c.inner),
+        )
+    if not any(c.compromise for c in parts):
+        raise RecomputeError(f"{entry}: nothing there is cast from a smaller value, so there is no compromise")
+    return _compromised([c for c in parts if c.compromise])
+
+
+def _compromised(parts: Sequence[RecomputeCandidate]) -> Constraints:
+    return Constraints(
+        must_save=frozenset(c.compromise[0] for c in parts),
+        must_recompute=frozenset(c.storage for c in parts),
+        may_recompute=frozenset(s for c in parts for s in c.compromise[1:-1]),
+    )
+
+
+def _merged(choices: Constraints, more: Constraints, entry: Entry) -> Constraints:
+    if choices.must_save & more.must_recompute or choices.must_recompute & more.must_save:
+        raise RecomputeError(f"{entry} contradicts another entry: the same value is to be kept and to be recomputed")
+    return choices | more

@@ -1,0 +1,102 @@
+"""What `MemEfficient(offload=...)` says, and what that means for a program: which values may be offloaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from thunder_mem.costs.roofline import cost_s
+from thunder_mem.fusion.contraction import FusionCapabilities
+from thunder_mem.memory.device_models import DeviceModel
+from thunder_mem.memory.outside_input import quoted
+from thunder_mem.partition.constraints import Constraints, RecomputeError
+from thunder_mem.partition.transfer_windows import Moves, moves_of
+from thunder_mem.rewrites.offload import offload_obstacle
+from thunder_mem.trace.reading import TraceGraph
+from thunder_mem.user_choices.patterns import candidates, names_empty_values
+
+__all__ = ["OffloadOption", "moves_for", "parse_offload"]
+
+_ONLY = "only:"
+
+
+@dataclass(frozen=True)
+class OffloadOption:
+    """What may be offloaded: values of one pattern, or, if it is "", all."""
+
+    pattern: str = ""
+
+    def __str__(self) -> str:
+        return f"{_ONLY}{self.pattern}" if self.pattern else "True"
+
+
+def parse_offload(given: bool | str) -> OffloadOption | None:
+    """What was written; None for False.
+
+    Raises:
+        TypeError: neither a bool nor a string.
+        ValueError: a string that is not "only:PATTERN".
+
+    Example:
+        >>> parse_offload("only:Gelu"), parse_offload(False)
+        (OffloadOption(pattern='Gelu+'), None)
+    """
+    if isinstance(given, bool):
+        return OffloadOption() if given else None
+    if not isinstance(given, str):
+        raise TypeError(f'offload is True, False or "{_ONLY}PATTERN", not {quoted(given)}')
+    words = given.removeprefix(_ONLY).strip().removesuffix("+").split("+")
+    if not given.startswith(_ONLY) or not all(word.isidentifier() for word in words):
+        raise ValueError(
+            f'offload is True, False or "{_ONLY}PATTERN", with a pattern as recompute_table names them, such as '
+            f'"{_ONLY}Gelu+", not {quoted(given)}'
+        )
+    return OffloadOption("+".join(words) + "+")
+
+
+def moves_for(
+    option: OffloadOption,
+    source: TraceGraph,
+    fuse: FusionCapabilities,
+    choices: Constraints,
+    free: frozenset[int],
+    device: DeviceModel,
+    where: str,
+) -> Moves:
+    """What may be offloaded in a program, and what that takes.
+
+    Args:
+        option: what was asked for.
+        source: the joint trace, in which nothing is recomputed yet.
+        fuse: which of its ops are cheap.
+        choices: what is decided already, and so stays as it is.
+        free: what the backward rebuilds without being asked.
+        device: whose rates count.
+        where: the device's name in storages; what lives elsewhere stays there.
+
+    Raises:
+        RecomputeError: the pattern matches nothing.
+    """
+    graph = source.graph
+    if not any(op.backward for op in graph.ops):
+        return moves_of(graph, (), (), device)
+    decided = choices.must_save | choices.must_recompute
+    allowed = _matching(option.pattern, source, free) if option.pattern else frozenset(range(len(graph.storages)))
+    here = (s for s in sorted(allowed - decided) if graph.storages[s].device == where)
+    movable = [s for s in here if offload_obstacle(source, s, device.least_copy_bytes) is None]
+    # Fused work takes next to no time beside what it is fused with.
+    op_s = [0.0 if fuse.cheap[op.index] else cost_s(source.bsyms[op.index], device) for op in graph.ops]
+    return moves_of(graph, movable, op_s, device)
+
+
+def _matching(pattern: str, source: TraceGraph, free: frozenset[int]) -> frozenset[int]:
+    found, kept = candidates(source, free)
+    named = [*((c.pattern, c.storage) for c in found), *((k.pattern, k.storage) for k in kept)]
+    matched = frozenset(storage for name, storage in named if name == pattern)
+    if not matched and not names_empty_values(pattern, source):
+        names = sorted({name for name, _ in named})
+        near = get_close_matches(pattern, names, n=5, cutoff=0.5) or names[:20]
+        raise RecomputeError(
+            f"offload: the pattern {pattern} matches nothing in this program; near it are {', '.join(near) or 'none'}"
+        )
+    return matched
