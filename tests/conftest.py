@@ -58,8 +58,5 @@ def groups():
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays: looking through it again and again takes a tenth of the time."""
-    if session.config.getoption("longest") is not None:
-        torch.compile(torch.sin)(torch.ones(8))  # the first kernel of a machine takes a quarter of a minute
-        torch.compiler.reset()
     gc.collect()
     gc.freeze()

@@ -2,24 +2,25 @@
 
 `--third K` leaves the slow tests of two thirds out, so that three runs cover all. `--longest S` fails a run in which a
 test that is not marked slow takes more than S seconds. Seconds are of the processor, in the test's own process:
-another process on the same machine does not count.
+another process on the same machine does not count. With `--longest` a test that took too long runs a second time, and
+the shorter time counts: the first test of a process that imports a library, or compiles the first kernel of a machine,
+pays for all later ones.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 __all__ = [
     "pytest_addoption",
     "pytest_collection_modifyitems",
     "pytest_runtest_logreport",
-    "pytest_runtest_makereport",
     "pytest_runtest_protocol",
     "pytest_sessionfinish",
     "pytest_terminal_summary",
@@ -27,7 +28,6 @@ __all__ = [
 
 THIRDS = 3
 _SHOWN = 10
-_STARTED = pytest.StashKey[float]()
 
 
 class _Took(NamedTuple):
@@ -54,25 +54,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     third = config.getoption("third")
     if third is None:
         return
-    others = [i for i in items if i.get_closest_marker("slow") and third_of(i.nodeid) != third]
+    others = [i for i in items if _is_slow(i) and third_of(i.nodeid) != third]
     config.hook.pytest_deselected(items=others)
     left_out = set(others)
     items[:] = [i for i in items if i not in left_out]
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    item.stash[_STARTED] = time.process_time()
-    return (yield)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """As pytest runs a test, with the seconds that it took in the report of its teardown."""
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports, seconds = _timed(item, nextitem)
+    longest = item.config.getoption("longest")
+    if longest is not None and seconds > longest and not _is_slow(item):
+        item._initrequest()  # type: ignore[attr-defined]  # fixtures anew, as pytest-rerunfailures does it
+        seconds = min(seconds, _timed(item, nextitem)[1])
+    for report in reports:
+        report.user_properties.append(("seconds", seconds))
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """With each report of a test the seconds since it began, its fixtures' included."""
-    report = yield
-    seconds = time.process_time() - item.stash[_STARTED]
-    report.user_properties = [("seconds", seconds)]
-    return report
+def _timed(item: pytest.Item, nextitem: pytest.Item | None) -> tuple[list[pytest.TestReport], float]:
+    """The reports of one run, and the processor's seconds with its fixtures."""
+    start = time.process_time()
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    return reports, time.process_time() - start
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -6,24 +6,35 @@ from tests.checking import durations
 
 pytest_plugins = ["pytester"]
 
-# A processor that has worked a second more each time that it is asked: a test of two phases takes three.
+# A processor whose time the tests themselves turn on.
 CONFTEST = """
-from itertools import count
 from types import SimpleNamespace
 from tests.checking import durations
 from tests.checking.durations import *
-durations.time = SimpleNamespace(process_time=count().__next__)
+durations.time = SimpleNamespace(process_time=lambda: durations.now)
+durations.now = 0
 """
 TESTS = """
 import pytest
+from tests.checking import durations
 
-def test_one():
-    pass
+runs = []
+
+@pytest.fixture
+def work():
+    durations.now += 1
+
+def test_one(work):
+    durations.now += 2
+
+def test_first(work):
+    runs.append(1)
+    durations.now += 9 if len(runs) == 1 else 1
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", range(12))
 def test_slow(n):
-    pass
+    durations.now += 20
 """
 
 
@@ -46,7 +57,9 @@ def test_a_long_test_that_is_not_marked_fails_the_run(run):
     result = run("--longest=2")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["over 2 s: *test_one: make it shorter, or mark it slow"])
-    assert "test_slow" not in "".join(line for line in result.outlines if line.startswith("over"))
+    over = "".join(line for line in result.outlines if line.startswith("over"))
+    assert "test_slow" not in over and "test_first" not in over
+    result.assert_outcomes(passed=14)
 
 
 def test_a_short_one_does_not(run):
