@@ -22,9 +22,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "published.md"
 _INTRODUCTION = """\
 # Predictions held against the world
 
-Peaks that others measured on GPUs and published, `torch.cuda.max_memory_allocated`, beside what `estimate` predicts \
-for the same code. Nothing is fitted: the figures of tensors are PyTorch's own storages, rounded as its allocator \
-rounds, and libraries are cuBLAS's workspaces. Made by `python -m benchmarks.published`.
+The table compares published peaks (`torch.cuda.max_memory_allocated` on GPUs) with what `estimate` predicts for the \
+same code. Nothing is fitted: tensors count as PyTorch's own storages, rounded as its allocator rounds, and libraries \
+are cuBLAS's workspaces. Made by `python -m benchmarks.published`.
 
 | configuration | device | measured | predicted | of that, libraries | difference |
 |---|---|---:|---:|---:|---:|
