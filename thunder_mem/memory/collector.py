@@ -11,7 +11,7 @@ __all__ = ["collector_off"]
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """Python's cyclic garbage collector is off within, so that no release depends on when it wakes."""
+    """Switch Python's cyclic garbage collector off, so that no release depends on its timing."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""What a block takes of its device's memory: the one rule that plans, predictions and budgets count by.
+"""The device bytes of a block: the one rule by which plans, predictions and budgets count.
 
-A peak is a sum of blocks: what the caller holds, what is computed, and the scratch of the operation that runs.
-PyTorch's CUDA allocator gives each a multiple of 512 bytes (`c10/cuda/CUDACachingAllocator.cpp`); on a CPU a block
-takes its own bytes, which is what `measure_peak` counts there.
+A peak is a sum of blocks: the caller's tensors, computed values, and the scratch of the running operation.
+PyTorch's CUDA allocator rounds each block to a multiple of 512 bytes (`c10/cuda/CUDACachingAllocator.cpp`). On a CPU a
+block takes its own bytes, as `measure_peak` counts them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _UNIT = 512
 
 
 def block_bytes(nbytes: int, device: str) -> int:
-    """Bytes that a block of so many takes on a device, named as torch prints it.
+    """The device bytes of a block of `nbytes`, with the device as torch prints it.
 
     Example:
         >>> block_bytes(513, "cuda:0"), block_bytes(513, "cpu")
@@ -23,7 +23,7 @@ def block_bytes(nbytes: int, device: str) -> int:
 
 
 def rounded(nbytes: int) -> int:
-    """What the CUDA allocator gives for a request: a multiple of 512 bytes.
+    """The bytes that the CUDA allocator gives for a request: a multiple of 512.
 
     Example:
         >>> rounded(0), rounded(1), rounded(512), rounded(513)
@@ -33,7 +33,7 @@ def rounded(nbytes: int) -> int:
 
 
 def host_bytes(nbytes: int, device: str) -> int:
-    """What the host takes for a value of `nbytes` on a device such as "cuda:0" or "cpu".
+    """The host's bytes for a value of `nbytes` on a device such as "cuda:0" or "cpu".
 
     PyTorch's pinned memory comes in powers of two: `CachingHostAllocatorImpl::allocate` in
     `ATen/core/CachingHostAllocator.h` of PyTorch 2.11.

@@ -1,4 +1,4 @@
-"""What a roofline needs to know of a device: rates from data sheets, and of a CPU in round figures."""
+"""The rates of a device for the roofline: from data sheets, and in round figures for a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DEVICE_MODELS", "DeviceModel", "device_model"]
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """What the roofline needs to know of a device.
+    """The rates of a device for the roofline.
 
     Attributes:
         name: as in `thunder_mem.memory.device_specs`, or "cpu".
@@ -21,9 +21,9 @@ class DeviceModel:
         bandwidth_bytes_per_s: of its main memory, read plus write.
         peak_flops: matrix products per dtype name ("bfloat16", ...), in operations a second, dense.
         vector_flops: everything else, in operations a second.
-        launch_s: what starting one kernel costs, in seconds.
-        link_bytes_per_s: of copies to the host's pinned memory, and as fast back.
-        copy_s: what starting one such copy costs, in seconds.
+        launch_s: seconds to start one kernel.
+        link_bytes_per_s: of copies to the host's pinned memory, and back.
+        copy_s: seconds to start one such copy.
     """
 
     name: str
@@ -43,7 +43,7 @@ class DeviceModel:
 
     @property
     def least_copy_bytes(self) -> int:
-        """Of what is smaller, the start of a copy takes longer than the copy."""
+        """Below this size, starting a copy takes longer than the copy."""
         return int(self.copy_s * self.link_bytes_per_s)
 
     def copy_seconds(self, nbytes: int) -> float:
@@ -51,7 +51,7 @@ class DeviceModel:
         return self.copy_s + nbytes / self.link_bytes_per_s
 
     def matmul_flops(self, dtype: str) -> float:
-        """Operations a second of a matrix product in `dtype`; the vector rate where the device has no better."""
+        """Operations a second of a matrix product in `dtype`; the vector rate if the device has no better."""
         return self.peak_flops.get(dtype, self.vector_flops)
 
 
@@ -101,7 +101,7 @@ DEVICE_MODELS: Mapping[str, DeviceModel] = MappingProxyType(
 
 
 def device_model(name: str) -> DeviceModel:
-    """The model of the device of that name, whatever the case of its letters.
+    """The model of the device of that name; letter case does not matter.
 
     Raises:
         ValueError: no such device; the message lists the known ones.

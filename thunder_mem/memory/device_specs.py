@@ -1,4 +1,4 @@
-"""The devices that can be simulated: what a plan needs to know of a GPU that is not there."""
+"""The specifications of the GPUs that can be simulated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class DeviceSpec:
     """A kind of GPU.
 
     Attributes:
-        name: how `simulate` is asked for it.
-        marketing_name: what `torch.cuda.get_device_name` says.
-        memory_bytes: what `torch.cuda.get_device_properties(...).total_memory` says.
+        name: its name in `simulate`.
+        marketing_name: as `torch.cuda.get_device_name` returns it.
+        memory_bytes: as `torch.cuda.get_device_properties(...).total_memory` returns it.
         capability: (major, minor) compute capability.
         multiprocessors: number of streaming multiprocessors.
-        context_bytes: what the CUDA context and the loaded kernels take away before the first
-            tensor. It differs by driver and by the libraries loaded; this is an estimate.
+        context_bytes: an estimate of the memory that the CUDA context and the loaded kernels take
+            before the first tensor. It depends on the driver and the loaded libraries.
     """
 
     name: str
@@ -34,12 +34,12 @@ class DeviceSpec:
 
     @property
     def threads_per_multiprocessor(self) -> int:
-        """Resident at most, by the table of compute capabilities in NVIDIA's CUDA programming guide."""
+        """Most resident threads, by the table of compute capabilities in NVIDIA's CUDA programming guide."""
         return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}.get(self.capability, 2048)
 
     @property
     def usable_bytes(self) -> int:
-        """What is left for PyTorch's allocator."""
+        """The bytes left for PyTorch's allocator."""
         return self.memory_bytes - self.context_bytes
 
 
@@ -65,10 +65,10 @@ DEVICES: dict[str, DeviceSpec] = {
 
 
 def device_spec(name: str) -> DeviceSpec:
-    """The device of that name, whatever the case of its letters.
+    """The device of that name; letter case does not matter.
 
     Raises:
-        ValueError: nobody knows it; the message lists the known ones.
+        ValueError: the device is unknown; the message lists the known ones.
 
     Example:
         >>> device_spec("h100-80gb").capability

@@ -22,15 +22,15 @@ class GraphError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One block of memory, however many tensors are views of it.
+    """One block of memory, which any number of tensors may view.
 
     Attributes:
         index: position in `Graph.storages`.
         nbytes: size in bytes.
         name: the proxy that first named it; for people, not for algorithms.
-        device: where it lives, as torch prints it.
+        device: its device, as torch prints it.
         held: the caller keeps it for the whole run (a parameter, an input), so nothing frees it.
-        host_bytes: size of what lives in the host's memory instead; `nbytes` is 0 then.
+        host_bytes: its size in the host's memory, if it lives there; `nbytes` is then 0.
     """
 
     index: int
@@ -54,13 +54,12 @@ class Op:
     Attributes:
         index: position in `Graph.ops`, which is the source order.
         name: for people, not for algorithms.
-        reads: storages whose bytes must exist while it runs, through whichever view.
-        writes: storages that exist already and are overwritten in place.
-        allocates: storages that come into being.
+        reads: storages that it reads, through any view.
+        writes: existing storages that it overwrites in place.
+        allocates: storages that it creates.
         scratch_bytes: bytes held only while it runs, beyond inputs and outputs.
         backward: it belongs to the backward half of a joint trace.
-        payload: what it was built from (after `contract`: the indices of its members), opaque to
-            every algorithm.
+        payload: its origin (after `contract`: the indices of its members); algorithms do not read it.
     """
 
     index: int
@@ -78,7 +77,7 @@ class Op:
         return tuple(dict.fromkeys((*self.reads, *self.writes, *self.allocates)))
 
     def renumbered(self, index: int, storages: Mapping[int, int], payload: object) -> Op:
-        """The same op in another graph, where it and its storages stand elsewhere."""
+        """The same op at another index, with its storages renumbered."""
         return Op(
             index,
             self.name,
@@ -164,9 +163,9 @@ class Graph:
     def contract(self, groups: Iterable[Sequence[int]]) -> Graph:
         """The graph whose ops are `groups`; an op in no group stays alone.
 
-        What a group of several allocates and nobody outside touches disappears: it lives inside the region.
-        The new ops carry the tuple of their members as payload, and their order is the topological
-        order that follows the source most closely, forward before backward.
+        A storage that a group of several allocates and no op outside touches disappears into the region.
+        The payload of a new op is the tuple of its members. The new order is the topological order that
+        follows the source most closely, forward before backward.
 
         Raises:
             GraphError: a group is empty or names no op, an op stands in two groups, a group mixes
@@ -202,7 +201,7 @@ class Graph:
 
         order = self._order_groups(members, before)
         position = {g: i for i, g in enumerate(order)}
-        # A region does not make what nobody reads; an op that runs alone cannot help it.
+        # A region omits a result that nobody reads; an op that runs alone still allocates it.
         outlives = set(self.outputs)
         for s, (maker, users) in enumerate(zip(self.allocator, self.users, strict=True)):
             if maker is not None and (len(members[g := home[maker]]) == 1 or any(home[u] != g for u in users)):
@@ -219,8 +218,8 @@ class Graph:
     def half(self, backward: bool) -> Graph:
         """The forward or the backward ops alone, each with its index here as payload.
 
-        What the other half leaves behind is an input, what it will need an output; what the caller
-        or a later half holds throughout stays in the live bytes.
+        Storages that the other half leaves are inputs, and storages that it needs later are outputs.
+        Storages that the caller or a later half holds throughout stay in the live bytes.
         """
         members = [op.index for op in self.ops if op.backward == backward]
         position = {op: i for i, op in enumerate(members)}

@@ -1,4 +1,4 @@
-"""What the kernels of a fused region on a GPU come to."""
+"""Number, scratch and memory traffic of the kernels of a fused region on a GPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["KernelFigures", "NotWritten"]
 
 @dataclass(frozen=True)
 class KernelFigures:
-    """What a region's kernels come to.
+    """Figures of a region's kernels.
 
     Attributes:
-        launches: how many start.
-        scratch_bytes: held between them at most, beyond the region's inputs and outputs.
-        moved_bytes: what they read and write.
+        launches: the number of kernels that start.
+        scratch_bytes: the most bytes held between kernels, beyond the region's inputs and outputs.
+        moved_bytes: the bytes that the kernels read and write.
     """
 
     launches: int
@@ -24,6 +24,6 @@ class KernelFigures:
 
 @dataclass(frozen=True)
 class NotWritten:
-    """A region whose kernels are not known, and the sentence that says why."""
+    """The kernels of a region are unknown; the message says why."""
 
     sentence: str

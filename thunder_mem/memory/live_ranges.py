@@ -1,7 +1,7 @@
-"""What is alive at each step of an order, in exact bytes.
+"""The exact live bytes at each step of an order.
 
-`price_order` prices an order; the `Timeline` it returns says when each storage lives and who holds the
-peak. `WhatIf` (in `what_if.py`) answers what moving a stretch would do in less than a full pass.
+`price_order` prices an order. It returns a `Timeline`, which has the live range of each storage and the storages at
+the peak. `WhatIf` (in `what_if.py`) prices the move of a stretch of steps faster than a full pass.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Timeline:
     """The live bytes of one order of a graph.
 
     Attributes:
-        graph: what ran.
-        order: op indices in the order they ran.
-        live_bytes: per step, all that is alive while it runs: what the caller holds, its inputs,
-            its outputs and its scratch included.
-        peak_bytes: the largest of them; for a graph without ops what is alive from the start.
+        graph: the graph that is ordered.
+        order: op indices in execution order.
+        live_bytes: per step, the bytes alive while it runs, including the caller's storages and the
+            step's inputs, outputs and scratch.
+        peak_bytes: the largest of them; for a graph without ops the bytes alive from the start.
         peak_step: the first step that reaches it; -1 for a graph without ops.
     """
 
@@ -52,7 +52,7 @@ class Timeline:
 
     @cached_property
     def host_peak_bytes(self) -> int:
-        """The most bytes that offloaded values take at once in the host's memory, which is part of no other figure."""
+        """The most bytes of offloaded values in the host's memory at once; no other figure includes them."""
         offloaded = [s for s in self.graph.storages if s.host_bytes]
         changes = [0] * (len(self.order) + 1)
         for s in offloaded:
@@ -64,8 +64,8 @@ class Timeline:
     def live_range(self, storage: int) -> tuple[int, int]:
         """The first and the last step, both included, at which `storage` is alive.
 
-        An input is alive from step 0, whoever stays until the last step. In a graph without ops
-        the range is the empty (0, -1).
+        An input is alive from step 0; a storage that stays is alive until the last step. In a graph
+        without ops the range is the empty (0, -1).
         """
         return self._ranges[storage]
 

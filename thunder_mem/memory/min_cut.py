@@ -1,12 +1,12 @@
-"""The least that can be alive when an op runs, by minimum cut.
+"""The least bytes that can be alive when an op runs, by minimum cut.
 
-Between two ops the live bytes depend only on the set X of ops that have run:
-`f(X)` sums the storages whose allocator is in X while one of their users is not. Minimising `f` over
-the sets that hold all ancestors of an op but not the op itself is a minimum cut: an op on the source
-side has run; an infinite arc leads from every op to its predecessors; a storage is a node that an
-allocator feeds with its bytes, and that demands all users on the source side to be on it itself.
-The minimum plus what the op allocates is a lower bound on every order's peak, and the set that attains
-it is where a better order would pass.
+Between two ops the live bytes depend only on the set X of ops that have run. `f(X)` sums the storages whose allocator
+is in X while one of their users is not. A minimum cut minimises `f` over the sets that hold all ancestors of an op,
+but not the op itself. Ops on the source side have run. An infinite arc leads from every op to its predecessors. An arc
+with a storage's bytes leads from its allocator to the storage's node, and infinite arcs lead from there to all users.
+
+The minimum plus the op's own allocations is a lower bound on every order's peak. A better order would pass through
+the set that attains it.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class CutNetwork:
     def least_before(self, op: int) -> tuple[int, np.ndarray]:
         """The least bytes alive just before `op` can run, and which ops have run then, as (n,) bool.
 
-        The bytes count inputs and whatever stays, not what `op` allocates; they are a lower bound
-        in any case and exact unless the graph's bytes exceed 2**46 of their common divisor.
+        The bytes count inputs and storages that stay, but not the allocations of `op`. They are always a lower
+        bound, and exact unless the graph's bytes exceed 2**46 of their common divisor.
         """
         tails, heads, units, names = self._merged(op)
         nodes = int(names.max()) + 1
@@ -133,7 +133,7 @@ class CutNetwork:
         return sorted(reached)
 
     def bound(self, op: int) -> int:
-        """The least bytes that are alive while `op` runs, in whatever order."""
+        """The least bytes alive while `op` runs, over all orders."""
         return self.least_before(op)[0] + self._live.allocated_bytes[op] + self._live.scratch_bytes[op]
 
 

@@ -1,4 +1,4 @@
-"""What comes from outside: numbers, JSON and files, read strictly; what a message quotes of them is short."""
+"""Strict readers of outside input (numbers, JSON, files), and short quotes of it for messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DIGITS = 9
 
 
 def quoted(given: object, most: int = _QUOTED) -> str:
-    """What was given, for a message: its `repr`, of which at most so many characters are shown.
+    """The `repr` of a value for a message, shortened to a number of characters.
 
     Example:
         >>> quoted("40GB"), len(quoted("9" * 5000))
@@ -28,12 +28,12 @@ def quoted(given: object, most: int = _QUOTED) -> str:
 
 
 def shortened(text: str, most: int = _QUOTED) -> str:
-    """A text, of which at most so many characters are shown."""
+    """A text, shortened to a number of characters."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def whole_number(text: str) -> int | None:
-    """The number that a text is, up to nine digits: ASCII, with a minus at most in front; None for any other text.
+    """The integer in a text of at most nine ASCII digits, with an optional minus; None for any other text.
 
     Example:
         >>> whole_number("12"), whole_number("-1"), whole_number("1_0"), whole_number("１"), whole_number("1\\n")
@@ -43,10 +43,10 @@ def whole_number(text: str) -> int | None:
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int) -> Any:
-    """What a JSON file holds, in which each key of an object stands once and each number is finite.
+    """The content of a JSON file whose objects have unique keys and whose numbers are finite.
 
     Raises:
-        ValueError: it is larger, or no such file: "it is not JSON: ..."; the name is for the caller to say.
+        ValueError: it is too large, or not such a file: "it is not JSON: ..."; the caller adds the file's name.
         OSError: it cannot be read.
     """
     with Path(path).open("rb") as file:
@@ -64,7 +64,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int) -> Any:
 
 
 class _NotStrict(ValueError):
-    """JSON to Python's parser, and not to this one."""
+    """Python's parser accepts the text as JSON, but this stricter reader does not."""
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _finite(text: str) -> float:
 
 
 def replace_file(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file as a whole: who reads meanwhile finds the old content or the new. A failure leaves nothing behind.
+    """Write a file as a whole: a concurrent reader finds the old or the new content. A failure leaves nothing behind.
 
     Raises:
         OSError: there is no such folder, the path is a folder, or it may not be written.

@@ -1,4 +1,4 @@
-"""What was decided, as plain data: the order, the regions, the copies, and what was compared on the way."""
+"""A plan as plain data: the order, the regions, the copies, and the compared candidates."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ __all__ = ["Arrangement", "BudgetOutcome", "Decision", "Plan", "PlannedRegion", 
 
 @dataclass(frozen=True)
 class BudgetOutcome:
-    """What a budget bought.
+    """The plan that a budget led to.
 
     Attributes:
         budget_bytes: the limit.
         peak_bytes: the exact peak of the plan.
-        recompute_ms: what the repetitions cost by the cost model, beyond those that are free.
-        bound_ms: no choice within the budget is known to cost less than this, repetitions and what is exposed of
-            copies to the host together; 0 means that no bound is known.
-        method: "free" (it fits without repeating anything costly), "ladder", "milp", or "smallest"
-            where nothing fits.
+        recompute_ms: modelled time of the recomputation that is not free.
+        bound_ms: no plan within the budget is known to cost less, recomputation and exposed copies together;
+            0 means that no bound is known.
+        method: "free" (it fits without costly recomputation), "ladder", "milp", or "smallest" if nothing fits.
         offloaded: names of the values that the backward fetches from the host, in the order in which they leave.
-        host_bytes: what they take there, which is part of no peak.
-        link_ms: how long their copies take, both ways.
-        exposed_ms: how much of that is not hidden behind other work.
-        without_offload_ms: what repetitions alone would cost; None if those do not fit, or nothing is offloaded.
+        host_bytes: their bytes in the host's memory, which no peak includes.
+        link_ms: time of their copies, both ways.
+        exposed_ms: the part of that time that other work does not hide.
+        without_offload_ms: time of a plan by recomputation alone; None if no such plan fits, or nothing is offloaded.
     """
 
     budget_bytes: int
@@ -40,12 +39,12 @@ class BudgetOutcome:
 
     @property
     def cost_ms(self) -> float:
-        """What the budget costs in all."""
+        """The total cost of the budget."""
         return self.recompute_ms + self.exposed_ms
 
     @property
     def gap(self) -> float:
-        """How far `cost_ms` may be above the least, relative to it."""
+        """The largest possible distance of `cost_ms` from the optimum, relative to the optimum."""
         return 0.0 if self.cost_ms <= self.bound_ms else 1.0 - self.bound_ms / self.cost_ms
 
 
@@ -55,9 +54,9 @@ class PlannedRegion:
 
     Attributes:
         ops: their indices in the source graph, in source order.
-        copies: those among `ops` that are recomputed here, while another region (or none) hands their
+        copies: those among `ops` that are recomputed here, while another region (or none) returns their
             results to the rest of the trace.
-        executor: name of the fusion executor that runs them as one; None to run them one by one.
+        executor: name of the fusion executor that fuses them; None to run them one by one.
         backward: it runs in the backward.
     """
 
@@ -72,10 +71,10 @@ class Arrangement:
     """One arrangement that was priced by the timeline.
 
     Attributes:
-        name: what it is.
-        forward_peak_bytes: the most bytes alive at once in the forward, what the caller holds included.
+        name: of the candidate.
+        forward_peak_bytes: the most bytes alive at once in the forward, including the caller's storages.
         backward_peak_bytes: the same in the backward; 0 without one.
-        regions: how many steps it has.
+        regions: its number of steps.
     """
 
     name: str
@@ -90,7 +89,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Something that was left as it was, and why."""
+    """Something that was left unchanged, and the reason."""
 
     what: str
     reason: str
@@ -98,14 +97,14 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision and what it was worth.
+    """One decision and its gain.
 
     Attributes:
         what: "loss head", "saved for the backward", "regions", "order" or "budget".
-        how: what was decided, in words.
-        figure: what is counted: "peak" (all that is alive at once), "saved" or "logits".
-        before_bytes, after_bytes: that figure without the decision, and with it.
-        source: "file:line" that it is about, or "".
+        how: the decision in words.
+        figure: the counted quantity: "peak" (all bytes alive at once), "saved" or "logits".
+        before_bytes, after_bytes: that quantity without the decision, and with it.
+        source: the "file:line" that it concerns, or "".
     """
 
     what: str
@@ -121,16 +120,16 @@ class Plan:
     """The decisions of one compilation.
 
     Attributes:
-        regions: in the order in which they run, forward before backward.
-        chosen: name of the candidate that `regions` is.
-        candidates: all that were compared, the chosen one among them.
+        regions: in execution order, forward before backward.
+        chosen: name of the chosen candidate, whose regions these are.
+        candidates: all compared candidates, including the chosen one.
         sort: name of the algorithm that found the order.
-        refused: what was left alone.
-        decisions: what each decision was worth, in the order they were made; peaks build on each other.
+        refused: parts of the program that were left unchanged.
+        decisions: in the order they were made, each with its gain; peaks build on each other.
         fingerprint: identifies the source graph, so that plans of equal programs can be compared.
-        budget: what the budget bought; None without one.
-        overwritten_peak_bytes: the peak if every region of `mem_pointwise` could write its results over what dies
-            there, by which free plans are compared; see `rewrites/buffer_reuse.py` for what can.
+        budget: the outcome under a budget; None without one.
+        overwritten_peak_bytes: the peak if every `mem_pointwise` region could write its results over values that
+            die there. Free plans are compared by it; `rewrites/buffer_reuse.py` says which regions can.
     """
 
     regions: tuple[PlannedRegion, ...]
@@ -148,7 +147,7 @@ class Plan:
         return next(c for c in self.candidates if c.name == self.chosen)
 
     def with_peaks(self, forward_peak_bytes: int, backward_peak_bytes: int) -> Plan:
-        """The plan of a trace that has these peaks now."""
+        """The same plan with the present peaks of its trace."""
         new = replace(self.candidate, forward_peak_bytes=forward_peak_bytes, backward_peak_bytes=backward_peak_bytes)
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""Plans as plain data that can be compared: where two of them differ first."""
+"""Plans as comparable plain data, and the first difference between two of them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["differing_part", "plan_json"]
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """A plan as plain data, without places in source files."""
+    """A plan as plain data, without source lines."""
     found = plan.to_json()
     for decision in found["decisions"]:
         del decision["source"]
-    found["refused"] = [refused["what"] for refused in found["refused"]]  # whose reasons name places
+    found["refused"] = [refused["what"] for refused in found["refused"]]  # its reasons name source lines
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
 
 
 def differing_part(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """What is the first to differ between two plans as `plan_json` gives them, and what it is in each; None if equal.
+    """The first part in which two results of `plan_json` differ, and its value in each; None if equal.
 
     Example:
         >>> differing_part({"sort": "lpmf", "regions": [1, 2]}, {"sort": "lpmf", "regions": [1, 3]})
@@ -31,7 +31,7 @@ def differing_part(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[
     """
     for key in sorted({*mine, *theirs}):
         here, there = mine.get(key), theirs.get(key)
-        if _text(here) == _text(there):  # which tells 1 from True
+        if _text(here) == _text(there):  # `repr` distinguishes 1 from True
             continue
         if isinstance(here, list) and isinstance(there, list):
             pairs = enumerate(zip(here, there, strict=False))

@@ -1,4 +1,4 @@
-"""When the steps of a plan run each op, and what is alive at each of them, read off a plan."""
+"""The steps of a plan that run each op, and the live bytes at each step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class PlanSteps:
 
     Attributes:
         graph: that graph.
-        of_op: per op, the steps that run it: several where regions compute it again.
-        copied: the (op, step) of which another step, or none, hands out the result.
-        live_bytes: per step, the bytes alive then, regions taken as units.
-        peak: the first step with the most, in the half that peaks; None for a plan without steps there.
+        of_op: per op, the steps that run it: several if regions recompute it.
+        copied: each (op, step) whose result another step returns, or none.
+        live_bytes: per step, the bytes alive then, with regions as units.
+        peak: the first step with the most bytes, in the half that peaks; None for a plan without steps there.
     """
 
     graph: Graph
@@ -31,7 +31,7 @@ class PlanSteps:
     peak: int | None = None
 
     def first(self, storage: int) -> int | None:
-        """The step that makes a storage: 0 for what is there from the start, None if every reader copies it."""
+        """The step that makes a storage: 0 for an input, None if every reader recomputes it."""
         made = self.graph.allocator[storage]
         return 0 if made is None else min((i for i in self.of_op[made] if (made, i) not in self.copied), default=None)
 
@@ -47,10 +47,10 @@ class PlanSteps:
         return max((i for op in self.graph.users[storage] for i in self.uses(storage, op)), default=-1)
 
     def uses_before_peak(self, storage: int, ops: Sequence[int]) -> int | None:
-        """How many of these ops, in source order, use a storage before the peak, over which the others keep it idle.
+        """How many of these ops, in source order, use a storage before the peak, at which it is idle.
 
-        None if it is not idle there: made later, used at the peak, used only on one side of it, copied by some who
-        use it, or if the order of the steps mixes early and late uses.
+        None if the storage is not idle at the peak: made later, used at the peak, used only on one side of it, or
+        recomputed by some user. Also None if the order of the steps mixes early and late uses.
         """
         steps = [self.uses(storage, op) for op in ops]
         first = self.first(storage)

@@ -1,10 +1,9 @@
-"""When bytes appear and vanish as ops run, in either direction of time.
+"""Live bytes as ops run one after the other, in either direction of time.
 
-Every sort algorithm and every bound works on `Liveness`: the `Graph` reduced to bytes per op and
-to the storages that can die. The live bytes between two ops depend only on the set of ops that
-have run, never on their order; and reading time backwards gives a problem of the same form, where
-a storage appears with its last user and vanishes with its allocator. `RunningSet` runs ops one after
-the other in either direction, so each greedy rule is written once.
+Every sort and every bound works on `Liveness`: the `Graph` reduced to bytes per op and to the storages that can die.
+The live bytes between two ops depend only on the set of ops that have run, never on their order. Reversed time gives
+a problem of the same form: a storage appears with its last user and vanishes with its allocator. `RunningSet` runs ops
+in either direction, so each greedy rule is written once.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ __all__ = ["Liveness", "RunningSet", "footprint_bytes", "liveness", "profile"]
 
 @dataclass(frozen=True, eq=False)
 class Liveness:
-    """What an order's live bytes depend on.
+    """The facts of a graph that determine the live bytes of an order.
 
     Attributes:
         start_bytes: alive before the first op: every storage that no op allocates.
-        end_bytes: alive after the last op: inputs that stay, what is held, the outputs.
-        allocated_bytes: per op, all it allocates.
+        end_bytes: alive after the last op: inputs that stay, held storages and outputs.
+        allocated_bytes: per op, the bytes that it allocates.
         scratch_bytes: per op.
         mortal: per op, the storages it touches that die with their last user.
         users: per storage, the ops that touch it if it is mortal, else ().
@@ -94,9 +93,9 @@ def profile(live: Liveness, order: Sequence[int]) -> list[int]:
 def footprint_bytes(live: Liveness) -> int:
     """The cheapest lower bound on every order's peak, in linear time.
 
-    The most of: any one op with what stays from the start, its inputs, its outputs and its scratch;
-    the smallest op that can run first, on top of all that is alive at the start; the smallest that
-    can run last, on top of what is alive at the end.
+    It is the maximum of three figures. First, any one op with its inputs, outputs and scratch, and all storages
+    that stay from the start. Second, the bytes alive at the start plus the smallest op that can run first. Third,
+    the bytes alive at the end plus the smallest op that can run last.
     """
     scratch, nbytes = live.scratch_bytes, live.nbytes
     stays = live.start_bytes - sum(
@@ -111,7 +110,7 @@ def footprint_bytes(live: Liveness) -> int:
 
 
 class RunningSet:
-    """The ops that have run, and what running each further op would do to the live bytes.
+    """The ops that have run, and the effect of each further op on the live bytes.
 
     Running `op` needs `now_bytes + appears[op] + scratch_bytes[op]` and leaves
     `now_bytes + appears[op] - vanishes[op]`. With more ops run, `appears` only falls and `vanishes`
@@ -137,7 +136,7 @@ class RunningSet:
             self.appears = list(live.allocated_bytes)
             self.vanishes = [0] * len(live)
             self._left = [len(ops) for ops in live.users]
-            # The sum of the users left: once one is left, it is that one.
+            # The sum of the indices of the remaining users: the last user's index once one remains.
             self._left_sum = [sum(ops) for ops in live.users]
             for s, ops in enumerate(live.users):
                 if len(ops) == 1:

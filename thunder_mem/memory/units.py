@@ -35,7 +35,7 @@ def parse_bytes(size: str | int) -> int:
 
 
 def change(before_bytes: int, after_bytes: int) -> str:
-    """From one figure to another, in percent; "" where there was nothing before.
+    """The change from one figure to another in percent; "" if the first is 0.
 
     Example:
         >>> change(200, 150), change(1000, 1001), change(10_000, 9_999), change(0, 5)

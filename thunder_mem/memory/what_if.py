@@ -1,9 +1,9 @@
-"""What the peak would be if a stretch of steps moved elsewhere, in far less than a full pass.
+"""The peak after moving a stretch of steps, computed much faster than by a full pass.
 
-A moved stretch changes the live bytes only at the steps it passes, and there only by the storages it
-touches itself: those it allocates come later (or earlier) by as many steps, and an input it was the
-last to use lives longer (or shorter) from its next-to-last user on. So a question costs one range
-maximum per storage that the stretch touches, whatever the distance.
+A moved stretch changes the live bytes only at the steps it passes, and there only by the storages it touches itself.
+The storages it allocates appear later (or earlier) by as many steps. An input whose last user it was lives longer (or
+shorter) from the next-to-last user on. So a question costs one range maximum per storage that the stretch touches, at
+any distance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["WhatIf"]
 
 
 class WhatIf:
-    """An order that can be questioned and changed by moving stretches of it.
+    """An order for which moves of stretches can be priced and made.
 
     Building it takes one full pass. It is the one mutable structure here: `move` changes it.
 
@@ -130,7 +130,7 @@ class WhatIf:
         later = to >= start
         low, high = (stop, to + stop - start) if later else (to, start)
 
-        # Who else uses what the stretch touches, and until when.
+        # The other users of the storages that the stretch touches, and their last use.
         members = set(stretch)
         last_inside: dict[int, int] = {}
         made: set[int] = set()
@@ -141,8 +141,8 @@ class WhatIf:
         elsewhere = {
             s: max((self._position[u] for u in live.users[s] if u not in members), default=-1) for s in last_inside
         }
-        # A passed step loses (gains) what the stretch leaves alive; from the last other user on, it
-        # keeps (is rid of) what the stretch would free.
+        # A passed step loses (gains) the storages that the stretch leaves alive. From their last other user on, it
+        # keeps (is rid of) the storages that the stretch would free.
         sign = -1 if later else 1
         change = sign * sum(live.nbytes[s] for s in made if not self._mortal[s] or elsewhere.get(s, -1) >= 0)
         turns = sorted((elsewhere[s] + 1, -sign * live.nbytes[s]) for s in last_inside if s not in made)

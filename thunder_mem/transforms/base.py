@@ -1,7 +1,7 @@
-"""What a transform of this package has to do with the list that it stands in.
+"""The base of this package's transforms: it guards the user's list of transforms.
 
-Users write ``transforms=[MemEfficient()]``. Whatever else they write gets one sentence that says so; and the
-list, which is theirs, keeps what they put into it (`frontend/fx_prologue_checks.py`).
+Users write ``transforms=[MemEfficient()]``. Any other form raises one sentence that names the right one. The user's
+list stays unchanged (`frontend/fx_prologue_checks.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["ListedTransform"]
 
 
 class _Class(ABCMeta):
-    """Of a class in place of an object Thunder says that it "had an unexpected type"; this puts the remedy in front."""
+    """Put the remedy before Thunder's message for a class in place of an object: it "had an unexpected type"."""
 
     def __format__(cls, spec: str) -> str:
         return f"{cls!r} is a class, write transforms=[{cls.__name__}()] with parentheses: it"
 
 
 class ListedTransform(Transform, metaclass=_Class):
-    """A transform that keeps the caller's list clean, and answers where it is taken for a list or a plugin."""
+    """A transform that leaves the caller's list unchanged, and raises a clear error where it is misused."""
 
     def __init__(self) -> None:
         name_user_lines(ListedTransform)
@@ -48,7 +48,7 @@ class ListedTransform(Transform, metaclass=_Class):
 
     @property
     def policy(self) -> NoReturn:
-        """What Thunder asks plugins for."""
+        """An attribute that Thunder reads from plugins."""
         raise AttributeError(
             f"{type(self).__name__} is a transform, plugins= takes a plugin: "
             'write plugins="mem-efficient" or plugins=thunder_mem.MemEfficientPlugin(...)'

@@ -26,14 +26,13 @@ class ChunkLossHead(ListedTransform):
     """Run loss heads chunk by chunk, so that no (rows, vocabulary) value ever exists whole.
 
     Args:
-        chunks: how many chunks every head runs in, or "auto": by the size of the head; small heads are
-            left alone.
-        rows: how many rows a chunk has, or "auto", which means the same. Give one of `chunks` and
+        chunks: the number of chunks of every head, or "auto", by the size of the head; small heads stay whole.
+        rows: the number of rows of a chunk, or "auto", as for `chunks`. Give one of `chunks` and
             `rows`; neither means "auto".
-        accumulate: dtype in which gradients of 16-bit weights add up over chunks, "float32" or
-            "input" (the weight's own and, while chunks run, a byte more, which saves a byte a weight
-            and then two, is as exact, and takes longer). Without it float32, or, under a budget of
-            `MemEfficient` that has no room for that, "input".
+        accumulate: dtype in which gradients of 16-bit weights add up over chunks, "float32" or "input".
+            "input" is the weight's own dtype, with one more byte while chunks run. It saves one byte a
+            weight, and two afterwards. It is as exact, and slower. The default is "float32", or "input"
+            under a budget of `MemEfficient` that has no room for float32.
 
     Raises:
         ValueError, TypeError: an argument outside of what is accepted.
@@ -57,7 +56,7 @@ class ChunkLossHead(ListedTransform):
 
     @property
     def record(self) -> ChunkRecord:
-        """What the latest compilation did; empty before the first."""
+        """The record of the latest compilation; empty before the first."""
         return self.records[-1] if self.records else ChunkRecord()
 
     def transform_traces_pre_prologue(
@@ -97,7 +96,7 @@ class ChunkLossHead(ListedTransform):
         return prologue_trace, computation_trace, epilogue_trace
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        """Thunder's hook for the final traces: the gradient of rows that are dead takes their place."""
+        """Thunder's hook for the final traces: the gradient of dead rows overwrites the rows."""
         try:
             return write_over_dead_rows(trace)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What became of the last compilation with `MemEfficient`: its plan as a file, or why there is none."""
+"""The outcome of the last compilation with `MemEfficient`: its plan as a file, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["save_plan", "why_no_plan"]
 
 
 def why_no_plan(jitted: Any) -> str:
-    """Why `last_plan` is None, and what to do, in a sentence; "" where there is a plan.
+    """Say in one sentence why `last_plan` is None, and what to do; "" if there is a plan.
 
     Args:
         jitted: what `thunder.jit` or ThunderFX returned.
@@ -51,7 +51,7 @@ def save_plan(jitted: Callable[..., Any], path: str | os.PathLike[str]) -> None:
 
     Args:
         jitted: what `thunder.jit` made with `MemEfficient`, after a call.
-        path: of the file, which is replaced as a whole.
+        path: the file, which is replaced as a whole.
 
     Raises:
         ValueError: nothing was planned yet, or planning failed.

@@ -57,57 +57,56 @@ __all__ = ["MemEfficient"]
 
 
 class MemEfficient(ListedTransform):
-    """Compile for a lower peak of memory, with the same results.
+    """Lower the peak memory of a compiled program, with the same results.
 
-    Plans on the joint forward and backward trace which values are kept and which are rebuilt inside
-    fused code, in which order everything runs, and which operations run as one. If `thunder.jit` is
-    given no `executors`, and no general fusion executor is among Thunder's defaults, thunder_mem's own
-    (`mem_pointwise`, and `mem_attention` for the CPU) join the list. A list that you give stays yours, but where
-    nothing in it fuses, PyTorch's own kernels of composite operations join it (`mem_kernels`, `mem_attention`).
+    Plans on the joint trace of forward and backward: which values are saved and which are recomputed in
+    fused code, which operations are fused, and the order of all operations. Without `executors` in
+    `thunder.jit`, Thunder's default list is used. If that list has no general fusion executor, `mem_pointwise`
+    (and `mem_attention` on a CPU) join it. If nothing in your own list fuses, PyTorch's own kernels of
+    composite operations join it (`mem_kernels`, `mem_attention`).
 
     Args:
         sort: the algorithm that orders the program: a name of `thunder_mem.SORTS`, or your own
-            function `(Graph) -> Sequence[int]`, whose order is checked and refused if it breaks a
-            dependency. The compile option ``mem_efficient_sort`` says the same, where this does not.
-        chunk: run large loss heads chunk by chunk, so that logits never exist whole, with chunks as large
-            as the rest of the program's peak allows. A `thunder_mem.ChunkLossHead` (which does this alone)
-            says instead how: ``chunk=ChunkLossHead(rows=1024, accumulate="input")``.
-        budget: the most bytes that may be alive at once in the forward or the backward, arguments and
-            results included (not what lives outside of the compiled function, such as an optimizer's
-            state): an int, a size such as "40GiB", or "80%" of the device's memory. Memory is bought
-            with time, cheapest first, only where the free decisions do not suffice.
-        recompute: what the backward computes again beside what is free, or receives in spite of that:
-            "Pattern:strategy:count,..." or "layerwise", the same as a list, a dict or the path of a JSON
-            file (see `thunder_mem.user_choices.config.parse_config`; `thunder_mem.recompute_table` lists the
-            patterns of a program), or a policy `(op, graph) -> "keep" | "recompute" | "offload" |
-            "auto"` (ready ones are in `thunder_mem.policies`). Without it, what the environment variable
-            THUNDER_MEM_RECOMPUTE says when this object is made.
-        offload: under a budget, values that the backward receives may wait in the host's memory (pinned, for a
-            GPU), where that is cheaper than to compute them again, or where nothing else fits: True, or
-            "only:PATTERN" for values of one pattern as `recompute_table` names them. Copies run beside other work.
+            function `(Graph) -> Sequence[int]`. An order that breaks a dependency is refused. Without this
+            argument, the compile option ``mem_efficient_sort`` counts.
+        chunk: run large loss heads in chunks, so that logits never exist whole. Chunks are as large as the
+            rest of the program's peak allows. A `thunder_mem.ChunkLossHead` sets the chunks instead:
+            ``chunk=ChunkLossHead(rows=1024, accumulate="input")``.
+        budget: the most bytes that may be alive at once in the forward or the backward: an int, a size such
+            as "40GiB", or "80%" of the device's memory. It includes arguments and results, but nothing
+            outside the compiled function, such as an optimizer's state. If the free decisions do not
+            suffice, the plan trades time for memory, cheapest first.
+        recompute: values to recompute or to keep, beside the free decisions. Either a configuration
+            ("Pattern:strategy:count,..." or "layerwise", a list, a dict, or the path of a JSON file; see
+            `thunder_mem.user_choices.config.parse_config`), or a policy `(op, graph) -> "keep" | "recompute" |
+            "offload" | "auto"` (see `thunder_mem.policies`). `thunder_mem.recompute_table` lists the patterns of a
+            program. The default is the environment variable THUNDER_MEM_RECOMPUTE when this object is made.
+        offload: under a budget, let values for the backward wait in the host's memory (pinned, for a GPU),
+            where that is cheaper than recomputation, or where nothing else fits. True, or "only:PATTERN" for
+            one pattern of `recompute_table`. Copies run beside other work.
         on_infeasible: "error" raises `BudgetError` if nothing fits the budget, "warn" compiles the
             smallest plan found.
-        costs: what a budget takes the time of a repetition to be: "roofline", from shapes and dtypes, or "measured",
-            run on this machine when the program is compiled, once for equal operations, and kept in the user's cache
-            folder. The time of copies to the host is modelled in both.
-        reuse: let results of `mem_pointwise` regions be written over values that nobody reads any more.
-            Under ``retain_graph=True`` what autograd keeps is copied first.
-        verify: check every plan (True) or none (False): that the planned trace computes
-            the same values, with the same effects, as the one it was made from. By default all programs of
-            up to 2,000 operations are, and of longer ones a share. A plan that fails is a failure of planning.
+        costs: the source of times for recomputation under a budget. "roofline" models them from shapes and
+            dtypes. "measured" runs each operation once on this machine at compilation, and keeps its time in the
+            user's cache folder. Copies to the host are modelled in both.
+        reuse: let `mem_pointwise` regions write results over values that nobody reads any more.
+            Under ``retain_graph=True`` values that autograd keeps are copied first.
+        verify: check every plan (True) or none (False): the planned trace must compute the same values, with
+            the same effects, as the original. By default all programs of up to 2,000 operations are
+            verified, and a share of longer ones. A plan that fails is a failure of planning.
         strict: raise when planning fails. By default a warning names the cause, and the program is
-            compiled as Thunder alone would.
-        plan: a file of `thunder_mem.save_plan`: compile this plan, or nothing. Another program, versions or
-            options than the file's, and a plan that comes out otherwise, are errors.
+            compiled as by Thunder alone.
+        plan: a file of `thunder_mem.save_plan`: compile this plan or raise. Another program, other versions or
+            options, and a plan that differs from the file are errors.
 
     Raises:
         ValueError: `sort` is an unknown name, or `budget`, `recompute`, `offload`, `on_infeasible` or `costs` is none
-            of the above; or `offload` without a budget.
-        RecomputeError: when compiling: `recompute` asks for what this program does not have, or for what
-            must not be computed again.
-        BudgetError: when compiling: no plan fits the budget.
-        MeasuringError: when compiling: `costs` is "measured" on one of several ranks, or under `simulate`.
-        PlanFileError: `plan` is no plan file; when compiling: it is of something else.
+            of the above; or `offload` is given without a budget.
+        RecomputeError: at compilation: `recompute` names an operation that this program does not have, or one
+            that must not be recomputed.
+        BudgetError: at compilation: no plan fits the budget.
+        MeasuringError: at compilation: `costs` is "measured" on one of several ranks, or under `simulate`.
+        PlanFileError: `plan` is no plan file; at compilation: the file is for another program.
         TypeError: an argument of another type than documented.
 
     Example:
@@ -207,17 +206,17 @@ class MemEfficient(ListedTransform):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs) -> TraceCtx | None:
         if self._plan is not None:
             self._plan.check_plan(*current_record())
-        # Checked however long the trace is, for that costs little.
+        # Checked for traces of any length, because the check is cheap.
         return computation_trace if self._options.verify is False else final_trace(computation_trace, self)
 
     def _is_alone_in(self, transforms: Sequence[Transform]) -> None:
-        """Refuse another one of other options: the last one's would be the only ones that count."""
+        """Refuse a second `MemEfficient` with other options: only the last one's options would count."""
         for other in transforms:
             if isinstance(other, MemEfficient) and repr(other) != repr(self):
                 raise ValueError(f"one MemEfficient plans a program, with all options: not both {self} and {other}")
 
     def _identify(self, trace: TraceCtx, asked: dict[str, str]) -> None:
-        """Note which program this is, for plan files and for other ranks."""
+        """Record the program's digest, for plan files and for other ranks."""
         try:
             program = program_of(trace)
         except Exception as error:
@@ -233,7 +232,7 @@ class MemEfficient(ListedTransform):
             self._plan.check_program(program, asked)
 
     def _asked(self, executors: tuple) -> dict[str, str]:
-        """The options that decide about a plan, and the executors, as text."""
+        """The options that affect a plan, and the executors, as text."""
         given, options = [e for e in executors if not isinstance(e, TemporaryExecutor)], self._options
         sort, recompute = options.sort, self._recompute
         return {
@@ -256,9 +255,9 @@ class MemEfficient(ListedTransform):
         return options.recompute is None and options.budget is None and not options.named
 
     def _prepared(self, trace: TraceCtx, prologue_trace: TraceCtx, *, kernels: bool = False) -> TraceCtx:
-        """The trace as planning wants it, with values in place of writes; as it was where that does not work.
+        """The trace in functional form, for planning; unchanged after a failure.
 
-        With `kernels`, batch norms stand in the form that `mem_kernels` takes.
+        With `kernels`, batch norms are in the form that `mem_kernels` takes.
         """
         try:
             opened = without_ignored_targets(trace)
@@ -275,7 +274,7 @@ class MemEfficient(ListedTransform):
             return trace
 
     def _chunked(self, trace: TraceCtx, executors: tuple) -> tuple[TraceCtx, PlanningOptions]:
-        """The trace with its loss heads chunked, as it was where that does not work, and options with what was done."""
+        """The trace with chunked loss heads (unchanged after a failure), and the options with a record of it."""
         try:
             asked = self._chunk if isinstance(self._chunk, ChunkLossHead) else ChunkLossHead()
             trace, record = chunk_trace(
@@ -317,7 +316,7 @@ def _chooser(recompute: Written | Policy) -> PartitionPolicy:
 
 
 def _with_kernels(executors: tuple) -> tuple:
-    """Add PyTorch's own kernels of composite operations where nothing fuses what these decompose into."""
+    """Add PyTorch's own kernels of composite operations if no executor fuses the operations' parts."""
     given = user_executors(executors)
     if any(map(fuses_generally, given)):
         return executors
@@ -327,9 +326,9 @@ def _with_kernels(executors: tuple) -> tuple:
 
 
 def _with_defaults(executors: tuple) -> tuple:
-    """Add the package's executors to Thunder's own default list where it has no general fusion executor that works."""
+    """Add the package's executors to Thunder's default list if it has no working general fusion executor."""
     always = get_always_executors()
-    # Thunder puts one in front for each time it takes the function up: again for `ddp`, `fsdp`, `add_transform`.
+    # Thunder puts one executor in front each time it processes the function, also for `ddp`, `fsdp`, `add_transform`.
     own = sum(1 for _ in takewhile(lambda e: isinstance(e, TemporaryExecutor), executors))
     given = executors[own:]
     is_default = tuple(given) == (*get_default_executors(), *always)

@@ -1,4 +1,4 @@
-"""What the rest of a compilation asks of a plan: its other transforms, its cache, its options."""
+"""Constraints that the rest of a compilation puts on a plan: other transforms, the cache, compile options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ UNSYNCED_SHARDS = (
     "accumulate without it, each backward then reduces its own (ddp has no such fault)"
 )
 
-# Transforms that rewrite a trace without looking for products: they do the same to a program with chunk loops.
+# These transforms rewrite a trace but look for no matrix products, so chunk loops do not disturb them.
 _BLIND_TO_PRODUCTS = ("ConstantFolding", "ExtractionOnlyPrologueTransform", "PrunePrologueChecks")
 
 
@@ -55,7 +55,7 @@ def check_sort(sort: Any, name: str = "sort") -> None:
     """Raise when `sort` is neither an algorithm's name nor a function.
 
     Raises:
-        ValueError, TypeError: saying what was given and what is accepted.
+        ValueError, TypeError: `sort` is neither; the message says what is accepted.
     """
     if isinstance(sort, str):
         if sort not in SORTS:
@@ -65,10 +65,10 @@ def check_sort(sort: Any, name: str = "sort") -> None:
 
 
 def check_compile_options(given: Iterable[str]) -> None:
-    """Refuse a compile option that Thunder ignores and that is meant for this package.
+    """Refuse a compile option that is meant for this package but that Thunder would ignore.
 
     Raises:
-        ValueError: it is spelt almost as ours, or named after us.
+        ValueError: its name is almost that of our option, or contains the package's name.
     """
     for name in given:
         ours = name.startswith("mem_efficient") or get_close_matches(name, [SORT_OPTION], cutoff=0.8)
@@ -80,10 +80,10 @@ def check_compile_options(given: Iterable[str]) -> None:
 
 
 def composed(options: PlanningOptions, data: Any, trace: TraceCtx) -> PlanningOptions:
-    """The options as this compilation can have them, with the reasons for what it cannot.
+    """The options that this compilation supports, and the reasons for those that it does not.
 
     Args:
-        options: what `MemEfficient` was made with.
+        options: the options of `MemEfficient`.
         data: Thunder's compile data.
         trace: the computation.
 
@@ -104,7 +104,7 @@ def composed(options: PlanningOptions, data: Any, trace: TraceCtx) -> PlanningOp
             warnings.warn(NO_CUDA, stacklevel=3)
         options = replace(options, redraw=False)
         if options.reuse:
-            # Recording a graph runs it several times on the memory where the forward left what the backward reads.
+            # Recording a graph runs it several times on the memory of the saved values.
             options = replace(options, reuse=False)
             refused.append(Refusal("results over values that die", "CUDA graphs are recorded on values that must stay"))
     if data.cache_option is CACHE_OPTIONS.SYMBOLIC_VALUES and (sizes := _symbolic_sizes(trace)):
@@ -131,9 +131,9 @@ def _symbolic_sizes(trace: TraceCtx) -> str:
 
 
 def rewriting_after(transform: Transform, transforms: Sequence[Any]) -> str:
-    """Name of the first transform behind `transform` that may rewrite what a computation computes; "" without one.
+    """The name of the first later transform that may rewrite the computation; "" without one.
 
-    Thunder's distributed ones are none: they replace parameters, wherever these are read.
+    Thunder's distributed transforms do not count: they replace parameters wherever these are read.
     """
     for other in behind(transform, transforms):
         kind = type(other)
@@ -145,14 +145,14 @@ def rewriting_after(transform: Transform, transforms: Sequence[Any]) -> str:
 
 
 def behind(transform: Transform, transforms: Sequence[Any]) -> tuple[Transform, ...]:
-    """The transforms of others behind the last place of `transform`."""
+    """The transforms of other packages behind the last occurrence of `transform`."""
     places = [i for i, other in enumerate(transforms) if other is transform]
     others = transforms[places[-1] + 1 :] if places else ()
     return tuple(other for other in others if not type(other).__module__.startswith("thunder_mem."))
 
 
 def with_whole_heads(trace: TraceCtx, mine: str, other: str) -> tuple[TraceCtx, str]:
-    """The trace with its loss heads left whole because of the transform `other` behind `mine`, and that reason.
+    """Leave the trace's loss heads whole because transform `other` stands behind `mine`; also return that reason.
 
     Raises:
         ChunkingError: one of the heads is marked by ``with chunked():``.

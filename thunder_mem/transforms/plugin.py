@@ -22,9 +22,9 @@ _REMEDY = "write transforms=[MemEfficient(...)], or thunder.compile(model, plugi
 class MemEfficientPlugin(Plugin):
     """`MemEfficient` and its executors, for any of Thunder's recipes.
 
-    The recipe's own fuser is asked first; `mem_pointwise` fuses what that leaves (without nvFuser, everything).
-    Transforms of other plugins that change what a model computes (quantization, sharding) stand
-    before this one, whose planning they so become part of.
+    The recipe's own fuser comes first; `mem_pointwise` fuses the rest (without nvFuser, everything).
+    Transforms of other plugins that change the computation (quantization, sharding) stand before this one,
+    so their result is planned.
 
     Args:
         options: as `MemEfficient` takes them.
@@ -43,22 +43,22 @@ class MemEfficientPlugin(Plugin):
     policy = PluginPolicy.POST
 
     def __init__(self, **options: Any) -> None:
-        _replace_recipes()  # before Thunder looks its recipe up, and nobody's who uses no plugin
+        _replace_recipes()  # before Thunder looks its recipe up; programs without plugins keep theirs
         self._transform = MemEfficient(**options)
 
     def setup_lookasides(self: Any = None) -> list[Lookaside] | None:
-        if self is None:  # asked of the class: Thunder's first question to a plugin
+        if self is None:  # called on the class, as Thunder's first call to a plugin
             raise TypeError(
                 "plugins= takes objects: write plugins=MemEfficientPlugin() with parentheses, not the class"
             )
         return None
 
     def __format__(self, spec: str) -> str:
-        """What Thunder says of an object among the transforms that is none, with the remedy in front."""
+        """Put the remedy before Thunder's message for a plugin among the transforms."""
         return f"transforms= takes transforms, and {self!r} is a plugin: {_REMEDY}. {self!r}"
 
     def transform_module(self, model: Any) -> NoReturn:
-        """What Thunder calls of a transform."""
+        """A hook that Thunder calls on transforms."""
         raise TypeError(f"transforms= takes transforms, and {self!r} is a plugin: {_REMEDY}")
 
     def setup_transforms(self) -> list[Transform]:
@@ -69,7 +69,7 @@ class MemEfficientPlugin(Plugin):
 
 
 class _WithoutMissingFuser(thunder.recipes.BaseRecipe):
-    """A recipe of Thunder's which, beside this plugin, does without nvFuser where that is not installed.
+    """A recipe of Thunder's that, beside this plugin, works without an installed nvFuser.
 
     Thunder's default recipe asks for nvFuser, and fails without it, even for a model on a CPU.
     """
@@ -90,7 +90,7 @@ class _HFTransformers(_WithoutMissingFuser, thunder.recipes.HFTransformers):
 
 
 def _replace_recipes() -> None:
-    """Thunder's recipes do without a missing nvFuser from now on, where this plugin is among theirs."""
+    """Make Thunder's recipes work without nvFuser when this plugin is among their plugins."""
     for kind, name, models in ((_Default, "default", ""), (_HFTransformers, "hf-transformers", "hf-transformers")):
         thunder.recipes.register_recipe(name, kind)
         Recipe.register(models)(kind)
