@@ -1,1 +1,1 @@
-"""Which operations run as one region. Knows graphs alone, neither Thunder nor PyTorch."""
+"""The choice of fusion regions. Knows only graphs, neither Thunder nor PyTorch."""

@@ -1,7 +1,7 @@
-"""Decide: absorb, contract, order, merge; price every arrangement by the timeline and keep the best.
+"""Absorb, contract, order and merge ops; price every arrangement by the timeline and keep the best.
 
-Heuristics propose and the exact timeline disposes. The arrangement that Thunder itself would choose
-by default, neighbours fused in source order, is always among the candidates.
+Heuristics propose and the exact timeline disposes. Thunder's default arrangement, neighbours fused in source order,
+is always among the candidates.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class _Arrangement:
 
     @cached_property
     def overwritten_peak_bytes(self) -> int:
-        """The peak, if every region that may wrote its results over inputs of the same bytes that die there.
+        """The peak if every permitted region wrote its results over inputs of the same size that die there.
 
-        `rewrites/buffer_reuse.py` knows which really can be, but only of the final trace. A value that another region
-        reads later as well does not die, so what looks lower without this may end higher.
+        `rewrites/buffer_reuse.py` knows which regions really can, but only on the final trace. Without this figure, a
+        plan that looks lower may end higher, because a value with a later reader does not die.
         """
         regions = self.base.graph.contract(self.groups)
         position = {op.payload: op.index for op in regions.ops}
@@ -70,9 +70,9 @@ def arrange(
 
     Args:
         graph: forward and backward ops of one trace, unfused.
-        fuse: which executor can take which op.
+        fuse: the executors that can take each op.
         executors: the executors' names, by their bit in `fuse`.
-        sort: how to order; see `thunder_mem.schedule.registry.sort_graph`.
+        sort: see `thunder_mem.schedule.registry.sort_graph`.
 
     Raises:
         ValueError, TypeError, GraphError: from `sort`.
@@ -110,15 +110,15 @@ def arrange(
 
 
 def _joined(graph: Graph, fuse: FusionCapabilities) -> WithDuplicates:
-    """The most that copies can stand for: of GELU's backward nothing remains but its gradient and its argument."""
+    """The most that copies can replace: GELU's backward then keeps only its gradient and its argument."""
     return duplicate_cheap_producers(graph, fuse, fused_late=True, joining=True)
 
 
 def cannot_beat(graph: Graph, fuse: FusionCapabilities, peak_bytes: int) -> bool:
-    """Whether what the backward receives is so much that `arrange` need not be asked for a lower peak.
+    """Whether the saved values alone reach the peak, so that `arrange` cannot lower it.
 
-    True only if neither the values as they are, nor those that remain once cheap chains are absorbed,
-    leave the order anything to win: they are all alive where the halves meet.
+    All saved values are alive where the halves meet. The answer is true only if no order can gain with the present
+    values, nor with the values that remain once cheap chains are absorbed.
     """
     return (
         between_halves(graph) >= peak_bytes
@@ -138,7 +138,7 @@ def between_halves(graph: Graph) -> int:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """What one way to absorb leads to: arrangements, the algorithm that ordered them, and the source order's peaks."""
+    """The result of one way to absorb: arrangements, their sort, and the source order's peaks."""
 
     arrangements: tuple[_Arrangement, ...]
     algorithm: str
@@ -155,7 +155,7 @@ def _propose(base: WithDuplicates, sort: str | SortFunction) -> _Proposal:
 
 
 def fingerprint(graph: Graph) -> str:
-    """A hash of all that planning depends on: names of proxies and the process' hash seed play no part."""
+    """A hash of all inputs of planning; it does not depend on names of proxies or the process' hash seed."""
     shape = [
         [(op.name, op.reads, op.writes, op.allocates, op.scratch_bytes, op.backward) for op in graph.ops],
         [(s.nbytes, s.device, s.held) for s in graph.storages],
@@ -178,9 +178,9 @@ def order_halves(regions: Graph, sort: str | SortFunction) -> tuple[list[int], s
 
 
 def _arrange(name: str, base: WithDuplicates, regions: Graph, order: Sequence[int]) -> _Arrangement:
-    """Merge for speed within the peaks that the order reaches, then price exactly what will be emitted.
+    """Merge for speed within the order's peaks, then price the regions exactly as they will be emitted.
 
-    A region that no executor takes after all runs op by op, which may hold more: then nothing is merged.
+    A region that no executor takes in the end runs op by op, which may need more memory: then nothing is merged.
     """
     limits = peaks_of(regions, order)
     merged = _priced(name, base, merge_for_speed(regions, order, base.fuse, limits.__getitem__))
@@ -198,10 +198,10 @@ def _priced(name: str, base: WithDuplicates, groups: Iterable[tuple[int, ...]]) 
 
 
 def _emittable(group: tuple[int, ...], base: WithDuplicates) -> Groups:
-    """The steps that a group becomes: the region without the views that only others use, then those.
+    """The steps that a group becomes: the region without views that only other steps use, then these views.
 
-    A view costs nothing outside a region, while a region may have to hand it out as a copy. A group
-    that no executor takes as it is runs op by op.
+    A view costs nothing outside a region, while a region may have to return it as a copy. A group that no executor
+    takes runs op by op.
     """
     core, views = set(group), []
     for op in reversed(group):
@@ -217,7 +217,7 @@ def _emittable(group: tuple[int, ...], base: WithDuplicates) -> Groups:
 
 
 def peaks_of(regions: Graph, order: Sequence[int]) -> tuple[int, int]:
-    """The peak of each half, forward and backward, in this order; 0 for a half that is not there."""
+    """The peak of each half, forward and backward, in this order; 0 for a missing half."""
     peaks = [0, 0]
     for op, live in zip(order, price_order(regions, order).live_bytes, strict=True):
         half = regions.ops[op].backward
@@ -226,7 +226,7 @@ def peaks_of(regions: Graph, order: Sequence[int]) -> tuple[int, int]:
 
 
 def _choose(arrangements: Sequence[_Arrangement]) -> _Arrangement:
-    """The lowest peak, among those that are in no half above Thunder's own arrangement if there are any."""
+    """The arrangement with the lowest peak; those below Thunder's own arrangement in both halves come first."""
     own = next((a for a in arrangements if a.name == THUNDERS_OWN), None)
     allowed = [a for a in arrangements if own is None or (a.peaks[0] <= own.peaks[0] and a.peaks[1] <= own.peaks[1])]
     return min(allowed, key=lambda a: (max(a.peaks), sum(a.peaks)))
@@ -242,7 +242,7 @@ def _planned_region(group: tuple[int, ...], base: WithDuplicates, executors: Seq
 
 
 def about_regions(regions: Sequence[PlannedRegion], before: Sequence[int], after: Sequence[int]) -> Decision:
-    """Which operations run as one: peaks (forward, backward) of neighbours fused, and of these, in source order."""
+    """The decision about regions; peaks are (forward, backward), of fused neighbours and of these regions."""
     fused = [r for r in regions if r.executor is not None]
     copies = sum(len(r.copies) for r in regions)
     inside = sum(len(r.ops) for r in fused)
@@ -252,5 +252,5 @@ def about_regions(regions: Sequence[PlannedRegion], before: Sequence[int], after
 
 
 def about_order(algorithm: str, before: Sequence[int], after: Sequence[int]) -> Decision:
-    """In which order the regions run: peaks (forward, backward) of source order, and of this one, regions merged."""
+    """The decision about order; peaks are (forward, backward), of the source order and of this order."""
     return Decision("order", f"by {algorithm}, then neighbours merged", "peak", max(before), max(after))

@@ -1,9 +1,8 @@
-"""Which ops run together: contract what cannot hurt, then merge for speed where memory has slack.
+"""Grow fusion regions: contract where that cannot raise the peak, then merge for speed where memory has slack.
 
-A region is a tuple of op indices that one fusion executor runs as one. Regions grow along data
-alone, from a producer to its consumer or between readers of one storage: independent paths stay
-apart, so that each can run, and free its inputs, when it suits. All functions propose; the planner
-prices what they propose with the timeline.
+A region is a tuple of op indices that one fusion executor runs as one. Regions grow only along data, from a producer
+to its consumer or between readers of one storage. Independent paths stay apart, so that each can run, and free its
+inputs, at the best time. The functions here propose; the planner prices their proposals with the timeline.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ __all__ = ["FusionCapabilities", "Groups", "consecutive_groups", "contract_chain
 
 Groups = tuple[tuple[int, ...], ...]
 
-# How many regions to look at when the question is who must run after one.
+# The most regions to visit when looking for those that must run after a region.
 MAX_SEARCH = 200
 
 
 class Traits(NamedTuple):
-    """What of some ops decides whether they may be one region; that of more ops follows from their parts'.
+    """The facts about some ops that decide whether they may be one region; they compose for unions.
 
     Attributes:
-        takes: bits of the executors that fuse every one of them.
-        required: bits of the executors for which there is a required op among them.
-        copies: there is a copy among them.
+        takes: bits of the executors that fuse each of the ops.
+        required: bits of the executors for which one of the ops is required.
+        copies: one of the ops is a copy.
     """
 
     takes: int
@@ -45,18 +44,18 @@ class Traits(NamedTuple):
 
 @dataclass(frozen=True)
 class FusionCapabilities:
-    """What the fusion executors say about each op of a graph.
+    """The fusion executors' answers about each op of a graph.
 
     Attributes:
         takes: per op, a bit for each executor that can fuse it.
         required: per op, a bit for each executor that fuses no region without such an op.
         selective: bits of the executors that want at least one required op in a region.
-        cheap: per op, whether a copy inside another region costs next to nothing: pure and
+        cheap: per op, whether a copy inside another region costs almost nothing: it is pure, and
             elementwise or a view; no reduction, no random numbers.
-        operands: per op, the ops that produce its arguments (data alone, no effect edges).
+        operands: per op, the ops that produce its arguments (only data, no effect edges).
         copies: the ops that are copies for one consumer each, and so never run apart from it.
-        kept: forward ops that run once, as somebody asked for it: the backward gets their results, not copies of its
-            own. Nor have consumers in the forward, or Thunder would move the op to the backward.
+        kept: forward ops that run once at the user's request: the backward receives their results. Consumers in the
+            forward have no copies either, or Thunder would move the op to the backward.
         overwriting: bits of the executors whose regions may write results over inputs that die there.
     """
 
@@ -79,7 +78,7 @@ class FusionCapabilities:
         return tuple(map(tuple, consumers))
 
     def traits(self, ops: Iterable[int]) -> Traits:
-        """What decides about these ops as one region."""
+        """The traits of these ops as one region."""
         takes, required, copies = ~0, 0, False
         for op in ops:
             takes &= self.takes[op]
@@ -93,22 +92,22 @@ class FusionCapabilities:
         return takes & (~self.selective | required)
 
     def executor(self, ops: Iterable[int]) -> int:
-        """The executor that runs these ops as one region, the first that takes them, as a bit; 0 for none."""
+        """The first executor that takes these ops as one region, as a bit; 0 for none."""
         taken = self.executors(ops)
         return taken & -taken
 
     def joinable(self, ops: Iterable[int]) -> int:
-        """The executors that these ops may go on growing towards: a required op may still come, as
-        long as the ops could run apart without it."""
+        """The executors for which these ops may still grow: a required op may join later, if the ops can
+        also run apart."""
         return self.may_grow(self.traits(ops))
 
     def may_grow(self, traits: Traits) -> int:
-        """`joinable`, of ops with these traits."""
+        """`joinable` for ops with these traits."""
         return traits.takes & (~self.selective | traits.required) if traits.copies else traits.takes
 
 
 def consecutive_groups(graph: Graph, fuse: FusionCapabilities) -> Groups:
-    """Neighbours in the source order that one executor takes together (what Thunder does by default)."""
+    """Neighbours in the source order that one executor takes together, as Thunder fuses by default."""
     groups: list[tuple[int, ...]] = []
     current: list[int] = []
     traits = nothing = fuse.traits(())
@@ -129,8 +128,8 @@ def consecutive_groups(graph: Graph, fuse: FusionCapabilities) -> Groups:
 def contract_chains(graph: Graph, groups: Groups, fuse: FusionCapabilities) -> Groups:
     """Merge a region into its only consumer where that can never raise the best peak.
 
-    That is so when the bytes the producer could free are at most the bytes it hands on (running the two
-    together then dominates). Repeats until nothing changes.
+    The producer must free at most the bytes that it passes on; running both together then dominates. Repeats
+    until nothing changes.
     """
     chains = _Chains(graph.contract(groups), fuse)
     # A merge may leave what feeds the merged region with one consumer, so those are looked at again.
@@ -148,10 +147,10 @@ def contract_chains(graph: Graph, groups: Groups, fuse: FusionCapabilities) -> G
 
 
 class _Chains:
-    """Regions that are merged one pair at a time, each where its later half stood.
+    """Regions that are merged one pair at a time, at the place of the later region.
 
-    A merged region keeps the index of the later half. Since all that runs after a producer runs after
-    its consumer too, the indices stay a topological order, and there can be no cycle.
+    A merged region keeps the index of the later region. All ops after a producer also run after its consumer,
+    so the indices stay a topological order, without cycles.
     """
 
     def __init__(self, regions: Graph, fuse: FusionCapabilities) -> None:
@@ -165,7 +164,7 @@ class _Chains:
         self.makes = [set(op.allocates) for op in regions.ops]
 
     def consumer_to_join(self, p: int) -> int | None:
-        """The region that alone uses what `p` makes, if the two may and should run as one."""
+        """The only consumer of `p`, if both may and should run as one region."""
         made = self.makes[p]
         if not made or not self.members[p] or not self.regions.outputs.isdisjoint(made):
             return None
@@ -182,13 +181,13 @@ class _Chains:
         return c if self.fuse.may_grow(self.traits[p].joined(self.traits[c])) else None
 
     def _dominates(self, p: int, c: int) -> bool:
-        """Whether `p` hands on at least the bytes that it frees where it runs last of all that could.
+        """Whether `p` passes on at least the bytes that it frees when it runs as late as possible.
 
-        Whatever runs after `p` in every order runs after `c`, so a storage that such a region uses is not freed.
+        A region after `p` in every order also runs after `c`, so `p` does not free the storages of such a region.
         """
         storages = self.regions.storages
         may_free = sum(storages[s].nbytes for s in self._mortal(p))
-        # What nobody uses dies with `p` alone, but in one region it exists beside what `c` makes.
+        # An unused result dies with `p` if `p` runs alone, but in one region it exists beside the results of `c`.
         handed_on = sum(storages[s].nbytes * (1 if self.users[s] - {p} else -1) for s in self.makes[p])
         if may_free > handed_on:
             later = self._some_after(c)
@@ -200,7 +199,7 @@ class _Chains:
         return [s for s in self.touches[p] - self.makes[p] if not storages[s].held and s not in outputs]
 
     def _some_after(self, c: int) -> set[int]:
-        """`c` and regions that run after it in every order: the nearest, if there are many."""
+        """`c` and regions after it in every order: only the nearest, if there are many."""
         found, frontier = {c}, [c]
         for region in frontier:
             if len(found) > MAX_SEARCH:
@@ -230,7 +229,7 @@ class _Chains:
         self.members[p], self.makes[p], self.before[p], self.after[p] = [], set(), set(), set()
 
 
-# How far apart in the order two regions may stand to be merged.
+# The largest distance in the order between two regions to be merged.
 MERGE_WINDOW = 48
 
 
@@ -246,8 +245,8 @@ def merge_for_speed(
         allowance_bytes: the bytes that may be alive at once, in the forward (False) or the backward (True).
 
     Returns:
-        The members of each region in the order in which they run. Each merge runs the two regions
-        where one of them stood, so the order stays legal and there can be no cycle.
+        The members of each region in execution order. Each merge runs both regions at the place of one of
+        them, so the order stays legal, without cycles.
     """
     merger = _Merger(regions, order, fuse)
     for here in range(len(order)):
@@ -258,7 +257,7 @@ def merge_for_speed(
 class _Merger:
     """Slots in running order; a merge empties one slot and refills another.
 
-    What is fused holds no scratch (matrix products and attention do), so that moves with no merge.
+    Fused ops hold no scratch (matrix products and attention do), so a merge moves no scratch.
     """
 
     def __init__(self, regions: Graph, order: Sequence[int], fuse: FusionCapabilities) -> None:
@@ -318,7 +317,7 @@ class _Merger:
         return sorted(found)
 
     def _legal(self, here: int, there: int, target: int) -> bool:
-        """Nothing between the two slots needs the early region (if it moves) or feeds the late one."""
+        """No region between the two slots needs the early region (if it moves) or feeds the late one."""
         if target == there:
             neighbours = (n for op in self.slots[here] for n in self.graph.successors[op])
         else:
@@ -363,7 +362,7 @@ class _Merger:
                 slots.insert(at, target)
 
     def _add_change(self, change: list[int], s: int, moved: set[int], here: int, there: int, target: int) -> None:
-        """Add how a storage's live range changes, as differences over the slots `here`..`there`."""
+        """Add the change of a storage's live range, as differences over the slots `here`..`there`."""
         graph = self.graph
         nbytes = graph.storages[s].nbytes
         used, allocator = self.slots_of[s], graph.allocator[s]

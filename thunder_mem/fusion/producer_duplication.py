@@ -1,9 +1,8 @@
-"""Recompute what amplifies inside each of its consumers, instead of materialising it.
+"""Recompute amplifying ops inside each of their consumers, instead of materialising their results.
 
-An upcast or a broadcast makes more bytes than it reads: materialised it costs memory and bandwidth,
-inside a fused consumer neither. Across the boundary of forward and backward the same choice decides
-what is saved: a value that its consumers rebuild from what is alive anyway is not saved at all.
-This is the largest single win on real training traces.
+An upcast or a broadcast makes more bytes than it reads. Materialised, it costs memory and bandwidth; inside a fused
+consumer it costs neither. Across the boundary of forward and backward the same choice decides what is saved: a value
+that its consumers recompute from live values is not saved. This is the largest single gain on real training traces.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ from thunder_mem.memory.graph import Graph, Op, make_graph
 
 __all__ = ["WithDuplicates", "duplicate_cheap_producers"]
 
-# A recomputed chain reads at most this many storages, so that rebuilding a value costs little more
-# than reading it would have.
+# A recomputed chain reads at most this many storages, so that it costs little more than reading the value.
 MAX_CHAIN_SOURCES = 6
 # And it computes at most this many values: a reduction at every link of a long chain would otherwise
 # rebuild all links before it, quadratic work. Attention's and GELU's chains have up to 16.
 MAX_CHAIN_VALUES = 32
-# Views cost nothing, but copying them does take planning time: nor may more than so many stand upon each other.
+# Views cost nothing at run time, but copying them takes planning time: so a chain has at most so many views.
 MAX_CHAIN_VIEWS = 16
 
 
 @dataclass(frozen=True)
 class WithDuplicates:
-    """A graph in which cheap chains stand once per consumer.
+    """A graph with one copy of each cheap chain per consumer.
 
     Attributes:
         graph: like the original, with copies, each just before its consumer.
@@ -49,14 +47,13 @@ def duplicate_cheap_producers(
     """Give every fusible op its own copies of the cheap chains that feed it, wherever materialising
     them would hold more bytes than recomputing them keeps alive.
 
-    A chain's value is priced against the storages it would be rebuilt from: those that are alive
-    until its last consumer anyway (held by the caller, or used later) cost nothing, the others
-    their bytes. A value that an unfusible op or the caller wants is also computed once for them.
+    The bytes of a chain's value are compared with those of the storages that the chain reads. A storage
+    that is alive until the last consumer anyway (held by the caller, or used later) costs nothing. A value
+    that an unfusible op or the caller needs is also computed once for them.
 
-    How long a storage is alive anyway is read off the source order. With `fused_late` a cheap op with one
-    consumer counts as run where that one runs, as if all of them were fused: what it reads lives longer.
-    With `joining`, what the copies read counts as alive until they run, and a value joins them if what it is
-    rebuilt from is there for their sake.
+    The source order tells how long a storage is alive anyway. With `fused_late` a cheap op with one consumer
+    counts as run with that consumer, as if all were fused, so the op's operands live longer. With `joining`,
+    operands of the copies count as alive until the copies run, and other values may be recomputed from them.
     """
     absorbed = _choose(graph, fuse, _where_fused(graph, fuse) if fused_late else range(len(graph)), joining)
     chains: dict[int, tuple[int, ...]] = {}
@@ -64,7 +61,7 @@ def duplicate_cheap_producers(
     while wanted:
         op = wanted.pop()
         if op not in chains:
-            # A view hands out the storage itself, so what makes that storage must stand.
+            # A view returns the storage itself, so the op that makes the storage must stay.
             chains[op] = _chain(op, fuse, absorbed) if graph.ops[op].allocates else ()
             inside = {op, *chains[op]}
             wanted += [p for member in inside for p in fuse.operands[member] if p not in inside]
@@ -72,7 +69,7 @@ def duplicate_cheap_producers(
 
 
 def _where_fused(graph: Graph, fuse: FusionCapabilities) -> Sequence[int]:
-    """For each op the last one of the chain of only consumers that it is likely to be fused into."""
+    """For each op the last op of the chain of only consumers into which it is likely to be fused."""
     where = list(range(len(graph)))
     for i in range(len(graph) - 1, -1, -1):
         consumers = fuse.consumers[i]
@@ -84,7 +81,7 @@ def _where_fused(graph: Graph, fuse: FusionCapabilities) -> Sequence[int]:
 
 
 def _choose(graph: Graph, fuse: FusionCapabilities, where: Sequence[int], joining: bool) -> list[bool]:
-    """Which ops are recomputed in their consumers: repriced from the most optimistic choice until stable."""
+    """The ops to recompute in their consumers: the most optimistic choice, repriced until stable."""
     absorbed = list(fuse.cheap)
     for joins in (False, True)[: 1 + joining]:
         for _ in range(4):
@@ -134,7 +131,7 @@ def _reprice(
 
 
 def _chain(root: int, fuse: FusionCapabilities, absorbed: Sequence[bool]) -> tuple[int, ...]:
-    """The absorbed ops that `root` is computed through, in source order; none if nobody fuses it."""
+    """The absorbed ops from which `root` is computed, in source order; none if no executor fuses it."""
     members: set[int] = set()
     stack, takes = [root], fuse.executors((root,))
     while stack:
@@ -147,7 +144,7 @@ def _chain(root: int, fuse: FusionCapabilities, absorbed: Sequence[bool]) -> tup
 
 
 def _with_copies(graph: Graph, fuse: FusionCapabilities, chains: Mapping[int, tuple[int, ...]]) -> WithDuplicates:
-    """Build the graph in which each op that is a key of `chains` stands, its chain copied before it."""
+    """Build the graph of the ops that are keys of `chains`, each with a copy of its chain before it."""
     standing = [
         s.index for s, maker in zip(graph.storages, graph.allocator, strict=True) if maker is None or maker in chains
     ]
@@ -177,7 +174,7 @@ def _with_copies(graph: Graph, fuse: FusionCapabilities, chains: Mapping[int, tu
         )
         origin.append(old.index)
         operands.append(tuple([local[p] if p in local else place[p] for p in fuse.operands[old.index]]))
-        # A predecessor that no longer runs was pure: it ordered nothing but its own result.
+        # A removed predecessor was pure: it ordered only its own result.
         before = [local.get(p, place.get(p)) for p in graph.predecessors[old.index]]
         edges.extend([(p, index) for p in before if p is not None])
         return index

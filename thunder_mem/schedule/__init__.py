@@ -1,1 +1,1 @@
-"""In which order operations run, and how far from the least peak that is. Knows neither Thunder nor PyTorch."""
+"""The order of operations, and its distance from the least peak. Knows neither Thunder nor PyTorch."""

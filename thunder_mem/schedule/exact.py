@@ -1,10 +1,9 @@
 """Search over the sets of ops that have run: the exact order of a short stretch, or a proof.
 
-A state is the set of a stretch's ops that have run; its live bytes do not depend on how it was
-reached, so the least peak is a bottleneck shortest path from the empty set to the full one. Two
-facts keep the search small: a ready op that fits under the level already paid for and does not add
-bytes is the only move worth trying (`sift.py` gives the argument), and the same problem read
-backwards often has far fewer states, so both directions advance in turn.
+A state is the set of a stretch's ops that have run. Its live bytes do not depend on the path to it, so the least peak
+is a bottleneck shortest path from the empty set to the full one. Two facts keep the search small. A ready op that fits
+under the level already paid for, and adds no bytes, is the only move worth trying (`sift.py` gives the argument). The
+same problem in reversed time often has far fewer states, so both directions advance in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _TURN_MOVES = 2_000
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """Ops to be ordered among themselves, while all that runs before and after them is given.
+    """Ops to be ordered among themselves, between fixed ops before and after them.
 
     Attributes:
         ops: in some legal order.
@@ -37,13 +36,13 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         order: an order of the stretch, or None if none below the upper limit was found.
         proven_bytes: no order of the stretch has a smaller peak.
-        complete: the search ended: `order` is optimal, or None because there is none below the limit.
-        moves: how many moves were priced, the measure of the work.
+        complete: the search ended: `order` is optimal, or None because no order is below the limit.
+        moves: the number of priced moves, the measure of the work.
     """
 
     order: tuple[int, ...] | None
@@ -62,12 +61,12 @@ def solve(live: Liveness, stretch: Stretch, floor_bytes: int, upper_bytes: int, 
 
     Args:
         live: the graph.
-        stretch: what to order.
+        stretch: the ops to order.
         floor_bytes: a peak that needs no improvement; the first order found that stays within it is
-            returned. A lower bound here makes the result optimal, any more makes the search quicker.
-        upper_bytes: orders that reach it are of no interest.
-        max_moves: how many moves may be priced in all, a little over a microsecond each; one among
-            thousands of ops counts more, for its sets are longer.
+            returned. With a lower bound the result is optimal; a larger value makes the search faster.
+        upper_bytes: orders that reach it are ignored.
+        max_moves: the most moves to price, a little over a microsecond each; a move among thousands of
+            ops counts more, because its sets are longer.
     """
     if floor_bytes >= upper_bytes:
         return Outcome(None, upper_bytes, True, 0)
@@ -116,7 +115,7 @@ class _Direction:
         ready = sum(1 << i for i, before in enumerate(self._before) if not before)
         self._came: dict[int, tuple[int, int]] = {}
         self._paid = {0: self.level}
-        # Within the level, last in first out; above it, by the level a state needs.
+        # A stack within the level; above it, a heap by the level that a state needs.
         self._stack = [(0, start, ready)]
         self._waiting: list[tuple[int, int, int, int, int]] = []
         self._pushed = 0

@@ -1,6 +1,6 @@
 """Greedy orders: least peak memory first (forwards, or backwards from the sinks), DFS and BFS.
 
-Forwards they are the rules of PyTorch's `torch/_inductor/memory.py` (`topological_sort_lpmf`,
+In forward direction they are the rules of PyTorch's `torch/_inductor/memory.py` (`topological_sort_lpmf`,
 `topological_sort_dfs`, `topological_sort_bfs`), with heaps in place of scans over all ready ops.
 None of them looks ahead, so each is only a seed for `sift.py` and `window.py`.
 """
@@ -14,14 +14,14 @@ from thunder_mem.memory.running_set import Liveness, RunningSet
 
 __all__ = ["breadth_first", "depth_first", "least_peak_first"]
 
-# How many ops with the least net may turn out not to fit before the smallest op is taken instead;
+# After so many ops with the least net that do not fit, the smallest op is taken instead;
 # without a limit a wide graph could cost quadratic time.
 _MISFITS = 32
 
 
 def least_peak_first(live: Liveness, reverse: bool = False) -> list[int]:
-    """Among the ready ops that do not raise the peak so far, the one that leaves least alive; if
-    every op raises it, the one that raises it least. Ties go to the source order.
+    """Run the ready op that leaves the fewest bytes alive without raising the peak so far. If every op
+    raises the peak, run the one that raises it least. Ties follow the source order.
 
     `reverse` applies the rule from the sinks to the sources. Time O(E log n).
     """
@@ -90,7 +90,7 @@ def breadth_first(live: Liveness) -> list[int]:
 
 
 def depth_first(live: Liveness) -> list[int]:
-    """From each sink its predecessors first, those with the most bytes below them foremost. Time O(E log n)."""
+    """Depth first from each sink; predecessors with the most bytes below them come first. Time O(E log n)."""
     weight = [0] * len(live)
     for op in range(len(live)):
         # Capped: along many joins the sum of the paths would grow exponentially.

@@ -1,14 +1,13 @@
 """Hill-valley segments: the best order of a part of a graph, in the form in which parts compose.
 
-A part's order is cut into segments, each of which, once begun, is run to its end: it climbs a hill and
-ends in a valley. Segments whose valley is not above their start fall, the others rise, and all that fall
-come first. Falling segments stand by the hill that they climb from their start, the smallest first; a
-rising segment read backwards in time falls, and so they stand by the hill seen from their end, the
-largest first. Two parts without constraints between them are then merged by sorting, and of two parts
-one after the other whatever contradicts that order is joined to one segment.
+A part's order is cut into segments, and each segment runs to its end once begun: it climbs a hill and ends in a
+valley. A segment falls if its valley is not above its start, else it rises. All falling segments come first, sorted by
+the hill from their start, the smallest first. A rising segment falls in reversed time, so rising segments are sorted
+by the hill seen from their end, the largest first. Two parts without constraints between them are merged by sorting.
+For two parts in sequence, segments that contradict that order are joined to one.
 
-This is what J. W. H. Liu, "An application of generalized tree pebbling to sparse matrix factorization"
-(SIAM J. Algebraic Discrete Methods 8, 1987) does for trees. H. M. Abdel-Wahab and T. Kameda, "Scheduling to
+J. W. H. Liu, "An application of generalized tree pebbling to sparse matrix factorization"
+(SIAM J. Algebraic Discrete Methods 8, 1987) does this for trees. H. M. Abdel-Wahab and T. Kameda, "Scheduling to
 minimize maximum cumulative cost subject to series-parallel precedence constraints" (Operations Research
 26, 1978), C. L. Monma and J. B. Sidney, "Sequencing with series-parallel precedence constraints"
 (Mathematics of Operations Research 4, 1979) and E. Kayaaslan, T. Lambert, L. Marchal and B. Ucar,
@@ -24,7 +23,7 @@ from typing import NamedTuple
 
 __all__ = ["Part", "Segment", "Segments"]
 
-# A list of so many times the other's length takes its elements one by one; else both are sorted together.
+# If one list is so many times longer, the shorter one's elements are inserted singly; else both are sorted together.
 _FAR_LONGER = 16
 
 
@@ -32,10 +31,10 @@ class Segment(NamedTuple):
     """Ops that run one after the other.
 
     Attributes:
-        hill: the most bytes alive while they run, above those before the first of them.
-        head: the first of them.
-        net: bytes alive after the last of them, above those before the first.
-        tail: the last of them.
+        hill: the most bytes alive while they run, less the bytes alive before the first op.
+        head: the first op.
+        net: bytes alive after the last op, less the bytes alive before the first op.
+        tail: the last op.
     """
 
     hill: int
@@ -49,10 +48,10 @@ class Segment(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The order of a part of the graph: what falls, in order, then what rises, backwards from the end.
+    """The order of a part of the graph: falling segments in order, then rising ones, backwards from the end.
 
-    In both lists hills ascend, and strictly so between segments of which one must wait for the other,
-    so sorting never breaks a constraint.
+    Hills ascend in both lists, and ascend strictly where one segment must wait for another, so sorting never
+    breaks a constraint.
     """
 
     falls: list[Segment]
@@ -60,10 +59,10 @@ class Part(NamedTuple):
 
 
 class Segments:
-    """Makes and composes parts; a part that went into another must not be used again.
+    """Makes and composes parts; a part must not be used again once another part contains it.
 
-    The ops of a segment are a linked list, so composing takes no longer for long segments: n ops are
-    composed in O(n log n) comparisons, for every joining of two segments leaves one less.
+    The ops of a segment are a linked list, so composition takes no longer for long segments. Each join of two
+    segments leaves one fewer, so n ops are composed in O(n log n) comparisons.
     """
 
     def __init__(self, ops: int) -> None:
@@ -91,7 +90,7 @@ class Segments:
         rises, falls = first.rises, then.falls
         risen = fallen = 0
         middle: Segment | None = None
-        # What rises and then falls is no place to stop at: whoever runs meanwhile had better run before or after.
+        # No order stops between a rise and a following fall: other ops had better run before or after both.
         while True:
             if middle is None and risen < len(rises) and fallen < len(falls):
                 middle = self._joined(rises[risen].backwards(), falls[fallen])
@@ -110,8 +109,8 @@ class Segments:
         return Part(self._sequence(first.falls, falling, falls, False), self._sequence(then.rises, rising, rises, True))
 
     def sequence(self, part: Part) -> list[Segment]:
-        """The segments in running order, as few as there can be: each climbs above all falling ones
-        before it, and above all rising ones after it."""
+        """The fewest segments, in execution order: each climbs above all falling ones before it, and above
+        all rising ones after it."""
         falls, rises = self._climbing(part.falls, False), self._climbing(part.rises, True)
         return [*falls, *(segment.backwards() for segment in reversed(rises))]
 

@@ -1,11 +1,11 @@
 """Lower bounds on the peak of every order, so that a report can print peak, bound, gap, proven.
 
-From cheap to dear, each only where the one before leaves room:
+The methods run from cheap to expensive, each only if the one before leaves a gap:
 
-| method | what must be alive together |
+| method | storages that must be alive together |
 |---|---|
-| `footprint` | what stays, and the inputs, outputs and scratch of one op; the least first and last op |
-| `forced` | besides: what an ancestor allocates and a descendant still uses |
+| `footprint` | those that stay, and inputs, outputs and scratch of one op; the least first and last op |
+| `forced` | also those that an ancestor allocates and a descendant still uses |
 | `cut` | the least over all sets of ops that may have run before one op, `memory/min_cut.py` |
 | `search` | whole orders, refuted level by level, `exact.py` |
 
@@ -27,7 +27,7 @@ from thunder_mem.schedule.sift import sift
 
 __all__ = ["Bound", "Certificate", "certify", "forced_bytes", "lower_bound"]
 
-# Beyond this many ops the search's sets of ops grow too dear to keep.
+# Beyond this many ops the search's sets of ops take too much memory.
 _SEARCH_OPS = 6_000
 # Beyond this many ops the sets of ancestors would take gigabytes.
 _FORCED_OPS = 40_000
@@ -39,8 +39,8 @@ class Bound:
 
     Attributes:
         bound_bytes: the bound.
-        method: which of footprint, forced, cut and search gave it.
-        complete: no limit on the work cut it short: only another method could raise it.
+        method: footprint, forced, cut or search.
+        complete: no work limit stopped it, so only another method could raise the bound.
     """
 
     bound_bytes: int
@@ -50,10 +50,10 @@ class Bound:
 
 @dataclass(frozen=True)
 class Certificate:
-    """How far a peak may be from the least possible one.
+    """The largest possible distance of a peak from the optimum.
 
     Attributes:
-        peak_bytes, bound_bytes: what was compared.
+        peak_bytes, bound_bytes: the compared figures.
         gap: (peak - bound) / bound; 0.0 if both are 0.
         proven: they are equal, so no order does better.
     """
@@ -68,7 +68,7 @@ def certify(peak_bytes: int, bound: Bound) -> Certificate:
     """Compare a peak with a bound.
 
     Raises:
-        ValueError: the peak is below the bound, so one of them is of another graph.
+        ValueError: the peak is below the bound, so they belong to different graphs.
 
     Example:
         >>> certify(110, Bound(100, "cut", True))
@@ -83,14 +83,14 @@ def certify(peak_bytes: int, bound: Bound) -> Certificate:
 def lower_bound(
     graph: Graph, order: Sequence[int] | None = None, max_cuts: int = 64, max_moves: int = 300_000
 ) -> Bound:
-    """The best lower bound on the peak of any order that the given work allows.
+    """The best lower bound on the peak of any order, within the given work.
 
     Args:
         graph: the graph.
-        order: the order to be certified; the bound stops where it proves that order optimal. By
-            default the source order, sifted.
-        max_cuts: how many minimum cuts may be solved, at the ops with the most forced bytes first.
-        max_moves: how many moves the final search may price; 0 leaves it out.
+        order: the order to certify; the work stops once the bound proves it optimal. The default is the
+            sifted source order.
+        max_cuts: the most minimum cuts to solve, first at the ops with the most forced bytes.
+        max_moves: the most moves that the final search may price; 0 omits the search.
 
     Raises:
         GraphError: `order` is not legal.
@@ -117,7 +117,7 @@ def _lower_bound(live: Liveness, known: list[int], max_cuts: int, max_moves: int
     if best >= peak_bytes:
         return Bound(best, method, True)
 
-    # What is alive at an op in a known order is at least its cut, so only ops above the bound matter.
+    # The live bytes at an op in a known order are at least its cut, so only ops above the bound matter.
     seen = np.zeros(len(live), np.int64)
     seen[known] = steps
     network = CutNetwork(live)

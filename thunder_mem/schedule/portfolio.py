@@ -50,9 +50,8 @@ def _seeds(live: Liveness) -> Iterator[tuple[str, Sequence[int]]]:
 def portfolio(live: Liveness) -> Sorted:
     """The best order found, never above the source order, and that order itself unless beaten.
 
-    Where one minimum cut proves the source order optimal, or that order sifted, nothing else is tried.
-    Else series-parallel modules are collapsed, and if that leaves more than one order, their segments
-    are searched.
+    Nothing else is tried if one minimum cut proves the source order optimal, sifted or not. Else
+    series-parallel modules are collapsed. If that leaves more than one order, their segments are searched.
     """
     source = list(range(len(live)))
     best = _proven(live, source, "source", footprint_bytes(live))
@@ -70,9 +69,9 @@ def portfolio(live: Liveness) -> Sorted:
 
 
 def _search(live: Liveness, order: list[int], floor_bytes: int, solved: bool) -> Sorted:
-    """The best order of several seeds, sifted and searched window by window, until one minimum cut at
-    the peak proves that nothing is left to gain. Time near-linear in the graph: five greedy seeds, a fixed
-    number of sift rounds, of cuts and of search moves."""
+    """The best order of several seeds, sifted and searched window by window, until a minimum cut at the peak
+    proves it optimal. Time near-linear in the graph: five greedy seeds, and fixed numbers of sift rounds, cuts
+    and search moves."""
     if solved:
         order = list(range(len(live)))
         peak_bytes = max(profile(live, order))
@@ -104,7 +103,7 @@ def _search(live: Liveness, order: list[int], floor_bytes: int, solved: bool) ->
 
 
 def _proven(live: Liveness, order: list[int], algorithm: str, floor_bytes: int) -> Sorted:
-    """An order, its peak, and a lower bound on every order's: what this one's peak op keeps alive, or the floor."""
+    """An order, its peak, and a lower bound on every order's peak: the cut at its peak op, or the floor."""
     steps = profile(live, order)
     peak_bytes = max(steps, default=live.start_bytes)
     if peak_bytes > floor_bytes:
@@ -115,8 +114,8 @@ def _proven(live: Liveness, order: list[int], algorithm: str, floor_bytes: int) 
 def exact(live: Liveness, max_moves: int = _EXACT_MOVES) -> Sorted:
     """The optimal order, by search over the sets of ops that have run.
 
-    Exponential: meant for up to about 60 ops. Where `max_moves` do not suffice the portfolio's
-    order comes back, with `optimal` False.
+    Exponential: meant for up to about 60 ops. If `max_moves` do not suffice, the result is the portfolio's
+    order, with `optimal` False.
     """
     start = portfolio(live)
     if start.optimal:

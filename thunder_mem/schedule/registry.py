@@ -1,16 +1,15 @@
-"""The order in which ops run: a registry of algorithms and `sort_graph`, which picks and checks one.
+"""The registry of sorts, and `sort_graph`, which runs one and checks its order.
 
-A sort algorithm is any function `(Graph) -> Sequence[int]` that returns every op's index once, each
-after its predecessors. The built-in ones are registered by name below; a developer adds one with
-`register_sort`, or passes the function itself wherever a `sort=` is taken. Whatever an algorithm
-returns is checked, and its peak is what the exact simulator says.
+A sort is any function `(Graph) -> Sequence[int]` that returns every op's index once, each after its predecessors. The
+built-in sorts are registered by name below. Add one with `register_sort`, or pass the function itself as `sort=`.
+Every returned order is checked, and the exact simulation gives its peak.
 
 | name | what it does |
 |---|---|
-| `source` | the order the program was written in |
+| `source` | the order of the program |
 | `lpmf`, `backward_lpmf`, `dfs`, `bfs` | greedy, `greedy.py` |
 | `sift` | the source order, sifted, `sift.py` |
-| `window` | that, then exact windows at the peak, `window.py` |
+| `window` | `sift`, then exact windows at the peak, `window.py` |
 | `exact` | optimal, for up to about 60 ops, `exact.py` |
 | `auto` | the best of all but `exact`, never above `source`, `portfolio.py` |
 """
@@ -35,14 +34,14 @@ SortFunction = Callable[[Graph], Sequence[int]]
 
 @dataclass(frozen=True)
 class SortResult:
-    """An order and what it costs.
+    """An order and its cost.
 
     Attributes:
-        order: op indices, in the order to run.
-        peak_bytes: the order's peak by the exact simulator.
-        source_peak_bytes: the source order's.
-        algorithm: the registered name that made it, a user's function by its `__name__`; for "auto"
-            and "exact" the seed and the step that won, as "lpmf+window".
+        order: op indices, in execution order.
+        peak_bytes: the order's peak by the exact simulation.
+        source_peak_bytes: the source order's peak.
+        algorithm: the sort's registered name, or the `__name__` of a user's function; for "auto" and
+            "exact" the seed and the step that won, as "lpmf+window".
         optimal: "auto" or "exact" proved that no order has a lower peak. `bounds.lower_bound` may
             prove it for other orders.
     """
@@ -131,9 +130,9 @@ def sort_graph(graph: Graph, sort: str | SortFunction = "auto") -> SortResult:
     """Order a graph's ops by a registered algorithm or by the caller's own function.
 
     Args:
-        graph: what to order.
+        graph: the graph to order.
         sort: a name in `SORTS` or a function `(Graph) -> Sequence[int]`. "auto" never has a higher
-            peak than the source order; the others may, and the result says so.
+            peak than the source order; other sorts may, and the result says so.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.

@@ -1,25 +1,23 @@
 """Series-parallel modules of a graph, each in its best order: a smaller problem with the same optimum.
 
-A module is a set of ops that all others see as one: each runs before all of it, after all of it, or has
-no constraint with any of it. Where the bytes that it adds and frees do not depend on the ops outside either,
-an order of it exists that is best whatever runs in between (`hill_valley.py`), so its segments can
-stand for its ops.
+A module is a set of ops that looks like one op from outside. Every other op runs before all of it, after all of it, or
+has no constraint with any of it. If the bytes that it adds and frees do not depend on ops outside either, it has an
+order that is best whatever runs in between (`hill_valley.py`). Its segments can then stand for its ops.
 
-The bytes that an op frees are its own where every storage that dies has one last reader, which all other
-readers precede: a value that is read once, one that a residual connection reads again at its end, whatever
-the caller keeps. Of ops that read a storage last without an order among them each frees it in some orders
-only: such ops stay as they are, and so does what holds them. All else is collapsed where it is
-series-parallel: two modules in a row, or two side by side with the same neighbours, become one. In-trees,
-forests and series-parallel graphs with such storages end as one module, whose order is optimal.
+The bytes that an op frees are fixed if every storage that dies has one last reader, which all other readers precede.
+Examples are a value that is read once, a value that a residual connection reads again at its end, and storages of the
+caller. If several ops may read a storage last, each frees it only in some orders. Such ops stay single, and so do
+modules around them. All other ops are collapsed where they are series-parallel: two modules in a row, or two side by
+side with the same neighbours, become one. In-trees, forests and series-parallel graphs with such storages end as one
+module, whose order is optimal.
 
-Proof that a module M may run in one order. Let f(X) be what is alive after the subset X of M; f is
-submodular, and rests on X alone. Let V be least in f. An order through the sets T can be led through T & V
-first and T | V later, the rest of the graph standing still at its least in between: by submodularity
-neither is above f(T). So all of M passes V, and what follows V is what precedes it with time reversed.
-Before V let H be the lowest hill that leads to any set below f(0), and W the least set it leads to. At
-some step every order climbs H to get below f(0); going to W at that step and through T | W afterwards costs
-no more, for no subset of W is below f(W). So the segment from 0 to W can run as one, and W takes the place
-of 0. For series-parallel modules whose f is a sum over ops the segments are found by sorting.
+Proof that a module M may run in one order. Let f(X) be the live bytes after the subset X of M. f is submodular and
+depends only on X. Let V minimise f. An order through the sets T can pass through T & V first and T | V later, while
+the rest of the graph waits at its minimum in between; by submodularity neither is above f(T). So all of M passes V,
+and the part after V is the part before V in reversed time. Before V let H be the lowest hill that leads to any set
+below f(0), and W the least set it leads to. Every order climbs H at some step to get below f(0). Going to W at that
+step and through T | W afterwards costs no more, because no subset of W is below f(W). So the segment from 0 to W can
+run as one, and W takes the place of 0. If f of a series-parallel module is a sum over ops, sorting finds the segments.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from thunder_mem.schedule.hill_valley import Part, Segments
 
 __all__ = ["Collapsed", "collapse"]
 
-# Beyond this many modules the sets of ancestors take too much memory: redundant edges stay, and so do
+# Beyond this many modules the sets of ancestors take too much memory. Redundant edges stay, and so do
 # values with several readers, which is as safe and finds fewer modules.
 _CLOSURE_MODULES = 20_000
 
@@ -45,9 +43,9 @@ class Collapsed:
     """A graph whose ops are segments of another's.
 
     Attributes:
-        live: the smaller graph; every order of it is one of the other, with the same peak.
-        members: for each of its ops, the ops it stands for, in order.
-        solved: all is one module: the order of its indices is optimal.
+        live: the smaller graph; each of its orders is an order of the original, with the same peak.
+        members: for each of its ops, the original ops in order.
+        solved: the whole graph is one module, so the order of the indices is optimal.
     """
 
     live: Liveness
@@ -67,10 +65,10 @@ class Collapsed:
 
 
 def collapse(live: Liveness) -> Collapsed:
-    """Collapse every series-parallel module found; no order of `live` has a lower peak than the best of the result.
+    """Collapse every series-parallel module found; the best order of the result is also optimal for `live`.
 
-    Time O(E log n) without values that several ops read or edges that others imply; with them
-    bit sets of the modules left take quadratic time and space, up to 20,000 modules.
+    Time O(E log n) if no value has several readers and no edge is redundant. Otherwise bit sets of the
+    remaining modules take quadratic time and space, up to 20,000 modules.
     """
     modules = _Modules(live)
     modules.collapse(range(len(live)))
@@ -102,11 +100,11 @@ class _Modules:
                 for op in last:
                     self._fixed[op] = True
         self._alive = [True] * len(live)
-        # Of modules of several ops alone: most stay as they are.
+        # Only for modules of several ops, because most modules have one.
         self._parts: dict[int, Part] = {}
-        # The last op of each module, by which modules are in a legal order.
+        # The last op of each module, which sorts modules into a legal order.
         self._end = list(range(len(live)))
-        # Two modules have the same neighbours where the sums of these numbers are the same, or nearly so.
+        # Modules with equal sums of these numbers have the same neighbours, almost certainly.
         draw = random.Random(0)
         self._mark = [draw.getrandbits(62) for _ in range(len(live))]
         self._before_sum = [sum([self._mark[p] for p in ops]) for ops in live.predecessors]
@@ -118,7 +116,7 @@ class _Modules:
         return sorted([m for m, alive in enumerate(self._alive) if alive], key=self._end.__getitem__)
 
     def collapse(self, modules: Iterable[int]) -> None:
-        """Compose neighbours of `modules`, and of whatever that changes, until nothing fits together."""
+        """Compose neighbours of `modules`, and of all modules that change, until no two fit together."""
         queue = deque(modules)
         waiting = [False] * len(self._live)
         for m in queue:
@@ -134,7 +132,7 @@ class _Modules:
                     queue.append(other)
 
     def _compose(self, m: int) -> list[int]:
-        """Compose `m` with one neighbour, if one fits: whose surroundings that changed."""
+        """Compose `m` with one neighbour, if one fits; return the modules whose neighbours changed."""
         if len(self._after[m]) == 1:
             (then,) = self._after[m]
             if len(self._before[then]) == 1 and not self._fixed[then]:
@@ -156,7 +154,7 @@ class _Modules:
         part = self._segments.series(self._part(first), self._part(then))
         self._after[first].clear()
         self._before[then].clear()
-        # Whichever name fewer neighbours know gives way.
+        # The name with fewer neighbours is dropped.
         if len(self._before[first]) <= len(self._after[then]):
             kept, gone, near, far, near_sum, far_sum = (
                 then, first, self._before, self._after, self._before_sum, self._after_sum,
@@ -191,15 +189,15 @@ class _Modules:
         self._end[kept] = max(self._end[kept], self._end[gone])
 
     def _part(self, m: int) -> Part:
-        """What module `m` is, to be composed with another."""
+        """Module `m` as a part, to be composed with another."""
         if m in self._parts:
             return self._parts.pop(m)
         allocated = self._live.allocated_bytes[m]
         return self._segments.single(m, allocated + self._live.scratch_bytes[m], allocated - self._frees[m])
 
     def resolve(self, modules: Sequence[int]) -> bool:
-        """Drop edges that others imply, and find which readers of a storage can be its last; whether
-        either found something. Storages of several readers have no composed ones yet."""
+        """Drop redundant edges, and find which readers of a storage can be its last; return whether either
+        changed something. Storages with several readers have no composed readers yet."""
         place = {m: i for i, m in enumerate(modules)}
         above = [0] * len(modules)
         found = False
@@ -297,10 +295,10 @@ def _smaller(
     predecessors: Sequence[Sequence[int]],
     last: Sequence[tuple[int, ...]],
 ) -> Liveness:
-    """The graph of segments: what is made and freed within one is part of its scratch alone.
+    """The graph of segments: storages made and freed within a segment count only as its scratch.
 
-    A segment that frees before it allocates may have negative scratch: what it needs is less than
-    what it leaves and what it found together.
+    A segment that frees before it allocates may have negative scratch: it needs fewer bytes than its inputs
+    and its results have together.
     """
     home = [0] * len(live)
     allocated = []

@@ -1,12 +1,12 @@
 """Sift an order: ops that free go up, ops that allocate sink down, until the peak stays.
 
-The exchange argument behind it: within a fixed budget, a ready op that fits and whose net is not
-positive may always run at once, for its net only falls as more ops run, so whatever order was
-feasible stays so. Read backwards the same argument sinks an op that allocates more than it frees
-down to its first user. A pass under the budget of the present peak therefore never raises it.
+The exchange argument: within a fixed budget, a ready op that fits and whose net is not positive may always run at
+once. Its net only falls as more ops run, so every feasible order stays feasible. In reversed time the same argument
+sinks an op that allocates more than it frees down to its first user. So a pass under the budget of the present peak
+never raises the peak.
 
-A chain of ops moves as one where its bytes rise and fall again: each op of a recomputed norm adds
-bytes or frees some, so none sinks past the next, but all of them together do.
+A chain of ops moves as one if its bytes rise and fall again. Each op of a recomputed norm adds bytes or frees some, so
+no op sinks past the next, but all of them together do.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from thunder_mem.memory.running_set import Liveness, RunningSet, profile
 
 __all__ = ["LOOKAHEAD", "settle", "sift", "toward_source"]
 
-# As many ops as a layer's longest recomputed chain; more costs time and hardly finds more.
+# The length of a layer's longest recomputed chain; more costs time and gains little.
 LOOKAHEAD = 16
 
 
 def settle(
     live: Liveness, order: Sequence[int], budget_bytes: int, reverse: bool = False, lookahead: int = 0
 ) -> tuple[list[int], int]:
-    """One pass: follow `order`, but run every ready op at once that fits and does not add bytes.
+    """One pass: follow `order`, but run every ready op at once that fits and adds no bytes.
 
-    With `reverse` time runs backwards: every op sinks as far as that costs nothing. Returns the new
+    With `reverse` time runs backwards: every op sinks as far as that costs no bytes. Returns the new
     order and its peak bytes; if `order` fits in `budget_bytes`, so does the result. Time O(E log n).
 
-    With `lookahead` an op that adds bytes runs at once too where up to so many ops that it unlocks
-    bring the bytes back to where they were: a recomputed chain sinks as a whole. That costs as many
-    times more, and may miss the budget, so the caller must look at the peak.
+    With `lookahead`, an op that adds bytes also runs at once if at most so many ops that it unlocks bring
+    the bytes back: a recomputed chain sinks as a whole. The pass then takes `lookahead` times as long, and
+    may miss the budget, so the caller must check the peak.
     """
     frontier = RunningSet(live, reverse)
     appears, vanishes, scratch, done = frontier.appears, frontier.vanishes, frontier.scratch, frontier.done
@@ -84,8 +84,8 @@ def settle(
 
 
 def _paying_chain(frontier: RunningSet, op: int, rank: Sequence[int], budget_bytes: int, limit: int) -> list[int]:
-    """`op` and ops it unlocks, each time the one that leaves least alive, until the bytes are back
-    to what they are now; empty if `limit` ops or the budget do not suffice."""
+    """`op` and ops it unlocks, each time the one that leaves the fewest bytes alive, until the present bytes
+    are reached again; empty if `limit` ops or the budget do not suffice."""
     start_bytes = frontier.now_bytes
     appears, vanishes, scratch = frontier.appears, frontier.vanishes, frontier.scratch
     chain: list[int] = []
@@ -124,10 +124,10 @@ def sift(live: Liveness, order: Sequence[int], rounds: int = 3, lookahead: int =
 
 
 def toward_source(live: Liveness, order: Sequence[int], peak_bytes: int) -> list[int]:
-    """Give each stretch of `order` its source order back where that fits in `peak_bytes`.
+    """Restore the source order of each stretch of `order` where that fits in `peak_bytes`.
 
-    Stretches are halved until they fit, so what lies off the peak returns to the order the user
-    wrote, which keeps locality and overlap. Time O(E log n).
+    Stretches are halved until they fit. So ops off the peak return to the source order, which keeps locality
+    and overlap. Time O(E log n).
     """
     left = [len(ops) for ops in live.users]
     allocated, scratch, mortal, nbytes = live.allocated_bytes, live.scratch_bytes, live.mortal, live.nbytes

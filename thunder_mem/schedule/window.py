@@ -1,9 +1,8 @@
-"""Lower the peak by re-ordering a window of ops around it, exactly, again and again.
+"""Lower the peak by repeatedly re-ordering a window of ops around it, exactly.
 
-The live bytes outside a window do not depend on the order inside it, so a window whose least peak
-lies below the present one can be spliced in at once. Windows grow until one helps or the widest is
-exhausted. After Kayaaslan et al., "Scheduling series-parallel task graphs to minimize peak memory"
-(2018), in spirit only: what is exact here is a search, and it works on any graph.
+The live bytes outside a window do not depend on the order inside it. So a better order of a window can be spliced in
+at once. Windows grow until one helps or the widest is exhausted. The idea follows Kayaaslan et al., "Scheduling
+series-parallel task graphs to minimize peak memory" (2018), but the exact step here is a search, for any graph.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from thunder_mem.schedule.exact import Stretch, solve
 __all__ = ["Lowered", "lower_peak"]
 
 WIDTHS = (24, 48, 96)
-# What building a window costs, in moves.
+# The cost of building a window, in moves.
 _WINDOW_MOVES = 400
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """The order, its peak, how many moves were priced, and whether the peak is proven least."""
+    """The order, its peak, the number of priced moves, and whether the peak is proven optimal."""
 
     order: list[int]
     peak_bytes: int
@@ -40,9 +39,8 @@ def lower_peak(
         live: the graph.
         order: a legal order.
         floor_bytes: a lower bound on every order's peak; stop there.
-        max_moves: the work allowed in all, in moves of the search.
-        window_moves: the work allowed for one window; one that spans the whole graph has no limit
-            of its own.
+        max_moves: the total work allowed, in moves of the search.
+        window_moves: the work allowed for one window; a window over the whole graph has no such limit.
     """
     plan = _Plan(live, order)
     moves = 0
