@@ -1,1 +1,1 @@
-"""What is saved, recomputed or offloaded. Knows neither Thunder nor PyTorch."""
+"""The choice of what is saved, recomputed or offloaded. Knows neither Thunder nor PyTorch."""

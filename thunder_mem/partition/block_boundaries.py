@@ -1,4 +1,4 @@
-"""The values through which alone the forward passes: of a stack of blocks, what each hands to the next."""
+"""The boundary values of blocks: at some point of the forward, all data passes through one of them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ __all__ = ["block_boundaries", "without_first_block"]
 def block_boundaries(graph: Graph, fuse: FusionCapabilities, repeat_s: Sequence[float]) -> list[int]:
     """Storages that alone carry the forward past some point, in order.
 
-    What cannot be made again (random draws) is kept in any case. That, what is cheap to make again from it
-    or from the caller's own tensors (masks, rotary tables), and what is small beside the rest, does not
-    count as carrying.
+    Values that cannot be recomputed (random draws) are kept in any case. They do not count as carrying, nor do small
+    values, nor values that are cheap to recompute from them or from the caller's tensors (masks, rotary tables).
 
     Args:
         graph: forward and backward of one trace.
-        fuse: what is cheap.
-        repeat_s: per op, the seconds of repeating it; infinite where it may not be.
+        fuse: the facts about cheap ops.
+        repeat_s: per op, the seconds to recompute it; infinite if it may not run again.
     """
     given = _given(graph, fuse, repeat_s)
     found: list[int] = []
     for carrier in _alone(graph, given):
-        # Cheaply made of the anchor before it (a cast) and of nothing else: the smaller of the two is enough.
+        # A storage made cheaply from the anchor before it alone (a cast): the smaller of the two is enough.
         makers = (graph.allocator[s] for s in _sources(graph, fuse, carrier, found[-1:]))
         if found and all(maker is None or given[maker] for maker in makers):
             if graph.storages[carrier].nbytes > graph.storages[found[-1]].nbytes:
@@ -37,7 +36,7 @@ def block_boundaries(graph: Graph, fuse: FusionCapabilities, repeat_s: Sequence[
 
 
 def without_first_block(graph: Graph, fuse: FusionCapabilities, found: Sequence[int]) -> list[int]:
-    """Anchors without those inside a first block, past which an argument of the program is handed on."""
+    """Anchors without those inside a first block, which an argument of the program bypasses."""
     inside: set[int] = set()
     for i, anchor in enumerate(found):
         nbytes = graph.storages[anchor].nbytes
@@ -49,7 +48,7 @@ def without_first_block(graph: Graph, fuse: FusionCapabilities, found: Sequence[
 
 
 def _given(graph: Graph, fuse: FusionCapabilities, repeat_s: Sequence[float]) -> list[bool]:
-    """Per op, whether its results are kept in any case, or made by cheap ops from such and what the caller holds."""
+    """Per op, whether its results are kept in any case, or cheap to make from such results and the caller's tensors."""
     given = [False] * len(graph)
     for op in graph.ops:
         makers = [graph.allocator[s] for s in op.reads]
@@ -59,7 +58,7 @@ def _given(graph: Graph, fuse: FusionCapabilities, repeat_s: Sequence[float]) ->
 
 
 def _alone(graph: Graph, given: Sequence[bool]) -> list[int]:
-    """What is alive alone after some op of the forward, apart from what is given."""
+    """Storages that are alive alone after some op of the forward, apart from given ones."""
     last = [-1] * len(graph.storages)
     for op in graph.ops:
         if not op.backward:
@@ -80,7 +79,7 @@ def _alone(graph: Graph, given: Sequence[bool]) -> list[int]:
 
 
 def _sources(graph: Graph, fuse: FusionCapabilities, made: int, known: Iterable[int]) -> set[int]:
-    """Inputs, and what costly ops make, of which cheap ops make `made`, if `known` is there already."""
+    """The inputs and costly results from which cheap ops make `made`, if `known` exists already."""
     found: set[int] = set()
     stack, seen = [made], {made, *known}
     while stack:

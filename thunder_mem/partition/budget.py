@@ -16,8 +16,8 @@ class BudgetError(RuntimeError):
     """No plan keeps the peak within the budget.
 
     Attributes:
-        budget_bytes: what was asked for.
-        smallest_peak_bytes: the smallest peak that was found.
+        budget_bytes: the given budget.
+        smallest_peak_bytes: the smallest peak found.
     """
 
     def __init__(self, budget_bytes: int, smallest_peak_bytes: int, held: str, share: str = "") -> None:
@@ -35,11 +35,11 @@ def _readable(nbytes: int) -> str:
 
 
 def parse_budget(budget: int | str, memory_bytes: int = 100) -> int:
-    """Bytes of a budget as `MemEfficient(budget=...)` takes it.
+    """The bytes of a budget in the form of `MemEfficient(budget=...)`.
 
     Args:
         budget: bytes, a size with a decimal or binary unit, or a percentage.
-        memory_bytes: what a percentage is of.
+        memory_bytes: the memory to which a percentage refers.
 
     Raises:
         TypeError: neither an int nor a string.

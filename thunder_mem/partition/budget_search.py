@@ -1,10 +1,9 @@
-"""Find the cheapest choice of what to recompute whose peak fits a budget.
+"""Find the cheapest recomputation whose peak fits a budget.
 
-The integer program (`milp.py`) proposes, with rows from a few trials of a ladder of minimum cuts
-(`tradeoff_curve.py`), and a trial by the exact timeline disposes. Proposals belong to fixed targets, the cells of
-the range between the ladder's ends, not to the budget that is asked for: so that the same few choices
-answer neighbouring budgets, and a larger budget chooses among no fewer. Where nothing proposed fits, the
-ladder's first rung that does is the answer (the greedy fallback).
+The integer program (`milp.py`) proposes, with rows from a few trials of a ladder of minimum cuts (`tradeoff_curve.py`).
+A trial by the exact timeline disposes. Proposals belong to fixed targets, the cells of the range between the ladder's
+ends, not to the given budget. So the same few choices answer neighbouring budgets, and a larger budget never has fewer
+choices. If no proposal fits, the ladder's first rung that fits is the answer (the greedy fallback).
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from thunder_mem.schedule.registry import SortFunction
 
 __all__ = ["PartitionChoice", "SavingProblem", "fit_budget", "greedy_fit", "sweep"]
 
-# The range of peaks is cut into so many targets, in programs that are solved exactly into fewer, and into the fewest
+# The range of peaks is cut into so many targets: fewer in programs that are solved exactly, and the fewest
 # in those of fewer than so many ops.
 _CELLS, _CELLS_OF_EXACT, _CELLS_OF_SMALL, _SMALL = 256, 64, 32, 500
 # Rounds of cutting planes for one target; each costs a solution and a trial.
 _ROUNDS = 3
-# How many cells below the budget's own are tried one by one; further down the steps double.
+# So many cells below the budget's own are tried one by one; further down the steps double.
 _CELLS_BELOW = 2
 # Relative difference below which times are the same.
 _EQUAL = 1e-9
-# In programs of fewer ops every target is solved exactly, all those below a budget are asked, and so is the ladder
-# after its own: in larger ones that takes too long (8 layers of a LLaMA have 2,020 and take 3 s instead of 1).
+# In programs of fewer ops every target is solved exactly, and all targets below a budget and the next ladder are
+# tried. In larger ones that takes too long (8 layers of a LLaMA have 2,020 and take 3 s instead of 1).
 _EXACT = 2500
-# Rungs between the ends are tried, too, as long as all trials together run no more ops than this.
+# Rungs between the ends are also tried, as long as all trials together run no more ops than this.
 _SAMPLED_OPS = 8000
 # So many of the trials and one more give rows.
 _ROW_TRIALS = 4
@@ -50,18 +49,17 @@ _LARGE_GAP = 0.002
 
 @dataclass(frozen=True)
 class PartitionChoice:
-    """A choice, and what it costs.
+    """A choice and its cost.
 
     Attributes:
-        rebuilt: the storages that the backward computes again.
-        peak_bytes: of its trial.
-        seconds: of all repetitions.
-        bound_seconds: a lower bound on it, under the model of the integer program.
+        rebuilt: the storages that the backward recomputes.
+        peak_bytes: the peak of its trial.
+        seconds: the time of all recomputation.
+        bound_seconds: a lower bound on `seconds`, under the model of the integer program.
         method: "ladder" or "milp", whichever found it.
-        offloaded: the storages that it fetches from the host.
+        offloaded: the storages that the backward fetches from the host.
         exposed_seconds: the part of `seconds` that waits for copies to the host and back.
-        without_seconds: of the cheapest choice found that offloads nothing and fits; None if none does, or was
-            looked for.
+        without_seconds: the time of the cheapest fitting choice without offload; None if none was found.
     """
 
     rebuilt: frozenset[int]
@@ -76,15 +74,15 @@ class PartitionChoice:
 
 @dataclass(frozen=True)
 class SavingProblem:
-    """What a program may save or recompute.
+    """The choice of what a program saves or recomputes.
 
     Attributes:
-        graph: its joint graph, unfused, nothing recomputed.
-        fuse: which executor can take which op.
-        repeat_s: per op, the seconds of repeating it in the backward; infinite where it may not be.
-        choices: what is decided already.
-        sort: how plans are ordered.
-        moves: what may be offloaded, and what that takes.
+        graph: its joint graph, unfused and without recomputation.
+        fuse: the executors that can take each op.
+        repeat_s: per op, the seconds to recompute it in the backward; infinite if it may not run again.
+        choices: the decisions already made.
+        sort: the sort of the plans.
+        moves: the values that may be offloaded, and the cost of that.
     """
 
     graph: Graph
@@ -102,7 +100,7 @@ class SavingProblem:
     _next: dict[int, tuple[PartitionChoice, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def trial(self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Evaluation:
-        """The exact price of a choice; made once."""
+        """The exact price of a choice, computed once."""
         if (rebuilt, offloaded) not in self._trials:
             asked = self.choices.offload & saved_storages(self.graph, rebuilt) if self.choices.offload else frozenset()
             found = evaluate(self.graph, self.fuse, rebuilt, self.sort, offloaded | asked)
@@ -110,11 +108,11 @@ class SavingProblem:
         return self._trials[rebuilt, offloaded]
 
     def seconds(self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> float:
-        """Of running once more every op that makes one of `rebuilt`, and of copies that no other work hides."""
+        """Seconds to recompute `rebuilt`, and of copies that no other work hides."""
         return repeat_seconds(self.graph, rebuilt, self.repeat_s) + self.exposed_seconds(offloaded)
 
     def exposed_seconds(self, offloaded: frozenset[int]) -> float:
-        """Of copies that no other work hides."""
+        """Seconds of copies that no other work hides."""
         return self.moves.exposed_seconds(offloaded) if self.moves is not None else 0.0
 
     def fit(
@@ -127,7 +125,7 @@ class SavingProblem:
         return PartitionChoice(rebuilt, peak_bytes, seconds, min(bound_seconds, seconds), method, offloaded, exposed)
 
     def levels(self) -> Iterator[_Level]:
-        """The ladders, narrowest spacing of the anchors first, as long as a wider one has a lower end."""
+        """The ladders, narrowest spacing of the anchors first, as long as a wider spacing has a lower end."""
         known = self._levels
         for i in itertools.count():
             if i == len(known):
@@ -145,7 +143,7 @@ class SavingProblem:
 
 
 class _Level:
-    """One ladder, the integer program over what it may rebuild, and that program's answers to fixed targets."""
+    """One ladder, the integer program over its candidates, and the program's answers to fixed targets."""
 
     def __init__(self, problem: SavingProblem, rungs: Sequence[TradeoffPoint]) -> None:
         self.problem, self.rungs = problem, rungs
@@ -164,7 +162,7 @@ class _Level:
 
     @cached_property
     def sampled(self) -> tuple[PartitionChoice, ...]:
-        """The two ends and, where trials cost little, rungs between, evenly; of these every budget may choose."""
+        """The two ends and, if trials are cheap, evenly spaced rungs between; every budget may choose among these."""
         last = len(self.rungs) - 1
         count = min(last, max(1, _SAMPLED_OPS // max(1, len(self.problem.graph)) - 1))
         chosen = dict.fromkeys(round(i * last / count) if count else 0 for i in range(count + 1))
@@ -172,7 +170,7 @@ class _Level:
 
     @cached_property
     def low_bytes(self) -> int:
-        """The lowest peak on the ladder, which in small programs need not be the last rung's."""
+        """The lowest peak on the ladder; in small programs another rung than the last may have it."""
         return min(fit.peak_bytes for fit in self.sampled)
 
     @cached_property
@@ -182,18 +180,18 @@ class _Level:
 
     @cached_property
     def rows(self) -> list[MemoryRow]:
-        """Of some sampled rungs; none says more of any sampled rung than its trial shows."""
+        """The memory rows of some sampled rungs; no row claims more for a sampled rung than its trial shows."""
         trials = [self.problem.trial(fit.rebuilt) for fit in self.sampled]
         shown = {i * (len(trials) - 1) // _ROW_TRIALS for i in range(_ROW_TRIALS + 1)}
         found = {row.key: row for i in sorted(shown) for row in memory_rows(self.candidates, trials[i])}
         return calibrated(self.candidates, found.values(), trials)
 
     def cell(self, nbytes: int) -> int:
-        """The highest target that is at most so many bytes, counted from the low end; negative if there is none."""
+        """The highest target of at most so many bytes, counted from the low end; negative if there is none."""
         return (nbytes - self.low_bytes) * self.cells // max(1, self.high_bytes - self.low_bytes)
 
     def target_bytes(self, cell: int) -> int:
-        """Rounded up, so that the low end itself is the target of cell 0."""
+        """The bytes of a target, rounded up so that the low end itself is the target of cell 0."""
         return self.low_bytes - (self.low_bytes - self.high_bytes) * cell // self.cells
 
     def solution(self, cell: int) -> Solution | None:
@@ -203,7 +201,7 @@ class _Level:
         return self._solutions[cell]
 
     def answer(self, cell: int) -> PartitionChoice | None:
-        """The choice for a target: the solution, mended where its trial exceeds the target."""
+        """The choice for a target: the solution, repaired if its trial exceeds the target."""
         first = self.solution(cell)
         if first is None:
             return None
@@ -216,7 +214,7 @@ class _Level:
         return solve(self.candidates, rows, target_bytes, gap)
 
     def _mended(self, solution: Solution, target_bytes: int) -> frozenset[int]:
-        # One step may have several rows: what a trial shows of it does not replace what others showed.
+        # One step may have several rows: the rows of one trial do not replace those of others.
         rows = list(self.rows)
         chosen = solution
         for _ in range(_ROUNDS):
@@ -232,9 +230,9 @@ class _Level:
 
 
 def fit_budget(problem: SavingProblem, budget_bytes: int) -> PartitionChoice:
-    """The cheapest choice found whose peak stays within the budget, or else the one of the smallest peak.
+    """The cheapest choice found whose peak stays within the budget, or else the choice with the smallest peak.
 
-    Of equally cheap ones the one with the lower peak is taken.
+    Among equally cheap choices the one with the lower peak wins.
     """
     level = next((level for level in problem.levels() if level.low_bytes <= budget_bytes), None)
     if level is None:
@@ -255,7 +253,7 @@ def fit_budget(problem: SavingProblem, budget_bytes: int) -> PartitionChoice:
 def _cheaper_rung(
     problem: SavingProblem, level: _Level, best: PartitionChoice, bound_seconds: float, budget_bytes: int
 ) -> PartitionChoice | None:
-    """The ladder's own best, where the integer program stopped at its gap and left room for a cheaper one."""
+    """The ladder's own best choice, if the integer program stopped at its gap and a cheaper choice may exist."""
     cheaper = [rung for rung in level.rungs if bound_seconds <= rung.seconds < best.seconds * (1 - _EQUAL)]
     if not cheaper:
         return None
@@ -264,9 +262,9 @@ def _cheaper_rung(
 
 
 def _of_the_next(problem: SavingProblem, level: _Level) -> tuple[PartitionChoice, ...]:
-    """The cheapest choice of the ladders after this one, which would else make a smaller budget cheaper.
+    """The cheapest choice of later ladders; without it, a smaller budget might be cheaper.
 
-    In large programs this would take too long.
+    Large programs omit this, because it takes too long.
     """
     if not level.exact:
         return ()
@@ -277,11 +275,11 @@ def _of_the_next(problem: SavingProblem, level: _Level) -> tuple[PartitionChoice
 
 
 def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list[PartitionChoice]:
-    """Answers to the targets about a budget, from the first above it.
+    """Answers to the targets around a budget, starting from the first above it.
 
-    Further ones below are asked for only until none of them can be cheaper than what fits. Where a
-    stretch of targets costs the same, its two ends are answered too: equal time buys memory. In programs
-    that are not solved exactly the first that fits is the last.
+    Targets below follow until none of them can be cheaper than a fitting choice. If a stretch of targets costs
+    the same, its two ends are also answered: less memory for equal time. In programs that are not solved
+    exactly, the first fitting answer is the last.
     """
     here = min(level.cell(budget_bytes), level.cells)
     proposals: list[PartitionChoice] = []
@@ -294,7 +292,7 @@ def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list
             proposals.append(fit)
             if fit.peak_bytes <= budget_bytes and fit.seconds < best:
                 best, lowest = fit.seconds, cell
-                if not level.exact:  # what is cheaper below is so by less than the gap
+                if not level.exact:  # targets below are cheaper by less than the gap
                     return proposals
     if best < inf:
         ends = {_last_as_cheap(level, lowest, best, direction) for direction in (-1, 1)} - {lowest}
@@ -303,7 +301,7 @@ def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list
 
 
 def _cells_from(first: int, each: bool) -> Iterator[int]:
-    """The cells from one down to 0, each or in steps that double in the end; 0 itself is always asked."""
+    """The cells from one down to 0, singly or finally in doubling steps; 0 itself is always included."""
     cell, step = first, 1
     while cell > 0:
         yield cell
@@ -314,7 +312,7 @@ def _cells_from(first: int, each: bool) -> Iterator[int]:
 
 
 def _last_as_cheap(level: _Level, cell: int, seconds: float, direction: int) -> int:
-    """The last target on one side whose solution takes as long, by doubling steps and bisection."""
+    """The last target on one side whose solution costs the same, by doubling steps and bisection."""
 
     def as_cheap(other: int) -> bool:
         solution = level.solution(other) if 0 <= other <= level.cells else None
@@ -342,7 +340,7 @@ def greedy_fit(problem: SavingProblem, rungs: Sequence[TradeoffPoint], budget_by
 
 
 def _smallest(problem: SavingProblem) -> PartitionChoice:
-    """The smallest peak that is known, and of the choices that reach it the cheapest."""
+    """The cheapest choice with the smallest known peak."""
     levels = list(problem.levels())
     found = [fit for level in levels for fit in level.sampled]
     found += _proposals(problem, levels[-1], levels[-1].low_bytes)
@@ -350,7 +348,7 @@ def _smallest(problem: SavingProblem) -> PartitionChoice:
 
 
 def sweep(problem: SavingProblem, points: int = 16) -> Iterator[PartitionChoice]:
-    """Choices from no costly repetition to the smallest peak, each with a lower peak than the one before."""
+    """Choices from no costly recomputation to the smallest peak, each with a lower peak than the one before."""
     peak_bytes: int | None = None
     for level in problem.levels():
         for i in range(points, -1, -1):

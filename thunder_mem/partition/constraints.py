@@ -1,4 +1,4 @@
-"""What is decided about single storages before the minimum cut decides about the rest."""
+"""Decisions about single storages, made before the minimum cut decides about the rest."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ __all__ = ["UNDECIDED", "Constraints", "RecomputeError"]
 
 
 class RecomputeError(ValueError):
-    """What was asked to be kept or recomputed makes no sense for the program; the message says what would."""
+    """A request to keep or recompute does not fit the program; the message says what would."""
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """Forward storages of a joint graph that are not left to the minimum cut alone.
+    """Forward storages of a joint graph that the minimum cut does not decide alone.
 
-    Patterns, configurations, policies and the user's checkpoints all come down to this;
-    `min_cut_partition` respects it.
+    Patterns, configurations, policies and the user's checkpoints all become such constraints;
+    `min_cut_partition` respects them.
 
     Attributes:
         must_save: if the backward needs them, it receives them.
-        must_recompute: never received; the backward computes them again (unless they are alive anyway, as
+        must_recompute: never received; the backward recomputes them (unless they are alive anyway, as
             outputs or arguments are).
-        may_recompute: may be computed again although that is not cheap, where it saves bytes: what the user
-            marked by `torch.utils.checkpoint`, and what lies on the way to `must_recompute`.
-        free_to_save: what the backward has, whether it receives it or not: parameters that it gathers again.
-        offload: those in `must_save` that wait in the host's memory until the backward wants them.
+        may_recompute: may be recomputed to save bytes, although that is not cheap: values marked by
+            `torch.utils.checkpoint`, and values on the way to `must_recompute`.
+        free_to_save: values that the backward has without receiving them: parameters that it gathers again.
+        offload: those in `must_save` that wait in the host's memory until the backward needs them.
 
     Raises:
         RecomputeError: a storage is in both `must_save` and `must_recompute`.

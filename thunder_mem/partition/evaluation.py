@@ -1,4 +1,4 @@
-"""The exact price of rebuilding given storages: absorbed, contracted and ordered as a plan of it would be."""
+"""The exact price of recomputing given storages: absorbed, contracted and ordered as in a plan."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Evaluation", "evaluate"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a choice costs in memory.
+    """The cost of a choice in memory.
 
     Attributes:
-        rebuilt: what the backward computes again.
-        offloaded: what it fetches from the host.
-        timeline: of its regions as they are ordered, not yet merged for speed (which never raises the peak).
-        names: per step, the first op of the original graph in it, which names the step across trials.
+        rebuilt: the storages that the backward recomputes.
+        offloaded: the storages that it fetches from the host.
+        timeline: of its ordered regions, not yet merged for speed (which never raises the peak).
+        names: per step, its first op of the original graph, which names the step across trials.
         forward_end: per storage of the original graph, the last step of the forward that uses it; -1 if none does.
-        backward_start, backward_end: the first and the last step of the backward that uses it, repetitions
-            apart; the number of steps and -1 if none does.
+        backward_start, backward_end: the first and the last step of the backward that uses it, apart from
+            recomputation; the number of steps and -1 if none does.
     """
 
     rebuilt: frozenset[int]
@@ -50,7 +50,7 @@ def evaluate(
     sort: str | SortFunction = "auto",
     offloaded: frozenset[int] = frozenset(),
 ) -> Evaluation:
-    """Price the program in which the backward rebuilds some storages and fetches others from the host."""
+    """Price the program whose backward recomputes some storages and fetches others from the host."""
     repeated = recompute_on_graph(graph, fuse, rebuilt)
     if offloaded:
         repeated = move_in_backward(repeated, offloaded)
@@ -74,7 +74,7 @@ def evaluate(
             if not region.backward:
                 for s in op.touches:
                     forward_end[s] = step
-            elif op.backward or not repeated.graph.ops[m].backward:  # no repetition
+            elif op.backward or not repeated.graph.ops[m].backward:  # not recomputed
                 for s in op.touches:
                     backward_start[s] = min(step, backward_start[s])
                     backward_end[s] = step

@@ -1,18 +1,19 @@
-"""Save, recompute or offload under a budget as a mixed-integer linear program.
+"""Save, recompute or offload under a budget, as a mixed-integer linear program.
 
-For each storage that may be rebuilt, k says that it is kept; for each op that makes such storages, r says
-that it is repeated, and for each storage that may be offloaded, o says that it is. What the backward needs is
-kept, rebuilt or fetched, an op is repeated only if what it reads is there, and the time of all repetitions is
-least, with that of the copies which no other work hides (`transfer_windows.py`). Memory enters by rows "live bytes
-at this step are at most the budget" (`milp_memory_rows.py`). There is a row for every step in principle; they are
-added where a trial exceeds the budget (cutting planes). Jain et al., "Checkmate: breaking the memory wall with optimal
-tensor rematerialization" (MLSys 2020) has the model with a variable for every op at every step; here a
-value is rebuilt at most once, just before its first use, and variables say only at the rows' own steps
-whether that has happened.
+Three kinds of binary variables: k keeps a storage that may be recomputed, r repeats an op that makes such storages,
+and o offloads a storage. Values that the backward needs are kept, recomputed or fetched. An op is repeated only if its
+operands are there. The objective is the least time of all repetitions and of copies that no other work hides
+(`transfer_windows.py`).
 
-Equal layers keep variables of their own, though the ladder (`tradeoff_curve.py`), which knows no steps, decides them
-once: a step tells an early layer from a late one. Tied by "what a layer keeps, later ones keep as well", the 32
-layers of a LLaMA took HiGHS up to twice as long, for plans of the same cost.
+Memory enters by rows "live bytes at this step are at most the budget" (`milp_memory_rows.py`). In principle every step
+has a row; rows are added where a trial exceeds the budget (cutting planes). The model follows Jain et al.,
+"Checkmate: breaking the memory wall with optimal tensor rematerialization" (MLSys 2020), which has a variable for every
+op at every step. Here a value is recomputed at most once, just before its first use. Variables say only at the rows'
+own steps whether that has happened.
+
+Equal layers keep separate variables, although the ladder (`tradeoff_curve.py`), which knows no steps, decides them
+once. A step distinguishes an early layer from a late one. Under the constraint that later layers keep what an earlier
+layer keeps, the 32 layers of a LLaMA took HiGHS up to twice as long, for plans of the same cost.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ __all__ = ["Solution", "solve"]
 
 # Nodes of the search: a count, not a clock, so that every rank finds the same.
 _MOST_NODES = 300
-# So that of equal plans the one that repeats least is taken, though cheap work costs nothing.
+# Among equal plans the one that repeats least wins, although cheap work costs nothing.
 _EPSILON = 1e-6
 # Bytes count in rows from this share of the budget on; the solver ignores coefficients of 1e-9.
 _TINY = 1e-7
-# And of equal plans the one that copies least: a copy counts at so much of its time though other work hides it.
+# Among equal plans the one that copies least wins: a hidden copy counts this share of its time.
 _HIDDEN = 1e-3
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What to rebuild and to offload, the time that takes, and a lower bound on it under the rows given."""
+    """The storages to recompute and to offload, the time that takes, and a lower bound on it under the given rows."""
 
     rebuilt: frozenset[int]
     seconds: float
@@ -61,7 +62,7 @@ class _Program:
     variables: int = 0
 
     def new(self, count: int) -> range:
-        """That many further variables."""
+        """Add so many variables."""
         self.variables += count
         return range(self.variables - count, self.variables)
 
@@ -84,14 +85,14 @@ def solve(
     gap: float = 0.0,
     moves: Moves | None = None,
 ) -> Solution | None:
-    """The least time within the rows, to a relative `gap`; None if there is none, or none was found in the nodes.
+    """The least time within the rows, to a relative `gap`; None if no solution exists or was found in the nodes.
 
     Args:
-        candidates: what is decided.
-        rows: of memory.
+        candidates: the storages to decide about.
+        rows: the memory rows.
         budget_bytes: their limit.
         gap: relative to the least time.
-        moves: times of copies, if something may be offloaded.
+        moves: times of copies, if storages may be offloaded.
     """
     graph, storages, ops = candidates.graph, sorted(candidates.storages), candidates.ops
     movable = sorted(candidates.movable) if moves else []
@@ -148,7 +149,7 @@ def solve(
 def _there(
     candidates: MilpVariables, k: Mapping[int, int], r: Mapping[int, int], o: Mapping[int, int], s: int
 ) -> dict[int, float]:
-    """The ways in which the backward has a storage: kept, rebuilt, fetched."""
+    """The ways by which the backward gets a storage: kept, recomputed, fetched."""
     ways: dict[int, float] = {k[s]: 1}
     if s in candidates.maker:
         ways[r[candidates.maker[s]]] = 1
@@ -158,12 +159,12 @@ def _there(
 
 
 def _add_windows(program: _Program, moves: Moves, o: Mapping[int, int], scale: float) -> tuple[int, ...]:
-    """What is exposed of the copies, of either direction: at least what any stretch of the program cannot hide."""
+    """The exposed time of the copies in each direction: at least the time that any window cannot hide."""
 
     def add(windows: Sequence[Window]) -> int:
         (late,) = program.new(1)
         for window in windows:
-            # What must be computed again is never copied.
+            # A storage that must be recomputed is never copied.
             copies = {o[s]: -moves.copy_s[s] * scale for s in sorted(window.storages) if s in o}
             program.row({late: 1, **copies}, -window.work_s * scale)
         return late
@@ -179,7 +180,7 @@ def _add_memory(
     o: Mapping[int, int],
     budget_bytes: int,
 ) -> None:
-    """Live bytes at one step: what is kept, and what was computed again or fetched by then."""
+    """Live bytes at one step: kept storages, and storages recomputed or fetched by then."""
     by_then = dict(zip(row.started, program.new(len(row.started)), strict=True))
     terms: dict[int, float] = {}
     for op, used in row.started.items():

@@ -1,11 +1,10 @@
-"""What is alive at a step of a trial, as a function of what is kept, what is computed again and what is offloaded.
+"""Live bytes at a step of a trial, as a function of the storages that are kept, recomputed and offloaded.
 
-A kept storage is alive from its last use in the forward to its first use in the backward, beyond which it
-is alive whatever was decided. A storage that is computed again is alive from then on, too: its op runs
-just before the first use of anything that depends on it, which may be earlier than its own first use.
-What is offloaded is fetched just before its first use, by the backward itself or by an op that is repeated.
-All are linear in the decisions (`milp.py`), and each row is exact for the trial that it comes
-from: whatever this model does not explain there is its `fixed_bytes`.
+A kept storage is alive from its last use in the forward to its first use in the backward; after that, it is alive
+under every decision. A recomputed storage is alive from its recomputation on: its op runs just before the first use of
+any value that depends on it, which may be earlier than its own first use. An offloaded storage is fetched just before
+its first use, by the backward itself or by a repeated op. All terms are linear in the decisions (`milp.py`). Each row
+is exact for its own trial: bytes that the model does not explain there are its `fixed_bytes`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ __all__ = ["MemoryRow", "MilpVariables", "calibrated", "memory_rows"]
 
 @dataclass(frozen=True)
 class MilpVariables:
-    """What a program decides: `storages` may be rebuilt, `forced` are, and each op that makes them costs `repeat_s`.
+    """The decisions of a program: `storages` may be recomputed, `forced` must be, `movable` may be offloaded.
 
-    What is `movable` may be offloaded.
+    Each op that makes such storages costs `repeat_s`.
     """
 
     graph: Graph
@@ -38,7 +37,7 @@ class MilpVariables:
 
     @cached_property
     def maker(self) -> dict[int, int]:
-        """Per storage that may be rebuilt, the op that makes it."""
+        """Per storage that may be recomputed, the op that makes it."""
         return {s: op for s in sorted(self.storages) if (op := self.graph.allocator[s]) is not None}
 
     @cached_property
@@ -47,12 +46,12 @@ class MilpVariables:
         return tuple(sorted(set(self.maker.values())))
 
     def made(self, op: int) -> list[int]:
-        """What an op makes that may be rebuilt."""
+        """The results of an op that may be recomputed."""
         return [s for s in self.graph.ops[op].allocates if s in self.storages]
 
     @cached_property
     def pinned(self) -> tuple[int, ...]:
-        """Storages that cannot be rebuilt but must be kept if an op that reads them is repeated."""
+        """Storages that cannot be recomputed but must be kept if an op that reads them is repeated."""
         graph = self.graph
         read = {s for op in self.ops for s in graph.ops[op].reads} - self.storages
         return tuple(
@@ -65,12 +64,12 @@ class MilpVariables:
 
     @cached_property
     def decided(self) -> tuple[int, ...]:
-        """All that may be kept, or not."""
+        """All storages that the program may keep or not."""
         return tuple(dict.fromkeys((*sorted(self.storages), *self.pinned, *sorted(self.movable))))
 
     @cached_property
     def needed(self) -> frozenset[int]:
-        """What the backward itself touches."""
+        """The storages that the backward itself touches."""
         return frozenset(s for op in self.graph.ops if op.backward for s in op.touches)
 
     @cached_property
@@ -84,7 +83,7 @@ class MilpVariables:
 
     @cached_property
     def outlives_region(self) -> frozenset[int]:
-        """Those that exist when they are rebuilt: costly ones, and those that some op outside of regions wants."""
+        """Storages that exist outside regions when recomputed: costly ones, and those that an unfused op needs."""
         takes, cheap = self.fuse.takes, self.fuse.cheap
         users = self.graph.users
         return frozenset(
@@ -94,16 +93,16 @@ class MilpVariables:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """The bytes alive at one step, whatever is decided.
+    """The bytes alive at one step, as a linear function of all decisions.
 
     Attributes:
-        key: names the step across trials: the op of the original graph that stands there.
+        key: the op of the original graph at that step, which names the step across trials.
         fixed_bytes: alive in any case.
         bytes_of: alive if kept.
-        again: of these, the ones that are alive, too, if they have been computed again by then.
-        fetched: of these, the ones that may be offloaded, each with those of `started` that fetch it.
-        started: the ops on which that depends and that may have been repeated by then, users first, each
-            with its results that the backward itself has used by then.
+        again: those of `bytes_of` that are also alive if they have been recomputed by then.
+        fetched: those of `bytes_of` that may be offloaded, each with those of `started` that fetch it.
+        started: the ops that matter here and may have been repeated by then, users first, each with its
+            results that the backward itself has used by then.
     """
 
     key: int
@@ -159,7 +158,7 @@ def memory_rows(candidates: MilpVariables, trial: Evaluation, count: int = 16) -
 
 
 def calibrated(candidates: MilpVariables, rows: Iterable[MemoryRow], trials: Sequence[Evaluation]) -> list[MemoryRow]:
-    """The rows, each lowered until it claims no more for any of the trials than that trial's peak."""
+    """The rows, each lowered until it claims at most the trial's peak for every trial."""
     kept = [saved_storages(candidates.graph, t.rebuilt) - t.offloaded for t in trials]
 
     def excess(row: MemoryRow) -> int:
@@ -199,7 +198,7 @@ class _Lives:
         return MemoryRow(key, 0, bytes_of, again, started, fetched)
 
     def _end(self, s: int) -> int:
-        """Until when `s` is alive only if it is kept: its first use, or, if repetitions alone use it, theirs."""
+        """The last step at which keeping `s` costs memory: before its first use, also by repeated ops."""
         if self.trial.backward_end[s] >= 0:
             return self.trial.backward_start[s]
         return max((self.due[op] for op in self.candidates.readers.get(s, ())), default=-1)

@@ -1,9 +1,8 @@
-"""Which forward values the backward receives, and which it rebuilds: a minimum cut.
+"""The minimum cut that decides which forward values the backward receives and which it recomputes.
 
-A value that cheap, fusible work can rebuild from what is kept anyway is never worth its bytes; under a
-budget, costly work competes with bytes at a price. The problem is AOTAutograd's
-(`torch/_functorch/partitioners.py`), posed over storages: keeping any view of a storage keeps all of
-it, and a second view then costs nothing.
+A value is not worth its bytes if cheap, fusible ops can recompute it from values that are kept anyway. Under a budget,
+costly recomputation competes with bytes at a price. The problem is AOTAutograd's (`torch/_functorch/partitioners.py`),
+posed over storages: keeping any view of a storage keeps all of it, and a second view then costs nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ _MOST_UNITS = 2**30
 
 @dataclass(frozen=True)
 class Exchange:
-    """What time is paid for what memory.
+    """The exchange rate of time and memory.
 
     Attributes:
-        repeat_s: per op, the seconds of running it once more in the backward; infinite where it may
-            not be repeated.
-        byte_s: the seconds that one byte less to keep is worth.
+        repeat_s: per op, the seconds to recompute it in the backward; infinite if it may not run again.
+        byte_s: the seconds that each saved byte is worth.
     """
 
     repeat_s: Sequence[float]
@@ -48,22 +46,22 @@ def min_cut_partition(
     exchange: Exchange | None = None,
     needed: Collection[int] | None = None,
 ) -> frozenset[int]:
-    """The storages that the backward should compute again instead of receiving them.
+    """The storages that the backward should recompute instead of receiving them.
 
-    Each storage that the forward allocates is an arc whose capacity is what its bytes are worth; an arc
-    from the source to an op has the price of repeating it, and infinite arcs lead from the storages
-    that an op reads through it to those that it makes. What the backward touches leads to the sink. The
-    least cut is the least to pay: storages in it are kept, ops in it repeated. What the caller holds is
-    free to keep, so nothing is rebuilt that is alive anyway. Among equal cuts the one nearest to the
-    backward is taken: it repeats least.
+    Each storage that the forward allocates is an arc whose capacity is the worth of its bytes. An arc from the
+    source to an op has the price of repeating the op. Infinite arcs lead from the storages that an op reads,
+    through the op, to the storages that it makes. Storages that the backward touches lead to the sink. The
+    minimum cut is the least price: its storages are kept, its ops repeated. The caller's storages are free to
+    keep, so no live storage is recomputed. Among equal cuts the one nearest to the backward wins, because it
+    repeats least.
 
     Args:
         graph: forward and backward of one trace.
         fuse: without an `exchange`, its `cheap` ops may be repeated, at no price.
-        choices: what is decided already. What it offers or demands to recompute may be repeated
-            whatever that costs, so it must be known to be repeatable; what it keeps may not.
+        choices: decisions already made. Storages that they offer or demand to recompute may be repeated at any
+            price, so these must be repeatable. Storages that they keep may not be repeated.
         exchange: prices; without it bytes are worth any work that is cheap or offered, and no other.
-        needed: the forward's storages that must be received or rebuilt; by default what the backward touches.
+        needed: the forward's storages to receive or recompute; by default those that the backward touches.
     """
     forward = [s for s, a in enumerate(graph.allocator) if a is not None and not graph.ops[a].backward]
     if needed is None:
@@ -94,7 +92,7 @@ def min_cut_partition(
 
 
 def saved_storages(graph: Graph, rebuilt: frozenset[int] = frozenset()) -> frozenset[int]:
-    """The forward's storages that the backward receives, if it computes `rebuilt` itself."""
+    """The forward's storages that the backward receives if it recomputes `rebuilt`."""
     used = {s for op in graph.ops if op.backward for s in op.touches}
     used |= {r for s in rebuilt for r in graph.ops[graph.allocator[s]].reads}  # type: ignore[index]
     made = {s for op in graph.ops if not op.backward for s in op.allocates}
@@ -102,7 +100,7 @@ def saved_storages(graph: Graph, rebuilt: frozenset[int] = frozenset()) -> froze
 
 
 def _sink_side(nodes: int, arcs: list[tuple[int, int, float]]) -> np.ndarray:
-    """Which nodes still reach the sink after a maximum flow from node 0 to node 1."""
+    """The nodes that still reach the sink after a maximum flow from node 0 to node 1."""
     tails, heads, worths = (np.array(column) for column in zip(*arcs, strict=True))
     finite = np.isfinite(worths)
     unit = max(worths[finite].sum() / _MOST_UNITS, np.finfo(float).tiny)
@@ -119,7 +117,7 @@ def _sink_side(nodes: int, arcs: list[tuple[int, int, float]]) -> np.ndarray:
 
 
 def _reached_back(graph: Graph, needed: Collection[int], rebuilt: set[int]) -> set[int]:
-    """Those of `rebuilt` that the needed values really go through."""
+    """Those of `rebuilt` that the needed values depend on."""
     found: set[int] = set()
     stack = [s for s in needed if s in rebuilt]
     while stack:
@@ -131,7 +129,7 @@ def _reached_back(graph: Graph, needed: Collection[int], rebuilt: set[int]) -> s
 
 
 def about_saving(before: Graph, after: Graph) -> Decision:
-    """What the backward receives of what the forward made, where the program is `after` instead of `before`."""
+    """The decision about saved values, from program `before` to program `after`."""
     names_before, bytes_before = _saved(before)
     names_after, bytes_after = _saved(after)
     rebuilt = len(names_before - names_after)
@@ -140,7 +138,7 @@ def about_saving(before: Graph, after: Graph) -> Decision:
 
 
 def about_recompute(asked: str, graph: Graph, free: frozenset[int], chosen: frozenset[int]) -> Decision:
-    """What the user asked to keep or recompute: bytes that the backward receives without, and with that."""
+    """The decision about the user's own choices: bytes that the backward receives without and with them."""
 
     def received(rebuilt: frozenset[int]) -> int:
         return sum(graph.storages[s].nbytes for s in saved_storages(graph, rebuilt))

@@ -18,7 +18,7 @@ def move_in_backward(repeated: WithRecompute, storages: Collection[int]) -> With
     """The graph whose backward fetches `storages`, each just before its first use.
 
     Args:
-        repeated: the graph with all in it that is computed again.
+        repeated: the graph, with all recomputation.
         storages: of the original graph, whose forward keeps their numbers.
     """
     return _GraphMoves(repeated, frozenset(storages)).run()
@@ -29,15 +29,15 @@ class _GraphMoves:
         self.repeated, self.moved = repeated, storages
         self.old: Graph = repeated.graph
         self.ops: list[Op] = []
-        self.origin: list[int | None] = []  # per new op the old one; None for a copy to the host or back
+        self.origin: list[int | None] = []  # per new op, the old op; None for a copy to the host or back
         self.source: list[int] = []
         self.operands: list[tuple[int, ...]] = []
         self.edges: list[tuple[int, int]] = []
         self.storages: list[Storage] = list(self.old.storages)
         self.place: dict[int, int] = {}  # old op -> its new index
-        self.again: dict[int, int] = {}  # old op of the forward -> what gives its results to the backward
-        self.fresh: dict[int, int] = {}  # storage -> the one that it comes back to
-        self.moves: dict[int, int] = {}  # copy -> what it moves
+        self.again: dict[int, int] = {}  # old op of the forward -> the op that gives its results to the backward
+        self.fresh: dict[int, int] = {}  # storage -> the storage that receives the fetched copy
+        self.moves: dict[int, int] = {}  # copy -> the storage that it moves
         self.left: dict[int, int] = {}  # storage -> the copy to the host
 
     def run(self) -> WithRecompute:
@@ -63,7 +63,7 @@ class _GraphMoves:
         return WithRecompute(graph, moved_fuse, tuple(self.source), self.moves)
 
     def _takes_fetched(self, op: Op, operand: int) -> bool:
-        """Whether `op`, in the backward, is to take what `operand` gives it from the host."""
+        """Whether backward `op` reads the result of `operand` from the host."""
         maker = self.old.ops[operand]
         return not maker.backward and not self.moved.isdisjoint({*(maker.allocates or maker.reads)} & {*op.reads})
 
@@ -92,7 +92,7 @@ class _GraphMoves:
         reads = tuple([self.fresh.get(s, s) for s in op.reads]) if in_backward else op.reads
         self.ops.append(replace(op, index=index, reads=reads, backward=in_backward))
         self._record(op.index, self.repeated.source[op.index], operands)
-        if in_backward == op.backward:  # a view that is repeated orders nothing
+        if in_backward == op.backward:  # a repeated view imposes no order
             self.edges += [(self.place[p], index) for p in self.old.predecessors[op.index]]
             self.place[op.index] = index
         return index

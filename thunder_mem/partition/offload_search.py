@@ -1,8 +1,8 @@
-"""Find the cheapest choice of what to recompute and what to offload whose peak fits a budget.
+"""Find the cheapest recomputation and offloading whose peak fits a budget.
 
-The integer program (`milp.py`) proposes, with rows of memory from the trials so far, and a trial by the
-exact timeline disposes, until what is proposed fits. Beside that stands what repetitions alone can do
-(`budget_search.py`): the cheaper of the two is taken, and offloading only if it is really cheaper.
+The integer program (`milp.py`) proposes, with memory rows from the trials so far. A trial by the exact timeline
+disposes, until a proposal fits. The result is compared with recomputation alone (`budget_search.py`): offloading is
+chosen only if it is really cheaper.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GAP = 0.002
 
 
 def fit_with_offload(problem: SavingProblem, budget_bytes: int) -> PartitionChoice:
-    """`fit_budget` for a problem in which something may be offloaded."""
+    """`fit_budget` for a problem with storages that may be offloaded."""
     levels = itertools.takewhile(lambda level: level.low_bytes > budget_bytes, problem.levels())
     too_high = [problem.fit(level.rungs[-1].rebuilt, 0.0, "ladder") for level in levels]
     reachable = len(too_high) < sum(1 for _ in problem.levels())
@@ -40,7 +40,7 @@ def fit_with_offload(problem: SavingProblem, budget_bytes: int) -> PartitionChoi
 
 
 def sweep_with_offload(problem: SavingProblem, points: int) -> Iterator[PartitionChoice]:
-    """`fit_budget.sweep` for a problem in which something may be offloaded, down to what both together reach."""
+    """`budget_search.sweep` with offloading, down to the smallest peak of both together."""
     level = next(problem.levels())
     most = level.rungs[-1].rebuilt
     movable = problem.moves.movable if problem.moves else frozenset()
@@ -57,7 +57,7 @@ def sweep_with_offload(problem: SavingProblem, points: int) -> Iterator[Partitio
 
 
 def _proposals(problem: SavingProblem, budget_bytes: int) -> Iterator[PartitionChoice]:
-    """Choices that offload: all that may be, with little and with much recomputed, and what the program says."""
+    """Choices that offload: all movable storages, with little and with much recomputed, and the program's solution."""
     moves = problem.moves
     if moves is None or not moves.movable:
         return

@@ -1,6 +1,6 @@
-"""A graph whose backward computes chosen forward storages again: what `rewrites/recompute.py` does to a trace.
+"""Recompute chosen forward storages in a graph's backward, as `rewrites/recompute.py` does in a trace.
 
-Trying a choice on the graph costs far less than rewriting and reading the trace.
+A trial on the graph costs far less than rewriting and reading the trace.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["WithRecompute", "recompute_on_graph"]
 
 @dataclass(frozen=True)
 class WithRecompute:
-    """A graph with repetitions.
+    """A graph with recomputation.
 
     Attributes:
         graph: like the original, with the repeated ops just before their first use in the backward.
         fuse: the same facts about its ops.
         source: per op, the op of the original graph that it is or repeats.
-        moves: the ops that copy a storage to the host or back, and that storage of the original graph.
+        moves: the ops that copy a storage to the host or back, each with that storage of the original graph.
     """
 
     graph: Graph
@@ -32,11 +32,11 @@ class WithRecompute:
 
 
 def recompute_on_graph(graph: Graph, fuse: FusionCapabilities, storages: Collection[int]) -> WithRecompute:
-    """Let the backward compute `storages` itself, each once, with the views that it uses of them.
+    """Let the backward recompute `storages`, each once, with the views of them that it uses.
 
     Args:
         graph: forward and backward of one trace.
-        fuse: facts about its ops; its operands tell which views are used.
+        fuse: facts about its ops; its operands show which views are used.
         storages: forward storages, each made by an op that may be repeated.
     """
     return _Repetition(graph, fuse, frozenset(storages)).run()
@@ -52,7 +52,7 @@ class _Repetition:
         self.storages: list[Storage] = list(graph.storages)
         self.place: dict[int, int] = {}  # op -> its new index
         self.again: dict[int, int] = {}  # op -> the index of its repetition
-        self.fresh: dict[int, int] = {}  # storage -> the one that is computed again
+        self.fresh: dict[int, int] = {}  # storage -> the recomputed storage
 
     def run(self) -> WithRecompute:
         for op in self.graph.ops:
@@ -70,7 +70,7 @@ class _Repetition:
         return WithRecompute(graph, fuse, tuple(self.source))
 
     def _takes_again(self, op: Op, operand: int) -> bool:
-        """Whether `op`, in the backward, is to take what `operand` gives it from a repetition of `operand`."""
+        """Whether backward `op` reads the recomputed `operand`."""
         maker = self.graph.ops[operand]
         if maker.backward:
             return False
@@ -78,7 +78,7 @@ class _Repetition:
         return not self.rebuilt.isdisjoint(given)
 
     def _repeat(self, wanted: list[int]) -> None:
-        """Append once more, in source order, what is wanted and not there yet, with what that needs."""
+        """Repeat the wanted ops that are not yet repeated, with the ops that they need, in source order."""
         missing: set[int] = set()
         stack = [op for op in wanted if op not in self.again]
         while stack:
@@ -106,7 +106,7 @@ class _Repetition:
         self.ops.append(Op(index, old.name, reads, old.writes, allocates, old.scratch_bytes, in_backward, old.payload))
         self.source.append(old.index)
         self.operands.append(tuple(sorted(operands)))
-        # What is repeated is pure, so its effects order nothing.
+        # A repeated op is pure, so it has no effects that impose an order.
         before = operands if again else {*operands, *(self.place[p] for p in self.graph.predecessors[old.index])}
         self.edges += [(p, index) for p in before]
         if not again:

@@ -1,13 +1,13 @@
-"""From keeping all that is worth its bytes to recomputing nearly everything, in small steps.
+"""Small steps from free recomputation to recomputing nearly everything.
 
-For every price of a byte the minimum cut (`min_cut_partition.py`) gives the best exchange of memory for time, and as
-the price rises the sets of what is rebuilt are nested. Equal layers are decided once: a cut repeats the same
-of each. Between two such sets stands a whole stack of them; the rungs between take one stretch of the forward
-after the other, so that what is left to say is how many layers have gone over. Long before the price is
-infinite this stops paying, because what is rebuilt from far back must itself be alive; so the values
-through which alone the forward passes (the residual stream between blocks) are anchors that stay kept:
-all of them, every second, every fourth, and so on (Chen et al., "Training deep nets with sublinear
-memory cost", 2016).
+For every price of a byte the minimum cut (`min_cut_partition.py`) gives the best exchange of memory for time. As the
+price rises, the sets of recomputed storages are nested. A cut decides equal layers alike, so two neighbouring sets
+differ by a whole stack of layers. The rungs between them switch one stretch of the forward after the other, so a rung
+says how many layers have switched.
+
+Long before the price is infinite this stops paying, because values recomputed from far back must themselves be alive.
+So the values through which all data passes (the residual stream between blocks) are anchors that stay kept: all of
+them, every second, every fourth, and so on (Chen et al., "Training deep nets with sublinear memory cost", 2016).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MOST_CUTS = 24
 
 @dataclass(frozen=True)
 class TradeoffPoint:
-    """One choice of what the backward rebuilds.
+    """One choice of storages that the backward recomputes.
 
     Attributes:
         rebuilt: the storages.
-        seconds: what repeating the ops that make them costs.
-        saved_bytes: what the backward receives instead, apart from what is alive anyway.
+        seconds: to repeat the ops that make them.
+        saved_bytes: the bytes that the backward receives, apart from storages that are alive anyway.
     """
 
     rebuilt: frozenset[int]
@@ -44,7 +44,7 @@ class TradeoffPoint:
 
 
 def repeat_seconds(graph: Graph, rebuilt: frozenset[int], repeat_s: Sequence[float]) -> float:
-    """Seconds of running once more every op that makes one of `rebuilt`."""
+    """Seconds to repeat every op that makes one of `rebuilt`."""
     makers = [graph.allocator[s] for s in rebuilt]
     return sum(repeat_s[op] for op in sorted({op for op in makers if op is not None}))
 
@@ -56,9 +56,9 @@ def ladders(
 
     Args:
         graph: forward and backward of one trace.
-        fuse: what is cheap.
-        repeat_s: per op, the seconds of repeating it; infinite where it may not be.
-        choices: what is decided already.
+        fuse: the facts about cheap ops.
+        repeat_s: per op, the seconds to recompute it; infinite if it may not run again.
+        choices: decisions already made.
     """
     found = block_boundaries(graph, fuse, repeat_s)
     seen: set[frozenset[int]] = set()
@@ -72,7 +72,7 @@ def ladders(
 
 
 def _thinned(found: Sequence[int], thinner: Sequence[int]) -> Iterator[Sequence[int]]:
-    """All, the thinner ones, and of these every second, every fourth, ..., counted from the last."""
+    """All anchors, the thinner ones, and of these every second, every fourth, ..., counted from the last."""
     yield found
     yield thinner
     spacing = 2
@@ -84,7 +84,7 @@ def _thinned(found: Sequence[int], thinner: Sequence[int]) -> Iterator[Sequence[
 def _rungs(
     graph: Graph, fuse: FusionCapabilities, repeat_s: Sequence[float], choices: Constraints, bounds: Sequence[int]
 ) -> Iterator[TradeoffPoint]:
-    """Nested sets: the hull's, and between two of them one stretch of the forward after the other."""
+    """Nested sets: those of the hull, and between two of them one stretch of the forward after the other."""
     hull = _hull(graph, fuse, repeat_s, choices)
     rebuilt = hull[0]
     yield _rung(graph, repeat_s, rebuilt)
@@ -111,7 +111,7 @@ def _saved_bytes(graph: Graph, rebuilt: frozenset[int]) -> int:
 def _hull(
     graph: Graph, fuse: FusionCapabilities, repeat_s: Sequence[float], choices: Constraints
 ) -> list[frozenset[int]]:
-    """The cuts that some price makes best, from free to dearest."""
+    """The cuts that are best at some price, from free to the most expensive."""
 
     def cut(byte_s: float) -> TradeoffPoint:
         rebuilt = min_cut_partition(graph, fuse, choices, Exchange(repeat_s, byte_s))

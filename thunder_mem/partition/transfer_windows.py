@@ -1,9 +1,9 @@
-"""How long the copies of offloaded values take, and how much of that other work hides, before any order is known.
+"""The exposed time of copies of offloaded values, estimated before any order is known.
 
-What is made after some point of the forward must leave in the time that is left of the forward, and what the
-backward uses before some point must have come by then: wherever the copies take longer than the work there,
-the rest is exposed. Linear in the choice, so the integer program (`milp.py`) has it too; the copies'
-exact times are `rewrites/transfer_scheduling.py`.
+A value made after some point of the forward must leave in the rest of the forward. A value that the backward uses
+before some point must arrive by then. Where copies take longer than the other work in such a window, the rest is
+exposed. This is linear in the choice, so the integer program (`milp.py`) includes it. The exact times of copies are in
+`rewrites/transfer_scheduling.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from thunder_mem.memory.graph import Graph
 
 __all__ = ["Moves", "Window", "moves_of"]
 
-# So many points of each half are looked at.
+# The number of points of each half to look at.
 _POINTS = 12
 
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of the program in which some values are copied: their storages, and seconds of other work."""
+    """A stretch of the program in which some values are copied: their storages, and the seconds of other work."""
 
     storages: frozenset[int]
     work_s: float
@@ -30,13 +30,13 @@ class Window:
 
 @dataclass(frozen=True)
 class Moves:
-    """What may be offloaded.
+    """The storages that may be offloaded.
 
     Attributes:
-        copy_s: per storage that may be, seconds of its copy, one way.
+        copy_s: per such storage, seconds of its copy, one way.
         leaving, coming: windows of the forward and of the backward.
-        haste: per storage from 1 to 2, how little other work there is between its making and its use: of equal
-            choices the least hasty is taken, for which it is easiest to find room beside other work.
+        haste: per storage from 1 to 2; larger with less other work between its making and its use. Among equal
+            choices the least hasty wins, because its copies find room beside other work most easily.
     """
 
     copy_s: Mapping[int, float]
@@ -49,7 +49,7 @@ class Moves:
         return frozenset(self.copy_s)
 
     def exposed_seconds(self, offloaded: Collection[int]) -> float:
-        """Of copying these out and back, the time that no other work hides; a lower bound."""
+        """The time of copying these out and back that no other work hides; a lower bound."""
 
         def most(windows: tuple[Window, ...]) -> float:
             late = (sum(self.copy_s[s] for s in w.storages & set(offloaded)) - w.work_s for w in windows)
@@ -59,7 +59,7 @@ class Moves:
 
 
 def moves_of(graph: Graph, storages: Collection[int], op_s: Sequence[float], device: DeviceModel) -> Moves:
-    """What it takes to offload each of `storages`.
+    """The cost of offloading each of `storages`.
 
     Args:
         graph: forward and backward of one trace.
@@ -76,7 +76,7 @@ def moves_of(graph: Graph, storages: Collection[int], op_s: Sequence[float], dev
     begins = [0.0] * (len(graph) + 1)  # seconds of the backward before an op
     for op in graph.ops:
         begins[op.index + 1] = begins[op.index] + (op_s[op.index] if op.backward else 0.0)
-    # An op makes its results as it ends, and wants its operands as it begins.
+    # An op makes its results as it ends, and needs its operands as it begins.
     leaving = {s: left[(graph.allocator[s] or 0) + 1] for s in copy_s}
     coming = {s: begins[_first_use(graph, s)] for s in copy_s}
     between = {s: leaving[s] + coming[s] for s in copy_s}
@@ -86,14 +86,14 @@ def moves_of(graph: Graph, storages: Collection[int], op_s: Sequence[float], dev
 
 
 def _first_use(graph: Graph, s: int) -> int:
-    """The first op of the backward that reads `s`, or, if none does, what is made of it by an op that is repeated."""
+    """The first op of the backward that reads `s`, or else a value that a repeated op makes from `s`."""
     direct = [op for op in graph.users[s] if graph.ops[op].backward]
     made = {m for op in graph.users[s] for m in graph.ops[op].allocates if m != s}
     return min(direct or [op for m in made for op in graph.users[m] if graph.ops[op].backward], default=len(graph))
 
 
 def _windows(work_s: Mapping[int, float]) -> tuple[Window, ...]:
-    """For some values, spread evenly by the work beside them, all that have no more of it."""
+    """One window for each of some values, spread evenly by the work beside them: all values with no more work."""
     ordered = sorted(work_s, key=lambda s: (work_s[s], s))
     last = len(ordered) - 1
     ends = sorted({round(i * last / _POINTS) for i in range(1, _POINTS + 1)}) if ordered else []
