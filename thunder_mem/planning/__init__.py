@@ -1,1 +1,1 @@
-"""The seam: from Thunder's joint trace to the trace that runs."""
+"""Planning: from Thunder's joint trace to the trace that runs."""

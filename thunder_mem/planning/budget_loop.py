@@ -1,4 +1,4 @@
-"""The cheapest plan within a budget: proposed by a search over the graph, judged by the final trace."""
+"""The cheapest plan within a budget: a search over the graph proposes, the final trace decides."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from thunder_mem.runtime.host_transfers import offloaded_names
 
 __all__ = ["within_budget"]
 
-# How often the target is moved by what the plan makes of a choice, compared with its trial.
+# How often the target is moved by the difference between a plan and its trial.
 _ATTEMPTS = 4
-# Where a plan stays this share of the budget below its trial, a higher target is tried.
+# If a plan stays this share of the budget below its trial, a higher target is tried.
 _UNUSED_SHARE = 0.005
 
 Finish = Callable[[Planned], Planned]
@@ -24,14 +24,14 @@ Finish = Callable[[Planned], Planned]
 def within_budget(
     free: Planned, problem: SavingProblem, budget_bytes: int, plan: Callable[..., Planned], finish: Finish
 ) -> Planned:
-    """`free` if it fits, else the cheapest plan that does; the trial proposes, the final trace decides.
+    """`free` if it fits, else the cheapest plan that fits; the trial proposes, the final trace decides.
 
     Args:
-        free: the plan that costs nothing.
-        problem: what may be computed again or offloaded.
+        free: the plan without costly recomputation.
+        problem: the storages that may be recomputed or offloaded.
         budget_bytes: the limit.
-        plan: of a choice of storages to rebuild, and of some to offload.
-        finish: gives a plan its final trace, and the peaks that it has there.
+        plan: makes a plan of the storages to recompute and to offload.
+        finish: gives a plan its final trace and that trace's peaks.
     """
 
     def finished(planned: Planned, fit: PartitionChoice, method: str) -> Planned:
@@ -68,7 +68,7 @@ def within_budget(
 
 
 def _is_dearer_than_recomputing(plan: Plan) -> bool:
-    """Whether copies turn out to hold up more than repetitions would that fit the budget as well."""
+    """Whether copies delay the step more than a recomputation that also fits the budget."""
     bought = plan.budget
     if bought is None or not bought.offloaded or bought.without_offload_ms is None:
         return False

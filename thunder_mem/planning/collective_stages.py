@@ -1,6 +1,6 @@
-"""What planning does about communication: before it, an order of all collectives; after it, what they hide.
+"""Planning of communication: an order of all collectives before planning, and their overlap afterwards.
 
-Nothing here happens to a program that does not communicate.
+Programs without communication skip these stages.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from thunder_mem.trace.reading import TraceGraph, read_trace
 
 __all__ = ["buckets_not_built", "communicating", "prepared", "with_overlap"]
 
-# What `ddp` is given if nobody says anything; 0 asks for no buckets.
+# The default of `ddp`; 0 requests no buckets.
 _UNASKED_MB = (0, 25.0)
 
-# What of the way from the plan's own peak to Thunder's is tried, where the first hides less than Thunder does.
+# Shares of the way from the plan's peak to Thunder's: limits to try if the plan's peak hides less than Thunder's order.
 _SHARES = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
 
@@ -38,7 +38,7 @@ def communicating(trace: TraceCtx) -> bool:
 
 
 def buckets_not_built() -> tuple[Refusal, ...]:
-    """What the program that is being compiled was asked to put into buckets, with a warning.
+    """The buckets that the user requested for this program, with a warning.
 
     Thunder 0.2.6 has passes that build buckets, and calls none of them.
     """
@@ -70,12 +70,12 @@ def prepared(trace: TraceCtx) -> TraceCtx:
 
 
 def with_overlap(emitted: TraceCtx, plan: Plan, given: TraceCtx) -> tuple[TraceCtx, Plan]:
-    """The planned trace with its communication behind computation, and the plan with the peaks that it has then.
+    """The planned trace with communication behind computation, and the plan with the peaks of that trace.
 
     Args:
-        emitted: in its final order, fused, without `del`s.
-        plan: that it was made for.
-        given: the trace as Thunder had it.
+        emitted: the fused trace in its final order, without `del`s.
+        plan: the plan of that trace.
+        given: Thunder's trace.
     """
     if not communicating(emitted):
         return emitted, plan
@@ -114,7 +114,7 @@ def with_overlap(emitted: TraceCtx, plan: Plan, given: TraceCtx) -> tuple[TraceC
 
 
 def _waits_on_demand(source: TraceGraph) -> Sequence[int]:
-    """The order with the waits for gathers, and views of what they gave, just before what takes them."""
+    """The order with waits for gathers, and views of the gathered values, just before their users."""
     graph = source.graph
     lazy = {
         op

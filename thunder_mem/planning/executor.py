@@ -1,9 +1,8 @@
-"""Take the place of Thunder's fusion pass.
+"""Replace Thunder's fusion pass.
 
-Thunder has no hook for the joint trace, but it asks each fusion executor of its list to transform
-that trace while every fusible operation is still open. A `PlanningExecutor` stands in the list for
-each of the user's fusion executors, answers every question as that one would, and, at the first
-fusion pass, plans with all of them.
+Thunder has no hook for the joint trace. But it asks each fusion executor of its list to transform that trace while
+every fusible operation is still open. A `PlanningExecutor` replaces each of the user's fusion executors in the list,
+and answers every question as that executor would. At the first fusion pass it plans with all of them.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ __all__ = [
 
 
 class _Session:
-    """One compilation: who shares its plan, whether planning failed, and what it then goes back to.
+    """One compilation: the executors that share its plan, whether planning failed, and the fallback.
 
     Attributes:
-        original: the computation before its heads became loops; None where none did.
-        given: the trace that was to be planned.
-        halves: forward and backward as Thunder has them, in the place of broken ones.
+        original: the computation before its heads became loops; None if no head did.
+        given: the trace to plan.
+        halves: Thunder's own forward and backward, which replace broken ones.
     """
 
     def __init__(self, options: PlanningOptions, original: Original | None) -> None:
@@ -59,7 +58,7 @@ class _Session:
 
 
 class PlanningExecutor(FusionExecutor):
-    """Stands for a fusion executor of the user's list, or for none; see the module."""
+    """Replaces a fusion executor of the user's list, or none; see the module."""
 
     def __init__(self, inner: FusionExecutor | None, session: _Session) -> None:
         name: Hashable = inner.name if inner else "mem_efficient"
@@ -95,7 +94,7 @@ class PlanningExecutor(FusionExecutor):
                 # Planning makes many small objects that live until its end: collecting meanwhile finds nothing.
                 with collector_off():
                     planned = _planned(trace, session)
-            except (BudgetError, RecomputeError):  # the user asked for what cannot be
+            except (BudgetError, RecomputeError):  # the user's request is impossible
                 raise
             except Exception as error:
                 if session.options.strict:
@@ -135,13 +134,13 @@ def _unplanned(session: _Session, error: Exception) -> TraceCtx:
 def install_planner(
     executors: Sequence[Executor], options: PlanningOptions, original: Original | None = None
 ) -> tuple[Executor, ...]:
-    """The executors with a planner in the place of each fusion executor (one before the last two, Thunder's
-    own, if there is no fusion executor). Planners from an earlier compilation give way to new ones.
+    """The executors with a planner in place of each fusion executor. Without a fusion executor, one planner
+    stands before the last two, Thunder's own. New planners replace those of an earlier compilation.
 
     Args:
         executors: the user's.
-        options: how to plan.
-        original: the computation as it was, where its heads are loops now.
+        options: of the plan.
+        original: the computation before its heads became loops.
     """
     session = _Session(options, original)
     seated: list[Executor] = [
@@ -160,17 +159,17 @@ def user_executors(executors: Sequence[Executor]) -> tuple[Executor, ...]:
 
 
 def final_trace(trace: TraceCtx, transform: Transform) -> TraceCtx | None:
-    """A trace that is about to run; where it or its other half is broken, the same half as Thunder has it.
+    """A trace that is about to run; Thunder's own half if this or the other half is broken.
 
     Args:
         trace: a forward, or, after that, its backward.
-        transform: who asks.
+        transform: the calling transform.
 
     Returns:
         None for a backward that Thunder does not have.
 
     Raises:
-        VerificationError: it is broken, and `MemEfficient` is strict; see `verify_final`.
+        VerificationError: the trace is broken, and `MemEfficient` is strict; see `verify_final`.
     """
     data, stats = _compile_data.get()
     session = next((e.session for e in data.executors_list if isinstance(e, PlanningExecutor)), None)

@@ -1,8 +1,8 @@
-"""The program as Thunder alone compiles it, for when something of this package fails.
+"""The program as Thunder alone compiles it, used after a failure of this package.
 
-Loss heads become loops before autograd, and most of what can fail runs after it. So the computation is kept as it
-was before that, and a failure starts from there: Thunder's own steps are taken once more, up to the place of the
-failure, on a trace in which nothing is rewritten but writes and checkpoints.
+Loss heads become loops before autograd, and most failures happen after it. So the computation from before the loops
+is kept. After a failure Thunder's own steps run once more, up to the place of the failure, on a trace in which only
+writes and checkpoints are rewritten.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Original:
 
     Attributes:
         prologue, computation, epilogue: its traces.
-        behind: the transforms that come after, which have seen the loops only.
+        behind: the later transforms, which have only seen the loops.
     """
 
     prologue: TraceCtx
@@ -38,7 +38,7 @@ class Original:
     behind: tuple[Transform, ...] = ()
 
     def unfused(self, data: Any) -> TraceCtx:
-        """The trace, joint where a gradient is asked for, that Thunder gives to fusion executors.
+        """The trace that Thunder gives to fusion executors; a joint trace if a gradient is needed.
 
         Args:
             data: Thunder's compile data.
@@ -63,7 +63,7 @@ class Original:
 def final_halves(
     unfused: TraceCtx, executors: Sequence[Executor], before: Iterable[Transform]
 ) -> tuple[TraceCtx, TraceCtx | None]:
-    """The forward and the backward that Thunder makes of an unfused trace.
+    """The forward and the backward that Thunder makes from an unfused trace.
 
     Args:
         unfused: see `Original.unfused`.

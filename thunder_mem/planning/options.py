@@ -1,4 +1,4 @@
-"""How a program is planned: what `MemEfficient` passes on."""
+"""The options of planning, which `MemEfficient` passes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PlanningOptions"]
 
 @dataclass(frozen=True)
 class PlanningOptions:
-    """What `MemEfficient` passes on; see there."""
+    """The options that `MemEfficient` passes on; see there."""
 
     sort: str | SortFunction = "auto"
     strict: bool = False
@@ -26,6 +26,6 @@ class PlanningOptions:
     reuse: bool = True
     redraw: bool = True
     verify: bool | None = None
-    named: bool = False  # operations keep the names that the program gives them, whatever else is asked
-    refused: tuple[Refusal, ...] = ()  # by what ran before
-    decisions: tuple[Decision, ...] = ()  # of what ran before
+    named: bool = False  # operations always keep the names that the program gives them
+    refused: tuple[Refusal, ...] = ()  # by earlier passes
+    decisions: tuple[Decision, ...] = ()  # of earlier passes

@@ -1,4 +1,4 @@
-"""What holds the peak of a planned program, in words whose figures add up to it."""
+"""The parts of a planned program's peak in words; their figures add up to the peak."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from thunder_mem.trace.reading import TraceGraph, read_trace
 
 __all__ = ["peak_in_words"]
 
-# So many operations are named.
+# The number of operations that are named.
 _MAKERS = 4
 
 
 def peak_in_words(final: TraceCtx, source: TraceGraph) -> str:
-    """The parts of a final trace's peak: of computed values the operations that make most, by where they stand.
+    """The parts of a final trace's peak; computed values by the operations and lines that make most of them.
 
     Args:
         final: a planned trace, in its final order.

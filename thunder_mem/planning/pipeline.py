@@ -1,15 +1,14 @@
-"""Decide everything about a joint trace, in one list from the trace that Thunder has to the trace that runs.
+"""All decisions about a joint trace, as one list from Thunder's trace to the trace that runs.
 
     read the trace                         what may be saved, recomputed, fused
     for each free partition                the user's checkpoints, the least cut, and between
         arrange it                         duplicate, regions, order, merge; refine
-    within a budget                        buy what is cheapest, until the final trace fits
+    within a budget                        recompute the cheapest, until the final trace fits
     carry the best one out                 emit, reuse buffers, overlap, schedule copies, fit chunks
     verify it                              the same program, without asking the planner
 
-Free partitions come first: the program as the user's checkpoints have it, that with all rebuilt that fused code
-rebuilds from what those keep, and the least cut through both. Costly work is bought only if a budget is given and
-none of these fits.
+Three free partitions come first: the user's checkpoints, those plus all values that fused code can recompute, and the
+minimum cut. Costly recomputation needs a budget that none of these fits.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ from thunder_mem.user_choices.offload import moves_for
 
 __all__ = ["choose_partition", "plan_joint_trace", "plan_partition", "planned_trace", "programs_seen"]
 
-# How often what the backward is handed is alive while the caller computes a loss and its gradient.
+# While the caller computes a loss and its gradient, so many times the gradient's bytes are alive.
 _LOSS_COPIES = 3
 
 Finish = Callable[[Planned], Planned]
@@ -71,12 +70,12 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
 
     Args:
         given: the trace as Thunder has it, before fusion.
-        executors: that fuse.
-        options: see there.
+        executors: the fusion executors.
+        options: of planning.
 
     Raises:
-        BudgetError: nothing fits, and `options.on_infeasible` is "error".
-        RecomputeError: `options.recompute` makes no sense for this program.
+        BudgetError: no plan fits, and `options.on_infeasible` is "error".
+        RecomputeError: `options.recompute` does not fit this program.
         VerificationError: the planned trace is another program.
     """
     start = time.perf_counter_ns()
@@ -89,7 +88,7 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
     assert planned.arranged is not None and planned.final is not None
     if is_verified(planned.original, planned.plan.fingerprint, options.verify):
         verify_rewrite(planned.original, planned.arranged)
-    elif options.verify is not False:  # which costs little, however long the trace
+    elif options.verify is not False:  # cheap for traces of any length
         verify_final(planned.arranged)
     plan = replace(planned.plan, refused=(*options.refused, *buckets_not_built(), *planned.plan.refused))
     plan = with_kernels(plan, planned.final)
@@ -100,9 +99,9 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
 def _fitting(
     trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions, given: TraceCtx, start: int
 ) -> Planned:
-    """The plan; where no plan fits a budget, of the program with loss heads that take less.
+    """The plan; if none fits the budget, a plan of the program with smaller loss heads.
 
-    Smaller chunks cost time, sums of gradients in 16 bits cost digits, but neither as much as no plan.
+    Smaller chunks cost time and sums of gradients in 16 bits cost digits, but both are better than no plan.
     """
     seen = _seen.get()
     found: list[Planned] = []
@@ -127,7 +126,7 @@ def _fitting(
 
 
 def _variants(trace: TraceCtx) -> Iterator[TraceCtx]:
-    """The joint trace, and with loss heads that take less: in smaller chunks, with narrower sums, and both."""
+    """The joint trace, and variants with smaller loss heads: smaller chunks, narrower sums, and both."""
     yield trace
     if (lean := leanest_loops(trace)) is not None:
         yield lean
@@ -140,17 +139,17 @@ def _variants(trace: TraceCtx) -> Iterator[TraceCtx]:
 def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
     """The best plan for a joint trace before it is carried out: its partition, regions and order.
 
-    Args and what is raised are those of `planned_trace`; a budget is judged by the plan's own peak.
+    Arguments and errors are those of `planned_trace`; the plan's own peak decides about a budget.
     """
     return plan_program(read_program(trace, tuple(executors), options), lambda planned: planned)
 
 
 def plan_program(program: Program, finish: Finish) -> Planned:
-    """The best plan of a program, within the budget if there is one; the smallest found where nothing fits.
+    """The best plan of a program within the budget, if there is one; else the smallest plan found.
 
     Args:
-        program: what there is to decide.
-        finish: gives a plan its final trace, and the peaks that it has there; by these a budget is judged.
+        program: the program to plan.
+        finish: gives a plan its final trace and that trace's peaks, which decide about a budget.
     """
     options, source = program.options, program.source
     best, _ = choose_partition(program)
@@ -167,9 +166,9 @@ def plan_program(program: Program, finish: Finish) -> Planned:
 
 
 def choose_partition(program: Program) -> tuple[Planned, frozenset[int]]:
-    """The best plan that costs nothing, and the storages that its backward rebuilds."""
+    """The best plan without costly recomputation, and the storages that its backward recomputes."""
     options = program.options
-    # A budget limits the halves alone, so there nothing else may decide what is free.
+    # A budget limits only the two halves, so under a budget only their peaks decide among free plans.
     rank = with_loss_outside(options.reuse) if options.budget is None else attrgetter("peak_bytes")
     free, *others = free_partitions(program)
     best, chosen = plan_partition(program, free), free
@@ -184,7 +183,7 @@ def choose_partition(program: Program) -> tuple[Planned, frozenset[int]]:
 
 
 def plan_partition(program: Program, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Planned:
-    """The plan of a choice of storages to rebuild, and of some to offload: its regions and their order."""
+    """The plan for given storages to recompute and to offload: its regions and their order."""
     return _arranged(program, *program.recomputing(rebuilt, offloaded))
 
 
@@ -197,11 +196,11 @@ def _arranged(program: Program, trace: TraceCtx, read: TraceGraph, fuse: FusionC
 
 
 def with_loss_outside(reuse: bool) -> Callable[[Planned], tuple[int, int]]:
-    """The peak, or what is alive while the caller computes a loss of the outputs, if that is more; then the peak.
+    """The larger of the peak and the bytes alive while the caller computes a loss of the outputs; then the peak.
 
-    What the caller holds then is not known. The usual loss, a cross entropy of logits, holds a normalised copy,
-    and in its backward the gradients of that and of its argument: three times what the backward is handed. With
-    `reuse` the peak is what it would be if all results went over what dies.
+    The caller's loss is unknown. The usual loss, a cross entropy of logits, holds a normalised copy, and in its
+    backward the gradients of the copy and of the logits: three times the bytes of the outputs' gradient. With
+    `reuse` the peak is the one with all results written over dying values.
     """
 
     def rank(planned: Planned) -> tuple[int, int]:
@@ -217,7 +216,7 @@ def with_loss_outside(reuse: bool) -> Callable[[Planned], tuple[int, int]]:
 
 @contextmanager
 def programs_seen() -> Iterator[list[tuple[Program, TraceCtx]]]:
-    """Within, every program that is planned is added, with the trace as Thunder had it, and all its variants."""
+    """Collect every planned program, with Thunder's trace and all variants."""
     programs: list[tuple[Program, TraceCtx]] = []
     token = _seen.set(programs)
     try:

@@ -1,8 +1,8 @@
-"""A plan as a file: what was reviewed and measured is what runs, on every rank and every machine, or nothing does.
+"""Plan files: the reviewed and measured plan runs on every rank and machine, or compilation fails.
 
-Planning is deterministic, so a file does not replace it: the program is planned as always, verified as always,
-and then held against the file. Another program, other versions, other options or a plan that came out
-otherwise are refused, each by name. A file is read as data, strictly; nothing in it is ever evaluated.
+Planning is deterministic, so a file does not replace it. The program is planned and verified as always, and then
+compared with the file. Another program, other versions, other options or another plan are refused, each by name. A file
+is read strictly, as data; nothing in it is ever evaluated.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ __all__ = [
 ]
 
 FORMAT = 1
-MAX_BYTES = 2**26  # of a file; a plan of 100,000 operations takes about a tenth
+MAX_BYTES = 2**26  # the largest file; a plan of 100,000 operations takes about a tenth
 _FIELDS = {"format": int, "versions": dict, "options": dict, "program": dict, "plan": dict}
 
 
 class PlanFileError(ValueError):
-    """A plan file that is none, or that belongs to another program, version or choice of options."""
+    """The file is no plan file, or belongs to another program, version or choice of options."""
 
 
 @dataclass(frozen=True)
 class PlanFile:
-    """What a plan file says.
+    """The content of a plan file.
 
     Attributes:
         path: of the file.
         versions: of this package, Thunder and PyTorch.
-        options: how `MemEfficient` was asked, and the executors.
-        program: "digest" and "operations" of what Thunder traced.
-        plan: `Plan.to_json()`, without places in source files.
+        options: of `MemEfficient`, and the executors.
+        program: "digest" and "operations" of Thunder's trace.
+        plan: `Plan.to_json()`, without source lines.
     """
 
     path: str
@@ -100,10 +100,10 @@ class PlanFile:
 
 
 def read_plan(path: str | os.PathLike[str]) -> PlanFile:
-    """Read what `save_plan` wrote.
+    """Read a file that `save_plan` wrote.
 
     Raises:
-        PlanFileError: it is something else.
+        PlanFileError: it is no plan file.
         OSError: it cannot be read.
     """
     name = os.fspath(path)
@@ -132,7 +132,7 @@ def read_plan(path: str | os.PathLike[str]) -> PlanFile:
 def write_plan(
     path: str | os.PathLike[str], plan: Plan, program: Mapping[str, Any], options: Mapping[str, str]
 ) -> None:
-    """Write a plan, of a program and options as `note_program` keeps them, to a file that is replaced as a whole.
+    """Write a plan to a file that is replaced as a whole, with the program and options that `note_program` kept.
 
     Raises:
         OSError: the path is a folder, or cannot be written.
@@ -148,9 +148,9 @@ def write_plan(
 
 
 def program_of(trace: TraceCtx) -> dict[str, Any]:
-    """What tells a trace from others: its operations, how they are wired, shapes, dtypes, devices and constants.
+    """The digest of a trace: its operations and their connections, shapes, dtypes, devices and constants.
 
-    Names of variables and places in source files play no part.
+    Names of variables and source lines do not matter.
     """
     number: dict[str, int] = {}
     digest = hashlib.sha256()
@@ -179,7 +179,7 @@ def program_of(trace: TraceCtx) -> dict[str, Any]:
 
 
 def _gradient_traces(sym: Symbol) -> Iterator[TraceCtx]:
-    """What Thunder traced of a `torch.autograd.Function`'s forward and backward, which its gradient's closure holds."""
+    """Thunder's traces of a `torch.autograd.Function`'s forward and backward, found in its gradient's closure."""
     functions = [sym.executor.get_grad_transform(sym)]
     for function in functions:
         for value in inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(function) else ():

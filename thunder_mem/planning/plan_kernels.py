@@ -1,4 +1,4 @@
-"""What a plan's kernels come to on a GPU: how many start, and what those of one region keep between them."""
+"""The kernels of a plan on a GPU: their number, and the bytes that a region keeps between its kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["with_kernels"]
 
 
 def with_kernels(plan: Plan, trace: TraceCtx) -> Plan:
-    """The plan with a decision about its regions' kernels, which its peaks count already; as it is where none is known.
+    """Add a decision about the regions' kernels, which the plan's peaks already count; no change if none is known.
 
     Args:
         plan: that was carried out.
@@ -42,7 +42,7 @@ def with_kernels(plan: Plan, trace: TraceCtx) -> Plan:
 def about_kernels(
     regions: int, launches: int, most_bytes: int, before: Sequence[int], after: Sequence[int]
 ) -> Decision:
-    """What regions run as on a GPU: peaks (forward, backward) without what kernels keep meanwhile, and with it."""
+    """The decision about kernels: peaks (forward, backward) without and with the bytes kept between kernels."""
     kept = f"keep at most {size(most_bytes)} between them" if most_bytes else "keep nothing between them"
     how = f"{counted(launches, 'kernel')} of {counted(regions, 'region')}, which {kept}"
     return Decision("kernels", how, "peak", max(before), max(after))

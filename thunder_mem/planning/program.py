@@ -1,4 +1,4 @@
-"""A joint trace before anything is decided: how it reads, who fuses what, and what may be chosen."""
+"""A joint trace before any decision: its graph, its fusion executors, and the choices that exist."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ __all__ = ["Planned", "Program", "device_of", "free_partitions", "read_program",
 
 @dataclass(frozen=True)
 class Program:
-    """A joint trace, and what there is to decide about it.
+    """A joint trace, and the choices about it.
 
     Attributes:
-        trace: before fusion, with all that its backward needs kept from being overwritten.
-        source: the same as it reads.
-        executors: that fuse.
-        options: how it is planned.
-        fuse: which of them takes which operation.
-        constraints: what the user's checkpoints and `MemEfficient(recompute=...)` say.
-        gathered: storages that are gathered again from what the caller holds.
-        asked: the decision about what the user asked for, if any.
+        trace: before fusion; values that its backward needs are protected from writes.
+        source: the trace read as a graph.
+        executors: the fusion executors.
+        options: of planning.
+        fuse: the executors that take each operation.
+        constraints: from the user's checkpoints and `MemEfficient(recompute=...)`.
+        gathered: storages that are gathered again from the caller's parameters.
+        asked: the decision about the user's own choices, if any.
     """
 
     trace: TraceCtx
@@ -57,11 +57,11 @@ class Program:
     def recomputing(
         self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()
     ) -> tuple[TraceCtx, TraceGraph, FusionCapabilities]:
-        """The trace whose backward computes some storages again and fetches others from the host, read anew.
+        """The trace whose backward recomputes some storages and fetches others from the host, read anew.
 
         Args:
-            rebuilt: the storages that are computed again.
-            offloaded: those that wait in the host's memory, beside what the user asked to.
+            rebuilt: the storages to recompute.
+            offloaded: those that wait in the host's memory, beside the user's own choice.
         """
         new, read = self.trace, self.source
         if rebuilt:
@@ -79,10 +79,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the joint trace that it is for, and that trace as it was read.
+    """A plan, its joint trace, and that trace read as a graph.
 
-    `original` is the trace before anything was chosen to be computed again: what `verify` compares with `arranged`,
-    the fused trace in its order, once that is made. `final` is what that ends as, its chunk loops fitted.
+    `original` is the trace before any recomputation was chosen; `verify` compares it with `arranged`, the fused trace
+    in its order. `final` is the arranged trace with fitted chunk loops.
     """
 
     plan: Plan
@@ -102,7 +102,7 @@ def read_program(trace: TraceCtx, executors: tuple[FusionExecutor, ...], options
     """Read a joint trace.
 
     Raises:
-        RecomputeError: `options.recompute` makes no sense for this program.
+        RecomputeError: `options.recompute` does not fit this program.
     """
     trace, source = _read(trace if options.redraw else forbid_rng_replay(trace))
     fuse = fusibility(source, executors)
@@ -114,7 +114,7 @@ def read_program(trace: TraceCtx, executors: tuple[FusionExecutor, ...], options
 def _constraints(
     source: TraceGraph, fuse: FusionCapabilities, gathered: frozenset[int], recompute: PartitionPolicy | None
 ) -> tuple[Constraints, tuple[Decision, ...]]:
-    """What is not left to the minimum cut: the user's checkpoints, and what `MemEfficient(recompute=...)` asks for."""
+    """The constraints on the minimum cut: the user's checkpoints and `MemEfficient(recompute=...)`."""
     constraints = Constraints(
         may_recompute=checkpointed_storages(source) | gathered, free_to_save=gathered_twice(source)
     )
@@ -127,10 +127,11 @@ def _constraints(
 
 
 def free_partitions(program: Program) -> list[frozenset[int]]:
-    """What the backward may rebuild at no price beyond what the user's checkpoints say: the least cut, and others.
+    """Three choices of storages that the backward recomputes at no price beyond the user's checkpoints.
 
-    The least cut ignores where checkpoints begin and end: it may run the forward of many again at once, from very
-    little. The second keeps what they keep, but for what cheap work makes of that; the third is the user's own.
+    The first, the minimum cut, ignores where checkpoints begin and end: it may repeat the forward of many checkpoints
+    at once, from few bytes. The second keeps the values that checkpoints keep, except those that cheap ops make from
+    the others. The third is the user's own.
     """
     source, fuse, constraints = program.source, program.fuse, program.constraints
     graph = source.graph
@@ -145,14 +146,14 @@ def free_partitions(program: Program) -> list[frozenset[int]]:
 
 
 def _only_offered(source: TraceGraph, fuse: FusionCapabilities, choices: Constraints) -> frozenset[int]:
-    """What the user's own checkpoints and wishes make the backward compute again."""
+    """The storages that the user's checkpoints and choices make the backward recompute."""
     if not (choices.may_recompute or choices.must_recompute):
         return frozenset()
     return min_cut_partition(source.graph, replace(fuse, cheap=(False,) * len(source.graph)), choices)
 
 
 def saving_problem(program: Program) -> SavingProblem:
-    """What a budget chooses from: which storages may be computed again, and what that costs."""
+    """The choices under a budget: the storages that may be recomputed, and the cost."""
     source, options = program.source, program.options
     repeat_s = _repeat_seconds(source, program.fuse, options.costs, device_of(source))
     return SavingProblem(source.graph, program.fuse, repeat_s, program.constraints, options.sort)
@@ -172,7 +173,7 @@ def _repeat_seconds(source: TraceGraph, fuse: FusionCapabilities, costs: str, de
 
 
 def device_of(source: TraceGraph) -> torch.device:
-    """The device that the program computes on: the one that holds most of what it allocates."""
+    """The device that the program computes on: the one with most of its allocated bytes."""
     nbytes: dict[str, int] = {}
     for s in source.graph.storages:
         nbytes[s.device] = nbytes.get(s.device, 0) + s.nbytes
@@ -180,7 +181,7 @@ def device_of(source: TraceGraph) -> torch.device:
 
 
 def _read(trace: TraceCtx) -> tuple[TraceCtx, TraceGraph]:
-    """The trace with all that its backward needs kept from being overwritten, and its graph."""
+    """The trace with all values that its backward needs protected from writes, and its graph."""
     source = read_trace(trace)
     safe = protect_old_values(source, trace)
     return safe, source if safe is trace else read_trace(safe, earlier=source)

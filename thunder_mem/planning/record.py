@@ -1,4 +1,4 @@
-"""What is kept with a compilation: its plan, why there is none, and which program it was."""
+"""The record of a compilation: its plan, the reason why there is none, and the program's digest."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = [
 
 
 def last_plan(jitted) -> Plan | None:
-    """The plan of the last compilation of a jitted function or module; None without one: `why_no_plan` says why.
+    """The plan of the last compilation of a jitted function or module, or None; `why_no_plan` then gives the reason.
 
-    Of the subgraphs of a program of ThunderFX the plan that peaks highest; `fx.subgraphs` has all.
+    For a program of ThunderFX, the plan of the subgraph that peaks highest; `fx.subgraphs` has all.
     """
     return getattr(_stats(jitted), "thunder_mem_plan", None)
 
@@ -40,13 +40,13 @@ def _stats(jitted):
 
 
 def current_record() -> tuple[Plan | None, str]:
-    """The plan of the compilation that is under way, and why there is none."""
+    """The plan of the present compilation, and the reason if there is none."""
     stats = _compile_data.get()[1]
     return getattr(stats, "thunder_mem_plan", None), getattr(stats, "thunder_mem_failure", "")
 
 
 def note_plan(plan: Plan | None, *, took_ms: int = 0, failure: str = "") -> None:
-    """With the compilation, where `last_plan` and `last_failure` find it; nothing stays of an earlier one."""
+    """Store the plan with the compilation, for `last_plan` and `last_failure`; it replaces an earlier plan."""
     if (stats := _compile_data.get()[1]) is not None:
         stats.thunder_mem_plan = plan
         stats.thunder_mem_planning_ms = took_ms
@@ -54,12 +54,12 @@ def note_plan(plan: Plan | None, *, took_ms: int = 0, failure: str = "") -> None
 
 
 def note_program(program: Mapping[str, Any], options: Mapping[str, str]) -> None:
-    """Keep what is being compiled, and how, with the compilation, where `save_plan` finds it."""
+    """Store the program and its options with the compilation, for `save_plan`."""
     if (stats := _compile_data.get()[1]) is not None:
         stats.thunder_mem_program = program, options
 
 
 def noted_program() -> str:
-    """The digest of what is being compiled; "" if nobody noted it."""
+    """The digest of the program in compilation; "" if none was stored."""
     noted: Any = getattr(_compile_data.get()[1], "thunder_mem_program", None)
     return noted[0]["digest"] if noted else ""

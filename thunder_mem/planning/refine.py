@@ -1,7 +1,7 @@
 """Rewrite a planned trace where its plan shows a way to a lower peak, and plan again.
 
-The peak of a plan names what is alive there without being used: a base that a small view holds, or a value that
-could be made again later. Each rewrite is tried as a whole and stays if the exact peak falls.
+A plan shows which values are alive at the peak without being used: a base that a small view keeps alive, or a value
+that could be recomputed later. Each rewrite is tried as a whole and stays if the exact peak falls.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from thunder_mem.trace.reading import read_trace
 
 __all__ = ["refined"]
 
-# How often each rewrite is tried, as long as it lowers the peak.
+# The most tries of each rewrite, as long as it lowers the peak.
 _ROUNDS = 4
 
 
 def refined(planned: Planned, executors: Sequence[FusionExecutor], sort: str | SortFunction) -> Planned:
-    """The plan with small views copied, and idle values made again, as far as that lowers the peak."""
+    """The plan with small views copied and idle values recomputed, as far as that lowers the peak."""
     said: list[Decision] = []
     for rewrite, about in ((_with_copied_views, about_views), (_with_remakes, about_remakes)):
         before_bytes, total = planned.peak_bytes, 0
@@ -49,13 +49,13 @@ def refined(planned: Planned, executors: Sequence[FusionExecutor], sort: str | S
 
 
 def _with_copied_views(planned: Planned) -> tuple[TraceCtx, int]:
-    """The trace with copies of small views that hold what is alive at the peak; and how many."""
+    """The trace with copies of small views that keep a base alive at the peak, and the number of copies."""
     splits = pinned_bases(planned.source, planned.plan)
     count = sum(len(split.views) for split in splits)
     return (with_copied_views(planned.source, planned.trace, splits) if count else planned.trace), count
 
 
 def _with_remakes(planned: Planned) -> tuple[TraceCtx, int]:
-    """The trace in which what sits idle at the peak is made again; and how many values that are."""
+    """The trace that recomputes values which are idle at the peak, and the number of these values."""
     remakes = idle_at_peak(planned.source, planned.plan, planned.fuse)
     return (with_rematerialized(planned.source, planned.trace, remakes) if remakes else planned.trace), len(remakes)

@@ -1,6 +1,6 @@
-"""From a plan to the trace that runs: the plan is emitted, and stages follow, each a function of what it is handed.
+"""From a plan to the trace that runs: the plan is emitted, and stages follow; each stage is a pure function.
 
-Every stage gives the trace as it leaves it, and the plan with the peaks that it has there and the stage's decision.
+Every stage returns its trace, and the plan with that trace's peaks and the stage's decision.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["STAGES", "Emitted", "carried_out"]
 
 @dataclass(frozen=True)
 class Emitted:
-    """A trace with fused regions, in its order, on its way to what runs.
+    """A trace with fused regions in its order, between two stages.
 
     Attributes:
-        program: that was planned.
-        given: the trace as Thunder had it.
-        trace: so far.
-        plan: with the peaks that it has in `trace`.
+        program: the planned program.
+        given: Thunder's trace.
+        trace: the trace so far.
+        plan: with the peaks of `trace`.
     """
 
     program: Program
@@ -48,7 +48,7 @@ class Emitted:
 
 
 def reuse_buffers(emitted: Emitted) -> Emitted:
-    """Results of fused regions are written over what dies there, and the steps ordered once more."""
+    """Write results of fused regions over values that die there, and sort the steps once more."""
     options = emitted.program.options
     if not options.reuse:
         return emitted
@@ -59,13 +59,13 @@ def reuse_buffers(emitted: Emitted) -> Emitted:
 
 
 def overlap_collectives(emitted: Emitted) -> Emitted:
-    """Communication moves behind computation."""
+    """Move communication behind computation."""
     trace, plan = with_overlap(emitted.trace, emitted.plan, emitted.given)
     return replace(emitted, trace=trace, plan=plan)
 
 
 def schedule_copies(emitted: Emitted) -> Emitted:
-    """Copies to the host and back run beside other work, as far as the limit has room."""
+    """Let copies to the host and back run beside other work, as far as the limit has room."""
     limit_bytes = emitted.budget_bytes or emitted.plan.candidate.peak_bytes
     device = device_model_of(device_of(emitted.program.source))
     scheduled = schedule_transfers(emitted.trace, device, limit_bytes)
@@ -79,13 +79,13 @@ STAGES: tuple[Callable[[Emitted], Emitted], ...] = (reuse_buffers, overlap_colle
 
 
 def carried_out(program: Program, planned: Planned, given: TraceCtx, start: int) -> Planned:
-    """The plan with its final trace, and the peaks that it has there: what a budget is judged by.
+    """The plan with its final trace and that trace's peaks, which decide about a budget.
 
     Args:
-        program: that is planned.
+        program: the planned program.
         planned: a plan of it.
-        given: the trace as Thunder had it.
-        start: when planning began, by `time.perf_counter_ns`.
+        given: Thunder's trace.
+        start: the start of planning, by `time.perf_counter_ns`.
     """
     plan = replace(planned.plan, decisions=(*program.options.decisions, *planned.plan.decisions))
     executors = {str(e.name): e for e in program.executors}
