@@ -1,1 +1,1 @@
-"""From an amplifying matrix product to the loop that never holds its whole result."""
+"""Chunk loops for loss heads: from an amplifying matrix product to a loop that never holds its whole result."""

@@ -1,7 +1,7 @@
 """One chunk's program: the region replayed at the size of a block of rows, differentiated and compiled.
 
-No loss is written by hand: Thunder's own grad transform differentiates the block, and the user's
-executors compile it, so what an executor does for `cross_entropy` it does here too.
+No loss is written by hand. Thunder's own grad transform differentiates the block, and the user's executors compile it,
+so an executor's `cross_entropy` runs here too.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def build_body(
     """Trace, differentiate and compile the region for a block of `rows` rows.
 
     Args:
-        region: what to replay.
+        region: the region to replay.
         sides: the inputs other than the amplifiers' operands, in the order of the call.
-        wanted: for each amplifier and then each side, whether its gradient is asked for.
+        wanted: for each amplifier and then each side, whether its gradient is needed.
         rows: rows in the block.
         executors: the user's executors, in order of preference.
-        outputs: whether the region's outputs are asked for as well (always, where no gradient is).
+        outputs: whether the region's outputs are also needed (always, without gradients).
 
     Raises:
         Refused: an op does not replay at the block's size.
@@ -65,7 +65,7 @@ def build_body(
     for bsym in joint.bound_symbols[:-1]:
         if bsym.sym.id != PrimIDs.GET_GRAD:
             body.append(bsym)
-        # Thunder asks for the tangent of every output; what it would flow into is dead where it cannot arrive.
+        # Thunder needs a tangent for every output; one that cannot arrive flows only into dead code.
         elif region.outputs[j := position[bsym.args[0].name]].proxy.name in differentiable:
             tangents[j] = bsym.output
     order = tuple(sorted(tangents))
@@ -81,7 +81,7 @@ def build_body(
 
 
 def _summed_to(grad: TensorProxy | None, arg: TensorProxy) -> TensorProxy | None:
-    """Thunder leaves the gradient of a 0-dim CPU tensor that was broadcast for autograd to sum up."""
+    """Sum the gradient of a broadcast 0-dim CPU tensor, which Thunder leaves to autograd."""
     if grad is None or tuple(grad.shape) == tuple(arg.shape):
         return grad
     extra = grad.ndim - arg.ndim
@@ -127,7 +127,7 @@ def _trace_block(region: Region, sides: Sequence[Value], wanted: Sequence[bool],
 
 @contextmanager
 def langctx_torch() -> Iterator[None]:
-    """Replays happen in the torch language, whatever the user's trace was written in."""
+    """Replay in the torch language, for user traces in any language."""
     token = set_langctx(resolve_language(Languages.TORCH))
     try:
         yield
@@ -136,7 +136,7 @@ def langctx_torch() -> Iterator[None]:
 
 
 class _Replay:
-    """Calls the region's ops again, in the largest composites that mean the same on a block."""
+    """Replays the region's ops, in the largest composites that mean the same on a block."""
 
     def __init__(self, region: Region, trace: TraceCtx, env: dict, rows: int, log_sums: Mapping[str, TensorProxy]):
         self.region, self.trace, self.env, self.rows, self.log_sums = region, trace, env, rows, log_sums
@@ -144,7 +144,7 @@ class _Replay:
         self.seeds = {id(a.leaf.bsym) for a in region.amplifiers}
 
     def amplifiers(self, logits: Sequence[TensorProxy]) -> None:
-        """Add the biases, which the matrix product outside the block leaves out."""
+        """Add the biases, which the matrix product outside the block omits."""
         for a, x in zip(self.region.amplifiers, logits, strict=False):
             if len(a.leaf.inputs) > 2:
                 bias = Value(a.leaf.inputs[2], self.region.shardings[a.leaf.index][2])
@@ -165,7 +165,7 @@ class _Replay:
             self.emit(sub)
 
     def _whole(self, inner: Sequence[BoundSymbol]) -> bool:
-        """The region has all of a composite, and no gradient is cut off inside it, of which its results say nothing."""
+        """Whether the region has all of a composite, without a cut gradient inside that its results do not show."""
         leaves = [self.members.get(id(b)) for b in inner]
         return all(leaf is not None and not is_cut(leaf) for leaf in leaves)
 
@@ -216,7 +216,7 @@ class _Replay:
                 self.env[value.key] = new
 
     def _composite(self, bsym: BoundSymbol, inner: Sequence[BoundSymbol]) -> bool:
-        """Call a composite on the block; keep it only when it decomposes into what the rules derived."""
+        """Call a composite on the block; keep it only if its parts agree with the rules."""
         variants: dict[str, list] = {}
         for (name, _), p in self.env.items():
             variants.setdefault(name, []).append(p)
@@ -233,7 +233,7 @@ class _Replay:
         except Exception:  # a composite may refuse the block's shape for reasons of its own
             result = None
         finally:
-            del self.trace.scopes[depth:]  # an exception leaves the scopes of unfinished ops behind
+            del self.trace.scopes[depth:]  # an exception leaves unfinished ops' scopes behind
         if result is None or len(scope) != 1:
             return False
         replayed = [b for b, _ in walk(scope[0]) if _touches_tensors(b)]
@@ -335,7 +335,7 @@ _VIEW_NAMES = {
 
 
 def _peak_bytes(trace: TraceCtx) -> int:
-    """Bytes of the block's own tensors at the worst moment, a view counted with what it views."""
+    """Bytes of the block's own tensors at its peak; a view counts with its base."""
     args = {a.name for a in trace.args}
     owner: dict[str, str] = {}
     users: dict[str, int] = {}

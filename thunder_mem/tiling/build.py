@@ -1,4 +1,4 @@
-"""From a region to a chunk loop: how many rows, in which mode, with which compiled blocks."""
+"""From a region to a chunk loop: its rows, its mode and its compiled blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from thunder_mem.tiling.rows_per_chunk import floor_rows
 
 __all__ = ["build_loop", "head_label"]
 
-# A block is built to learn what one holds. On a GPU Inductor's kernels depend on the rows, so there are some.
+# The rows of the block that is built to measure its memory. On a GPU Inductor's kernels depend on the rows.
 _PROBE_ROWS, _GPU_PROBE_ROWS = 8, 512
 
 
@@ -47,11 +47,11 @@ def build_loop(
     """Plan the region's loop and compile its blocks.
 
     Args:
-        region: what runs chunk by chunk.
-        decide: rows per chunk and who says so (see `LoopPlan.sized`), or None to leave the head alone.
+        region: the part of the program that runs in chunks.
+        decide: returns rows per chunk and their origin (see `LoopPlan.sized`), or None to leave the head whole.
         accumulate: dtype in which gradients of whole 16-bit inputs add up: "float32" or "input"; None
             is float32 that may still be narrowed.
-        executors: who executes the blocks.
+        executors: the executors of the blocks.
         name: unique in the trace.
 
     Raises:
@@ -78,7 +78,7 @@ def build_loop(
     nothing = [False] * len(wanted)
 
     def probed(plan: LoopPlan) -> Body:
-        """A block with all that one does, to learn what it takes."""
+        """A complete block, built to measure its memory."""
         size = plan.block_rows
         return blocks([size], wanted if grads else nothing, plan.mode == "grads-in-forward" or not grads)[size]
 
@@ -135,7 +135,7 @@ def build_loop(
     else:
         block_rows = gpu_block_rows(plan, probe, least_rows, gpu)
     if sized != "asked" and block_rows < rows < region.n:
-        rows -= rows % block_rows  # so that a chunk of any other number of blocks needs no others
+        rows -= rows % block_rows  # so that chunks of other numbers of blocks use the same blocks
     sizes = block_sizes(region.n, rows, block_rows)
     forward = {} if mode == "grads-in-forward" else blocks(sizes, nothing, True)
     backward = blocks(sizes, wanted, mode == "grads-in-forward") if grads else {}
@@ -157,9 +157,9 @@ def build_loop(
 
 
 def _hold_more_than_logits(region: Region, head: Head) -> bool:
-    """Whether gradients computed in the forward would take more memory than the logits, and for long.
+    """Whether gradients computed in the forward would take more memory than the logits, for a long time.
 
-    They are held until the backward, over all that the forward computes after the head's products.
+    They are held until the backward, while the forward computes everything after the head's products.
     """
     logits_bytes = head.n * head.row_bytes
     program = region.program
@@ -170,7 +170,7 @@ def _hold_more_than_logits(region: Region, head: Head) -> bool:
 
 
 def head_label(leaf: Leaf) -> str:
-    """The product with its weight: inside a module the line is `torch.nn.Linear`'s own, the weight says whose."""
+    """The product with its weight, which names the module; the source line is only `torch.nn.Linear`'s own."""
     weights = [t.name for t in leaf.inputs if t.name.startswith("t_")]
     return f"{leaf.label} with {', '.join(weights)}" if weights else leaf.label
 
@@ -212,7 +212,7 @@ def _differentiable(region: Region) -> tuple[int, ...]:
 
 
 def _sum_dtype(spec: Spec, accumulate: str | None, adds_up: bool) -> torch.dtype:
-    """In which dtype a gradient is collected: a 16-bit one in float32, where several parts add up to it."""
+    """The dtype in which a gradient is collected: float32 for a 16-bit gradient with several parts."""
     wide = adds_up and not spec.sharding.split and accumulate != "input" and spec.dtype.itemsize < 4
     return torch.float32 if wide else spec.dtype
 
@@ -238,16 +238,16 @@ def _mode(outputs: Sequence[Spec], differentiable: Sequence[int], gemms: Sequenc
 
 
 def _least_rows(region: Region, head: Head) -> int:
-    """Rows of a block, at least: what a product inside of it, and the sum of its weight's gradients, need."""
+    """The least rows of a block: enough for the products inside it and the sum of its weight's gradients."""
     return floor_rows(head.device, head.dtype) if any(m.bsym.sym.id in PRODUCTS for m in region.members) else 1
 
 
 def _block_rows(head: Head, chunk_rows: int, row_scratch: int, least_rows: int, asked: bool) -> int:
-    """Rows between the products: their temporaries take at most a tenth of the chunk's logits, or 128 KiB.
+    """Rows of a block between the products: temporaries take at most a tenth of the chunk's logits, or 128 KiB.
 
-    On a CPU a 16th of all logits up to 1 MiB, as on less it works no longer than the calls themselves take; not if
-    the chunks were asked for, which then are most of the peak. As few blocks of distinct sizes as possible: a divisor
-    of the chunk is preferred.
+    On a CPU they may take a 16th of all logits up to 1 MiB, because smaller blocks work no longer than the calls
+    themselves take. That does not apply to chunks that the user set, which are most of the peak. A divisor of the
+    chunk is preferred, so that few distinct block sizes exist.
     """
     share_bytes = 0 if asked or not head.device.startswith("cpu") else head.n * head.row_bytes // 16
     allowed_bytes = max(1 << 17, chunk_rows * head.row_bytes // 10, min(1 << 20, share_bytes))
@@ -280,7 +280,7 @@ def _gemm(region: Region, a: Amplifier, index: dict) -> Gemm:
 
 
 def _sides(region: Region, index: dict) -> tuple[int, ...]:
-    """Inputs that the block itself reads: everything but the products' operands."""
+    """The inputs that the block itself reads: all but the products' operands."""
     found: dict[int, None] = {}
     for a in region.amplifiers:
         for slot in range(2, len(a.leaf.inputs)):

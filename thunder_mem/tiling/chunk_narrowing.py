@@ -1,8 +1,7 @@
 """Sums of gradients in the weights' own 16-bit dtype, where a budget has no room for float32.
 
-A float32 sum of the gradient of a (V, D) weight takes 2VD bytes more than the gradient itself. On a joint
-trace, the loops whose dtype nobody asked for are given the narrower one, and the values that pass from
-their forward to their backward with it.
+A float32 sum of the gradient of a (V, D) weight takes 2VD bytes more than the gradient itself. On a joint trace, loops
+whose dtype the user did not set get the narrower one, and so do the values passed from their forward to their backward.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["narrow_sums"]
 
 
 def narrow_sums(trace: TraceCtx) -> TraceCtx | None:
-    """The trace with sums in the inputs' own dtypes where nobody asked for float32, or None if there are none.
+    """The trace with sums in the inputs' own dtypes where the user did not set float32, or None if there are none.
 
     Args:
         trace: a joint trace, before it is split into forward and backward.

@@ -1,16 +1,15 @@
-"""How many rows a chunk has, from the timeline of the whole program.
+"""The rows of a chunk, from the timeline of the whole program.
 
-A chunk's logits live beside everything else that is alive while the loop runs. What a chunk may take is
-therefore known only when the rest is: on the joint trace, planned and fused, where every other byte has
-its place. So a head whose rows nobody fixed is built lean (`tiling/rows_per_chunk.py`), the program is planned
-around it, and then its chunks grow, in place, as far as the program's peak lies above them anyway. The
-peak stays where it was, and the matrix products get all the rows that cost no memory. Under a budget the
-head is built leaner than is efficient, and as lean as it can be if nothing fits; what the budget leaves, it
-gets back first. Budgets are judged by the trace in which that is done.
+A chunk's logits live beside all other values that are alive while the loop runs. So the room for a chunk is only known
+on the planned and fused joint trace. A head whose rows the user did not set is built lean (`tiling/rows_per_chunk.py`),
+and the program is planned around it. Then its chunks grow in place, as far as the program's peak lies above them
+anyway. The peak stays the same, and the matrix products get all rows that cost no memory.
 
-Other rows need no other compiled blocks and no other order: they are a multiple of the block's.
+Under a budget the head is built leaner than is efficient, and as lean as possible if nothing fits. Memory that the
+budget leaves goes to the chunks first. The trace with the resized chunks decides about a budget. Other rows need no
+other compiled blocks and no other order, because they are a multiple of the block's rows.
 
-Here, too, the gradient of the head's input is put over that input, where nobody reads it any more.
+This module also writes the gradient of the head's input over that input, if nobody reads it any more.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ResizedLoops:
     Attributes:
         trace: the new trace; the same object when it has no loops.
         loops: their plans, in the order of the trace.
-        forward_peak_bytes, backward_peak_bytes: of the trace as it now stands, what the caller holds included.
+        forward_peak_bytes, backward_peak_bytes: of the new trace, including the caller's tensors.
     """
 
     trace: TraceCtx
@@ -54,11 +53,11 @@ class ResizedLoops:
 
 
 def fit_loops(trace: TraceCtx, budget_bytes: int | None = None) -> ResizedLoops | None:
-    """Give every loop whose rows nobody asked for the largest chunks that do not raise the program's peak.
+    """Give every loop whose rows the user did not set the largest chunks that do not raise the program's peak.
 
     Args:
         trace: a joint or plain trace in its final order.
-        budget_bytes: up to the rows that keep the matrix products efficient, chunks may grow as far as this.
+        budget_bytes: chunks may grow up to this peak until the matrix products are efficient.
 
     Returns:
         None when there is no loop in the trace.
@@ -92,9 +91,9 @@ def fit_loops(trace: TraceCtx, budget_bytes: int | None = None) -> ResizedLoops 
 
 
 def leanest_loops(trace: TraceCtx) -> TraceCtx | None:
-    """The trace with chunks of a single block where nobody asked for their rows, or None where that is no less.
+    """The trace with chunks of a single block where the user set no rows, or None if that saves nothing.
 
-    A single chunk of 16 bits becomes several whose sums keep a byte more, in the dtype that they have.
+    A single chunk of 16 bits becomes several chunks whose sums keep one more byte, in the same dtype.
 
     Args:
         trace: a joint or plain trace.
@@ -113,7 +112,7 @@ def _scratch_bytes(plan: LoopPlan) -> int:
 
 
 def with_fitted_loops(plan: Plan, fitted: ResizedLoops) -> Plan:
-    """The plan with the peaks and the chunks that its trace has now."""
+    """The plan with the present peaks and chunks of its trace."""
     others = (d for d in plan.decisions if d.what != "loss head")
     return replace(
         plan.with_peaks(fitted.forward_peak_bytes, fitted.backward_peak_bytes),
@@ -132,13 +131,13 @@ def _with_loops(trace: TraceCtx, swap: dict[int, ChunkLoop]) -> TraceCtx:
 
 
 def _fitted(plan: LoopPlan, uses: Sequence[tuple[BoundSymbol, int]], peak_bytes: int, budget_bytes: int) -> LoopPlan:
-    """The plan with more rows, if there is room; `uses` are its bound symbols, with what else is alive there."""
+    """The plan with more rows, if there is room; `uses` are its bound symbols with the other bytes alive there."""
     if plan.sized == "asked" or plan.chunk_rows >= plan.n:
         return plan
     device = plan.gemms[0].out.device
 
     def most(limit_bytes: int, most_rows: int) -> int:
-        """The most rows, in whole blocks, with which nothing rises above the limit."""
+        """The most rows, in whole blocks, that keep the peak within the limit."""
 
         def fits(blocks: int) -> bool:
             tried = replace(plan, chunk_rows=min(plan.n, blocks * plan.block_rows))
@@ -153,7 +152,7 @@ def _fitted(plan: LoopPlan, uses: Sequence[tuple[BoundSymbol, int]], peak_bytes:
     rows = max(
         plan.chunk_rows, most(peak_bytes, plan.n), most(budget_bytes, floor_rows(device, plan.gemms[0].out.dtype))
     )
-    # As many chunks of more equal size take less.
+    # The same number of chunks of more equal size takes fewer bytes.
     even = -(-plan.n // -(-plan.n // rows))
     rows = min(rows, max(plan.chunk_rows, -(-even // plan.block_rows) * plan.block_rows))
     return plan if rows == plan.chunk_rows else replace(plan, chunk_rows=rows, sized="timeline")
@@ -163,11 +162,11 @@ def _fitted(plan: LoopPlan, uses: Sequence[tuple[BoundSymbol, int]], peak_bytes:
 
 
 def write_over_dead_rows(trace: TraceCtx) -> TraceCtx:
-    """Let loops that compute gradients in the forward write those of their rows over the rows themselves,
-    where nothing reads these afterwards; the same trace when there is no such place.
+    """Let loops that compute gradients in the forward write the gradient of their rows over the rows
+    themselves, if nothing reads the rows afterwards; the same trace if there is no such loop.
 
     Args:
-        trace: in its final order: joint, plain, or a forward with its `del`s.
+        trace: joint, plain, or a forward with its `del`s, in its final order.
     """
     bsyms = trace.bound_symbols
     swap = {}
@@ -187,7 +186,7 @@ def _dead_rows(trace: TraceCtx, at: int) -> tuple[int, ...]:
     rows = {g.x for g in plan.gemms} & set(plan.grads) - set(plan.sides) - {g.w for g in plan.gemms}
     if not rows:
         return ()
-    made = [b for b in bsyms[:at] if not is_chunk_loop(b)]  # whose results are memory of their own
+    made = [b for b in bsyms[:at] if not is_chunk_loop(b)]  # its results have their own memory
     aliases = Aliases(made)
     memory = [aliases(name) for name in args]
     rows = {i for i in rows if memory.count(memory[i]) == 1}

@@ -2,7 +2,7 @@
 
     computation trace -> Program (leaves) -> Region (what can run chunk by chunk) -> LoopPlan -> bound symbol
 
-Everything that stands in the way of a head becomes a `HeadRefusal`, and the trace stays as it was there.
+Each obstacle to a head becomes a `HeadRefusal`, and the trace stays unchanged there.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ def chunk_trace(
 
     Args:
         trace: the computation trace; it is not changed.
-        chunks: how many chunks every head runs in.
-        rows: how many rows a chunk has. Give one of both; if neither is a number (None or "auto"),
-            `choose_rows`, or else `chunk_size.default_rows`, decides, and only large heads are looked at.
+        chunks: the number of chunks of every head.
+        rows: the number of rows of a chunk. Give `chunks` or `rows`; if neither is a number (None or "auto"),
+            `choose_rows`, or else `rows_per_chunk.default_rows`, decides, and only large heads are chunked.
         accumulate: dtype in which the gradients of whole 16-bit inputs add up: "float32" or "input";
             None is float32, which a budget may narrow.
-        executors_list: who executes the blocks; Thunder's own when empty.
-        choose_rows: rows per chunk for a head whose rows nobody asked for, None to leave it alone.
-        verify: check that the new trace computes what the given one does, but for what runs inside of a loop.
+        executors_list: the executors of the blocks; Thunder's own if empty.
+        choose_rows: rows per chunk for a head whose rows the user did not set, None to leave it whole.
+        verify: check that the new trace computes the same values, apart from the inside of loops.
 
     Returns:
         the new trace (the same object when nothing was chunked) and the record.
 
     Raises:
-        ValueError, TypeError: an argument outside of what is accepted.
+        ValueError, TypeError: an argument is not accepted.
         ChunkingError: a head marked by `with thunder_mem.chunked():` cannot be chunked.
         VerificationError: the new trace is another program.
     """
@@ -100,9 +100,9 @@ def chunk_trace(
     tried: set[str] = set()
     new, marks = strip_marks(trace)
     given = with_vocabulary_in_parts(new)
-    whole = new = dce(given)  # `ltorch.dim` and its like seem to run for an effect
+    whole = new = dce(given)  # `ltorch.dim` and similar ops seem to run for an effect
     done: set[str] = set()
-    replaced: dict[str, tuple[BoundSymbol, ...]] = {}  # by a loop's name, what it stands for
+    replaced: dict[str, tuple[BoundSymbol, ...]] = {}  # by a loop's name, the leaves that it replaces
     picked: frozenset[str] = frozenset()
     while True:
         marked = frozenset().union(*(m.names for m in marks))
@@ -123,7 +123,7 @@ def chunk_trace(
         picked |= head.picked
         marks = with_products(marks, head.leaf.outputs[0].name, head.products)
         if loop is None:
-            new = head.picking or new  # rows that are picked first are fewer, chunked or not
+            new = head.picking or new  # selecting rows first leaves fewer rows, chunked or not
             refusals.update(dict.fromkeys(head.names, _refusal(first, Refused(first, SAVES_NOTHING))))
             continue
         loops.append(loop.plan)
@@ -149,7 +149,7 @@ def chunk_trace(
 
 
 def check_options(chunks: Any, rows: Any, accumulate: Any) -> None:
-    """Raise when the options of `chunk_trace` are not what it accepts."""
+    """Raise if `chunk_trace` does not accept these options."""
     for name, value in (("chunks", chunks), ("rows", rows)):
         if value is None or (isinstance(value, str) and value == "auto"):
             continue
@@ -176,11 +176,11 @@ class _Grown:
     """A head that was found.
 
     Attributes:
-        leaf: its product, as it was.
-        region: what can run chunk by chunk.
-        picking: the trace in which rows are picked first; None where that changes nothing.
-        products: names of the results of the products in its place there.
-        picked: names of the values that are picked before a product there.
+        leaf: its original product.
+        region: the part that can run in chunks.
+        picking: the trace that selects rows first; None if that changes nothing.
+        products: names of the results of the products that replace it there.
+        picked: names of the values whose rows are selected before a product there.
     """
 
     leaf: Leaf
@@ -191,12 +191,12 @@ class _Grown:
 
     @property
     def names(self) -> set[str]:
-        """Names of the results of the region's products, and of the product as it was."""
+        """Names of the results of the region's products, and of the original product."""
         return {self.leaf.outputs[0].name, *(a.leaf.outputs[0].name for a in self.region.amplifiers)}
 
 
 def _heads(trace: TraceCtx, refusals: Mapping[str, HeadRefusal]) -> dict[str, HeadRefusal]:
-    """The refusals of heads, less those of smaller products that a chunked head is computed from: hidden layers."""
+    """The refusals of heads, without smaller products from which a chunked head is computed: hidden layers."""
     largest: dict[str, int] = {}  # by value, the logits of the largest head that is computed from it
     bytes_of = {o.name: size_bytes(o) for b in trace.bound_symbols for o in _tensors_made(b)}
     for bsym in reversed(trace.bound_symbols):
@@ -243,11 +243,11 @@ def _next_head(
         try:
             head = _grow_hoisting(program, leaf, rows)
         except Refused as e:
-            # An MLP amplifies too and does not end in a loss: that is no news unless it is loss-sized.
+            # An MLP also amplifies but does not end in a loss: report it only if it is as large as a loss head.
             if ratio > AUTO_RATIO or out.name in marked:
                 refusals.setdefault(name, _refusal(leaf, e))
             continue
-        except Exception as e:  # a trace unlike any we know must still compile
+        except Exception as e:  # unknown kinds of traces must still compile
             refusals[name] = _refusal(leaf, _puzzled(leaf, e))
             continue
         if head.region.n < 2:
@@ -259,12 +259,12 @@ def _next_head(
 
 
 def _grow_hoisting(program: Program, leaf: Leaf, rows: int) -> _Grown:
-    """Grow a region; a choice of rows in its way moves above the product."""
+    """Grow a region; a row selection in its way moves above the product."""
     original: Refused | None = None
     now, picking = leaf, None
     products: tuple[str, ...] = ()
     picked: frozenset[str] = frozenset()
-    for _ in range(8):  # a chain of choices, each of which moves by itself
+    for _ in range(8):  # a chain of selections, each of which moves by itself
         try:
             region = trim(grow(program, now, rows))
             moved, name = hoist_beside(region), now.outputs[0].name

@@ -1,15 +1,14 @@
-"""Picks of one value a row, in a form that a fusion executor takes.
+"""Gathers of one value a row, in a form that a fusion executor takes.
 
-A loss reads its target's log-probability by a gather, whose gradient is a scatter into zeros. Both cut
-the block's fused code in two, and what the halves hand over is as large as the logits, in float32. But
+A loss reads its target's log-probability by a gather, whose gradient is a scatter into zeros. Both cut the block's
+fused code in two. The value between the halves is as large as the logits, in float32. Two rewritings avoid that:
 
-- a pick from an element-by-element result is that operation on picks from its operands, so the gather
-  moves up to the block's own logits, where it reads one value a row (and still refuses a target outside
-  of the vocabulary), and
-- zeros with one value in each row are a comparison of column numbers with the picked ones, and their sum
-  over the row is that value,
+- A gather from an elementwise result equals the operation on gathers from its operands. So the gather moves up to the
+  block's own logits, where it reads one value a row. It still refuses a target outside the vocabulary.
+- Zeros with one value in each row are a comparison of column numbers with the index, and their sum over the row is
+  that value.
 
-after which one region computes the gradient of the logits from the logits and allocates nothing else.
+One region then computes the gradient of the logits from the logits and allocates nothing else.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ def fusible_picks(trace: TraceCtx, executors: Sequence[Any]) -> TraceCtx:
 
     Args:
         trace: a block after autograd, before any executor has claimed an operation.
-        executors: in order of preference; what an operator executor claims first stays as it is.
+        executors: in order of preference; operations that an operator executor claims first stay unchanged.
 
     Returns:
-        the new trace; the same object where there is nothing to rewrite or nobody who fuses.
+        the new trace; the same object if there is nothing to rewrite or no fusion executor.
     """
     rewriter = _Rewriter(trace, executors)
-    written: dict[int, list[BoundSymbol]] = {}  # by the identity of the bound symbol that they stand for
+    written: dict[int, list[BoundSymbol]] = {}  # by the identity of the bound symbol that they replace
     for bsym in trace.bound_symbols:
         if (made := rewriter.gather(bsym) or rewriter.scatter(bsym)) is not None:
             written[id(bsym)] = _named_as(bsym, *made)
@@ -63,12 +62,12 @@ def fusible_picks(trace: TraceCtx, executors: Sequence[Any]) -> TraceCtx:
 
 
 def _named_as(bsym: BoundSymbol, scope: Sequence[BoundSymbol], result: TensorProxy) -> list[BoundSymbol]:
-    """What was traced in the place of an operation, under the name of its result."""
+    """The traced replacement of an operation, under the name of its result."""
     return [b.from_bsym_swap_proxies({variableify(result): bsym.output}) for b in scope]
 
 
 class _Rewriter:
-    """Finds rewritings and traces them; `opened` are the composites that have to give way to their leaves."""
+    """Finds rewritings and traces them; `opened` are the composites to replace by their leaves."""
 
     def __init__(self, trace: TraceCtx, executors: Sequence[Any]):
         self.trace, self.executors = trace, executors
@@ -89,7 +88,7 @@ class _Rewriter:
                     known.add(o.name)
 
     def _fuses(self, bsym: BoundSymbol) -> bool:
-        """The first executor that takes the operation fuses it."""
+        """Whether the first executor that takes the operation fuses it."""
         for ex in self.executors:
             if isinstance(ex, FusionExecutor) and ex.can_fuse(bsym):
                 return True
@@ -107,14 +106,14 @@ class _Rewriter:
             del self.trace.scopes[depth:]
 
     def gather(self, bsym: BoundSymbol) -> tuple[list[BoundSymbol], TensorProxy] | None:
-        """The pick of one value a row from what its source is computed from, if that is fused."""
+        """The gather of one value a row, moved to the operands of its source, if these are fused."""
         if bsym.sym.id not in _GATHERS or not _one_a_row(bsym.args[0], bsym.args[1], bsym.args[2]):
             return None
         source, index, dim = bsym.args
         scope: list[BoundSymbol] = []
         opened: set[int] = set()
         result = self._traced(scope, lambda: self._picked(source, index, dim, opened, {}))
-        # At most one gather may be left, or the values that it saves were read by several instead.
+        # At most one gather may remain; several would read more values than they save.
         gathers = [b for b in scope if b.sym.id in _GATHERS]
         if len(gathers) != 1 or gathers[0].args[0].name == source.name:
             return None
@@ -143,7 +142,7 @@ class _Rewriter:
                 args = [recurse(a) if isinstance(a, TensorProxy) else a for a in leaf.args]
                 result = leaf.sym(*args, **leaf.kwargs)
         if result is None:
-            result = prims.gather(value, index, dim)  # `take_along_dim` does not look whether the index is inside
+            result = prims.gather(value, index, dim)  # `take_along_dim` does not check that the index is inside
         elif leaf is not self.trace.bound_symbols[at]:
             opened.add(at)
         memo[value.name] = result
@@ -194,7 +193,7 @@ class _Rewriter:
 
 
 def _one_a_row(source: TensorProxy, index: TensorProxy, dim: int) -> bool:
-    """Along `dim` the index has one entry, along every other dim as many as the source."""
+    """Whether the index has one entry along `dim`, and the source's size along every other dim."""
     return all(i == (1 if d == dim else s) for d, (s, i) in enumerate(zip(source.shape, index.shape, strict=True)))
 
 

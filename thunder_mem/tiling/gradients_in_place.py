@@ -1,8 +1,8 @@
-"""On a GPU, the gradient of a block's logits takes the place of the logits: nothing else of their size exists.
+"""On a GPU, write the gradient of a block's logits over the logits, so that no other value of their size exists.
 
-So a block may be as large as the chunk at no cost in memory, and the host starts few kernels. A block's program is
-handed its logits for good, so that a region may write their gradient over them, as regions do with what dies
-(`rewrites/buffer_reuse.py`). What a block holds and starts is read from its final trace, as for a whole program.
+So a block may be as large as the chunk at no cost in memory, and the host starts few kernels. A block's program owns
+its logits, so a region may write their gradient over them, as over other dying values (`rewrites/buffer_reuse.py`). The
+bytes and kernels of a block are read from its final trace, as for a whole program.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["with_gradients_over_logits"]
 
 
 def with_gradients_over_logits(body: Body, wanted: Sequence[bool]) -> Body:
-    """The block with its logits' gradients over them where its regions allow that, and with what it takes, by layouts.
+    """The block with gradients written over its logits, if its regions allow that, and with its figures by layout.
 
     Args:
-        body: a block; afterwards its logits belong to it, and may hold anything.
+        body: a block; it owns its logits, whose content is undefined afterwards.
         wanted: for each of the block's logits, whether it returns their gradient.
     """
     names = [p.name for p in body.trace.args[: len(wanted)]]
@@ -45,7 +45,7 @@ def with_gradients_over_logits(body: Body, wanted: Sequence[bool]) -> Body:
 def _own_gradients(
     body: Body, source: TraceGraph, names: Sequence[str], wanted: Sequence[bool]
 ) -> tuple[int, ...] | None:
-    """Whose gradients lie in their logits' memory, by number; None if any other result lies in that of logits."""
+    """The numbers of the logits whose gradients lie in their memory; None if any other result does."""
     memory = [source.storage_of[name] for name in names]
     own = dict(zip(count(body.outputs), (i for i, gradient in enumerate(wanted) if gradient), strict=False))
     over = []
@@ -59,7 +59,7 @@ def _own_gradients(
 
 
 def _counted(body: Body, source: TraceGraph) -> Body:
-    """With the bytes and the kernels of its trace."""
+    """The block with the bytes and the kernels of its trace."""
     held_bytes = sum(s.nbytes for s in source.graph.storages if s.held)
     launches = 0
     for bsym in source.bsyms:

@@ -1,9 +1,9 @@
-"""Move a choice of rows from the logits to the head's input.
+"""Move a row selection from the logits to the head's input.
 
-``F.linear(x, w)[..., :-1, :]`` shifts a sequence the way language models are trained; the slice would
-cut across chunks, but it picks rows, so it may as well pick them before the product:
-``F.linear(x[..., :-1, :], w)``. What stands between is computed of the picked rows alone. The rules of
-`chunk_rules` say how: dims that are split together are picked from together.
+``F.linear(x, w)[..., :-1, :]`` shifts a sequence, as in the training of language models. The slice would cut across
+chunks. But it selects rows, so it can also select them before the product: ``F.linear(x[..., :-1, :], w)``. Operations
+between run on the selected rows alone. The rules of `sharding` say how: dims that are split together are selected
+together.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _MOST_PARTS = 8
 
 @dataclass(frozen=True)
 class Hoisted:
-    """A trace in which rows are picked before a product.
+    """A trace that selects rows before a product.
 
     Attributes:
         trace: the new trace.
-        products: names of the results of the products in its place: first of the rows that were asked for.
-        picked: names of the values that are picked before a product now, the same as they were.
+        products: names of the results of the products that replace it; the requested rows come first.
+        picked: names of the values whose rows are now selected before a product, as before.
     """
 
     trace: TraceCtx
@@ -51,16 +51,16 @@ class Hoisted:
 
 
 def hoist_rows(program: Program, picker: Leaf, amplifier: Leaf, rows: int) -> Hoisted | None:
-    """The trace with rows of the product `amplifier` picked before it; None where that cannot be.
+    """The trace that selects rows of the product `amplifier` before it; None if that is impossible.
 
-    That is where something needs the rows that are not picked, mixes rows, or writes into memory meanwhile. Where
-    others pick other rows of the same logits (`split`, `unbind`), each gets a product of its own.
+    It is impossible if an operation needs the other rows, mixes rows, or writes into memory in between. If other
+    operations select other rows of the same logits (`split`, `unbind`), each gets a product of its own.
 
     Args:
         program: the flattened trace.
-        picker: what picks rows of something computed from the product: a slice, or rows by an index.
+        picker: the leaf that selects rows of a value computed from the product: a slice, or rows by an index.
         amplifier: the product.
-        rows: which of its operands carries rows.
+        rows: the number of the operand that carries rows.
     """
     if picker.bsym.sym.id not in _PICKERS:
         return None
@@ -77,9 +77,9 @@ def hoist_rows(program: Program, picker: Leaf, amplifier: Leaf, rows: int) -> Ho
 
 
 def hoist_beside(region: Region) -> Hoisted | None:
-    """The trace with rows of another head's logits, which the region only reads, picked before their product.
+    """The trace that selects rows of another head's logits, which the region only reads, before their product.
 
-    A teacher's logits, say, of which the next token's positions are taken as of the student's. None if there are none.
+    An example is a teacher's logits, shifted like the student's. None if there are none.
     """
     program = region.program
     wide = region.n * region.width // 8
@@ -97,14 +97,14 @@ def hoist_beside(region: Region) -> Hoisted | None:
 
 @dataclass(frozen=True)
 class _Move:
-    """A picker whose rows are picked before the product.
+    """A row selection that moves before the product.
 
     Attributes:
-        picker: the leaf.
-        scope: what stands in its place.
-        product: name of the new product's result; "" where the same rows are there already.
-        passed: indices of the leaves that are computed of the picked rows alone.
-        share: of all rows, those that are picked.
+        picker: its leaf.
+        scope: the operations that replace it.
+        product: name of the new product's result; "" if the same rows exist already.
+        passed: indices of the leaves that are computed from the selected rows alone.
+        share: the share of selected rows among all rows.
     """
 
     picker: Leaf
@@ -115,7 +115,7 @@ class _Move:
 
 
 def _moves(program: Program, picker: Leaf, amplifier: Leaf, rows: int, new: TraceCtx) -> list[_Move]:
-    """The moves of `picker` and of all others that pick from the same logits.
+    """The moves of `picker` and of all other selections from the same logits.
 
     Raises:
         RuleError: see `hoist_rows`.
@@ -138,7 +138,7 @@ def _moves(program: Program, picker: Leaf, amplifier: Leaf, rows: int, new: Trac
 
 
 def _derived(program: Program, amplifier: Leaf) -> frozenset[str]:
-    """Names of what is computed from the product."""
+    """Names of the values computed from the product."""
     names = {o.name for o in amplifier.outputs}
     for leaf in program.leaves[amplifier.index + 1 :]:
         if any(t.name in names for t in leaf.inputs):
@@ -147,7 +147,7 @@ def _derived(program: Program, amplifier: Leaf) -> frozenset[str]:
 
 
 def _needs_more(program: Program, moves: list[_Move], derived: frozenset[str]) -> Leaf | None:
-    """The first leaf that reads whole what the moves compute of picked rows alone.
+    """The first leaf that reads a whole value which the moves compute from selected rows alone.
 
     Raises:
         RuleError: the trace returns such a value.
@@ -167,7 +167,7 @@ def _pick_alike(one: Leaf, other: Leaf) -> bool:
 
 
 def _move(program: Program, picker: Leaf, amplifier: Leaf, rows: int, derived: frozenset[str], new: TraceCtx) -> _Move:
-    """One move, of all of its dims or, where some cannot move (a part of the vocabulary), of the others.
+    """One move of all dims; if some cannot move (a part of the vocabulary), of the others.
 
     Raises:
         RuleError: none can.
@@ -191,7 +191,7 @@ def _move(program: Program, picker: Leaf, amplifier: Leaf, rows: int, derived: f
 
 
 class _Writer:
-    """Writes what a cut of a derived value is, from the picked rows of the product's operand."""
+    """Writes a cut of a derived value, computed from the selected rows of the product's operand."""
 
     def __init__(self, program: Program, amplifier: Leaf, rows: int, derived: frozenset[str], new: TraceCtx) -> None:
         self.program, self.amplifier, self.rows, self.derived, self.new = program, amplifier, rows, derived, new
@@ -202,7 +202,7 @@ class _Writer:
         self.product = ""
 
     def move(self, picker: Leaf, cut: Cut, whole: Cut) -> _Move:
-        """The move of the blocks `cut` of what `picker` picks, which is `whole`.
+        """The move of the blocks `cut` out of the whole selection `whole` of `picker`.
 
         Raises:
             RuleError: see `hoist_rows`.
@@ -230,7 +230,7 @@ class _Writer:
         return _Move(picker, scope, product, frozenset(self.passed), share)
 
     def _of(self, t: TensorProxy, cut: Cut, reader: Leaf) -> TensorProxy:
-        """What is left of `t`: computed of what is left of its arguments, or picked of it as it is."""
+        """The remaining part of `t`: computed from the remaining parts of its arguments, or selected from `t`."""
         if (t.name, cut) not in self.made:
             producer = self.program.producer.get(t.name)
             if t.name in self.derived:
@@ -246,14 +246,14 @@ class _Writer:
         return self.made[t.name, cut]
 
     def _comes_along(self, producer: Leaf, reader: Leaf) -> bool:
-        """A value beside the logits, as large, that nobody else reads, or that is no more than another view."""
+        """Whether a value beside the logits moves along: as large and read by nobody else, or just another view."""
         out = producer.outputs[0]
         if numel(out) * 8 < numel(self.amplifier.outputs[0]):
             return False
         return producer.bsym.sym.id == PrimIDs.BROADCAST_IN_DIM or not escapes(self.program, out.name, {reader.index})
 
     def _computed(self, leaf: Leaf, cut: Cut) -> TensorProxy:
-        """What is left of the leaf's result, computed anew."""
+        """The remaining part of the leaf's result, computed anew."""
         if len(leaf.outputs) != 1:
             raise RuleError(f"{leaf.name} has several results")
         bsym, (out,), rule = leaf.bsym, leaf.outputs, relation(leaf)
@@ -285,14 +285,14 @@ class _Writer:
         return result
 
     def _check_product(self, leaf: Leaf, cuts: Mapping[int, Cut]) -> None:
-        """Rows are picked of the operand that has them; the other one, the weight, stays whole."""
+        """Check that rows are selected from the operand that has them; the other one, the weight, stays whole."""
         if leaf.bsym.sym.id not in PRODUCTS:
             return
         if len(cuts) != 1 or (leaf is self.amplifier and self.rows not in cuts):
             raise RuleError("it picks of the product's columns")
 
     def _check_writes(self, picker: Leaf) -> None:
-        """What is computed later than in the program finds memory as it was."""
+        """Check that memory is unchanged for operations that run later than in the program."""
         for leaf in self.program.leaves[min(self.passed) : picker.index]:
             effects = effects_of(leaf.bsym)
             stays = leaf.outputs or has_tags(leaf.bsym, {OpTags.DONT_DCE})  # `ltorch.dim` has neither
@@ -300,7 +300,7 @@ class _Writer:
                 raise RuleError(f"{leaf.name} stands between, which may write to what the product reads")
 
     def _place(self, leaf: Leaf) -> None:
-        """What was written since the last time stands for `leaf`: at its line, with its marks."""
+        """Let the operations written since the last call replace `leaf`, with its source line and marks."""
         origin = leaf.parents[0] if leaf.parents else leaf.bsym
         for bsym in self.scope[self.placed :]:
             bsym.source_filename, bsym.source_positions = origin.source_filename, origin.source_positions

@@ -1,7 +1,7 @@
-"""A computation trace seen as a flat list of leaf operations, each knowing the composites around it.
+"""A computation trace as a flat list of leaf operations, each with the composites around it.
 
-The chunker reasons on leaves (prims, and ops that nobody can look into), and writes traces in the
-largest composites that still mean the same, because executors claim composites.
+The chunker reasons on leaves (prims, and ops without parts). It writes traces in the largest composites that still
+mean the same, because executors claim composites.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PRODUCTS = frozenset({PrimIDs.LINEAR, PrimIDs.MATMUL})
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """One operation that the chunker does not look into.
+    """One operation that the chunker does not decompose.
 
     Attributes:
         index: position in `Program.leaves`.
@@ -68,7 +68,7 @@ class Leaf:
 
     @property
     def label(self) -> str:
-        """The op as its user wrote it: the outermost composite, and the leaf where it says more."""
+        """The op as the user wrote it: the outermost composite, and the leaf if that adds information."""
         if not self.parents:
             return self.name
         outer = symbol_name(self.parents[0].sym)
@@ -81,17 +81,17 @@ class Leaf:
 
 
 def symbolic(t: TensorProxy) -> bool:
-    """Some size is a symbol, as under ``thunder.jit(cache="symbolic values")``."""
+    """Whether some size is a symbol, as under ``thunder.jit(cache="symbolic values")``."""
     return any(isinstance(size, Proxy) for size in t.shape)
 
 
 def numel(t: TensorProxy) -> int:
-    """How many numbers it has; where sizes are symbols, in the example that is traced."""
+    """The number of elements; if sizes are symbols, that of the traced example."""
     return math.prod(getattr(size, "value", size) for size in t.shape)
 
 
 def size_bytes(t: TensorProxy) -> int:
-    """Its bytes; where sizes are symbols, in the example that is traced."""
+    """The bytes; if sizes are symbols, those of the traced example."""
     return numel(t) * t.dtype.bytes
 
 
@@ -100,7 +100,7 @@ class Program:
     """A computation trace, flattened.
 
     Attributes:
-        trace: where new names come from; its bound symbols are `roots`.
+        trace: the source of new names; its bound symbols are `roots`.
         roots: the top-level bound symbols, decomposed where `DECOMPOSITIONS` says so.
         leaves: in order.
         args: names of the trace's tensor arguments.
@@ -145,12 +145,12 @@ class Program:
 
 
 def is_constant(leaf: Leaf) -> bool:
-    """No gradient flows through the op."""
+    """Whether no gradient flows through the op."""
     return leaf.bsym.sym.id in nondifferentiable_vjp_symbols or is_cut(leaf)
 
 
 def is_cut(leaf: Leaf) -> bool:
-    """The user cut the gradient off there: by `detach`, or under `no_grad`."""
+    """Whether the user cut the gradient off there, by `detach` or under `no_grad`."""
     if leaf.bsym.sym.id == "torch.detach":
         return True
     chain = (*leaf.parents, leaf.bsym)
@@ -162,7 +162,7 @@ def _tensor(x: Any) -> bool:
 
 
 def read_program(trace: TraceCtx) -> Program:
-    """Flatten `trace`; the trace itself stays as it is."""
+    """Flatten `trace` without changing it."""
     scratch = from_trace(trace)
     roots = tuple(decomposed(b, scratch) for b in trace.bound_symbols)
     leaves: list[Leaf] = []
@@ -209,13 +209,13 @@ def rewritten(
     wanted: Collection[str],
     lost: Collection[str] = (),
 ) -> list[BoundSymbol | _Stand]:
-    """The bound symbols with other things in the place of some leaves; composites are opened where that takes it.
+    """The bound symbols with some leaves replaced; composites are opened where that is necessary.
 
     Args:
         roots: from a `Program`.
-        instead: what stands for a leaf, by the `id` of its bound symbol.
-        wanted: names that are read from outside. A composite that makes one and does not hand it out is opened.
-        lost: names that nobody makes any more. A composite that only names one, for its shape, is opened.
+        instead: the replacement of a leaf, by the `id` of its bound symbol.
+        wanted: names that are read from outside. A composite that makes one without returning it is opened.
+        lost: names that no operation makes any more. A composite that only names one, for its shape, is opened.
     """
     done: list[BoundSymbol | _Stand] = []
     for bsym in roots:
@@ -233,7 +233,7 @@ def rewritten(
 
 
 def _holds(bsym: BoundSymbol, instead: Collection[int], wanted: Collection[str]) -> bool:
-    """A leaf to be replaced is in the composite, or it hides a wanted name."""
+    """Whether the composite holds a leaf to replace, or hides a wanted name."""
     handed_out = {p.name for p in bsym.flat_proxy_outs}
     return any(
         id(leaf) in instead or any(p.name in wanted and p.name not in handed_out for p in leaf.flat_proxy_outs)
@@ -242,7 +242,7 @@ def _holds(bsym: BoundSymbol, instead: Collection[int], wanted: Collection[str])
 
 
 def effects(leaf: Leaf) -> bool:
-    """The op writes to something that others may read, so nothing may move past it."""
+    """Whether the op writes to memory that others may read, so that nothing may move past it."""
     if leaf.bsym.sym.id in (PrimIDs.COPY_, PrimIDs.COPY_WITH_SETITEM, PrimIDs.UPDATE_ALIASES, PrimIDs.SINK):
         return True
     tags = leaf.bsym.sym.tags or ()

@@ -1,8 +1,8 @@
 """The gradient of a log-sum-exp over rows, one chunk at a time.
 
-The value of a chunk is a log-sum-exp of its own, and those of the chunks combine by another one. The
-gradient, exp(a - whole), needs the value over all rows: the forward computes it, and in the backward
-every block reads it in place of its own.
+Each chunk has a log-sum-exp of its own, and another log-sum-exp combines the chunks. The gradient, exp(a - whole),
+needs the value over all rows. The forward computes that value, and in the backward every block reads it in place of
+its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["share_of_log_sum", "unpack_log_sums"]
 
 
 def unpack_log_sums(region: Region) -> dict[str, TensorProxy]:
-    """New arguments of the block being traced, by the names of the outputs whose whole values they are."""
+    """New arguments of the traced block for whole values, by the names of these outputs."""
     made: dict[str, TensorProxy] = {}
     for value in region.differentiable:
         if value.sharding.partial == "logsumexp":
@@ -35,11 +35,11 @@ def unpack_log_sums(region: Region) -> dict[str, TensorProxy]:
 def share_of_log_sum(
     whole: TensorProxy, a: TensorProxy, dim: int | Sequence[int], keepdim: bool = False
 ) -> TensorProxy:
-    """What has the gradient in `a`, some of the rows, that a log-sum-exp over all of them has: the sum of
-    exp(a - whole).
+    """The sum of exp(a - whole) over some of the rows `a`: its gradient in `a` is that of the log-sum-exp over
+    all rows.
     """
     dims = {d % a.ndim for d in (dim if isinstance(dim, Sequence) else (dim,))}
     whole = ltorch.reshape(whole, tuple(1 if d in dims else s for d, s in enumerate(a.shape)))
-    infinite = ltorch.eq(ltorch.abs(whole), float("inf"))  # a class that is masked in all rows
+    infinite = ltorch.eq(ltorch.abs(whole), float("inf"))  # for a class masked in all rows
     shift = ltorch.where(infinite, 0.0, whole)
     return ltorch.sum(ltorch.exp(ltorch.sub(a, shift)), tuple(sorted(dims)), keepdim)

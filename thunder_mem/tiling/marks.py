@@ -1,7 +1,7 @@
 """``with thunder_mem.chunked():`` in user code, and its marks in the trace.
 
-Thunder's interpreter runs the context manager's own code; the two functions it calls become bound
-symbols there, which the chunker takes out again. Where no chunker is at work they do nothing.
+Thunder's interpreter runs the context manager's own code. The two functions that it calls become bound symbols, which
+the chunker removes again. Without a chunker they do nothing.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ for _fn, _symbol in ((_begin, _begin_symbol), (_end, _end_symbol)):
 
 
 class chunked:  # lower case, as `torch.no_grad` is
-    """Mark a loss head that has to run chunk by chunk: if it cannot, compiling is an error.
+    """Mark a loss head that must run in chunks: if it cannot, compilation is an error.
 
-    It changes nothing in eager mode, nor where neither `ChunkLossHead` nor `MemEfficient` is used.
+    The mark does nothing in eager mode, or without `ChunkLossHead` and `MemEfficient`.
 
     Example:
         >>> import torch
@@ -63,7 +63,7 @@ class Mark:
 
     Attributes:
         source: ``file:line`` of the first operation inside it.
-        names: everything computed inside it.
+        names: of all values computed inside it.
     """
 
     def __init__(self, source: str, names: frozenset[str]):
@@ -71,7 +71,7 @@ class Mark:
 
 
 def with_products(marks: Sequence[Mark], name: str, products: Collection[str]) -> tuple[Mark, ...]:
-    """The marks where the value `name` is computed by several products."""
+    """The marks, once several products compute the value `name`."""
     return tuple(Mark(m.source, m.names | {*products}) if name in m.names else m for m in marks)
 
 

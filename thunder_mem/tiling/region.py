@@ -1,9 +1,9 @@
-"""From an amplifying matrix product to the region that can run chunk by chunk with it.
+"""The region around an amplifying matrix product that can run in chunks with it.
 
-A region starts at the products whose results are far larger than their inputs, takes in every
-operation that touches such a result, and goes on while rows stay apart, up to totals over rows or a
-few numbers a row. What hangs on the region's side (labels, masks, weights) is computed before the
-loop; what is as large as the logits themselves (a one-hot target, a teacher's logits) is pulled in.
+A region starts at products whose results are far larger than their inputs. It takes in every operation that touches
+such a result, and grows while rows stay apart, up to totals over rows or a few numbers a row. Small side inputs
+(labels, masks, weights) are computed before the loop. Side inputs as large as the logits (a one-hot target, a
+teacher's logits) are pulled in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RETURNED_WHOLE = "is returned whole"
 
 
 class Refused(Exception):
-    """A head that cannot be chunked: the leaf that stands in the way, and why."""
+    """A head cannot be chunked: the leaf that prevents it, and the reason."""
 
     def __init__(self, leaf: Leaf, reason: str):
         super().__init__(reason)
@@ -43,7 +43,7 @@ class Value:
 
     @property
     def key(self) -> tuple[str, Sharding]:
-        """One tensor may be read in two ways, so both make the identity."""
+        """The identity: tensor and split, because one tensor may be read with two splits."""
         return self.proxy.name, self.sharding
 
 
@@ -63,23 +63,23 @@ class Amplifier:
 
     @property
     def width(self) -> int:
-        """Numbers a row of the result has: the vocabulary size of a language model."""
+        """The numbers in a row of the result: the vocabulary size of a language model."""
         return math.prod(s for s, d in zip(self.out.proxy.shape, self.out.sharding.dims, strict=True) if d is None)
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """What runs inside one chunk loop.
+    """The operations inside one chunk loop.
 
     Attributes:
         n: rows in the row space.
         amplifiers: the products at its start.
         members: the other leaves, in order.
         shardings: for each member and amplifier leaf index, the sharding of every slot.
-        inputs: what it reads from outside, amplifiers' operands included, each reading once.
+        inputs: the values read from outside, including amplifiers' operands, each reading once.
         values: all values computed inside, by name.
-        derived: names of those that depend on an amplifier. The others are pulled in: whoever else
-            needs them computes them anew.
+        derived: names of those that depend on an amplifier. The others are pulled in: other users
+            compute them anew.
     """
 
     program: Program
@@ -108,7 +108,7 @@ class Region:
 
     @cached_property
     def outputs(self) -> tuple[Value, ...]:
-        """Values that somebody outside reads, in the order they are made."""
+        """Values that are read outside, in the order they are made."""
         return tuple(
             v for name, v in self.values.items() if name in self.derived and escapes(self.program, name, self.inside)
         )
@@ -120,12 +120,12 @@ class Region:
 
     @property
     def width(self) -> int:
-        """Numbers a row of the widest amplifier's result has."""
+        """The numbers in a row of the widest amplifier's result."""
         return max(a.width for a in self.amplifiers)
 
 
 def escapes(program: Program, name: str, inside: frozenset[int] | set[int]) -> bool:
-    """Somebody outside the leaves `inside` reads the value."""
+    """Whether a leaf outside `inside` reads the value."""
     return name in program.returned or any(r.index not in inside for r in program.consumers.get(name, ()))
 
 
@@ -134,7 +134,7 @@ def amplifying_products(program: Program, ratio: float, min_bytes: int) -> list[
 
     Args:
         program: the flattened trace.
-        ratio: how many times larger than its row operand the result must be.
+        ratio: the least ratio of the result's size to the row operand's size.
         min_bytes: the least size of the result.
     """
     found = []
@@ -167,7 +167,7 @@ def _rows_of(leaf: Leaf, rows: int) -> Sharding:
 
 
 def relation(leaf: Leaf) -> Relation:
-    """What the rule says of a leaf.
+    """The relation that the rule gives for a leaf.
 
     Raises:
         RuleError: there is no rule, or it refuses.
@@ -275,7 +275,7 @@ class _Growth:
             self.values[out.name] = Value(out, shardings[-1 - j])
 
     def _demand(self, reader: Leaf, t: TensorProxy, sharding: Sharding) -> None:
-        """A value from the side: take it as it is, or, when it is as large as the logits, make it inside."""
+        """Take a side value as it is, or, if it is as large as the logits, make it inside."""
         if t.name in self.values:
             if self.values[t.name].sharding != sharding:
                 raise RuleError(f"it needs {t.name} split in two ways")
@@ -285,7 +285,7 @@ class _Growth:
         if not sharding.split:
             return
         producer = self.program.producer.get(t.name)
-        # A small value from the reader's own composite comes along, so that the composite stays whole.
+        # A small value from the reader's own composite moves along, so that the composite stays whole.
         near = producer is not None and any(p is q for p in producer.parents for q in reader.parents)
         if producer is None or t.name in self.given or not (self.wide(t) or near):
             if not sharding.complete(self.n):
@@ -332,7 +332,7 @@ def grow(program: Program, leaf: Leaf, rows: int) -> Region:
             growth.run()
         except _Regrow:
             continue
-        # A pulled-in value that somebody outside reads as well exists anyway.
+        # A pulled-in value that is also read outside exists anyway.
         inside = {*growth.members, *growth.seeds}
         shared = [
             name

@@ -1,4 +1,4 @@
-"""Where a region ends: as early as one scalar carries all of its gradient."""
+"""The end of a region: as early as one scalar carries all of its gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["trim"]
 
 
 def without(region: Region, dropped: Sequence[Leaf]) -> Region:
-    """The region less some of its last members."""
+    """The region without some of its last members."""
     gone = {leaf.index for leaf in dropped}
     names = {o.name for leaf in dropped for o in leaf.outputs}
     return Region(
@@ -30,9 +30,9 @@ def without(region: Region, dropped: Sequence[Leaf]) -> Region:
 def trim(region: Region) -> Region:
     """End the region where one scalar carries the gradient, if such a place exists, and before totals are rounded.
 
-    Then gradients can be computed in the forward: `loss` and `3 * loss`, both returned, are one
-    scalar and its multiple when the region ends at `loss`. A 16-bit loss is a float32 sum rounded
-    once, not a sum of rounded ones.
+    Gradients can then be computed in the forward. If `loss` and `3 * loss` are returned, they are one scalar
+    and its multiple once the region ends at `loss`. A 16-bit loss is a float32 sum rounded once, not a sum of
+    rounded numbers.
     """
 
     def one_scalar(r: Region) -> bool:

@@ -1,8 +1,8 @@
-"""A choice of rows of a value, and what it asks of the values that this one is made of.
+"""Row selections of a value, and the selections of operands that they imply.
 
-Rows may run through several dims, and a reshape may merge these or take them apart. So a cut speaks of
-adjacent dims together, and of the stretches (`Pick`) that they are laid out as: ``(B * T, V)`` of which the
-last position of each sequence goes is one dim of two stretches, `B` whole and `T` without its end.
+Rows may span several dims, and a reshape may merge or split these dims. So a cut describes adjacent dims together, as
+stretches (`Pick`) of their layout. For example, ``(B * T, V)`` without the last position of each sequence is one dim of
+two stretches: `B` whole, and `T` without its end.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Pick:
     """A stretch of rows.
 
     Attributes:
-        extent: how many there are.
-        span: the slice (start, end, step) that stays; None if all do, or those at an index.
-        index: name of the tensor that says which stay.
+        extent: the number of rows.
+        span: the slice (start, end, step) that stays; None if all rows stay, or those at an index.
+        index: name of the tensor of the rows that stay.
         at: that tensor.
     """
 
@@ -39,7 +39,7 @@ class Pick:
 
     @property
     def kept(self) -> int:
-        """How many stay."""
+        """The number of rows that stay."""
         if self.at is not None:
             return self.at.shape[0]
         if self.span is None:
@@ -49,13 +49,13 @@ class Pick:
 
     @property
     def whole(self) -> bool:
-        """All stay."""
+        """Whether all rows stay."""
         return self.span is None and self.at is None
 
 
 @dataclass(frozen=True)
 class Block:
-    """Adjacent dims that are picked from together: several dims of one stretch, or one dim of several.
+    """Adjacent dims with a common selection: several dims of one stretch, or one dim of several stretches.
 
     Attributes:
         first, count: the dims.
@@ -68,7 +68,7 @@ class Block:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """What is left of the dims; as many, so that all others keep their places."""
+        """The remaining sizes of the dims; their number stays, so that all others keep their places."""
         return *(1,) * (self.count - 1), math.prod(p.kept for p in self.picks)
 
 
@@ -77,7 +77,7 @@ Cut = tuple[Block, ...]
 
 
 def cut_of(bsym: BoundSymbol) -> Cut:
-    """What a slice, or a choice by an index, picks of its argument."""
+    """The cut that a slice, or a selection by an index, makes of its argument."""
     if bsym.sym.id == PrimIDs.TAKE:
         a, index, dim = bsym.args
         return (Block(dim % a.ndim, 1, (Pick(a.shape[dim], index=index.name, at=index),)),)
@@ -89,7 +89,7 @@ def cut_of(bsym: BoundSymbol) -> Cut:
 
 
 def kept_shape(shape: Sequence[int], cut: Cut) -> tuple[int, ...]:
-    """The shape of what is left of a value of the given shape.
+    """The shape that remains of a value of the given shape.
 
     >>> kept_shape((4, 8, 100), (Block(1, 1, (Pick(8, (0, 7, 1)),)),))
     (4, 7, 100)
@@ -101,7 +101,7 @@ def kept_shape(shape: Sequence[int], cut: Cut) -> tuple[int, ...]:
 
 
 def apply_cut(t: TensorProxy, cut: Cut) -> TensorProxy:
-    """What is left of a value that exists, by operations of the trace that is being written."""
+    """The remaining part of an existing value, by operations in the trace that is being written."""
     picks = _stretches(t.shape, cut)
     result = _reshaped(t, tuple(p.extent for p in picks))
     if any(p.span for p in picks):
@@ -114,7 +114,7 @@ def apply_cut(t: TensorProxy, cut: Cut) -> TensorProxy:
 
 
 def _stretches(shape: Sequence[int], cut: Cut) -> list[Pick]:
-    """All of a value, as stretches."""
+    """A whole value as stretches."""
     picks: list[Pick] = []
     first = {block.first: block for block in cut}
     d = 0
@@ -129,18 +129,18 @@ def _reshaped(t: TensorProxy, shape: tuple[int, ...]) -> TensorProxy:
 
 
 def operand_cuts(relation: Relation, out: TensorProxy, cut: Cut, spreads: bool) -> dict[int, Cut]:
-    """What a cut of an operation's one result asks of its tensor arguments, by slot.
+    """The cuts of an operation's tensor arguments, by slot, that a cut of its only result implies.
 
     Args:
         relation: the operation's rule.
         out: its result.
         cut: of the result.
-        spreads: dims of the result that no argument has are copies of one another.
+        spreads: whether dims of the result that no argument has are copies of one another.
 
     Raises:
         RuleError: the operation mixes rows, or an argument lays them out in another way.
     """
-    linked: dict[int, dict[int, int]] = {}  # by slot, which of its dims belongs to which of the result's
+    linked: dict[int, dict[int, int]] = {}  # by slot, its dims and the result's dims to which they belong
     tied = set()
     for group in relation.links:
         for d in (k for slot, k in group if slot == -1):
@@ -168,7 +168,7 @@ def operand_cuts(relation: Relation, out: TensorProxy, cut: Cut, spreads: bool) 
 
 
 def through_reshape(source: Sequence[int], target: Sequence[int], cut: Cut) -> Cut:
-    """What a cut of a reshape's result asks of its argument.
+    """The cut of a reshape's argument that a cut of its result implies.
 
     Args:
         source, target: the shapes of the argument and of the result.
@@ -206,7 +206,7 @@ def through_reshape(source: Sequence[int], target: Sequence[int], cut: Cut) -> C
 
 
 def _divided(extent: int, left: int, right: int) -> int:
-    """How much of a whole stretch, the last of `right` values, belongs to the first `left` of them; 0 if none does."""
+    """The part of a whole stretch, the last of `right` values, that belongs to the first `left` values; 0 if none."""
     before = right // extent
     part = left // before
     return part if left % before == 0 and extent % part == 0 and 1 < part < extent else 0

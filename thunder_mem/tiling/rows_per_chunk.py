@@ -1,4 +1,4 @@
-"""How many rows a chunk has, from the head alone; `chunk_resizing.py` asks the whole program afterwards."""
+"""The rows of a chunk, from the head alone; `chunk_resizing.py` later considers the whole program."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ and 2048 rows 1.07 times."""
 def floor_rows(device: str, dtype: torch.dtype) -> int:
     """Rows that keep the matrix products of a device efficient: fewer starve them.
 
-    Every chunk adds to a sum of the weight's gradient, which reads and writes 8 bytes for 2 operations a row. A GPU
-    is kept busy by twice the rows for which both take equally long: 2,048 of bfloat16 on an H100, but 128 of float32,
-    whose products are 15 times as slow.
+    Every chunk adds to a sum of the weight's gradient, which reads and writes 8 bytes for 2 operations a row. Twice
+    the rows for which both take equally long keep a GPU busy. That is 2,048 in bfloat16 on an H100, but 128 in
+    float32, whose products are 15 times as slow.
 
     Args:
         device: as torch prints it.
@@ -49,17 +49,17 @@ for the backward. Measured over 416 heads of 128 to 2048 rows; frozen weights ha
 def lean_rows(head: Head) -> int | None:
     """The rows with the lowest peak among those that keep the matrix products efficient; None to leave it whole.
 
-    That is the floor, or all rows at once where a wider sum of gradients would take more than the
-    smaller logits save: 4096 rows before a weight of (128256, 4096) in bfloat16 need 1002 MiB for their
-    logits, while summing up in float32 over two chunks needs 1002 MiB more than one product.
+    The answer is the floor, or all rows if a wider sum of gradients would take more than the smaller logits
+    save. For example, 4096 rows before a weight of (128256, 4096) in bfloat16 need 1002 MiB for their logits.
+    A float32 sum over two chunks needs 1002 MiB more than one product.
     """
     return _unless_whole_is_less(head, max(floor_rows(head.device, head.dtype), head.busy_rows))
 
 
 def leanest_rows(head: Head) -> int | None:
-    """A quarter of `lean_rows`, for a program that has to fit a budget and gets the rest back where it can.
+    """A quarter of `lean_rows`, for a program under a budget; the chunks grow again where there is room.
 
-    On a GPU no fewer than a tile has, as the rest of a tile would run for nothing: recomputing costs less.
+    On a GPU at least the rows of a tile, because the rest of a tile would be wasted: recomputation costs less.
     """
     rows = floor_rows(head.device, head.dtype)
     least = min(rows, _TILE_ROWS) if head.device.startswith("cuda") else 1
@@ -67,8 +67,8 @@ def leanest_rows(head: Head) -> int | None:
 
 
 def default_rows(head: Head) -> int:
-    """Rows per chunk when nobody looks at the rest of the program: one chunk's logits add a sixteenth to
-    what the head needs anyway, but no fewer rows than keep the matrix products efficient.
+    """Rows per chunk without knowledge of the rest of the program: one chunk's logits add a sixteenth to the
+    head's other memory, but the rows suffice for efficient matrix products.
     """
     enough = max(head.busy_rows, head.fixed_bytes // (16 * max(1, head.row_bytes)))
     return _unless_one_is_less(head, max(floor_rows(head.device, head.dtype), enough))

@@ -1,4 +1,4 @@
-"""Put a chunk loop into a computation trace, in the place of the leaves that it replaces."""
+"""Replace leaves of a computation trace by a chunk loop."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["splice", "unchunked"]
 def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> tuple[TraceCtx, tuple[BoundSymbol, ...]]:
     """The trace with the region's leaves replaced by the loop, and these leaves, with those that were pulled in.
 
-    The loop stands where the region's last leaf stood, or before the first reader of its results, or
-    before the first op after the region's start that writes into memory which the loop may read; what
-    it needs and is computed later moves up with it.
+    The loop stands at the earliest of three places: the region's last leaf, the first reader of its results,
+    and the first op after the region's start that writes into memory which the loop may read. Operands of
+    the loop that are computed later move up with it.
 
     Raises:
-        Refused: what would move up passes an op with effects.
+        Refused: an operand would move past an op with effects.
     """
-    # What was pulled in stays outside too; nobody reads it there, or somebody does.
+    # Pulled-in leaves also stay outside, whether they are read there or not.
     derived = [m for m in region.members if any(o.name in region.derived for o in m.outputs)]
     gone = {id(m.bsym) for m in derived} | {id(a.leaf.bsym) for a in region.amplifiers}
     outputs = [v.proxy for v in region.outputs]
@@ -64,11 +64,11 @@ def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> tuple[TraceCtx, 
 def unchunked(
     before: TraceCtx, after: TraceCtx, replaced: Mapping[str, Sequence[BoundSymbol]]
 ) -> tuple[TraceCtx, TraceCtx]:
-    """A trace as it was before heads were chunked and as it is now, both as leaves, to be compared.
+    """A trace before and after chunking, both as leaves, for comparison.
 
     Args:
         before, after: computation traces.
-        replaced: by the name of a loop, the leaves that it stands for.
+        replaced: by the name of a loop, the leaves that it replaces.
 
     Raises:
         VerificationError: a loop takes or gives other values than its leaves.
@@ -91,13 +91,13 @@ def _whole(bsym: BoundSymbol, replaced: Mapping[str, Sequence[BoundSymbol]]) -> 
 
 
 def _writers(items: Sequence[BoundSymbol | None], region: Region) -> list[int]:
-    """Positions of the items that may overwrite what the region reads."""
+    """Positions of the items that may overwrite values that the region reads."""
     effects = {i: effects_of(b) for i, b in enumerate(items) if b is not None}
     suspects = [i for i, e in effects.items() if e.writes or e.barrier]
     if not suspects:
         return []
     memory = Aliases(region.program.roots)
-    # By the region's own leaves: what was pulled in may go by a name that the trace does not know.
+    # By the region's own leaves, because pulled-in values may have names that the trace does not know.
     leaves = (*region.members, *(a.leaf for a in region.amplifiers))
     made = {o.name for leaf in leaves for o in leaf.outputs}
     read = {memory(t.name) for leaf in leaves for t in leaf.inputs if t.name not in made}

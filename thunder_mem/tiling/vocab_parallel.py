@@ -1,10 +1,10 @@
-"""A loss over a vocabulary of which every rank has a part, without gathering its logits.
+"""A loss over a vocabulary that is split over ranks, without gathering its logits.
 
-Thunder's `column_parallel` gathers the logits of a head whole, N times V of them, on every rank. Here each operation
-behind the head is asked, by the rules of `chunk_rules`, how a split along the vocabulary passes through it:
-what acts on each logit works on a rank's own, a sum or a log-sum-exp over the vocabulary is one over the rank's
-part and then over ranks (`sharding/rank_reductions.py`), and a target's logit comes from the rank that has it: a few
-numbers a row. What needs all of a vocabulary gets it gathered there.
+Thunder's `column_parallel` gathers all N times V logits of a head on every rank. Here the rules of `sharding` say how a
+split along the vocabulary passes through each operation behind the head. Operations on single logits work on a rank's
+own part. A sum or a log-sum-exp over the vocabulary runs over the rank's part, and then over ranks
+(`sharding/rank_reductions.py`). A target's logit comes from the rank that has it. So ranks exchange a few numbers a
+row. An operation that needs the whole vocabulary has the logits gathered there.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _MADE_LOCALLY = pointwise_ids() | {PrimIDs.BROADCAST_IN_DIM, PrimIDs.FULL, PrimI
 
 
 def with_vocabulary_in_parts(trace: TraceCtx) -> TraceCtx:
-    """The computation trace (before autograd) with its logits in parts as far as the rules go.
+    """The computation trace (before autograd) with its logits in parts, as far as rules exist.
 
-    The same object where no head's logits are gathered, or nothing is saved.
+    The same object if no head's logits are gathered, or if parts save nothing.
     """
     program = read_program(trace)
     if not any(map(_gathers_logits, program.leaves)):
@@ -63,7 +63,7 @@ def _gathers_logits(leaf: Leaf) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank has of a value that is split along the vocabulary."""
+    """This rank's part of a value that is split along the vocabulary."""
 
     local: TensorProxy
     sharding: Sharding
@@ -76,15 +76,15 @@ class _Part:
 
 
 class _Rewriting:
-    """The trace while it is written anew; `combined` counts what is summed over ranks instead of gathered."""
+    """The trace while it is rewritten; `combined` counts values that are summed over ranks instead of gathered."""
 
     def __init__(self, program: Program, new: TraceCtx) -> None:
         self.program, self.new = program, new
         self.leaves = {id(leaf.bsym): leaf for leaf in program.leaves}
         self.parts: dict[str, _Part] = {}
         self.instead: dict = {}  # of a value's variable, the value that replaces it
-        self.gathers: dict[str, BoundSymbol] = {}  # what gathers a head's logits, where somebody needs them whole
-        self.whole: set[str] = set()  # those of the parts that exist whole as well
+        self.gathers: dict[str, BoundSymbol] = {}  # gather a head's logits for users of the whole
+        self.whole: set[str] = set()  # the parts that also exist whole
         self.shared: dict[str, TensorProxy] = {}
         self.combined = 0
 
@@ -125,7 +125,7 @@ class _Rewriting:
         return self.instead.get(variableify(t), t)
 
     def _gather(self, name: str) -> None:
-        """Make a value whole for who needs it so."""
+        """Make a value whole for an operation that needs it whole."""
         if name not in self.parts or name in self.whole:
             return
         self.whole.add(name)
@@ -181,7 +181,7 @@ class _Rewriting:
         return leaf.bsym.sym(*args, **kwargs)
 
     def _operand(self, t: TensorProxy, sharding: Sharding, part: _Part) -> TensorProxy:
-        """A rank's part of an operand, or the operand, where that is the same on every rank."""
+        """A rank's part of an operand, or the operand itself if it is the same on every rank."""
         if t.name in self.parts:
             return self.parts[t.name].local
         if not sharding.split:
@@ -235,7 +235,7 @@ _SPECIAL = {
 
 
 def _span(part: _Part) -> tuple[int, int]:
-    """Where this rank's part of the vocabulary begins and ends."""
+    """The begin and end of this rank's part of the vocabulary."""
     count = part.size // part.group.size()
     first = distributed.get_rank(part.group) * count
     return first, first + count
