@@ -1,1 +1,1 @@
-"""Passes over the joint trace, one a file: trace in, trace out."""
+"""Passes over the joint trace, one in each file: trace in, trace out."""

@@ -1,9 +1,9 @@
-"""Results of fused regions take over the memory of inputs that die there.
+"""Write results of fused regions over inputs that die there.
 
-On the joint trace in its final order, after fusion: every name, its aliases and its last use are known. A
-region of `mem_pointwise` is offered each input that nobody reads any more, under whatever name, that the
-caller does not hold, and that is dense and whole; `region_reuse.py` says which result may be written over
-which of them. An executor that aliases by itself (nvFuser) is left to do so.
+The pass works on the fused joint trace in its final order, where every name, its aliases and its last use are known. A
+region of `mem_pointwise` may overwrite an input that is dense and whole, that the caller does not hold, and that nobody
+reads any more under any name. `region_reuse.py` says which result may be written over which input. An executor that
+aliases by itself (nvFuser) keeps its own aliasing.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from thunder_mem.trace.reading import TraceGraph, proxies_in, read_trace
 
 __all__ = ["BufferReuse", "reuse_and_sort", "reuse_dying", "with_reuse"]
 
-# Whose results are known to be memory of their own, where they are no views.
+# Operations whose results, unless views, have their own memory.
 _FRESH_EXECUTORS = {"torch", "sdpa", "mem_attention", "mem_kernels", "python"}
 
 
 @dataclass(frozen=True)
 class BufferReuse:
-    """A trace in which results take over memory, and what that came to.
+    """A trace whose regions write results over inputs, and its figures.
 
     Attributes:
         trace: the new trace.
-        results: how many results take over an input.
+        results: the number of results written over an input.
         nbytes: their bytes.
-        forward_peak_bytes, backward_peak_bytes: of the trace, what the caller holds included.
+        forward_peak_bytes, backward_peak_bytes: of the trace, including the caller's tensors.
         graph: of the trace.
     """
 
@@ -62,17 +62,17 @@ def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None, given: Collec
     """Let regions write results over inputs that die there.
 
     Args:
-        trace: a joint or plain trace in its final order, fused; `del`s stay where they are.
-        source: `trace` as it was read, if it was.
+        trace: a joint or plain trace in its final order, fused; `del`s keep their places.
+        source: the reading of `trace`, if it exists.
         given: the arguments, by name, that the caller does not keep.
 
     Returns:
-        None where there is nothing to take over.
+        None if no result can be written over an input.
     """
     source = source or read_trace(trace)
     memory = _Memory(source, trace, given)
     swap: dict[int, BoundSymbol] = {}
-    memory_of: dict[int, int] = {}  # the storage that each result's storage becomes
+    memory_of: dict[int, int] = {}  # per result's storage, the storage that it overwrites
     results = nbytes = 0
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
         if _function(bsym) is None:
@@ -96,7 +96,7 @@ def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None, given: Collec
 
 
 def _with_shared_storages(graph: Graph, memory_of: Mapping[int, int]) -> Graph:
-    """The graph in which what allocated a key of `memory_of` overwrites the storage that stands there instead."""
+    """The graph in which the op that allocated a key of `memory_of` overwrites the storage given there."""
 
     def final(storage: int) -> int:
         while storage in memory_of:
@@ -124,11 +124,11 @@ def _with_shared_storages(graph: Graph, memory_of: Mapping[int, int]) -> Graph:
 
 
 def with_reuse(plan: Plan, reused: BufferReuse) -> Plan:
-    """The plan with the peaks that its trace has now.
+    """The plan with the present peaks of its trace.
 
     Args:
-        plan: that was emitted.
-        reused: what became of its trace.
+        plan: the emitted plan.
+        reused: its trace after reuse.
     """
     how = f"{reused.results} results written over values that die, {reused.nbytes:,} bytes"
     decision = Decision("reuse", how, "peak", plan.candidate.peak_bytes, reused.peak_bytes)
@@ -139,16 +139,16 @@ def with_reuse(plan: Plan, reused: BufferReuse) -> Plan:
 
 
 def reuse_and_sort(source: TraceGraph, trace: TraceCtx, sort: str | SortFunction) -> BufferReuse | None:
-    """`reuse_dying`, and the same once more in the order that is best with it, where that lowers the peak.
+    """`reuse_dying`, and once more in the order that is best with reuse, if that lowers the peak.
 
-    A region that writes over its inputs holds less than the order was made for: what ran early on its
-    account may run later. A sort other than "auto" is the user's, and stays. None where nothing is taken
-    over, or where either half would peak above `trace`.
+    A region that writes over its inputs needs less memory than the sort assumed, so other steps may move.
+    A sort other than "auto" is the user's, and stays. None if nothing is reused, or if either half would peak
+    above `trace`.
 
     Args:
-        source: `trace` as it was read.
+        source: the reading of `trace`.
         trace: a joint or plain trace in its final order, fused, without `del`s.
-        sort: how it was ordered.
+        sort: the sort of the trace.
 
     Raises:
         GraphError: from the sort.
@@ -181,7 +181,7 @@ def _reused_and_sorted(source: TraceGraph, trace: TraceCtx, sort: str | SortFunc
 
 
 class _Memory:
-    """Per class of names that may share memory: its last use, and whether anybody may take it over."""
+    """Per class of names that may share memory: its last use, and whether it may be overwritten."""
 
     def __init__(self, source: TraceGraph, trace: TraceCtx, given: Collection[str]) -> None:
         self._aliases = Aliases(source.bsyms)
@@ -208,16 +208,16 @@ class _Memory:
         return self._aliases(name)
 
     def dies(self, name: str, index: int) -> bool:
-        """Nobody reads it after op `index`, and nobody else holds it."""
+        """Whether no op reads it after op `index`, and nobody else holds it."""
         memory = self._aliases(name)
         return memory not in self._kept and self._last.get(memory) == index
 
     def saved(self, name: str) -> bool:
-        """The forward made it."""
+        """Whether the forward made it."""
         return self._aliases(name) in self._forward
 
     def join(self, a: str, b: str) -> None:
-        """Both are one memory from now on."""
+        """Both share one memory from now on."""
         old = (self._aliases(a), self._aliases(b))
         self._aliases.join(a, b)
         new = self._aliases(a)
@@ -260,7 +260,7 @@ def _with_reuse(bsym: BoundSymbol, reuse: InplacePlan) -> BoundSymbol:
 
 
 def _function(bsym: BoundSymbol) -> RegionFunction | None:
-    """What runs, if it is a region of `mem_pointwise`."""
+    """The compiled function, if it is a region of `mem_pointwise`."""
     if not bsym.sym.is_fusion or not bsym._call_ctx:
         return None
     function = next(iter(bsym._call_ctx.values()))
@@ -268,7 +268,7 @@ def _function(bsym: BoundSymbol) -> RegionFunction | None:
 
 
 def _is_fresh(bsym: BoundSymbol) -> bool:
-    """Its results are views of its operands, or memory that nobody else knows."""
+    """Whether its results are views of its operands, or new memory."""
     if bsym.sym.is_fusion:
         return _function(bsym) is not None
     if bsym.sym.executor is not None:

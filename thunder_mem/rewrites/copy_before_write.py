@@ -1,8 +1,8 @@
-"""Old contents that the backward still needs, copied before the forward overwrites them.
+"""Copy old contents that the backward still needs before the forward overwrites them.
 
-`frontend/functionalization.py` turns what it can into values of their own before autograd. What remains are writes to
-the caller's tensors, and those seen through another view; before such a write the joint trace copies what the
-backward still needs of the old content (eager does the same).
+`frontend/functionalization.py` turns most writes into new values before autograd. Writes to the caller's tensors
+remain, and writes seen through another view. Before such a write the joint trace copies the old content that the
+backward still needs, as eager does.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["protect_old_values"]
 
 
 def protect_old_values(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
-    """The joint trace in which the backward reads copies of what the forward overwrites before that.
+    """The joint trace whose backward reads copies of values that the forward overwrites earlier.
 
-    A name stands for what its memory held when the forward first read it: a view that Thunder took before a
-    write through another, and reads after it, is of the new content. Where something is written to that
-    memory since, the backward gets a copy that is made just before the first such write.
+    A name stands for the content of its memory when the forward first read it. So a view that Thunder took before
+    a write through another view, and reads after it, shows the new content. If that memory is written later, the
+    backward gets a copy made just before the first such write.
 
     Args:
-        source: `trace` as it was read.
+        source: the reading of `trace`.
         trace: a joint trace before fusion.
     """
     if not any(effects.writes for effects in source.effects):
@@ -81,10 +81,10 @@ def protect_old_values(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
 def _write_after_copies(
     write: BoundSymbol, olds: list[TensorProxy], swap: dict
 ) -> tuple[list[BoundSymbol], BoundSymbol]:
-    """Copies of `olds`, and the write that needs them; `swap` learns which copy stands for which old value.
+    """Copies of `olds`, and the write that follows them; `swap` records the copy of each old value.
 
-    Only the backward reads the copies, and Thunder puts into the forward only what the forward needs: so
-    the write takes its input together with the copies from one `update_aliases`, which it must wait for.
+    Only the backward reads the copies, but Thunder puts only ops into the forward that the forward needs. So the
+    write takes its input together with the copies from one `update_aliases`, for which it must wait.
     """
     copies = [prims.clone.bind(p, output=prims.clone.meta(p)) for p in olds]
     given = write.args[0] if is_copy(write) else next(p for p in write.flat_proxy_args if isinstance(p, TensorProxy))

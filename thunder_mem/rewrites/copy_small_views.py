@@ -1,9 +1,9 @@
-"""Copy a small view that is the last thing to hold a large tensor.
+"""Copy a small view that alone keeps a large tensor alive.
 
-A view keeps all of its base alive: `v`, a third of a recomputed qkv projection, holds the projection until
-attention's backward, through the whole backward of the MLP. A copy of `v`, made while the base is there
-anyway, lets the base go. Which bases are held at the peak like that is read off a plan; what is done to one
-of them is done to all that are made and used alike, so that the peak does not just move to the next layer.
+A view keeps all of its base alive. For example `v`, a third of a recomputed qkv projection, holds the projection until
+attention's backward, through the whole backward of the MLP. A copy of `v`, made while the base is alive anyway, frees
+the base. A plan shows the bases that are held at the peak in this way. All bases that are made and used alike are
+treated alike, so that the peak does not just move to the next layer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["ViewCopy", "about_views", "pinned_bases", "with_copied_views"]
 
 @dataclass(frozen=True)
 class ViewCopy:
-    """A base and who will read copies of its views.
+    """A base, and the ops that will read copies of its views.
 
     Attributes:
         storage: index of the base.
         readers: ops that read it late, in source order.
-        views: the names that those read, each of which gets one copy.
+        views: the names that these ops read; each gets one copy.
         saved_bytes: the base's bytes less those of the copies.
     """
 
@@ -45,7 +45,7 @@ class ViewCopy:
 
 @dataclass(frozen=True)
 class _Use:
-    """One name of a base that an op, itself no view, reads; `kind` tells equal uses of other bases."""
+    """One name of a base that an op reads, unless the op is a view; equal uses of other bases have the same `kind`."""
 
     op: int
     name: str
@@ -54,12 +54,12 @@ class _Use:
 
 
 def pinned_bases(source: TraceGraph, plan: Plan) -> tuple[ViewCopy, ...]:
-    """The bases that small views alone hold at the plan's peak, and all that are used like them.
+    """The bases that only small views hold at the plan's peak, and all bases that are used alike.
 
-    Only what is made and used in one half of the trace, and never overwritten, counts.
+    Only bases that are made and used in one half of the trace, and never overwritten, count.
 
     Args:
-        source: what `plan` was made for.
+        source: the trace that `plan` was made for, as read.
     """
     steps = plan_steps(source.graph, plan)
     if (peak := steps.peak) is None:
@@ -72,7 +72,7 @@ def pinned_bases(source: TraceGraph, plan: Plan) -> tuple[ViewCopy, ...]:
         before = [u for u in of_base if max(step_of[u.op]) < peak]
         if len(before) < len(of_base) and (first := steps.first(s)) is not None and first < peak:
             split = _split(source, s, of_base, len(before))
-            # The source order says which uses are late, for all bases alike.
+            # The source order tells which uses are late, for all bases alike.
             if split and of_base[: len(before)] == before:
                 splits.setdefault(_kinds(of_base), len(before))
     found = [_split(source, s, u, splits[k]) for s, u in uses.items() if (k := _kinds(u)) in splits]
@@ -92,7 +92,7 @@ def _split(source: TraceGraph, storage: int, uses: Sequence[_Use], early: int) -
 
 
 def _uses(source: TraceGraph) -> dict[int, list[_Use]]:
-    """Per base that may be let go: the reads of its views by ops that are none, in source order."""
+    """Per base that may be freed: the reads of its views by ops that are not views, in source order."""
     graph = source.graph
     uses: dict[int, list[_Use]] = {}
     for op, bsym in zip(graph.ops, source.bsyms, strict=True):
@@ -115,10 +115,10 @@ def _uses(source: TraceGraph) -> dict[int, list[_Use]]:
 
 
 def with_copied_views(source: TraceGraph, trace: TraceCtx, splits: Iterable[ViewCopy]) -> TraceCtx:
-    """The trace in which the late readers of each split read copies, made right after the view itself.
+    """The trace whose late readers of each split read copies, made right after the view itself.
 
     Args:
-        source: `trace` as it was read.
+        source: the reading of `trace`.
         trace: a plain or joint trace before fusion.
         splits: from `pinned_bases`.
     """
@@ -145,7 +145,7 @@ def with_copied_views(source: TraceGraph, trace: TraceCtx, splits: Iterable[View
 
 
 def about_views(copied: int, before_bytes: int, after_bytes: int) -> Decision:
-    """Small views that are copied to let go of what they show: peaks without and with that."""
+    """The decision to copy small views that keep their bases alive: peaks without and with it."""
     return Decision(
         "views",
         f"{counted(copied, 'small view')} copied, to let {'its base' if copied == 1 else 'their bases'} go",

@@ -1,8 +1,7 @@
-"""Move chosen forward values to the host until the backward wants them: what may be, and how.
+"""Move chosen forward values to the host until the backward needs them.
 
-`offload_obstacle` is the one place that says what must stay; `offload_in_backward` turns a joint trace into
-one that moves what was chosen. When the copies run is decided last (`transfer_scheduling.py`): here each value
-is fetched just before its first use.
+`offload_obstacle` alone decides which values must stay; `offload_in_backward` rewrites a joint trace to move chosen
+values. `transfer_scheduling.py` later decides when copies run: here each value is fetched just before its first use.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ __all__ = ["offload_in_backward", "offload_obstacle", "offloading"]
 
 
 def offload_obstacle(source: TraceGraph, s: int, least_bytes: int = 0) -> str | None:
-    """Why a storage must not be offloaded, in words; None if it may be.
+    """The reason why a storage must not be offloaded, in words; None if it may be.
 
     Args:
         source: a joint trace.
         s: index of the storage.
-        least_bytes: what is smaller is not worth a copy.
+        least_bytes: smaller storages are not worth a copy.
     """
     graph = source.graph
     maker, storage = graph.allocator[s], graph.storages[s]
@@ -47,7 +46,7 @@ def offload_obstacle(source: TraceGraph, s: int, least_bytes: int = 0) -> str | 
 
 
 def _base(source: TraceGraph, s: int) -> TensorProxy | None:
-    """The one result that shows a storage where it is made, if it shows all of it."""
+    """The only result that shows a storage where it is made, if it shows all of it."""
     maker = source.graph.allocator[s]
     outs = source.bsyms[maker].flat_proxy_outs if maker is not None else ()
     shown = [p for p in outs if source.storage_of.get(p.name) == s]
@@ -72,8 +71,8 @@ def offload_in_backward(source: TraceGraph, trace: TraceCtx, storages: Collectio
     """The joint trace in which the backward fetches `storages` from the host instead of receiving them.
 
     Args:
-        source: `trace` as it was read.
-        trace: a joint trace, with all in it that is to be computed again.
+        source: the reading of `trace`.
+        trace: a joint trace with all its recomputation.
         storages: of `source.graph`; none that `offload_obstacle` refuses.
     """
     new = from_trace(trace)
@@ -86,11 +85,11 @@ def offload_in_backward(source: TraceGraph, trace: TraceCtx, storages: Collectio
 def offloading(
     before: TraceGraph, source: TraceGraph, trace: TraceCtx, storages: Collection[int]
 ) -> tuple[TraceCtx, TraceGraph]:
-    """`offload_in_backward` for storages of a trace before anything was to be computed again; and its reading.
+    """`offload_in_backward` for storages of a trace before recomputation; also returns the new reading.
 
     Args:
-        before: that trace as it was read.
-        source: `trace` as it was read.
+        before: the reading of that trace.
+        source: the reading of `trace`.
         trace: the joint trace now.
         storages: of `before.graph`.
     """
@@ -102,12 +101,12 @@ def offloading(
 
 
 class _Moves:
-    """The trace's body with copies to the host and back. What is fetched keeps its views, made anew."""
+    """The trace's body with copies to the host and back. The views of fetched values are made anew."""
 
     def __init__(self, source: TraceGraph, storages: Collection[int]) -> None:
         self.source = source
         self.base: dict[int, TensorProxy] = {}
-        self.last: dict[int, list[int]] = {}  # per op of the forward, what it is the last one to use
+        self.last: dict[int, list[int]] = {}  # per op of the forward, the values that it uses last
         for s in sorted(storages):
             base = _base(source, s)
             assert base is not None, offload_obstacle(source, s)
@@ -117,7 +116,7 @@ class _Moves:
             ).append(s)
         self.handed_through = _handed_through(source)
         self.host: dict[int, TensorProxy] = {}
-        self.fetched: dict[str, Proxy] = {}  # what the backward takes instead of the forward's value
+        self.fetched: dict[str, Proxy] = {}  # the backward's replacement of the forward's value
         self.out: list[BoundSymbol] = []
 
     def body(self) -> list[BoundSymbol]:
@@ -153,12 +152,12 @@ class _Moves:
         return TensorProxy(name, shape=t.shape, device=cpu, dtype=t.dtype, requires_grad=False)
 
     def _moved(self, proxies: Iterable[Proxy]) -> list[Proxy]:
-        """Those among what the forward made that are offloaded."""
+        """The offloaded values among the forward's results."""
         made = (p for p in proxies if self.source.storage_of.get(p.name) in self.base)
         return [p for p in made if not self.source.graph.ops[self.source.producer_of[p.name]].backward]
 
     def _fetch(self, wanted: Sequence[Proxy]) -> None:
-        """Append what makes `wanted` and is not there yet: a copy from the host, and views of it."""
+        """Append the missing ops that make `wanted`: a copy from the host, and views of it."""
         for p in wanted:
             if p.name in self.fetched:
                 continue

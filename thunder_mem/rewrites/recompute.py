@@ -1,7 +1,7 @@
-"""Rebuild chosen forward values in the backward: what may be, and how.
+"""Recompute chosen forward values in the backward.
 
-`runtime/repeatability.py` says what must never be computed a second time;
-`recompute_in_backward` turns a joint trace into one that does compute again what was chosen.
+`runtime/repeatability.py` says which operations must never run twice; `recompute_in_backward` rewrites a joint trace to
+recompute chosen values.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _GATHERS = {PrimIDs.EMBEDDING, PrimIDs.TAKE, PrimIDs.TAKE_ALONG_AXIS, PrimIDs.GA
 
 
 def forbid_rng_replay(trace: TraceCtx) -> TraceCtx:
-    """The trace, in which no random numbers may be drawn again.
+    """The trace, marked so that no random numbers may be drawn again.
 
-    For programs that are recorded as CUDA graphs: a generator's state cannot be noted while recording.
+    For programs that are recorded as CUDA graphs: a generator's state cannot be saved while recording.
     """
     new = from_trace(trace)
     new.bound_symbols = [
@@ -43,9 +43,9 @@ def _draws(effects: Effects) -> bool:
 
 
 def gathers_of_held(source: TraceGraph) -> frozenset[int]:
-    """The storages that are rows of what the caller holds anyway, as of an embedding's table.
+    """The storages that hold rows of the caller's tensors, such as rows of an embedding's table.
 
-    To gather them again costs what writing and reading them would: their own bytes, no work.
+    Gathering them again moves as many bytes as writing and reading them, without computation.
     """
     graph = source.graph
     return frozenset(
@@ -60,10 +60,10 @@ def gathers_of_held(source: TraceGraph) -> frozenset[int]:
 
 
 def recompute_in_backward(source: TraceGraph, trace: TraceCtx, storages: Collection[int]) -> TraceCtx:
-    """The joint trace in which the backward computes `storages` itself, from what remains saved.
+    """The joint trace whose backward recomputes `storages` from the other saved values.
 
     Args:
-        source: `trace` as it was read.
+        source: the reading of `trace`.
         trace: a joint trace.
         storages: forward storages of `source.graph`, each made by an op that may be repeated.
     """
@@ -79,16 +79,16 @@ def repeat_late(
     storages: Collection[int],
     why: str,
 ) -> TraceCtx:
-    """The trace in which late readers of some storages read second ones.
+    """The trace whose late readers of some storages read recomputed ones.
 
     The bound symbols that make them are repeated under new names just before their first late use, once each, with
-    the views of them that are used late. What draws random numbers draws the same ones (`runtime/rng_replay.py`).
+    the views that are used late. Repeated random draws give the same numbers (`runtime/rng_replay.py`).
 
     Args:
-        source: `trace` as it was read.
-        late: per op the storages of which it shall use the second ones. All users of a storage after a late one
+        source: the reading of `trace`.
+        late: per op, the storages whose recomputed version it reads. All users of a storage after a late one
             must be late too.
-        storages: those that may be made again, also on the way to others; each made by an op that may be repeated.
+        storages: those that may be recomputed, also on the way to others; each made by an op that may be repeated.
         why: for the trace's provenance.
     """
     new = from_trace(trace)
@@ -100,13 +100,13 @@ def repeat_late(
 
 def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: frozenset[int]) -> list[BoundSymbol]:
     body: list[BoundSymbol] = []
-    again: dict[str, Proxy] = {}  # what late readers take instead of the first value
+    again: dict[str, Proxy] = {}  # the late readers' replacement of the first value
     gathered = second_gathers(source)
     repeated: set[int] = set()
-    placed: dict[int, int] = {}  # where in the body an op's first run stands
+    placed: dict[int, int] = {}  # the position of an op's first run in the body
 
     def made_early(proxies: Iterable[Proxy], of: Collection[int]) -> list[Proxy]:
-        """Those that belong to a storage of these, and are not views that a late reader made of the second one."""
+        """The values of these storages, without views that a late reader made of the recomputed one."""
         found = []
         for p in proxies:
             s, maker = source.storage_of.get(p.name), source.producer_of.get(p.name)
@@ -115,9 +115,9 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
         return found
 
     def repeat(wanted: Iterable[Proxy], backward: bool, before: int) -> None:
-        """Append once more, in source order, what makes `wanted` and is not there yet, with what that needs.
+        """Repeat the missing ops that make `wanted`, with the ops that they need, in source order.
 
-        A parameter that the backward has gathered `before` that op is not the forward's.
+        Parameters that the backward has gathered `before` that op replace the forward's.
         """
         missing: set[int] = set()
         stack = [source.producer_of[p.name] for p in wanted]
@@ -150,9 +150,9 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
 
 
 def _without_unread(body: Sequence[BoundSymbol], firsts: Collection[int], result: BoundSymbol) -> list[BoundSymbol]:
-    """The body without those `firsts`, by position, whose readers all take the second values.
+    """The body without those `firsts`, by position, whose readers all take the recomputed values.
 
-    Planned into the backward, one would keep what it reads, which Thunder then finds that nobody takes.
+    A first op planned into the backward would keep its operands, and Thunder would find that nobody takes them.
     """
     read = {p.name for p in result.flat_proxy_args}
     kept = []

@@ -1,7 +1,7 @@
-"""Parameters that the backward gathers again: what is repeated there can read those, and the first ones may die.
+"""Parameters that the backward gathers again: recomputed ops can read these, so that the first gathers may die.
 
-The second gathers stand in a joint trace already when its plan is made (`zero3.py`), so their order does not
-depend on what a plan repeats.
+The second gathers are already in the joint trace when its plan is made (`zero3.py`). So their order does not depend on
+the plan's recomputation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["gathered_twice", "second_gathers"]
 def second_gathers(source: TraceGraph) -> dict[str, tuple[int, Proxy]]:
     """By the name of a gathered value of the forward, the op of the backward that makes it again, and the result.
 
-    With waits, views and casts of gathered values, each of the first that does the same.
+    It includes waits, views and casts of gathered values, each by the first op that does the same.
     """
     graph = source.graph
     if not any(op.backward and is_gather(source.bsyms[op.index]) for op in graph.ops):
         return {}
-    known: dict[Hashable, list[Proxy]] = {}  # what the forward makes, by how
+    known: dict[Hashable, list[Proxy]] = {}  # the forward's values, by how they are made
     first: dict[str, str] = {}  # the forward's name of a value of the backward
     found: dict[str, tuple[int, Proxy]] = {}
     for op in sorted(made_of_shards(source)):
@@ -42,5 +42,5 @@ def second_gathers(source: TraceGraph) -> dict[str, tuple[int, Proxy]]:
 
 
 def gathered_twice(source: TraceGraph) -> frozenset[int]:
-    """The forward's storages whose content the backward has anyway: to keep them for it is worth nothing."""
+    """The forward's storages whose content the backward has anyway, so that saving them gains nothing."""
     return frozenset(source.storage_of[name] for name in second_gathers(source) if name in source.storage_of)

@@ -1,10 +1,9 @@
-"""Which outputs of one fused region may be written over which of its dying inputs.
+"""The outputs of a fused region that may be written over its dying inputs.
 
-By construction, whatever loops the compiler makes of the region: an input is only offered where every
-operation that reads it, through whatever elementwise work, reads it element by element in the order of its
-memory (or sums it up before the value exists that overwrites it), and where all these readers can be made
-operands of the write; see `regions/inplace_outputs.py`. A broadcast, permutation, slice or concatenation of an input,
-or of what is computed from it, refuses it.
+The conditions make a write safe for any loops that the compiler makes of the region. Every operation that reads the
+input, also through elementwise ops, reads it element by element in memory order, or sums it up before the overwriting
+value exists. And all these readers can become operands of the write; see `regions/inplace_outputs.py`. A broadcast,
+permutation, slice or concatenation of the input, or of a value computed from it, prevents the write.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from thunder_mem.trace.view_prims import VIEWS
 
 __all__ = ["plan_reuse"]
 
-# Outputs that one late write may wait for: Inductor runs so many loops as one on a CPU, with the writes.
+# The most outputs that a late write may wait for: Inductor fuses so many loops into one on a CPU, with the writes.
 MAX_READERS = 6
 
 _IN_ORDER = {
@@ -59,7 +58,7 @@ class _Flow:
         return leaf.sym.id in VIEWS
 
     def keeps_order(self, leaf: BoundSymbol) -> bool:
-        """Its result has the elements of its operands, or of what is computed from them, in their order."""
+        """Whether its result has the elements of its operands, or of values computed from them, in their order."""
         outs, args = _tensors(leaf.flat_proxy_outs), _tensors(leaf.flat_proxy_args)
         if len(outs) != 1 or not args:
             return False
@@ -70,8 +69,8 @@ class _Flow:
         return numel(args[0]) == numel(outs[0])  # a broadcast then adds dims of size 1 only, in order
 
     def reach(self, name: str, stop: int | None = None) -> _Reach | None:
-        """Who reads the value, directly or through what it is elementwise part of, not going on from leaf
-        `stop`; None where something reads it at another index."""
+        """The readers of the value, direct or through elementwise ops, not continuing from leaf `stop`; None if
+        an op reads it at another index."""
         reached, alike, reduced = {name}, set(), set()
         for i, leaf in enumerate(self.leaves):
             if reached.isdisjoint(p.name for p in leaf.flat_proxy_args):
@@ -96,7 +95,7 @@ class _Flow:
         return tuple(found)
 
     def root(self, output: int) -> int | None:
-        """The elementwise leaf that computes an output, which shows it in its order; None for all else."""
+        """The elementwise leaf that computes an output, if the output shows it in its order; else None."""
         name = self.outputs[output].name
         while (i := self.made_by.get(name)) is not None and self.is_view(leaf := self.leaves[i]):
             if not self.keeps_order(leaf):
@@ -118,10 +117,10 @@ def plan_reuse(
     offered: Mapping[int, bool],
     wanted: Sequence[int],
 ) -> InplacePlan | None:
-    """What a region takes over; None if nothing.
+    """The inputs that a region overwrites; None if it overwrites none.
 
     Args:
-        leaves: its operations, each making what is new.
+        leaves: its operations, each with a new result.
         inputs, outputs: of the region.
         offered: positions of the inputs that die here, dense and whole, with whether autograd saved them.
         wanted: positions of the outputs that are dense and that nothing else shares memory with.
@@ -154,20 +153,20 @@ def plan_reuse(
 
 
 def _alike(flow: _Flow, output: int, offered: Mapping[int, bool]) -> list[int]:
-    """The offered inputs of as many elements of the same dtype: first those that autograd did not save."""
+    """The offered inputs of equal size and dtype; those that autograd did not save come first."""
     out = flow.outputs[output]
     fitting = [i for i in offered if flow.inputs[i].dtype == out.dtype and numel(flow.inputs[i]) == numel(out)]
     return sorted(fitting, key=lambda i: (offered[i], i))
 
 
 def _early(flow: _Flow, name: str, root: int) -> bool:
-    """All that reads the input leads to the value: it may be written as soon as it exists."""
+    """Whether all readers of the input lead to the value, so that the value may be written at once."""
     reach = flow.reach(name, stop=root)
     return reach is not None and bool(reach.all) and reach.all <= flow.ancestors[root]
 
 
 def _late(flow: _Flow, name: str, root: int) -> set[int] | None:
-    """The outputs that read the input, where they and the value are one loop of elementwise work; else None."""
+    """The outputs that read the input, if they and the value are one elementwise loop; else None."""
     reach, after = flow.reach(name), flow.reach(flow.leaves[root].flat_proxy_outs[0].name)
     if reach is None or after is None or reach.reduced or after.reduced:
         return None

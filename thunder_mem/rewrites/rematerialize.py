@@ -1,10 +1,9 @@
-"""Compute a value a second time instead of holding it, idle, over the peak.
+"""Compute a value a second time instead of holding it idle over the peak.
 
-A norm's result is read by the projection, and long after that by the gradient of the projection's weight; over
-all that lies between it is held, although it could be made again from what is there anyway: register
-rematerialization (Chaitin 1982, Briggs 1992), for storages. Which values sit idle at the peak is read off a plan;
-what is done to one is done to all that are made and used alike, so that the peak does not just move to the next
-layer.
+The projection reads a norm's result, and the gradient of the projection's weight reads it again much later. In between
+the result is idle, although it could be recomputed from live values. This is register rematerialization (Chaitin 1982,
+Briggs 1992), for storages. A plan shows the values that are idle at the peak. All values that are made and used alike
+are treated alike, so that the peak does not just move to the next layer.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from thunder_mem.trace.reading import TraceGraph
 
 __all__ = ["Remake", "about_remakes", "idle_at_peak", "with_rematerialized"]
 
-# Smaller values are not worth a kernel: as a share of the peak.
+# The least size, as a share of the peak: smaller values are not worth a kernel.
 _LEAST_SHARE = 0.002
-# A value is made again by at most so many operations.
+# The most operations to recompute a value.
 _LONGEST_CHAIN = 16
 
 
@@ -37,8 +36,8 @@ class Remake:
 
     Attributes:
         storage: its index.
-        readers: the ops that read the second one, in source order.
-        chain: the storages that are made again for it, itself included.
+        readers: the ops that read the recomputed one, in source order.
+        chain: the storages that are recomputed for it, including itself.
     """
 
     storage: int
@@ -47,11 +46,11 @@ class Remake:
 
 
 def idle_at_peak(source: TraceGraph, plan: Plan, fuse: FusionCapabilities) -> tuple[Remake, ...]:
-    """What is alive at the plan's peak without being used, and may be made again of what is alive later anyway.
+    """The values that are idle at the plan's peak and can be recomputed from values that are alive later anyway.
 
     Args:
-        source: what `plan` was made for.
-        fuse: which of its ops are cheap.
+        source: the trace that `plan` was made for, as read.
+        fuse: the facts about its cheap ops.
     """
     steps = plan_steps(source.graph, plan)
     if steps.peak is None:
@@ -73,10 +72,10 @@ def idle_at_peak(source: TraceGraph, plan: Plan, fuse: FusionCapabilities) -> tu
 
 
 def with_rematerialized(source: TraceGraph, trace: TraceCtx, remakes: Iterable[Remake]) -> TraceCtx:
-    """The trace in which the readers of each remake read a second storage, made just before the first of them.
+    """The trace whose readers of each remake read a second storage, made just before the first reader.
 
     Args:
-        source: `trace` as it was read.
+        source: the reading of `trace`.
         remakes: from `idle_at_peak`.
     """
     late: dict[int, set[int]] = {}
@@ -90,7 +89,7 @@ def with_rematerialized(source: TraceGraph, trace: TraceCtx, remakes: Iterable[R
 
 @dataclass(frozen=True)
 class _Chains:
-    """What makes a storage again."""
+    """The ops that recompute a storage."""
 
     source: TraceGraph
     fuse: FusionCapabilities
@@ -98,12 +97,12 @@ class _Chains:
     steps: PlanSteps
 
     def uses(self, storage: int) -> list[int]:
-        """The ops, views apart, that read what one of the same half makes, in source order; none if it must stay."""
+        """The ops, except views, that read a storage of the same half, in source order; none if it must stay."""
         graph, maker = self.source.graph, self.source.graph.allocator[storage]
         stays = graph.storages[storage].held or storage in graph.outputs or storage in self.source.overwritten
         if maker is None or stays or not self._may_repeat(graph.ops[maker]):
             return []
-        # A view runs whenever the order likes, and is made again with its base.
+        # A view runs at any time, and is recomputed with its base.
         reads = [op for op in graph.users[storage] if op != maker]
         uses = [op for op in reads if graph.ops[op].allocates or graph.ops[op].writes]
         same_half = all(graph.ops[op].backward == graph.ops[maker].backward for op in reads)
@@ -115,7 +114,7 @@ class _Chains:
         return (maker.name, maker.backward, graph.storages[storage].nbytes, *(graph.ops[op].name for op in uses))
 
     def of(self, storage: int, readers: Sequence[int]) -> frozenset[int]:
-        """The storages to make again so that `readers` have this one; empty if that would hold more, or costs."""
+        """The storages to recompute so that `readers` have this one; empty if that needs more memory, or costs time."""
         if not readers:
             return frozenset()
         graph = self.source.graph
@@ -134,12 +133,12 @@ class _Chains:
         return frozenset(chain)
 
     def _may_repeat(self, op: Op) -> bool:
-        """Whether an op is cheap, and gives the same a second time."""
+        """Whether an op is cheap and repeatable."""
         cheap = self.fuse.cheap[op.index] or not self.gathered.isdisjoint(op.allocates)
         return cheap and recompute_obstacle(self.source, op.index) is None
 
 
 def about_remakes(remade: int, before_bytes: int, after_bytes: int) -> Decision:
-    """Values that are made a second time instead of being held over the peak: peaks without and with that."""
+    """The decision to recompute values instead of holding them over the peak: peaks without and with it."""
     how = f"{counted(remade, 'idle value')} made again after the peak"
     return Decision("rematerialized", how, "peak", before_bytes, after_bytes)

@@ -1,12 +1,11 @@
-"""When offloaded values leave and come back: beside the work between, as far as the budget has room.
+"""Schedule the copies of offloaded values beside other work, as far as the budget has room.
 
-A copy to the host starts when the value is there, and ends, at the latest, where its memory is wanted for
-something else; a copy back starts so early that it has ended when the value is used, unless the memory that
-it fills is still in use. The copies of one direction run one after the other, in the order in which they are
-asked for; the other direction runs beside them. Of the time that copies take, what the work beside them does not
-cover is exposed: the device waits.
+A copy to the host starts when the value exists. It ends at the latest where its memory is needed for another value. A
+copy back starts early enough to end before the value is used, unless the memory that it fills is still in use. Copies
+of one direction run one after the other, in the order of the requests; the other direction runs beside them. The time
+of copies that no other work covers is exposed: the device waits.
 
-All this is for the last trace, in which nothing else moves any more, and by the roofline.
+The pass uses the roofline, on the last trace, in which no other op moves any more.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ __all__ = ["Scheduled", "schedule_transfers", "with_transfers"]
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A trace whose copies run beside other work, and what that comes to.
+    """A trace whose copies run beside other work, and its figures.
 
     Attributes:
         trace: the new trace.
-        names: of the values that are offloaded, in the order in which they leave.
-        host_bytes: what they take in the host's memory, at most at once.
-        link_s: how long all copies take, both ways.
-        exposed_s: how much longer the step takes because of them.
-        forward_peak_bytes, backward_peak_bytes: of the trace, what the caller holds included.
+        names: of the offloaded values, in the order in which they leave.
+        host_bytes: the most bytes that they take at once in the host's memory.
+        link_s: the time of all copies, both ways.
+        exposed_s: the time by which they prolong the step.
+        forward_peak_bytes, backward_peak_bytes: of the trace, including the caller's tensors.
     """
 
     trace: TraceCtx
@@ -58,11 +57,11 @@ def schedule_transfers(trace: TraceCtx, device: DeviceModel, limit_bytes: int) -
 
     Args:
         trace: a joint trace in its final order, fused, without `del`s.
-        device: whose rates count.
-        limit_bytes: what may be alive at once, if not even more is alive anyway.
+        device: the device with the rates.
+        limit_bytes: the most bytes alive at once, unless more are alive anyway.
 
     Returns:
-        None where nothing is offloaded.
+        None if nothing is offloaded.
     """
     if not any(map(is_transfer, trace.bound_symbols)):
         return None
@@ -72,7 +71,7 @@ def schedule_transfers(trace: TraceCtx, device: DeviceModel, limit_bytes: int) -
     graph = source.graph
     try:
         graph.check_order(order)
-    except GraphError:  # something depends on a copy in a way that is not thought of here
+    except GraphError:  # an op depends on a copy in an unexpected way
         order = list(range(len(graph)))
     if max(peaks_of(graph, order)) > max(limit_bytes, *peaks_of(graph, range(len(graph)))):
         order = list(range(len(graph)))
@@ -86,11 +85,11 @@ def schedule_transfers(trace: TraceCtx, device: DeviceModel, limit_bytes: int) -
 
 
 def with_transfers(plan: Plan, scheduled: Scheduled) -> Plan:
-    """The plan with what its copies come to.
+    """The plan with the figures of its copies.
 
     Args:
         plan: of the trace whose copies were scheduled.
-        scheduled: what became of it.
+        scheduled: the result.
     """
     plan = plan.with_peaks(scheduled.forward_peak_bytes, scheduled.backward_peak_bytes)
     count = len(scheduled.names)
@@ -115,7 +114,7 @@ def with_transfers(plan: Plan, scheduled: Scheduled) -> Plan:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy: its two ops, its bytes on the device, and between which of the other ops it may run.
+    """A copy: its two ops, its bytes on the device, and the range of other ops between which it may run.
 
     `first` and `last` are slots: slot j is just before the j-th of the other ops of its half.
     """
@@ -140,7 +139,7 @@ class _Schedule:
         self.limit_bytes = max(limit_bytes, peak)
 
     def order(self) -> list[int]:
-        """The ops with the copies where they run best."""
+        """The ops with the copies in their best places."""
         return [*self._interleaved(False, self._leaving()), *self._interleaved(True, self._coming())]
 
     def _copied_bytes(self, op: int) -> int:
@@ -148,7 +147,7 @@ class _Schedule:
         return self.source.layout.nbytes((bsym.args[0] if bsym.sym.name == "offload" else bsym.output).name)
 
     def _copies(self, backward: bool) -> list[_Copy]:
-        """All of one half, in the order in which they are asked for, with their tightest slots."""
+        """All copies of one half, in the order of the requests, with their tightest slots."""
         source, graph = self.source, self.source.graph
         slot = {op: j for j, op in enumerate(self.others[backward])}
         copies = ((i, b) for i, b in enumerate(source.bsyms) if is_transfer(b))
@@ -170,7 +169,7 @@ class _Schedule:
         return sorted(found, key=lambda c: (c.last, c.start) if backward else (c.first, c.start))
 
     def _live_without_slack(self) -> tuple[list[list[int]], int]:
-        """Bytes alive at each other op of each half if no copy takes longer than it must, and their peak."""
+        """Bytes alive at each other op of each half if copies take no longer than necessary, and their peak."""
         leaving = {c: (c.first, c.last) for c in self._copies(False)}
         coming = {c: (c.last, c.last) for c in self._copies(True)}
         order = [*self._interleaved(False, leaving), *self._interleaved(True, coming)]
@@ -196,7 +195,7 @@ class _Schedule:
         return ops
 
     def _leaving(self) -> dict[_Copy, tuple[int, int]]:
-        """Copies to the host: from where the value is made to where the copy has ended, if its memory may wait."""
+        """Copies to the host: from the value's making to the copy's end, if its memory may wait."""
         begins = _starting_times(self.seconds, self.others[0])
         live, delay = self.live[0], [0.0] * len(begins)
         writers = self._first_writes()
@@ -220,7 +219,7 @@ class _Schedule:
         return at
 
     def _first_writes(self) -> dict[int, int]:
-        """Per copy to the host, the slot of the first op after it that writes over the value, if one does."""
+        """Per copy to the host, the slot of the first later op that overwrites the value, if there is one."""
         source, graph = self.source, self.source.graph
         slot = {op: j for j, op in enumerate(self.others[0])}
         found = {}
@@ -232,7 +231,7 @@ class _Schedule:
         return found
 
     def _coming(self) -> dict[_Copy, tuple[int, int]]:
-        """Copies back: from so early that they have ended when the value is used, if there is memory by then."""
+        """Copies back: early enough to end before the value is used, if there is memory by then."""
         begins = _starting_times(self.seconds, self.others[1])
         live = self.live[1]
         first = sum(self.source.bsyms[op].sym == prims.get_grad for op in self.others[1])
@@ -255,7 +254,7 @@ def _starts(bsym: BoundSymbol) -> bool:
 
 
 def _starting_times(seconds: Sequence[float], ops: Sequence[int]) -> list[float]:
-    """When each of the ops begins if nothing waits, and when the last has ended."""
+    """The start time of each op if nothing waits, and the end of the last."""
     begins = [0.0]
     for op in ops:
         begins.append(begins[-1] + seconds[op])
@@ -265,7 +264,7 @@ def _starting_times(seconds: Sequence[float], ops: Sequence[int]) -> list[float]
 def _times(
     source: TraceGraph, order: Sequence[int], seconds: Sequence[float], copy_s: dict[int, float]
 ) -> tuple[float, float]:
-    """How long all copies take, and for how long the device waits for them."""
+    """The time of all copies, and the time that the device waits for them."""
     now = waited = 0.0
     free: dict[str, float] = {}  # when a direction of the link is free again
     ends: dict[str, float] = {}

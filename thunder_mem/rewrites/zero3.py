@@ -1,7 +1,7 @@
-"""Gathered parameters that the backward gathers again instead of receiving them: what ZeRO-3 means.
+"""ZeRO-3: the backward gathers parameters again instead of receiving the gathered ones.
 
-Thunder 0.2.6 takes `sharding_strategy=FSDPType.ZERO3` and does what `ZERO2` does: every gathered parameter
-that the backward needs is saved, so that at its start all of them are alive. (Rajbhandari et al., "ZeRO:
+Thunder 0.2.6 takes `sharding_strategy=FSDPType.ZERO3` but runs `ZERO2`: every gathered parameter that the backward
+needs is saved, so that all of them are alive at its start. (Rajbhandari et al., "ZeRO:
 Memory Optimizations Toward Training Trillion Parameter Models", 2020.)
 """
 
@@ -20,7 +20,7 @@ __all__ = ["asks_for_zero3", "needed_by_checkpoints", "with_parameters_gathered_
 
 
 def asks_for_zero3() -> bool:
-    """Whether the program that is being compiled was given `sharding_strategy=FSDPType.ZERO3`."""
+    """Whether the present program has `sharding_strategy=FSDPType.ZERO3`."""
     from thunder.distributed import FSDPType
 
     module = getattr(get_compile_data(), "fn", None)
@@ -28,13 +28,13 @@ def asks_for_zero3() -> bool:
 
 
 def with_parameters_gathered_again(source: TraceGraph, trace: TraceCtx) -> TraceCtx | None:
-    """The joint trace whose backward gathers the parameters that it needs; None where it needs none.
+    """The joint trace whose backward gathers the parameters that it needs; None if it needs none.
 
-    What the forward made of them alone, such as a cast, is made again too. What the caller gets is alive
-    anyway.
+    Values computed from parameters alone, such as a cast, are also made again. Values that the caller gets are
+    alive anyway.
 
     Args:
-        source: `trace` as it was read.
+        source: the reading of `trace`.
         trace: a joint trace, unfused.
     """
     graph = source.graph
@@ -53,15 +53,15 @@ def with_parameters_gathered_again(source: TraceGraph, trace: TraceCtx) -> Trace
 
 
 def needed_by_checkpoints(source: TraceGraph) -> dict[int, tuple[int, ...]]:
-    """Per op of the backward that reads what a checkpoint may compute again, the second gathers of what that reads.
+    """Per op of the backward that reads a checkpointed value, the second gathers that its recomputation reads.
 
-    They belong before the op whatever a plan makes of the checkpoint, so that all ranks communicate in one order.
+    They stand before the op under every plan for the checkpoint, so that all ranks communicate in one order.
     """
     second = second_gathers(source)
     if not second:
         return {}
     graph = source.graph
-    read_by: dict[int, frozenset[int]] = {}  # per op inside a checkpoint, what it and those before it in there read
+    read_by: dict[int, frozenset[int]] = {}  # per op inside a checkpoint, all that it and earlier ops inside read
     found: dict[int, tuple[int, ...]] = {}
     for op, bsym in zip(graph.ops, source.bsyms, strict=True):
         makers = {graph.allocator[s] for s in op.reads}
