@@ -1,1 +1,1 @@
-"""Questions that are answered by planning several times: what each budget costs, how large a batch fits."""
+"""Questions that need several plans: the cost of each budget, the largest batch that fits."""

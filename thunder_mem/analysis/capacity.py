@@ -1,4 +1,4 @@
-"""Will it fit? Answers for a GPU that need not be there, and searches for the largest batch and sequence."""
+"""Whether a step fits on a GPU, real or simulated, and the largest batch and sequence that fit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Capacity:
-    """Whether a step fits on a device; true where it does.
+    """Whether a step fits on a device; true if it does.
 
     Attributes:
-        fits: the allocated peak is within what the device leaves to tensors.
-        headroom_bytes: what is left at the peak; negative where it does not fit.
+        fits: the allocated peak is within the device's usable memory.
+        headroom_bytes: the bytes left at the peak; negative if the step does not fit.
         device: the device's name.
-        usable_bytes: what the device leaves to tensors.
+        usable_bytes: the memory that the device leaves to tensors.
         allocation: the peak with the allocator's rounding, and its estimate of fragmentation, which
             does not enter `fits`.
         prediction: the step, event by event.
@@ -49,7 +49,7 @@ class Capacity:
 
     @property
     def may_fragment(self) -> bool:
-        """It fits, but the allocator, played through, needs more segments than the device has room for."""
+        """The step fits, but the simulated allocator needs more segments than the device has room for."""
         return self.fits and self.allocation.reserved_peak_bytes > self.usable_bytes
 
 
@@ -59,9 +59,9 @@ class Largest:
 
     Attributes:
         size: that size; 0 if even the smallest does not fit.
-        fit: what was predicted for it; None if nothing fits.
-        tried: every size that was predicted, and its allocated peak in bytes, by size.
-        limited: the search ended at its limit, not at the device's.
+        fit: the prediction for it; None if nothing fits.
+        tried: every predicted size with its allocated peak in bytes, by size.
+        limited: the search ended at its own limit, not at the device's.
     """
 
     size: int
@@ -93,7 +93,7 @@ def fits(
             (default: PyTorch's default dtype). A letter or word in a shape stands for a size in `sizes`.
         device: one of `thunder_mem.memory.device_specs.DEVICES`.
         loss_fn: from the model's output and the targets to the scalar loss; None if the model returns it.
-        targets: how many of the batch's last tensors go to `loss_fn` and not to the model.
+        targets: the number of the batch's last tensors that go to `loss_fn` and not to the model.
         sizes: the numbers behind the names in `batch_shapes`.
         transforms: Thunder transforms, such as `[MemEfficient()]`.
         fusion: see `simulate`.
@@ -148,12 +148,12 @@ def largest_batch(
 ) -> Largest:
     """The largest size for `symbol` in `batch_shapes` with which the step fits.
 
-    Each candidate is predicted in full; a line through the last two predictions guesses the next one,
-    and the answer is certain: it fits, and the next larger candidate does not.
+    Each candidate is predicted in full. A line through the last two predictions guesses the next candidate. The
+    answer is certain: it fits, and the next larger candidate does not.
 
     Args:
         model_fn, optimizer, batch_shapes, sizes: as in `fits`.
-        symbol: the name in the shapes that is sought.
+        symbol: the name of the size in the shapes.
         multiple: candidates are multiples of it.
         limit: no candidate is larger.
         options: the other options of `fits`.
@@ -197,7 +197,7 @@ def largest_sequence(
 
 
 def _search(attempt: Callable[[int], Capacity], limit: int, multiple: int) -> Largest:
-    """The largest count from 1 to `limit` that fits, taking larger ones to need more."""
+    """The largest count from 1 to `limit` that fits, assuming that larger counts need more memory."""
     found: dict[int, Capacity] = {}
     low, high, count = 0, limit + 1, 1
     while high - low > 1:
@@ -220,13 +220,13 @@ def _guess(found: Mapping[int, Capacity], low: int, high: int) -> int:
         peak_a, peak_b = (found[n].allocation.allocated_peak_bytes for n in (a, b))
         slope = (peak_b - peak_a) / (b - a)
         guess = int(a + found[a].headroom_bytes / slope) if slope > 0 else 2 * max(found)
-        # A line that is a little off would creep up on the answer from one side.
+        # A slightly wrong line would approach the answer slowly, from one side.
         guess = guess + 1 if guess == low else guess
     return max(low + 1, min(high - 1, guess))
 
 
 def capacity_of(prediction: Prediction, spec: DeviceSpec) -> Capacity:
-    """A prediction for a device, as the allocator counts, against what there is."""
+    """Compare a prediction, as the allocator counts it, with the device's memory."""
     allocation = allocate(prediction, spec.usable_bytes)
     headroom_bytes = spec.usable_bytes - allocation.allocated_peak_bytes
     return Capacity(headroom_bytes >= 0, headroom_bytes, spec.name, spec.usable_bytes, allocation, prediction)

@@ -1,8 +1,8 @@
-"""A plain PyTorch training step, nothing compiled, followed on fake tensors: what it will hold on a GPU.
+"""The GPU memory of a plain PyTorch training step, by running it on fake tensors without compilation.
 
-The step's own code runs, under PyTorch's own autograd engine and optimizer, so that who holds what, and for how
-long, is decided by the code that decides it for real. Tensors are fake ones on the CPU, since the engine does
-not run on fake CUDA tensors; they take CUDA's ways where those differ (`cuda_paths.py`).
+The step's own code runs under PyTorch's own autograd engine and optimizer. So the real code decides which tensors are
+held, and for how long. The fake tensors are on the CPU, because the engine does not run on fake CUDA tensors. They
+take CUDA's code paths where those differ (`cuda_paths.py`).
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ def estimate(
     first: bool = False,
     device: str | None = None,
 ) -> Capacity:
-    """Estimate a plain PyTorch training step on a GPU that need not be there; nothing is compiled, nothing computed.
+    """Estimate a plain PyTorch training step on a GPU, real or simulated; nothing is compiled or computed.
 
-    Any module will do, with LoRA, `torch.autocast`, checkpointing or hooks, also what Thunder cannot compile.
-    Modules, optimizer and inputs may live on a CPU, on "meta" or on a GPU, real or simulated; they stay as they
-    are. Code within that asks for "cuda" gets tensors that count as the GPU's, and so does code that asks for
-    the CPU: what a step copies to the host counts as if it stayed.
+    Any module works, with LoRA, `torch.autocast`, checkpointing or hooks, even if Thunder cannot compile it.
+    Modules, optimizer and inputs may live on a CPU, on "meta" or on a GPU, real or simulated, and stay
+    unchanged. Tensors that the code puts on "cuda" count as the GPU's. So do tensors on the CPU: a value copied
+    to the host counts as if it stayed.
 
     Args:
-        model_or_step: called with `args` and `kwargs`; what it returns goes to `loss_fn`. If it returns None, it was
-            the whole step, its own `backward`, `optimizer.step` and `zero_grad` included.
+        model_or_step: called with `args` and `kwargs`; its result goes to `loss_fn`. If the result is None, it was
+            the whole step, including its own `backward`, `optimizer.step` and `zero_grad`.
         optimizer: of `torch.optim`, over the parameters; None for forward, loss and backward alone.
-        loss_fn: from the output to the scalar loss; None if the model returns the loss, or is a step of its own.
+        loss_fn: from the output to the scalar loss; None if the model returns the loss, or is the whole step.
         args, kwargs: the inputs, which the caller holds.
         accumulate: number of microbatches.
         set_to_none: drop the gradients at the end; otherwise they stay, filled with zeros.
@@ -71,11 +71,11 @@ def estimate(
         device: one of `thunder_mem.memory.device_specs.DEVICES`. Default: the one being simulated, or else "H100-80GB".
 
     Returns:
-        Whether it fits, with the peak as the allocator counts it (`allocation`), event by event (`prediction`), and
-        the workspaces of libraries (`prediction.library`).
+        Whether the step fits, with the allocator's peak (`allocation`), every event (`prediction`), and the
+        workspaces of libraries (`prediction.library`).
 
     Raises:
-        TypeError: what is given cannot be followed: it is compiled, or an optimizer that needs a closure.
+        TypeError: the model is compiled, or the optimizer needs a closure.
         ValueError: an unknown device, no loss that can be differentiated, or a number of microbatches below 1.
         PredictionError: an operation whose result depends on data, such as a mask as an index.
 
@@ -96,7 +96,7 @@ def estimate(
         for t in (*tree_leaves((args, dict(kwargs or {}))), *owned.tensors):
             if isinstance(t, Tensor):
                 twins.hold(t, "argument")
-        # The CPU is where the twins are, whatever device the caller makes tensors on by default.
+        # The twins are on the CPU, whatever the caller's default device is.
         for within in (twins.gradients_within(), torch.device("cpu"), in_place_of(twins, owned.modules)):
             stack.enter_context(within)
         given, named = tree_map_only(Tensor, twins.of, (args, dict(kwargs or {})))
@@ -122,11 +122,11 @@ def follow(
     scalars: Mapping[int, float] | None = None,
     notes: Iterable[str] = (),
 ) -> Prediction:
-    """Run code on fake CPU tensors that stand for a GPU's, and write down what it holds.
+    """Run code on fake CPU tensors that stand for a GPU's, and record the memory that it holds.
 
     Args:
-        run: the code; it is given a function that takes the name of each phase as it begins.
-        twins: of the caller's tensors; what is held before stands in their ledger.
+        run: the code; its argument is a function to call with the name of each phase as it begins.
+        twins: of the caller's tensors; their ledger has the storages held before.
         spec: the GPU.
         scalars: numbers that the code may read from tensors, by storage.
         notes: assumptions, in sentences.
@@ -160,7 +160,7 @@ def _enter(watch: Watch, phase: str) -> None:
 
 @contextlib.contextmanager
 def _optimizers_known(watch: Watch) -> Iterator[None]:
-    """Within, an optimizer's step is a phase, also in code that says nothing of phases."""
+    """Make an optimizer's step a phase, also in code that names no phases."""
     before: list[str] = []
 
     def begin(*_: Any) -> None:
@@ -186,7 +186,7 @@ def _step(
     accumulate: int,
     set_to_none: bool,
 ) -> None:
-    """`training_step`, which says where it is; a `call` that returns None was the whole step."""
+    """`training_step`, which reports its phases; a `call` that returns None was the whole step."""
 
     def to_loss(output: Any) -> Tensor | None:
         if output is None and loss_fn is None:
@@ -234,7 +234,7 @@ def _check(model_or_step: Any, optimizer: Any, accumulate: Any) -> None:
 
 @contextlib.contextmanager
 def _device(name: str | None) -> Iterator[SimulatedDevice]:
-    """The simulation that runs, or a new one."""
+    """The running simulation, or a new one."""
     running = simulated_device()
     if running is not None and name in (None, running.name):
         yield running

@@ -1,7 +1,7 @@
-"""`memory_time_frontier`: what every amount of memory costs in time, from no recomputation to the smallest peak.
+"""`memory_time_frontier`: the time that every amount of memory costs, from no recomputation to the smallest peak.
 
-A budget asks for one plan; here are all that are worth having, each with a lower peak and a longer time
-than the one before.
+A budget asks for one plan; the frontier has all useful plans, each with a lower peak and a longer time than the one
+before.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def memory_time_frontier(
     points: int = 8,
     offload: bool | str = False,
 ) -> Frontier:
-    """Plan a program at budgets from what it needs without recomputation down to the smallest that fits.
+    """Plan a program at budgets from its peak without recomputation down to the smallest that fits.
 
     Args:
-        fn: a function, a module, or what `thunder.jit` made of one: then its executors and its own
-            `MemEfficient` count. Nothing is run.
+        fn: a function, a module, or a result of `thunder.jit`, whose executors and `MemEfficient` then count.
+            Nothing runs.
         args: arguments of a call (real, or under `simulate` fake) that asks for a gradient.
         kwargs: keyword arguments of the call.
         executors: as for `thunder.jit`, where `fn` is not jitted yet.
-        points: into how many equal steps the range of peaks is cut; each costs a search and a plan. Plans
-            that save nothing over a faster one are left out.
-        offload: True, False or "only:PATTERN", as for `MemEfficient`: values may wait in the host's memory, too.
+        points: the number of equal steps of the range of peaks; each costs a search and a plan. Plans that
+            save nothing over a faster one are omitted.
+        offload: True, False or "only:PATTERN", as for `MemEfficient`: values may also wait in the host's memory.
 
     Raises:
-        ValueError: the call asks for no gradient, `points` is below 1, or `offload` is a string other than
+        ValueError: the call needs no gradient, `points` is below 1, or `offload` is a string other than
             "only:PATTERN".
         PredictionError: the program cannot be traced.
         TypeError: `fn` is none of the above.
@@ -63,7 +63,7 @@ def memory_time_frontier(
         raise ValueError(f"points is a number from 1 up, not {points!r}")
     option = parse_offload(offload)
     study = study_program(fn, args, dict(kwargs or {}), executors)
-    # Under a budget loss heads are built in smaller chunks, and in the end in the smallest.
+    # Under a budget loss heads are built in smaller chunks, down to the smallest.
     found = study_for_budgets(fn, args, dict(kwargs or {}), executors) if study.sizes_chunks else (study,)
     return _Survey(study, option).frontier(found, points)
 
@@ -75,7 +75,7 @@ class _Survey:
         self.model = device_model_of(self.device)
 
     def frontier(self, studies: Sequence[Study], points: int) -> Frontier:
-        """The plans of `study` without costly work, and from there down those of the studies for budgets."""
+        """The plan of `study` without costly recomputation, then those of the studies for budgets, downwards."""
         free = self._point(self.study, PartitionChoice(self.study.free, 0, 0.0, 0.0, "free"))
         found = [free]
         saved_bytes = 0  # by what follows the trial that a fit is priced by
@@ -124,7 +124,7 @@ class _Survey:
 
 
 def _undominated(free: Point, points: Sequence[Point]) -> Iterator[Point]:
-    """By falling peak, below the free one's; without those that a faster one undercuts in memory, too."""
+    """The plans by falling peak, below the free one's; without those that a faster one undercuts in memory."""
     lowest_bytes = free.peak_bytes
     for point in sorted(points, key=lambda p: (p.cost_ms, p.peak_bytes)):
         if point.peak_bytes < lowest_bytes:

@@ -36,7 +36,7 @@ def frontier_table(frontier: Frontier) -> Section:
 
 
 def frontier_svg(frontier: Frontier) -> str:
-    """The predicted time of forward and backward over the peak, a point for each plan; pointing at one names it."""
+    """The predicted time of forward and backward over the peak, a point for each plan, with its name as a tooltip."""
     start, plans = frontier.nothing_recomputed, frontier.points
     left, right = _range([p.peak_bytes for p in (start, *plans)])
     low, high = _range([p.step_ms for p in (start, *plans)])
@@ -81,7 +81,7 @@ def _point(p: Point, x: float, y: float, name: str, *, square: bool = False) -> 
 
 
 def _step(span: float) -> float:
-    """1, 2 or 5 times a power of ten, of which a handful make up `span`."""
+    """1, 2 or 5 times a power of ten, so that a handful of steps make up `span`."""
     power = 10.0 ** math.floor(math.log10(span / 4))
     return max(factor * power for factor in (1, 2, 5) if factor * power <= span / 4)
 

@@ -24,16 +24,15 @@ class Point:
     """One plan.
 
     Attributes:
-        peak_bytes: what the device holds at most, as plans and budgets count; of the two halves' peaks the larger.
+        peak_bytes: the device's peak, as plans and budgets count it; the larger of the two halves' peaks.
         forward_peak_bytes, backward_peak_bytes: of each half.
-        saved_bytes: what the backward receives from the forward.
-        recompute_ms: of the costly repetitions, by the roofline.
-        bound_ms: no choice within this peak is known to repeat less.
-        step_ms: of forward and backward with all that is repeated, cheap work too, by the roofline, and with
-            what is exposed of copies.
-        offload: the option by which values wait on the host; "" where none does.
-        host_bytes: what they take there.
-        exposed_ms: of their copies, what other work does not hide.
+        saved_bytes: the bytes that the backward receives from the forward.
+        recompute_ms: time of the costly recomputation, by the roofline.
+        bound_ms: no choice within this peak is known to recompute for less time.
+        step_ms: time of forward and backward by the roofline, with all recomputation and exposed copies.
+        offload: the option by which values wait on the host; "" if none do.
+        host_bytes: their bytes on the host.
+        exposed_ms: time of their copies that other work does not hide.
         free: `MemEfficient` without a budget makes this plan.
     """
 
@@ -51,12 +50,12 @@ class Point:
 
     @property
     def cost_ms(self) -> float:
-        """What it costs in all: repetitions, and copies that nothing hides."""
+        """The total cost: recomputation and exposed copies."""
         return self.recompute_ms + self.exposed_ms
 
     @property
     def config(self) -> str:
-        """The options of `MemEfficient` that enable it; "" where none are needed."""
+        """The options of `MemEfficient` that enable it; "" if none are needed."""
         option = (
             "" if not self.offload else f", offload={self.offload if self.offload == 'True' else repr(self.offload)}"
         )
@@ -68,9 +67,9 @@ class Frontier:
     """Plans of one program, each with a lower peak and a longer time than the one before.
 
     Attributes:
-        nothing_recomputed: ordered and fused as the others are, but whatever the backward needs is kept.
+        nothing_recomputed: ordered and fused like the others, but all values for the backward are kept.
         points: from the free recomputation to the smallest peak.
-        device: whose roofline gave the times.
+        device: the device of the roofline.
     """
 
     nothing_recomputed: Point

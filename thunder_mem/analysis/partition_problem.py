@@ -1,4 +1,4 @@
-"""What there is to decide in a user's program, seen from where `MemEfficient` decides it."""
+"""The choices about a user's program, as `MemEfficient` sees them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from thunder_mem.transforms.mem_efficient import MemEfficient
 __all__ = ["Study", "check_program", "study_for_budgets", "study_program"]
 
 
-# Which every plan keeps: a study of what a budget chooses from asks for no particular one.
+# A stand-in budget that every plan keeps, because a study covers all budgets.
 _AMPLE = 1 << 62
 
 
 @dataclass(frozen=True)
 class Study:
-    """A joint trace before anything is decided.
+    """A joint trace before any decision.
 
     Attributes:
-        program: the trace as it was read.
-        given: the trace as Thunder had it.
-        problem: what may be kept or recomputed.
+        program: the reading of the trace.
+        given: Thunder's trace.
+        problem: the values that may be kept or recomputed.
     """
 
     program: Program
@@ -45,27 +45,27 @@ class Study:
 
     @property
     def source(self) -> TraceGraph:
-        """The joint trace as it reads."""
+        """The joint trace as a graph."""
         return self.program.source
 
     @cached_property
     def free(self) -> frozenset[int]:
-        """The choice of storages to rebuild that costs nothing, as `MemEfficient` makes it."""
+        """The storages to recompute without cost, as `MemEfficient` chooses them."""
         return choose_partition(self.program)[1]
 
     def plan(self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Planned:
-        """The whole plan of a choice of storages to rebuild, and of some to offload, with its final trace."""
+        """The whole plan for given storages to recompute and to offload, with its final trace."""
         planned = plan_partition(self.program, rebuilt, offloaded)
         return carried_out(self.program, planned, self.given, time.perf_counter_ns())
 
     @property
     def sizes_chunks(self) -> bool:
-        """Whether it has a loss head whose chunks nobody asked for, which a budget makes smaller."""
+        """Whether it has a loss head whose chunks the user did not set, so that a budget makes them smaller."""
         return any(is_chunk_loop(b) and loop_of(b).plan.sized != "asked" for b in self.source.bsyms)
 
 
 def check_program(fn: object, caller: str) -> None:
-    """Refuse what is no program, in the name of the function that was given it.
+    """Refuse an argument that is no program, in the name of the called function.
 
     Raises:
         TypeError: it cannot be called, or is a class.
@@ -77,11 +77,10 @@ def check_program(fn: object, caller: str) -> None:
 def study_program(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], executors: Sequence[Any] | None = None
 ) -> Study:
-    """Trace and plan a call, and run nothing of it.
+    """Trace and plan a call without running it.
 
     Args:
-        fn: a function, a module, or what `thunder.jit` made of one: then its executors and its own
-            `MemEfficient` count.
+        fn: a function, a module, or a result of `thunder.jit`, whose executors and `MemEfficient` then count.
         args, kwargs: of a call (real, or under `simulate` fake) that asks for a gradient.
         executors: as for `thunder.jit`, where `fn` is not jitted yet.
 
@@ -95,9 +94,9 @@ def study_program(
 def study_for_budgets(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], executors: Sequence[Any] | None = None
 ) -> tuple[Study, ...]:
-    """The same as a budget sees it: as it is, and with loss heads that take less and less.
+    """The studies for budgets: the program as it is, and with smaller and smaller loss heads.
 
-    Args and what is raised are those of `study_program`.
+    Arguments and errors are those of `study_program`.
     """
     return _studies(fn, args, kwargs, executors, _AMPLE)
 
@@ -118,12 +117,12 @@ def _studies(
 
 
 def _jitted_anew(fn: Callable[..., Any], executors: Sequence[Any] | None, budget: int | None) -> Callable[..., Any]:
-    """`fn` jitted anew, and planned as before but for its budget."""
+    """`fn` jitted anew, with the same options except the budget."""
     compiled: Any = thunder.compile_data(fn)
     transforms = list(thunder.list_transforms(fn)) if compiled is not None else []
     own = next((t for t in transforms if isinstance(t, MemEfficient)), None)
     watching = copy.copy(own) if own is not None else MemEfficient()
-    watching._plan = None  # what is studied is no longer the plan of a file
+    watching._plan = None  # the study does not follow a plan file
     watching._options = replace(watching._options, strict=True, budget=budget, named=True)
     others = [t for t in transforms if t is not own]
     if compiled is None:

@@ -1,4 +1,4 @@
-"""The table of what could be recomputed, as plain data that prints."""
+"""The table of values that could be recomputed, as plain data that prints."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Row:
     """One pattern of a program under one strategy.
 
     Attributes:
-        pattern: the operations to repeat, joined by "+".
+        pattern: the operations to recompute, joined by "+".
         strategy: "recompute" or "compromised".
-        now: "received" by the backward, or "rebuilt" for free or because a checkpoint or an entry says so.
+        now: "received" by the backward, or "rebuilt": for free, by a checkpoint or by an entry.
         shapes: of the values, with the names of dims; each once.
         symbolic_bytes: bytes of each of the shapes, such as "8192*B*T".
-        count: how often it occurs.
-        each_bytes: of the values of one occurrence, the largest one's.
-        values_bytes: of the values of all occurrences.
-        saved_bytes: how much less the backward receives when all are recomputed.
-        peak_bytes: the peak of the plan that results; below 0 is never, None where it was not asked for.
-        peak_change_bytes: against the plan without; negative is lower.
-        ms: time of all repetitions, by the roofline of the device.
-        modules: where the operations stand, numbers as # beside words; "" where the trace does not know.
+        count: the number of occurrences.
+        each_bytes: bytes of the values of one occurrence, the largest one.
+        values_bytes: bytes of the values of all occurrences.
+        saved_bytes: bytes that the backward no longer receives if all are recomputed.
+        peak_bytes: the peak of the resulting plan; None if it was not requested.
+        peak_change_bytes: against the plan without it; negative is lower.
+        ms: time of all recomputation, by the roofline of the device.
+        modules: modules of the operations, with numbers as # beside words; "" if unknown.
         layers: numbers of the layers that have it.
         sources: lines of the user's calls.
-        config: what to give `MemEfficient(recompute=...)` for it.
+        config: the entry for `MemEfficient(recompute=...)`.
     """
 
     pattern: str
@@ -56,13 +56,13 @@ class Row:
 
     @property
     def ms_per_gib(self) -> float | None:
-        """Milliseconds for a GiB less to receive; None where nothing is saved."""
+        """Milliseconds for each saved GiB; None if nothing is saved."""
         return self.ms / (self.saved_bytes / 2**30) if self.saved_bytes > 0 else None
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Values that the backward must receive: their pattern, how many, their bytes, and why."""
+    """Values that the backward must receive: their pattern, number, bytes, and the reason."""
 
     pattern: str
     count: int
@@ -80,10 +80,10 @@ class RecomputeTable:
 
     Attributes:
         rows: one per pattern and strategy.
-        kept: what cannot be recomputed.
-        received_bytes: what the backward receives without any of it.
-        peak_bytes: the peak without any of it, arguments included.
-        device: whose roofline gave the times.
+        kept: values that cannot be recomputed.
+        received_bytes: the bytes that the backward receives without any row.
+        peak_bytes: the peak without any row, including arguments.
+        device: the device of the roofline.
     """
 
     rows: tuple[Row, ...]
@@ -93,11 +93,11 @@ class RecomputeTable:
     device: str
 
     def __getitem__(self, pattern: str) -> Row:
-        """The row of a pattern, its recomputation rather than its compromise."""
+        """The row of a pattern; "recompute" comes before "compromised"."""
         return next(row for row in self.rows if row.pattern.rstrip("+") == pattern.rstrip("+"))
 
     def config(self, *patterns: str) -> str:
-        """The configuration that recomputes these patterns, or all that the backward receives now.
+        """The configuration that recomputes these patterns, or all patterns that the backward receives now.
 
         Raises:
             KeyError: there is no such pattern.

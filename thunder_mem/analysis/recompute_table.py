@@ -1,8 +1,7 @@
-"""`recompute_table`: what a program could compute again in its backward, and what each would bring.
+"""`recompute_table`: the values that a backward could recompute, and the gain of each.
 
-ONNX Runtime prints such a table by the bytes of the values (its memory optimizer's probe level). Here
-each row is planned: the backward is given what the row's configuration leaves it, and the exact
-timeline of that plan says what becomes of the peak.
+ONNX Runtime prints such a table by the bytes of the values (its memory optimizer's probe level). Here each row is
+planned with its own configuration, and the exact timeline of that plan gives the peak.
 """
 
 from __future__ import annotations
@@ -42,22 +41,21 @@ def recompute_table(
     executors: Sequence[Any] | None = None,
     peaks: bool = True,
 ) -> RecomputeTable:
-    """List what the backward of a program could compute again instead of receiving it.
+    """List the values that the backward of a program could recompute instead of receiving them.
 
     Args:
-        fn: a function, a module, or what `thunder.jit` made of one: then its executors and its own
-            `MemEfficient` count, and what that recomputes already is marked so. Nothing is run.
+        fn: a function, a module, or a result of `thunder.jit`, whose executors and `MemEfficient` then count.
+            Values that it recomputes already are marked. Nothing runs.
         args: arguments of a call (real, or under `simulate` fake) that asks for a gradient.
         kwargs: keyword arguments of the call.
-        dims: names for sizes of this example, such as {"B": 3, "T": 17}, which then stand in shapes and
-            sizes. Every size that is equal to a dim's, or to the product of two, is written so, whatever it
-            is: take an example in which nothing else has it. A warning names what is seen to have it too.
+        dims: names for sizes of this example, such as {"B": 3, "T": 17}, to use in shapes and sizes. Every
+            size equal to a dim's size, or to the product of two, is written by name: choose an example with
+            distinct sizes. A warning names a tensor that has the same size.
         executors: as for `thunder.jit`, where `fn` is not jitted yet.
-        peaks: plan each row for what it does to the peak; without, only bytes and times.
+        peaks: plan each row to learn its peak; otherwise the table has only bytes and times.
 
     Raises:
-        ValueError: the call asks for no gradient, two of `dims` are alike, or nothing in the program has the
-            size of one.
+        ValueError: the call needs no gradient, two of `dims` are equal, or no tensor has the size of a dim.
         PredictionError: the program cannot be traced.
         TypeError: `fn` is none of the above.
 
@@ -75,7 +73,7 @@ def recompute_table(
 
 
 def _check_dims(dims: Dims, source: TraceGraph) -> None:
-    """Refuse a dim that nothing has; warn of what has a dim's size, and may not mean it."""
+    """Refuse a dim that no tensor has; warn of a tensor that has a dim's size by accident."""
     arguments = [p for b in source.prefix for p in b.flat_proxy_outs if isinstance(p, TensorProxy)]
     made = [p for b in source.bsyms for p in b.flat_proxy_outs if isinstance(p, TensorProxy)]
     dims.check_occur({n for p in (*arguments, *made) for n in map(int, p.shape)})
@@ -119,7 +117,7 @@ class _Tabulation:
     def _row(self, entry: Entry, group: list[Occurrence], base: frozenset[int], base_peak: int) -> Row | None:
         try:
             choices = self.problem.choices | choices_of(entry, group)
-        except RecomputeError:  # no compromise; or what the user asked for already says otherwise
+        except RecomputeError:  # no compromise, or the user's own choice contradicts it
             return None
         graph, fuse = self.problem.graph, self.problem.fuse
         rebuilt = min_cut_partition(graph, fuse, choices)
@@ -161,7 +159,7 @@ class _Tabulation:
         return device_model_of(torch.device(max(nbytes, key=lambda d: (nbytes[d], d)) if nbytes else "cpu"))
 
     def _ms(self, storages: frozenset[int]) -> float:
-        """Elementwise work inside a region costs what it reads from outside of what is repeated with it."""
+        """Milliseconds of recomputation; elementwise ops inside a region cost their reads from outside it."""
         graph, fuse, model = self.problem.graph, self.problem.fuse, self._model
         ops = sorted({op for s in storages if (op := graph.allocator[s]) is not None})
         made = {p.name for op in ops for p in self.source.bsyms[op].flat_proxy_outs}
@@ -189,7 +187,7 @@ class _Tabulation:
 def _kept(refused: Sequence[Single]) -> tuple[Kept, ...]:
     groups: dict[tuple[str, str], list[Single]] = {}
     for single in refused:
-        # Equal layers differ in nothing but the names of their values.
+        # Equal layers differ only in the names of their values.
         groups.setdefault((single.pattern, re.sub(r"\bt\d+\b", "t#", single.reason)), []).append(single)
     found = [Kept(pattern, len(g), sum(s.nbytes for s in g), reason) for (pattern, reason), g in groups.items()]
     return tuple(sorted(found, key=lambda k: -k.nbytes))

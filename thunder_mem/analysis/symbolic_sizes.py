@@ -20,7 +20,7 @@ class Dims:
         sizes: name -> size in the example.
 
     Raises:
-        ValueError: sizes that could be mistaken: below 2, or two dims (or a dim and a product) alike.
+        ValueError: ambiguous sizes: below 2, or two dims (or a dim and a product) are equal.
 
     Example:
         >>> dims = Dims({"B": 3, "T": 17})
@@ -45,10 +45,10 @@ class Dims:
         self.sizes = given
 
     def check_occur(self, sizes: Collection[int]) -> None:
-        """Refuse a dim that would stand for nothing.
+        """Refuse a dim that no shape has.
 
         Args:
-            sizes: all that stand in shapes.
+            sizes: all sizes in shapes.
 
         Raises:
             ValueError: neither a dim's size nor a product with it is among them.
@@ -61,11 +61,11 @@ class Dims:
                 raise ValueError(f"dim {name} is {size}, and nothing in this program has that size; sizes are {shown}")
 
     def clashes(self, shape: Sequence[int]) -> str:
-        """The first dim whose size stands in a shape that has no dims, such as a parameter's; "" if none does."""
+        """The first dim whose size is also in a shape without dims, such as a parameter's; "" if none is."""
         return next((self._names[n] for n in shape if n in self._names), "")
 
     def repeated(self, shape: Sequence[int]) -> str:
-        """The first dim whose size stands in a shape twice; "" if none does."""
+        """The first dim whose size is in a shape twice; "" if none is."""
         return next((self._names[n] for n in shape if n in self._names and list(shape).count(n) > 1), "")
 
     def shape(self, shape: Sequence[int]) -> str:
