@@ -1,1 +1,1 @@
-"""Final traces and whole training steps on fake tensors: how many bytes a device will hold."""
+"""Predicted peaks: final traces and whole training steps on fake tensors."""

@@ -1,8 +1,8 @@
-"""Which sums of gradients autograd's engine makes in place.
+"""The sums of gradients that autograd's engine makes in place.
 
-Where two gradients meet, the engine adds the second to the first in place if nobody else holds the
-first (`InputBuffer::accumulate` in PyTorch's `torch/csrc/autograd/input_buffer.cpp`). Never so for
-tensor subclasses, and fake tensors are one: they are told here what the engine would do to plain ones.
+Where two gradients meet, the engine adds the second to the first in place if nobody else holds the first
+(`InputBuffer::accumulate` in PyTorch's `torch/csrc/autograd/input_buffer.cpp`). It never does so for tensor subclasses
+such as fake tensors. This module finds out what the engine would do with plain tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ __all__ = ["EngineSums"]
 class EngineSums:
     """Recognises the engine's own sums among the operators that run in a backward.
 
-    The engine adds while no operator of a node runs, but nothing says so. What tells its sums from a
-    node's own is how many hold the first operand (the engine alone), and that the operand is older
-    than the node whose results are being handed on, or that this node hands two of them to the same
-    place.
+    The engine adds while no operator of a node runs, but nothing reports that. Two facts distinguish its sums
+    from a node's own. Only the engine holds the first operand. And the operand is older than the present node, or
+    this node passes two results to the same place.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -33,7 +32,7 @@ class EngineSums:
         self.learning = False
 
     def learn(self) -> None:
-        """Let the engine make such a sum, to see how many hold its operands in the present setting."""
+        """Let the engine make such a sum, to count the holders of its operands in the present setting."""
         if not hasattr(torch.Tensor, "_use_count"):
             return  # an older PyTorch: every sum counts as a new tensor
         self.learning = True
@@ -46,14 +45,14 @@ class EngineSums:
             self.learning = False
 
     def enter_node(self) -> None:
-        """What runs from now on belongs to another node than what ran before."""
+        """Note that operators from now on belong to another node."""
         node = torch._C._current_autograd_node()
         key = None if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
         if key != self._node:
             self._node, self._since = key, len(self._ledger.events)
 
     def in_place(self, func: Any, args: Any) -> bool:
-        """Whether this is a sum that the engine makes in place, into `args[0]`, where tensors are plain."""
+        """Whether the engine makes this sum in place, into `args[0]`, for plain tensors."""
         if torch._C._current_graph_task_id() == -1:
             return False
         self.enter_node()

@@ -1,9 +1,8 @@
-"""PyTorch's CUDA caching allocator, played through: what rounding and fragmentation add to a prediction.
+"""A simulation of PyTorch's CUDA caching allocator: rounding and fragmentation of a prediction.
 
-The rules and sizes are those of `c10/cuda/CUDACachingAllocator.cpp` with its default settings (no
-expandable segments, no limit on splitting), one stream. Rounding to 512 bytes is exact. Fragmentation
-is an estimate: it depends on addresses, on what ran before, and on the memory that is free, since the
-allocator gives cached segments back before it gives up.
+The rules and sizes are those of `c10/cuda/CUDACachingAllocator.cpp` with its default settings (no expandable segments,
+no limit on splitting), on one stream. Rounding to 512 bytes is exact. Fragmentation is an estimate: it depends on
+addresses, on earlier work, and on free memory, because the allocator returns cached segments before it gives up.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ _SEGMENT_UNIT = 2 * _MIB
 
 @dataclass(frozen=True)
 class Allocation:
-    """What the allocator makes of a prediction, in bytes.
+    """The allocator's figures for a prediction, in bytes.
 
     Attributes:
-        allocated_peak_bytes: the peak with every block rounded up to 512 bytes, scratch and libraries included.
-            `torch.cuda.max_memory_allocated` reports this, plus what was not worth splitting off (at
-            most 1 MiB a block, and only for some).
+        allocated_peak_bytes: the peak with every block rounded up to 512 bytes, including scratch and libraries.
+            `torch.cuda.max_memory_allocated` reports this, plus remainders that were not split off (at most
+            1 MiB a block, and only for some).
         reserved_peak_bytes: the peak of the segments taken from the device, an estimate of
             `torch.cuda.max_memory_reserved`.
-        library_bytes: what libraries hold of both: `Prediction.library`.
+        library_bytes: the libraries' share of both: `Prediction.library`.
     """
 
     allocated_peak_bytes: int
@@ -65,8 +64,8 @@ class CachingAllocator:
     """Best fit over cached segments, which split and merge.
 
     Attributes:
-        limit_bytes: what the device has; before going beyond it, segments that are free as a whole are
-            given back, as PyTorch does. If that is not enough it goes on, and the peak shows it.
+        limit_bytes: the device's memory. Before exceeding it, the allocator returns wholly free segments, as
+            PyTorch does. If that is not enough, it exceeds the limit, and the peak shows it.
         allocated_bytes, reserved_bytes: at present.
         allocated_peak_bytes, reserved_peak_bytes: so far.
 
@@ -159,14 +158,14 @@ def _is_segment(chunk: _Chunk) -> bool:
 
 
 def allocate(prediction: Prediction, limit_bytes: int | None = None) -> Allocation:
-    """Play a prediction through the caching allocator, from an empty device of `limit_bytes`.
+    """Run a prediction through the simulated allocator, from an empty device of `limit_bytes`.
 
-    The exact rounded peak comes from the blocks alone; the reserved peak from a run of the allocator.
+    The exact rounded peak comes from the blocks alone, the reserved peak from a run of the allocator.
     """
     allocator = CachingAllocator(limit_bytes)
     born, dies, before = prediction.lives()
     taken = {i: allocator.take(prediction.storages[i].nbytes) for i in born.get(before, ())}
-    for kept in prediction.library:  # since the first step, when little else was there
+    for kept in prediction.library:  # since the first step, when the device was almost empty
         allocator.take(kept.nbytes)
     for event in prediction.timeline:
         for i in born.get(event.index, ()):

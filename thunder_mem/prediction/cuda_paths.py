@@ -1,8 +1,8 @@
-"""CPU tensors that take the ways of CUDA ones through PyTorch.
+"""CUDA's code paths in PyTorch for CPU tensors.
 
-Autograd's engine does not run on fake CUDA tensors, so eager code is followed on fake CPU tensors
-(`analysis/estimate.py`). Most operators save and hold the same on both. Those that do not are replaced
-here, by kernels in PyTorch's own dispatcher, for as long as `cuda_paths` is entered:
+Autograd's engine does not run on fake CUDA tensors, so eager code runs on fake CPU tensors (`analysis/estimate.py`).
+Most operators save and hold the same on both devices. Inside `cuda_paths`, kernels in PyTorch's own dispatcher replace
+the others:
 
 - dropout, which keeps a mask of bytes on CUDA and a tensor of floats on a CPU;
 - `rms_norm`, which is one kernel there and six operators here;
@@ -37,7 +37,7 @@ _aten = torch.ops.aten
 
 @contextmanager
 def cuda_paths(choose_attention: ChooseAttention) -> Iterator[None]:
-    """Within, fake CPU tensors are computed with as CUDA tensors would be.
+    """Compute with fake CPU tensors as with CUDA tensors.
 
     Args:
         choose_attention: see `simulate.attention_backend_for`.
@@ -128,7 +128,7 @@ def _attention(
 
 @dataclass(frozen=True)
 class _Looks:
-    """What the choice of a kernel depends on: keys and values with as many heads as the query."""
+    """The inputs of the choice of a kernel: keys and values with as many heads as the query."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -167,7 +167,7 @@ _IN_16_BITS = "addmv addr chain_matmul convolution einsum linalg_multi_dot mv"
 
 
 def _on_both(setter: Callable[..., None]) -> Callable[..., None]:
-    """What code sets for CUDA's autocast holds for CPU tensors."""
+    """Apply the settings of CUDA's autocast to CPU tensors."""
 
     def set_both(device: Any, *args: Any) -> None:
         setter(device, *args)
@@ -178,7 +178,7 @@ def _on_both(setter: Callable[..., None]) -> Callable[..., None]:
 
 
 def _autocast_kernels() -> Iterator[tuple[str, Any]]:
-    """For each operator that only one of the two devices treats, how CUDA does."""
+    """Autocast kernels with CUDA's behaviour, for each operator that only one of the two devices treats."""
     makers = {
         **dict.fromkeys(_IN_FLOAT32.split(), _in_float32),
         **dict.fromkeys(_INTO_FLOAT32.split(), _into_float32),
@@ -219,7 +219,7 @@ def _casting(operator: Any, cast: Callable[[Tensor], Tensor]) -> Callable[..., A
 
 
 def _into_float32(operator: Any) -> Callable[..., Any]:
-    """It is told to compute in float32, unless the caller says in what."""
+    """Compute in float32, unless the caller gives a dtype."""
     place = next(i for i, a in enumerate(operator._schema.arguments) if a.name == "dtype")
 
     def run(*args: Any, **kwargs: Any) -> Any:

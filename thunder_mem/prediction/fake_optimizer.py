@@ -16,7 +16,7 @@ __all__ = ["hold_state", "make_state", "next_scalars", "twin_optimizer"]
 
 
 def twin_optimizer(optimizer: torch.optim.Optimizer, twins: Twins, simulated: bool) -> torch.optim.Optimizer:
-    """The same optimizer over the parameters' twins, with twins of whatever state it has."""
+    """The same optimizer over the parameters' twins, with twins of its state."""
     twin = _bare_copy(optimizer)
     twin.param_groups = [
         {**group, **_on_device(type(optimizer), group, simulated), "params": [twins.of(p) for p in group["params"]]}
@@ -35,7 +35,7 @@ def _state_twin(t: torch.Tensor, twins: Twins) -> torch.Tensor:
 
 
 def _on_device(kind: type, group: dict[str, Any], simulated: bool) -> dict[str, Any]:
-    """Options that the optimizer would choose by device: on CUDA, one call for all parameters."""
+    """Set the options that the optimizer chooses by device: on CUDA, one call for all parameters."""
     undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
     if not simulated or not undecided or group.get("differentiable") or kind is torch.optim.Adafactor:
         return {}
@@ -44,7 +44,7 @@ def _on_device(kind: type, group: dict[str, Any], simulated: bool) -> dict[str, 
 
 
 def make_state(optimizer: torch.optim.Optimizer, twins: Twins, set_to_none: bool) -> None:
-    """Run one step on gradients that come from nowhere, so that later ones find the optimizer's state."""
+    """Run one step on made-up gradients, so that later steps find the optimizer's state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p)
@@ -58,9 +58,9 @@ def make_state(optimizer: torch.optim.Optimizer, twins: Twins, set_to_none: bool
 
 
 def next_scalars(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, twins: Twins) -> dict[int, float]:
-    """What the optimizer will read from its scalars (step counts, coefficients), by storage: some branch on it.
+    """The optimizer's scalars (step counts, coefficients), by storage: some optimizers branch on them.
 
-    Their present values, or those after one step if there was none yet or nothing can be read.
+    The present values, or those after one step if there was no step yet or they cannot be read.
     """
     done = {id(twins.of(p)): state for p, state in optimizer.state.items()}
     known = {}
@@ -92,14 +92,14 @@ def _rehearse(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]
             small.state = defaultdict(dict)
             try:
                 small.step()
-            except Exception:  # somebody's own optimizer, which takes no such parameter: nothing is known of it
+            except Exception:  # a custom optimizer that takes no such parameter: its scalars are unknown
                 small.state.clear()
             scalars.append({k: t for k, t in small.state[p].items() if isinstance(t, torch.Tensor) and t.dim() == 0})
     return scalars
 
 
 def _bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer without what others hung onto it; its groups and state are still to be replaced."""
+    """The optimizer without attributes that other code added; its groups and state are still to be replaced."""
     copy = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__)
     copy.__dict__.pop("step", None)  # a learning-rate scheduler binds the original's

@@ -1,4 +1,4 @@
-"""Fake CPU tensors that stand for the caller's, and the mode that watches what is done with them."""
+"""Fake CPU tensors that stand for the caller's, and the mode that records their operators."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ class Twins:
         return self.to_cpu(t) if known is None else known[1]
 
     def leaf(self, t: torch.Tensor) -> torch.Tensor:
-        """The twin of a tensor that is held or that gradients end in; any other is returned as it is."""
+        """The twin of a held tensor or a leaf of gradients; any other tensor is returned unchanged."""
         known = self._twins.get(id(t))
         if known is not None:
             return known[1]
         if isinstance(t, FakeTensor) or not (t.requires_grad and t.is_leaf):
             return t
         twin = self.mode.from_tensor(t, static_shapes=True)
-        self.ledger.ignore(twin)  # the loss brought it: it is there throughout, and was never counted
+        self.ledger.ignore(twin)  # a tensor of the loss: it lives throughout, and was never counted
         if twin.grad is not None:
             self.ledger.ignore(twin.grad)
         self._twins[id(t)] = (t, twin)
         return twin
 
     def met(self, t: torch.Tensor) -> torch.Tensor:
-        """The twin of a tensor that code brings along, held from now on; a fake tensor of this mode as it is."""
+        """The twin of a tensor that code refers to, held from now on; a fake tensor of this mode is unchanged."""
         if id(t) not in self._twins:
             if isinstance(t, FakeTensor) and t.fake_mode is self.mode and t.device.type == "cpu":
                 return t
@@ -87,12 +87,12 @@ class Twins:
         return self._mirror(t, "cpu")
 
     def to_cuda(self, t: torch.Tensor) -> torch.Tensor:
-        """The way back, for what autograd hands to a compiled backward."""
+        """The way back, for values that autograd passes to a compiled backward."""
         return self._mirror(t, "cuda")
 
     @contextlib.contextmanager
     def gradients_within(self) -> Iterator[None]:
-        """Gradients exist within only."""
+        """Drop gradients at the end of the context."""
         try:
             yield
         finally:
@@ -114,7 +114,7 @@ class Twins:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens within is no part of the step."""
+        """Exclude operations in this context from the step."""
         if self.watch is None:
             yield
             return
@@ -154,7 +154,7 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return _scalar(args[0], self.scalars)
         if not self.probe:
-            # Targets and the like that the loss closes over live on the simulated device.
+            # Tensors that the loss closes over, such as targets, live on the simulated device.
             args, kwargs = tree_map_only(torch.Tensor, self._on_cpu, (args, kwargs))
         self.ledger.sweep()
         if in_place:
@@ -175,7 +175,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def _phase(self) -> str:
-        """The backward, too, where code runs it of which nobody tells the phases."""
+        """The present phase, or the backward, for code that does not report its phases."""
         in_backward = self.phase == "forward" and torch._C._current_graph_task_id() != -1
         return "backward" if in_backward else self.phase
 
@@ -194,7 +194,7 @@ def _random(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 class Leaves(TorchFunctionMode):
-    """Puts twins in the place of the caller's parameters in code that refers to those, such as a loss with a head."""
+    """Replaces the caller's parameters by twins in code that refers to them, such as a loss with a head."""
 
     def __init__(self, twins: Twins) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Leaves(TorchFunctionMode):
 
 
 class Scalars(TorchDispatchMode):
-    """Lets numbers be read from fake tensors, whatever they are."""
+    """Allows code to read numbers from fake tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

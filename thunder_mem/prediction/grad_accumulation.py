@@ -1,8 +1,8 @@
-"""What autograd does with the gradients of a compiled backward: it keeps or copies them as `.grad`.
+"""Autograd's treatment of the gradients of a compiled backward: it keeps, copies or adds them as `.grad`.
 
-A gradient that nobody else holds, laid out as its parameter is, becomes `.grad` as it is. Any other is
-copied, and one that finds a `.grad` is added to it. PyTorch's engine decides, so it is the engine
-that runs here, on fake CPU tensors that stand for the gradients.
+A gradient that nobody else holds and that has its parameter's layout becomes `.grad` directly. Any other gradient is
+copied. A gradient is added to an existing `.grad`. PyTorch's engine decides this, so the engine itself runs here, on
+fake CPU tensors that stand for the gradients.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ def accumulate(
     direct: list[tuple[int, torch.Tensor]],
     probe: bool,
 ) -> list[torch.Tensor]:
-    """Hand `grads` to the leaves among `inputs`; record in `ledger` what that takes, as `ACCUMULATE`.
+    """Pass `grads` to the leaves among `inputs`; record the memory in `ledger`, as `ACCUMULATE`.
 
     Args:
         inputs: fake tensors or other values.
-        grads: one for each of `inputs`, None where there is none; emptied, so that nobody else holds them.
+        grads: one for each of `inputs`, or None; emptied, so that nobody else holds them.
         mode: of all those tensors.
         ledger: has the tensors' storages.
-        direct: gradients that reach an input without passing the compiled backward, as the function
-            returned it: position among `inputs`, and gradient; emptied too.
+        direct: gradients that reach an input without the compiled backward, because the function returned
+            that input: position among `inputs`, and gradient; also emptied.
         probe: the tensors stand for this machine's, whose kernels' scratch can be measured.
 
     Returns:
-        The gradients at the end, those of inputs that are no leaves included: they live as long as
-        the caller lets them.
+        The gradients at the end, including those of inputs that are not leaves. The caller decides how long
+        they live.
     """
     pairs = [(t, g) for t, g in zip(inputs, grads, strict=True) if isinstance(t, torch.Tensor) and g is not None]
     grads.clear()

@@ -1,10 +1,10 @@
-"""What libraries beside PyTorch hold on a GPU: cuBLAS's workspaces, and what is known of the others.
+"""Memory that libraries hold on a GPU: cuBLAS's workspaces, and notes about other libraries.
 
-PyTorch gives cuBLAS one workspace for each handle and stream that runs a product, from its caching allocator,
-and keeps it for the life of the process: `getNewWorkspace` and `parseChosenWorkspaceSize` in
-`aten/src/ATen/cuda/CublasHandlePool.cpp` of PyTorch 2.11. A handle belongs to a thread, and autograd runs
-backwards on CUDA in a thread of its own, so a training step holds two. cuBLASLt shares them
-(`unified_cublas_and_lt_workspaces`, there). They are part of `torch.cuda.max_memory_allocated`.
+PyTorch's caching allocator gives cuBLAS one workspace for each handle and stream that runs a product, for the life of
+the process: `getNewWorkspace` and `parseChosenWorkspaceSize` in `aten/src/ATen/cuda/CublasHandlePool.cpp` of PyTorch
+2.11. A handle belongs to a thread, and autograd runs CUDA's backward in a thread of its own, so a training step holds
+two workspaces. cuBLASLt shares them (`unified_cublas_and_lt_workspaces` in the same file). They are part of
+`torch.cuda.max_memory_allocated`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class LibraryMemory:
     """Memory that a library keeps on the device from its first use on.
 
     Attributes:
-        library: whose it is.
-        purpose: what it is, in words.
+        library: the library's name.
+        purpose: of the memory, in words.
         nbytes: its bytes.
     """
 
@@ -58,7 +58,7 @@ def cublas_workspace_bytes(capability: tuple[int, int], config: str | None = Non
 
     Args:
         capability: (major, minor). Hopper and Blackwell take 32 MiB, all others 2 x 4096 KiB + 8 x 16 KiB.
-        config: the value of ``CUBLAS_WORKSPACE_CONFIG``, pairs ":KIB:COUNT", which overrules that; None if not set.
+        config: the value of ``CUBLAS_WORKSPACE_CONFIG``, pairs ":KIB:COUNT", which takes precedence; None if not set.
 
     Example:
         >>> cublas_workspace_bytes((8, 0)), cublas_workspace_bytes((9, 0)), cublas_workspace_bytes((9, 0), ":4096:8")
@@ -75,9 +75,9 @@ def cublas_workspace_bytes(capability: tuple[int, int], config: str | None = Non
 def library_memory(
     events: Iterable[Event], capability: tuple[int, int], environment: Mapping[str, str] = os.environ
 ) -> tuple[LibraryMemory, ...]:
-    """What libraries keep on a device of that capability once these operations have run.
+    """The memory that libraries keep on a device of that capability once these operations have run.
 
-    It counts throughout: a training step that is not the first finds it there.
+    It counts throughout, because a later training step finds it there.
     """
     threads = dict.fromkeys("backward" if e.phase == "backward" else "calling" for e in events if _is_product(e))
     workspace_bytes = cublas_workspace_bytes(capability, environment.get("CUBLAS_WORKSPACE_CONFIG"))
@@ -89,7 +89,7 @@ def library_memory(
 
 
 def unknown_library_memory(events: Sequence[Event]) -> tuple[str, ...]:
-    """Sentences about libraries whose memory these operations take and nobody can say without the device."""
+    """Sentences about libraries whose memory for these operations is unknown without the device."""
     found = []
     if any(_short(e.name) in _CONVOLUTIONS or _inside(e.bsym, _CONVOLUTIONS) for e in events):
         found.append(CUDNN)
@@ -105,7 +105,7 @@ def _is_product(event: Event) -> bool:
 
 
 def _inside(bsym: BoundSymbol | None, names: set[str]) -> bool:
-    """Whether the bound symbol is one of `names`, or one that it is made of."""
+    """Whether the bound symbol or one of its parts is among `names`."""
     if bsym is None:
         return False
     return _short(bsym.sym.name) in names or any(_inside(b, names) for b in bsym.subsymbols)

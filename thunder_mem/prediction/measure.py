@@ -1,21 +1,20 @@
-"""Measure what a call really takes: the oracle that predictions and plans are held against.
+"""Measure the memory of a call: tests compare predictions and plans with it.
 
-On a CPU the allocator reports every allocation and release to PyTorch's profiler, so the running sum
-over those events is exact and repeatable to the byte. On CUDA the caching allocator keeps the same
-sum itself, before its rounding, as `requested_bytes`.
+On a CPU the allocator reports every allocation and release to PyTorch's profiler, so the running sum over these events
+is exact and repeatable to the byte. On CUDA the caching allocator keeps the same sum itself, before its rounding, as
+`requested_bytes`.
 
-What a measurement does not see:
+A measurement does not count:
 
 - allocations made by Python threads other than the caller's (CPU);
 - memory that does not come from PyTorch's allocator: numpy, oneDNN's and BLAS' own workspaces, the
   cuBLAS workspace PyTorch keeps between calls once it exists;
 - releases of tensors that existed before the call (CPU), so keep inputs alive, or the peak is an
-  upper bound;
-- what a first call does once and never again: compile, or make constants. Call the function once
-  before, unless that is what you want to know.
+  upper bound.
 
-Threads matter: attention's scratch on a CPU grows with `torch.get_num_threads()`. Never measure
-Inductor's regions under a `TorchDispatchMode`: they fall back to eager there.
+It does count one-time work of a first call, such as compilation or constants. Call the function once before, unless
+you want to measure that. Attention's scratch on a CPU grows with `torch.get_num_threads()`. Never measure Inductor's
+regions under a `TorchDispatchMode`: they fall back to eager there.
 """
 
 from __future__ import annotations
@@ -60,15 +59,15 @@ class MemoryCurve:
 
     @property
     def end_bytes(self) -> int:
-        """Bytes above the start at the end, what the call returned included."""
+        """Bytes above the start at the end, including the call's result."""
         return sum(self.deltas)
 
 
 def measure_curve(fn: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None) -> MemoryCurve:
-    """Call `fn(*args, **kwargs)` once and return what the CPU allocator did meanwhile.
+    """Call `fn(*args, **kwargs)` once and return the CPU allocator's events.
 
-    What `fn` returns stays alive until the measurement ends. Python's cyclic garbage collector runs
-    before the call and is off during it, so that no release depends on when it wakes.
+    The result of `fn` stays alive until the measurement ends. Python's cyclic garbage collector runs before
+    the call and is off during it, so that no release depends on its timing.
 
     Example:
         >>> measure_curve(lambda: torch.ones(256).neg()).deltas
@@ -96,23 +95,23 @@ def measure_peak(
     device: str | torch.device | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> int:
-    """Bytes above the start that `fn(*args, **kwargs)` holds at its worst moment.
+    """The peak of `fn(*args, **kwargs)` in bytes above the start.
 
     Args:
         fn: called once; call it before if it compiles on first use.
-        args: handed to `fn`; they exist already, so they do not count.
+        args: passed to `fn`; they exist already, so they do not count.
         device: where to measure, "cpu" or "cuda" (or "cuda:1", ...). Default: CUDA if a tensor among
             `args`, a parameter of `fn`, or a tensor or module that `fn` closes over, lives there, else the CPU.
         kwargs: keyword arguments for `fn`.
 
     Returns:
-        On a CPU, exact bytes. On CUDA, bytes as they were requested, without the allocator's
-        rounding to 512, so that they compare with a prediction.
+        Exact bytes on a CPU. On CUDA, requested bytes without the allocator's rounding to 512, so that they
+        compare with a prediction.
 
     Raises:
-        ValueError: a device that is neither a CPU nor CUDA, or CUDA where there is none; no device, but
-            nothing above tells that the call uses CUDA and it does; or tensors that are not there (inside of
-            `simulate`, or fake ones), which take no memory to measure.
+        ValueError: the device is neither a CPU nor CUDA, or CUDA is not available. Or no device is given, and
+            the call uses CUDA although none of the above shows it. Or tensors are fake, also inside
+            `simulate`, and take no memory.
 
     Example:
         >>> measure_peak(lambda: torch.ones(256).neg())
@@ -153,7 +152,7 @@ def _check_callable(fn: object) -> None:
 
 
 def _tensors_of(fn: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call is about, as far as can be seen from outside."""
+    """The tensors of a call that are visible from outside."""
     values: list[Any] = tree_leaves((args, dict(kwargs), fn))
     while isinstance(fn, functools.partial):
         values += tree_leaves((fn.args, fn.keywords))
@@ -176,7 +175,7 @@ def _check_real(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _cuda_allocations() -> tuple[int, ...]:
-    """How many allocations each CUDA device has seen so far; all 0 before CUDA is used at all."""
+    """The number of allocations on each CUDA device so far; all 0 before CUDA is used."""
     if not torch.cuda.is_initialized():
         return ()
     stats = (torch.cuda.memory_stats(device) for device in range(torch.cuda.device_count()))

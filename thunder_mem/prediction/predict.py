@@ -1,9 +1,9 @@
-"""The peak of a compiled function before it runs: its final traces, followed storage by storage.
+"""The peak of a compiled function before it runs, from its final traces, storage by storage.
 
-`predict` takes the forward and backward traces that Thunder would execute, whatever transforms and
-executors made them, and runs them on fake tensors (`replay.py`). On a CPU every operation also runs
-once, alone, to learn what it holds inside itself (`scratch.py`), so that the prediction equals a
-measurement to the byte. On a device simulated by `simulate.py` nothing runs at all.
+`predict` takes the forward and backward traces that Thunder would execute, from any transforms and executors, and runs
+them on fake tensors (`replay.py`). On a CPU every operation also runs once, alone, to measure its scratch
+(`scratch.py`), so that the prediction equals a measurement to the byte. On a device simulated by `simulate.py` nothing
+runs.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Held:
 
     Attributes:
         nbytes: bytes of the whole storage.
-        name: the first tensor that showed it; `aliases` are the others.
+        name: the first tensor on it; `aliases` are the others.
         shape, dtype, device: of that first tensor.
         kind: "argument", "tangent", "computed", or in a training step "gradient", "optimizer", ...
-        born: index of the event that made it, -1 if it was there before.
-        last: index of the last event it is alive in.
+        born: index of the event that made it, -1 if it existed before.
+        last: index of the last event in which it is alive.
     """
 
     nbytes: int
@@ -63,20 +63,20 @@ class Held:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a call will hold, event by event. All sizes in bytes.
+    """The predicted memory of a call, event by event. All sizes are in bytes.
 
-    There is one notion of a peak, `peak_bytes`: what the device holds at most, which plans, budgets and reports
-    mean, too. Its parts are what is alive at `peak_event`, what the caller holds included, that operation's
-    scratch, and on a GPU what the allocator rounds every block up by.
+    There is one notion of a peak, `peak_bytes`: the most bytes on the device, as in plans, budgets and reports. It
+    has three parts: the storages alive at `peak_event`, including the caller's; that operation's scratch; and on a
+    GPU the allocator's rounding of every block.
 
     Attributes:
-        timeline: every operation in the order it runs.
-        storages: every storage and when it lives.
-        held_bytes: what the caller holds throughout (parameters, inputs), included in every total.
+        timeline: every operation in execution order.
+        storages: every storage and its lifetime.
+        held_bytes: the caller's storages (parameters, inputs), included in every total.
         device_type: "cpu" or "cuda": only this device's storages count.
-        assumptions: what the numbers rest on, in sentences.
-        library: on CUDA, what libraries keep on the device once these operations have run; part of no other figure
-            here, but of `allocator.allocate`'s.
+        assumptions: of the figures, in sentences.
+        library: on CUDA, memory that libraries keep on the device once these operations have run. No other figure
+            here includes it, but `caching_allocator.allocate` does.
     """
 
     timeline: tuple[Event, ...]
@@ -88,7 +88,7 @@ class Prediction:
 
     @cached_property
     def device_bytes(self) -> tuple[int, ...]:
-        """Per event, what the device holds while it runs: every block as its allocator gives it, and scratch."""
+        """Per event, the device's bytes while it runs: every block as its allocator gives it, and scratch."""
         if self.device_type == "cpu":
             return tuple(e.live_bytes + e.scratch_bytes for e in self.timeline)
         born, dies, before = self.lives()
@@ -113,12 +113,12 @@ class Prediction:
 
     @cached_property
     def peak_event(self) -> Event | None:
-        """The first event at which the device holds most; None for an empty program."""
+        """The first event with the most bytes on the device; None for an empty program."""
         return max(zip(self.device_bytes, self.timeline, strict=True), key=lambda e: e[0], default=(0, None))[1]
 
     @cached_property
     def peak_bytes(self) -> int:
-        """What the device holds at most: the caller's included, with scratch and the allocator's rounding."""
+        """The most bytes on the device, including the caller's storages, scratch and the allocator's rounding."""
         return max(self.device_bytes, default=self.held_bytes)
 
     @property
@@ -128,22 +128,22 @@ class Prediction:
 
     @property
     def measured_bytes(self) -> int:
-        """What `measure_peak` would report: the most bytes asked for at once, above what the caller held before."""
+        """The figure of `measure_peak`: the most bytes requested at once, above the caller's storages."""
         return max((e.live_bytes + e.scratch_bytes for e in self.timeline), default=self.held_bytes) - self.held_bytes
 
     @property
     def library_bytes(self) -> int:
-        """What libraries keep on the device: the sum of `library`."""
+        """The bytes that libraries keep on the device: the sum of `library`."""
         return sum(kept.nbytes for kept in self.library)
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes of the host's memory that offloaded values take at once; part of no other figure."""
+        """The most bytes of offloaded values in the host's memory at once; no other figure includes them."""
         return max((e.host_bytes for e in self.timeline), default=0)
 
     @property
     def launches(self) -> int:
-        """Kernels that the traces start on a GPU; 0 on a CPU. Those of a loss or an optimizer are not counted."""
+        """The kernels that the traces start on a GPU, without those of a loss or an optimizer; 0 on a CPU."""
         return sum(e.launches for e in self.timeline)
 
     @property
@@ -182,32 +182,32 @@ def predict(
 ) -> Prediction:
     """Predict the peak of one call of a jitted function and, if it has one, of its backward.
 
-    The phases are "forward" and "backward", and "accumulate" where autograd has to copy or add gradients
-    to make them `.grad`: those not laid out as their parameter is, shared ones, and those that find one.
+    The phases are "forward" and "backward". "accumulate" follows if autograd must copy or add gradients to make
+    them `.grad`: gradients with another layout than their parameter, shared ones, and those with a `.grad` already.
 
     Args:
-        jitted: what `thunder.jit` returned. It is compiled for `args` if it has not been yet, but not run;
-            on a CPU single operations run, each once, on zeros, to learn what they hold inside themselves. Of
-            ThunderFX a program of one subgraph, which has been called, and is predicted without arguments.
+        jitted: the result of `thunder.jit`. It is compiled for `args` if necessary, but not run. On a CPU single
+            operations run, each once, on zeros, to measure their scratch. A ThunderFX program must have one
+            subgraph; call it once, and predict it without arguments.
         args: the call's arguments, real or (under `simulate`) fake. Without any, the last compilation
             is predicted, with inputs that are dense and share no memory.
         kwargs: the call's keyword arguments.
-        tangents: gradients of the outputs, made after the forward, which the caller holds while the backward
-            runs: one for each distinct tensor that is returned, in the order in which they stand in what is
-            returned (dicts by their insertion), with that tensor's shape, dtype and device. None for an output
-            that has no gradient (integers), or that nothing is computed from: autograd makes zeros for it.
-            Default: dense ones that only the backward holds, so that it may free them.
-        keep_outputs: whether the caller holds the outputs too while the backward runs. The frame of
+        tangents: gradients of the outputs, made after the forward, which the caller holds during the backward:
+            one for each distinct returned tensor, in the order of the result (dicts by insertion), with that
+            tensor's shape, dtype and device. None for an output without a gradient (integers), or one that
+            the loss does not use: autograd makes zeros for it. The default is dense tangents that only the
+            backward holds, so that it may free them.
+        keep_outputs: whether the caller also holds the outputs during the backward. The frame of
             `torch.autograd.backward(outputs, tangents)` does; `loss_of(outputs).backward()` does not.
 
-    What an eager loss holds, and the scalar that `loss.backward()` itself makes, belong to no trace: for
-    ``loss_of(jitted(*args)).backward()`` to the byte there is ``predict_step(jitted, None, loss_of, *args)``.
+    An eager loss, and the scalar that `loss.backward()` makes, belong to no trace. The exact prediction of
+    ``loss_of(jitted(*args)).backward()`` is ``predict_step(jitted, None, loss_of, *args)``.
 
     Raises:
         TypeError: `jitted` is not a function jitted by Thunder.
-        ValueError: it was never called and no arguments are given; or its tensors live on the meta
-            device, on which nothing takes memory, on several GPUs, or on the CPU while a GPU is simulated; or the
-            tangents are not the outputs'.
+        ValueError: it was never called and no arguments are given. Or its tensors live on the meta device,
+            which has no memory, on several GPUs, or on the CPU while a GPU is simulated. Or the tangents do
+            not match the outputs.
         PredictionError: it cannot be traced, or an operation has no prediction.
     """
     ledger, runner, assumptions = run_prediction(jitted, args, dict(kwargs or {}), tangents, keep_outputs)
@@ -215,11 +215,11 @@ def predict(
 
 
 def finish(ledger: Ledger, assumptions: Sequence[str], capability: tuple[int, int] | None = None) -> Prediction:
-    """Close a ledger: what is still alive stays alive to the end.
+    """Close a ledger: storages that are still alive stay alive to the end.
 
     Args:
         ledger: with all events.
-        assumptions: what the numbers rest on.
+        assumptions: of the figures.
         capability: of the GPU, if it is one; by default the present one's, real or simulated.
     """
     save_tables()
@@ -311,7 +311,7 @@ def _add_all(ledger: Ledger, names: Sequence[str], values: Sequence[Any], kind: 
 def run_backward(
     trace: Any, saved: list[Any], tangents: list[Any], mode: FakeTensorMode, ledger: Ledger, runner: Runner
 ) -> Any:
-    """Replay a backward trace, handing over `saved` and `tangents` as the lists that it empties."""
+    """Replay a backward trace, with `saved` and `tangents` as the lists that it empties."""
     with mode:
         return replay(trace, [saved, tangents], mode, ledger, "backward", runner)
 
@@ -319,9 +319,9 @@ def run_backward(
 def compiled_entry(
     jitted: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, call: bool
 ) -> tuple[Any, list[Any], list[str]]:
-    """Thunder's cache entry for a call, the computation's inputs, and assumptions about those.
+    """Thunder's cache entry for a call, the computation's inputs, and assumptions about them.
 
-    With `call` false it is the last compilation's, whatever its arguments were.
+    With `call` false it is the last compilation's, for any arguments.
     """
     if is_fx(jitted):
         if call:
@@ -349,7 +349,7 @@ def compiled_entry(
         entry, inputs, _ = data.get_computation_and_inputs(*args, **kwargs)
     except Exception as error:
         if type(error).__module__.startswith("thunder_mem."):
-            raise  # what this package refuses, it says itself
+            raise  # errors of this package explain themselves
         cause = re.sub(r"<function (\S+) at 0x[0-9a-f]+>", r"\1", str(error))
         cause = textwrap.shorten(cause, 300, placeholder=" …")  # Thunder's messages can go on for pages
         where = _users_line(error)
@@ -361,7 +361,7 @@ def compiled_entry(
 
 
 def _check_simulated(inputs: Sequence[Any]) -> None:
-    """Refuse a program that lives on the CPU while a GPU is simulated: the answer would be about the CPU."""
+    """Refuse a program on the CPU while a GPU is simulated: the answer would be about the CPU."""
     simulated, devices = simulated_device(), {t.device.type for t in _tensors(inputs)}
     if simulated is not None and devices == {"cpu"}:
         raise ValueError(
@@ -375,8 +375,8 @@ def _users_line(error: BaseException | None) -> str:
     while error is not None:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if os.path.isfile(frame.filename)]
         own = [frame.filename.startswith(_THIS) for frame in frames]
-        traced = own.index(False) if False in own else len(own)  # what comes before called Thunder
-        ends = own.index(True, traced) if True in own[traced:] else len(own)  # what comes then is a transform's
+        traced = own.index(False) if False in own else len(own)  # earlier frames called Thunder
+        ends = own.index(True, traced) if True in own[traced:] else len(own)  # later frames belong to a transform
         users = [frame for frame in frames[traced:ends] if not frame.filename.startswith(_LIBRARIES)]
         if users:
             return f" at {users[-1].filename}:{users[-1].lineno}"

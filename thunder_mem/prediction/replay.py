@@ -1,11 +1,11 @@
-"""Run a final trace on fake tensors, one bound symbol at a time, and watch its storages.
+"""Run a final trace on fake tensors, one bound symbol at a time, and record its storages.
 
-Fake tensors carry shapes, strides and storages but no data, so views, copies, in-place updates and
-`del`s have exactly the effect on memory that they have for real, at no cost in memory. A storage is
-followed by weak reference: it is alive as long as any tensor of the trace still shows it.
+Fake tensors have shapes, strides and storages but no data. So views, copies, in-place updates and `del`s have exactly
+their real effect on memory, at no cost in memory. The ledger follows a storage by weak reference: it is alive as long
+as any tensor of the trace uses it.
 
-What fake tensors cannot show is what a kernel allocates and frees inside one call; a `Runner` (see
-`scratch.py`) tells it, and it is kept apart.
+Fake tensors do not show the memory that a kernel allocates and frees inside one call. A `Runner` (see `scratch.py`)
+supplies it separately.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ _BOOKKEEPING = (
 
 
 class PredictionError(RuntimeError):
-    """A program whose memory cannot be predicted; the message names the bound symbol and says why."""
+    """A program's memory cannot be predicted; the message names the bound symbol and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One operation and what is alive while it runs.
+    """One operation and the bytes alive while it runs.
 
     Attributes:
         index: position in the timeline, over all phases.
         phase: "forward", "backward", or a stage of a training step ("loss", "optimizer", ...).
-        name: what runs, as the trace prints it.
+        name: of the operation, as the trace prints it.
         outputs: names of the tensors it makes.
-        source: "file:line" of the user's code, a module's name where only PyTorch calls it, or "".
-        live_bytes: all storages alive while it runs, its outputs and the caller's tensors included.
-        allocated_bytes: storages that come into being with it and outlive it.
-        scratch_bytes: what it holds beyond that, only while it runs.
-        host_bytes: what is in the host's memory meanwhile because it was offloaded; part of nothing above.
-        launches: kernels that it starts, on a GPU; 0 on a CPU, where they are not counted.
-        bsym: the bound symbol, or None where there is no trace (an eager loss, an optimizer).
+        source: "file:line" of the user's code, a module's name if only PyTorch calls it, or "".
+        live_bytes: all storages alive while it runs, including its outputs and the caller's tensors.
+        allocated_bytes: new storages that outlive it.
+        scratch_bytes: further bytes that it holds only while it runs.
+        host_bytes: offloaded bytes in the host's memory meanwhile; no other figure includes them.
+        launches: kernels that it starts on a GPU; 0 on a CPU, where they are not counted.
+        bsym: the bound symbol, or None without a trace (an eager loss, an optimizer).
     """
 
     index: int
@@ -79,17 +79,17 @@ class Event:
 
 @dataclass(slots=True)
 class Block:
-    """One storage: its size, who showed it, and when it lived.
+    """One storage: its size, its tensors, and its lifetime.
 
     Attributes:
         nbytes: bytes of the whole storage.
-        names: every tensor that showed it, the first one first.
+        names: every tensor on it, in order.
         shape, dtype, device: of that first tensor.
         kind: "argument", "tangent" or "computed"; in a training step also "parameter",
             "optimizer state" and "gradient".
         held: the caller holds it throughout, from before the first event.
-        born: index of the event that made it; -1 if it was there before the first.
-        last: index of the last event it was alive in; None while alive.
+        born: index of the event that made it; -1 if it existed before the first.
+        last: index of the last event in which it was alive; None while alive.
     """
 
     nbytes: int
@@ -104,14 +104,14 @@ class Block:
 
 
 class Ran(NamedTuple):
-    """What fake tensors do not show of an operation that ran: its scratch, and the kernels that it starts on a GPU."""
+    """Facts about an operation that fake tensors do not show: its scratch, and the kernels that it starts on a GPU."""
 
     scratch_bytes: int
     launches: int = 0
 
 
 class Runner(Protocol):
-    """Runs one operation on fake tensors and tells what it holds only while it runs, see `scratch.py`."""
+    """Runs one operation on fake tensors and returns its scratch, see `scratch.py`."""
 
     def __call__(self, bsym: BoundSymbol, run: Callable[[dict[str, Any]], Any], env: dict[str, Any]) -> Ran:
         """Give `env` the outputs of `bsym`, as `run(env)` does."""
@@ -138,7 +138,7 @@ class Ledger:
         self._refs: dict[int, int] = {}
 
     def add(self, name: str, tensor: torch.Tensor, kind: str, *, held: bool = False) -> int:
-        """Take note that `name` shows `tensor`; return the bytes that are new by it."""
+        """Record that `name` is `tensor`; return the new bytes."""
         if tensor.device.type not in self.device_types or tensor.layout is not torch.strided:
             return 0
         storage = tensor.untyped_storage()
@@ -157,7 +157,7 @@ class Ledger:
         return block.nbytes
 
     def link(self, tensor: torch.Tensor, block: Block) -> None:
-        """Let `tensor` stand for `block` too: the block lives as long as anything that stands for it."""
+        """Let `tensor` also stand for `block`: the block lives as long as any tensor that stands for it."""
         if tensor.untyped_storage()._cdata not in self._alive:
             self._follow(tensor.untyped_storage(), block)
 
@@ -167,13 +167,13 @@ class Ledger:
         self._ignored[storage._cdata] = StorageWeakRef(storage)
 
     def add_host(self, tensor: torch.Tensor, device: str) -> None:
-        """Take note of memory of the host for a value of a device, which is counted apart."""
+        """Record host memory for a device's value, which is counted separately."""
         self.ignore(tensor)
         storage = tensor.untyped_storage()
         self._on_host[storage._cdata] = (StorageWeakRef(storage), host_bytes(storage.nbytes(), device))
 
     def host_bytes(self) -> int:
-        """What was offloaded and is still there."""
+        """The offloaded bytes that are still on the host."""
         self._on_host = {key: entry for key, entry in self._on_host.items() if not entry[0].expired()}
         return sum(nbytes for _, nbytes in self._on_host.values())
 
@@ -184,17 +184,17 @@ class Ledger:
         self._refs[id(block)] = self._refs.get(id(block), 0) + 1
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """The live block that `tensor` shows, if it is one of this ledger's."""
+        """The live block of `tensor`, if this ledger has it."""
         known = self._alive.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[1]
 
     def keys(self, values: Iterable[Any]) -> list[int]:
-        """What to hand to `sweep` when only the tensors among `values` may have died."""
+        """The argument of `sweep` if only the tensors among `values` may have died."""
         return [v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
 
     def sweep(self, keys: Iterable[int] | None = None) -> int:
-        """Drop the storages (of `keys`, by default all) that nobody shows any more; return the bytes freed."""
-        # What the caller holds throughout cannot have died.
+        """Drop the storages (of `keys`, by default all) without live tensors; return the bytes freed."""
+        # The caller's storages cannot have died.
         candidates = self._mortal if keys is None else [key for key in dict.fromkeys(keys) if key in self._alive]
         dead = [key for key in candidates if self._alive[key][0].expired()]
         freed_bytes = 0
@@ -219,19 +219,19 @@ class Ledger:
 def replay(
     trace: TraceCtx, inputs: Sequence[Any], mode: FakeTensorMode, ledger: Ledger, phase: str, runner: Runner
 ) -> Any:
-    """Run `trace` on fake `inputs` under `mode`, writing every operation into `ledger`.
+    """Run `trace` on fake `inputs` under `mode`, and record every operation in `ledger`.
 
     Args:
         trace: a final trace, with its `del`s.
-        inputs: one value for each of the trace's arguments, in order. What else the caller holds
-            must be kept alive by the caller: this function lets go of them as the trace says.
+        inputs: one value for each of the trace's arguments, in order. This function drops them as the trace
+            does, so the caller must keep other references to values that it holds.
         mode: the mode the fake tensors belong to.
         ledger: has the inputs' storages already (`Ledger.add`).
         phase: the phase's name in the events.
         runner: runs each operation.
 
     Returns:
-        What the trace returns.
+        The trace's result.
 
     Raises:
         PredictionError: an operation that does not run on fake tensors.
@@ -298,7 +298,7 @@ def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, ru
 
 
 def _transfer(bsym: BoundSymbol, run: Callable[[dict[str, Any]], Any], env: dict[str, Any], ledger: Ledger) -> Ran:
-    """Run a copy to the host or back, which needs nothing but its ends; what is on the host is counted apart."""
+    """Run a copy to the host or back, which needs only its two ends; bytes on the host are counted separately."""
     run(env)
     for name, device in traits_of(bsym).on_host(bsym).items():
         ledger.add_host(env[name], device)
@@ -306,8 +306,8 @@ def _transfer(bsym: BoundSymbol, run: Callable[[dict[str, Any]], Any], env: dict
 
 
 def _executable(bsym: BoundSymbol) -> Callable[[dict[str, Any]], Any] | None:
-    """What the trace's own Python would run for this bound symbol, as a function of its names."""
-    if bsym.sym.name == "get_and_update_rng_state_impl":  # reads and advances the generator: numbers stand for it
+    """The trace's own Python code for this bound symbol, as a function of its names."""
+    if bsym.sym.name == "get_and_update_rng_state_impl":  # it uses the generator, which numbers replace
         return lambda env: env.update((p.name, 0) for p in bsym.flat_proxy_outs)
     lines = [line for line in bsym.python(indent=0, print_depth=1) if not line.lstrip().startswith("#")]
     source = "\n".join(lines).strip()

@@ -1,17 +1,14 @@
-"""What an operation holds only while it runs: its scratch, beyond its inputs and outputs.
+"""The scratch of an operation: bytes that it holds only while it runs, beyond its inputs and outputs.
 
-Two sources, chosen by the device kind:
+There are two sources:
 
-- `ProbingRunner`, for the CPU one stands on: the operation runs once for real, alone, on zeros laid
-  out like its inputs, and the allocator is watched. The result is kept for each operation, layout of
-  inputs and number of threads, for the life of the process (and so for one version of torch). It is
-  exact. A region compiled by Inductor is such an operation too: running it, rather than replaying the
-  wrapper that Inductor wrote, needs none of Inductor's internals, counts what matmuls inside it hold,
-  and tells how it really lays out what it returns.
-- `SimulatedRunner`, for a device that is not there: what the operation's own Python and the
-  composite operators in it allocate is seen by running it on fake tensors; what the kernels of a
-  real device allocate inside themselves is not, except for those in `KERNEL_SCRATCH`. Of a region of
-  `mem_pointwise` the code that Inductor writes for the device tells what its kernels keep between them.
+- `ProbingRunner`, for this machine's CPU: the operation runs once for real, alone, on zeros with its inputs' layout,
+  while the allocator is watched. The result is exact, and kept for each operation, layout of inputs and number of
+  threads. A region compiled by Inductor is such an operation too. Running it needs none of Inductor's internals,
+  counts the scratch of matmuls inside, and shows the real layout of its results.
+- `SimulatedRunner`, for a simulated device: the operation runs on fake tensors. That shows the allocations of its own
+  Python and of composite operators in it, but not those inside kernels, except for kernels in `KERNEL_SCRATCH`. For a
+  region of `mem_pointwise`, the code that Inductor writes shows the bytes kept between its kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ Run = Callable[[dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class _Failed:
-    """An operation that could not be measured, and the sentence that says so."""
+    """An operation could not be measured; the message says why."""
 
     sentence: str
 
@@ -62,7 +59,7 @@ _PROBES_OF: WeakKeyDictionary[Any, _Probes] = WeakKeyDictionary()
 
 
 def _known_probes(bsym: BoundSymbol) -> _Probes:
-    """Where the probes of `bsym` are kept: with a compiled region's callable or a chunk loop, else for all time."""
+    """The cache for probes of `bsym`: on a compiled region's callable or a chunk loop, else global."""
     if is_chunk_loop(bsym):
         return _PROBES_OF.setdefault(loop_of(bsym), {})
     if not bsym.sym.is_fusion:
@@ -75,7 +72,7 @@ class ProbingRunner:
     """Runs operations on fake CPU tensors and, once each, on real ones.
 
     Attributes:
-        assumptions: sentences on what could not be measured, in the order it was met.
+        assumptions: sentences about operations that could not be measured, in order.
     """
 
     def __init__(self) -> None:
@@ -110,7 +107,7 @@ class ProbingRunner:
     def _recalled(
         self, bsym: BoundSymbol, run: Run, env: dict[str, Any], inputs: dict[str, torch.Tensor], key: Hashable
     ) -> Probe | _Failed:
-        """The probe of an operation, from the table of this machine if it was measured before."""
+        """The probe of an operation, from this machine's table if it was measured before."""
         text = _text(bsym, key)
         known = None if text is None else scratch_cache.table().find(text)
         if known is not None and _describes(known, bsym):
@@ -140,7 +137,7 @@ class ProbingRunner:
 
 
 def _describes(probe: Probe, bsym: BoundSymbol) -> bool:
-    """Whether a probe from a file has the outputs that the operation has."""
+    """Whether a probe from a file has the operation's outputs."""
     outs = tensor_proxies(bsym.flat_outs)
     return len(probe.outputs) == len(outs) and all(
         output is None or output.shape == tuple(map(int, p.shape))
@@ -160,10 +157,10 @@ PRODUCTS = "some fused regions have matrix products or attention inside, whose o
 
 
 class SimulatedRunner:
-    """Runs operations on fake tensors of a device that is not there; fused regions by their outputs and kernels.
+    """Runs operations on fake tensors of a simulated device; fused regions count by their outputs and kernels.
 
     Attributes:
-        assumptions: what it takes for granted, in the order it was met.
+        assumptions: that it makes, in order.
     """
 
     def __init__(self) -> None:
@@ -197,7 +194,7 @@ class SimulatedRunner:
 
 
 def _has_products(bsym: BoundSymbol) -> bool:
-    """Whether a region holds what no pointwise kernel computes, so that it is several kernels for certain."""
+    """Whether a region has operations that no pointwise kernel computes, so that it is certainly several kernels."""
     return any(
         b.sym.id in _PRODUCTS or has_tags(b, {OpTags.MATMUL_OP}) or "attention" in b.sym.name or _has_products(b)
         for b in bsym.subsymbols
@@ -218,7 +215,7 @@ def _run_tracked(bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> Ran:
 
 
 class _Watch(TorchDispatchMode):
-    """The largest sum of storages that came into being within and were still alive; and what starts a kernel."""
+    """Records the largest sum of live new storages, and the operators that start a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,14 +272,14 @@ KERNEL_SCRATCH: dict[str, Callable[..., int]] = {
 OPERATOR_SCRATCH: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward_bytes,
-    # Inductor compiles for a CPU what stands for CUDA here.
+    # Inductor compiles for a CPU the code that stands for CUDA here.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward_bytes,
 }
 """The same for PyTorch's operators."""
 
 
 def _key(bsym: BoundSymbol, inputs: dict[str, torch.Tensor]) -> Hashable:
-    """Everything the memory of an operation depends on, without the names of its tensors."""
+    """All that determines the memory of an operation, without the names of its tensors."""
     order = {name: i for i, name in enumerate(inputs)}
 
     def of_argument(x: Any) -> Hashable:
@@ -291,7 +288,7 @@ def _key(bsym: BoundSymbol, inputs: dict[str, torch.Tensor]) -> Hashable:
             return ("tensor", order[name])
         return repr(x.value) if isinstance(x, NumberProxy) else f"{type(x).__name__}:{x!r}"
 
-    # A compiled region is known by the callable behind it, which holds its probes: its name says nothing.
+    # The callable of a compiled region identifies it and holds its probes; the name does not.
     callables = () if bsym.sym.is_fusion else tuple((bsym._call_ctx or {}).values())
     return (
         None if bsym.sym.is_fusion else (bsym.sym.id, bsym.name_with_module()),
@@ -304,7 +301,7 @@ def _key(bsym: BoundSymbol, inputs: dict[str, torch.Tensor]) -> Hashable:
 
 
 def _settings() -> Hashable:
-    """What else decides which kernel an operation takes."""
+    """The settings that also affect an operation's kernel."""
     return (
         torch.get_num_threads(),
         torch.backends.mkldnn.enabled,
@@ -315,7 +312,7 @@ def _settings() -> Hashable:
 
 
 def _text(bsym: BoundSymbol, key: Hashable) -> str | None:
-    """`_key` as a text that means the same in every process; None where it cannot.
+    """`_key` as a text that means the same in every process; None if that is impossible.
 
     Operations of PyTorch and Thunder only: another package's code may change between two processes.
     """
@@ -336,7 +333,7 @@ def _stable(parts: Any) -> str | None:
 
 
 def _layouts(tensors: dict[str, torch.Tensor]) -> Hashable:
-    """How tensors lie in memory, and which of them share it."""
+    """The layout of tensors in memory, and which of them share it."""
     storages: dict[int, int] = {}
     return tuple(
         (
@@ -354,7 +351,7 @@ def _layouts(tensors: dict[str, torch.Tensor]) -> Hashable:
 
 
 def _communicates(bsym: BoundSymbol) -> bool:
-    """It talks to other processes: alone, a probe of it would wait forever."""
+    """Whether it communicates with other processes: its probe, alone, would wait forever."""
     if any(isinstance(p, FutureTensorProxy) for p in proxies((*bsym.flat_args, *bsym.flat_outs))):
         return True
     return (
@@ -382,14 +379,14 @@ def _real_like(fakes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _lay_out(bsym: BoundSymbol, probe: Probe, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> None:
-    """Give `env` fake outputs that lie exactly as the real ones did."""
+    """Give `env` fake outputs with exactly the layout of the real ones."""
     outs = tensor_proxies(bsym.flat_outs)
     made = lay_out(probe.outputs, list(inputs.values()), ["cpu"] * len(outs))
     env.update((p.name, t) for p, t in zip(outs, made, strict=True))
 
 
 def _new_bytes(bsym: BoundSymbol, env: dict[str, Any], inputs: dict[str, torch.Tensor]) -> int:
-    """Bytes of the storages that the outputs show and the inputs do not."""
+    """Bytes of the storages of the outputs that are not storages of the inputs."""
     old = {t.untyped_storage()._cdata for t in inputs.values()}
     new = {}
     for p in tensor_proxies(bsym.flat_outs):
@@ -403,8 +400,8 @@ def probe_operator(func: Any, args: Any, kwargs: Any) -> tuple[int, int] | None:
     """Run one aten operator for real on zeros laid out like its fake CPU arguments.
 
     Returns:
-        The bytes above the start at its worst moment and at its end, or None where it cannot run.
-        Kept like the probes of bound symbols.
+        The bytes above the start at its peak and at its end, or None if it cannot run. The result is kept like
+        the probes of bound symbols.
     """
     flat, spec = tree_flatten((args, kwargs))
     fakes = {str(i): t for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}

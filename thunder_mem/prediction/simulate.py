@@ -1,14 +1,14 @@
-"""Plan and predict for a GPU that is not there.
+"""Plan and predict for a simulated GPU.
 
-Inside `with simulate("H100-80GB"):` tensors made on "cuda" are fake: they have shapes, strides,
-storages and a device, but no data. Modules can be built, `thunder.jit` traces and transforms them as
-it would on that GPU, and `predict` follows the final traces. Questions about the GPU (its memory, its
-compute capability, which attention kernel takes a call) are answered for the device that was named.
+Inside `with simulate("H100-80GB"):` tensors made on "cuda" are fake: they have shapes, strides, storages and a device,
+but no data. Modules can be built, `thunder.jit` traces and transforms them as on that GPU, and `predict` follows the
+final traces. Queries about the GPU (its memory, its compute capability, the attention kernel of a call) are answered
+for the named device.
 
-A fused region is its inputs and outputs there: neither Inductor nor nvFuser writes its kernels without the
-GPU, so what they would keep between two kernels of one region is not counted, and a prediction says so among
-its `assumptions`. Most pointwise regions are one kernel and keep nothing; regions of several reductions, and
-those of `fusion="torchcompile"` with matrix products inside, can hold more than predicted.
+A fused region of `nvfuser` or `torchcompile` counts by its inputs and outputs, because its kernels are unknown without
+the GPU. Bytes kept between two kernels of one region are not counted, and a prediction says so among its `assumptions`.
+Most pointwise regions are one kernel and keep nothing. Regions of several reductions, and those of
+`fusion="torchcompile"` with matrix products inside, can hold more than predicted.
 
 Nothing can be computed, and PyTorch's autograd engine does not run on fake CUDA tensors: use
 `predict` or `predict_step` instead of `loss.backward()`.
@@ -41,7 +41,7 @@ __all__ = ["attention_backend_for", "simulate"]
 
 
 class _NoDeviceMode(FakeTensorMode):
-    """Never touches the device, although `torch.cuda.is_available` is answered with yes."""
+    """Never touches the device, although `torch.cuda.is_available` returns True."""
 
     @property
     def avoid_device_init(self) -> bool:
@@ -54,11 +54,10 @@ def simulate(device: str = "H100-80GB", *, fusion: str | None = "mem_pointwise")
 
     Args:
         device: one of `thunder_mem.memory.device_specs.DEVICES`.
-        fusion: who fuses where nvFuser stands in Thunder's default executors. "mem_pointwise", which is Triton by
-            Inductor, is what `MemEfficient` has on a GPU without nvFuser's wheel; "nvfuser" is Thunder's own
-            executor of it, planned with as where the wheel is, and writes no result over a dying input;
-            "torchcompile" is Thunder's. None leaves the operations unfused. A list given to
-            `thunder.jit(executors=...)` goes before.
+        fusion: the fusion executor at nvFuser's place in Thunder's default list. "mem_pointwise", Triton by
+            Inductor, is what `MemEfficient` uses on a GPU without nvFuser's wheel. "nvfuser" is Thunder's own
+            executor; planning needs no wheel, and no result is written over a dying input. "torchcompile" is
+            Thunder's. None fuses nothing. A list given to `thunder.jit(executors=...)` takes precedence.
 
     Yields:
         The `SimulatedDevice`.
@@ -93,7 +92,7 @@ def simulate(device: str = "H100-80GB", *, fusion: str | None = "mem_pointwise")
 
 
 def _replacements(spec: DeviceSpec) -> list[tuple[Any, str, Any]]:
-    """What answers for the device: (owner, attribute, replacement)."""
+    """The replacements that answer for the device: (owner, attribute, replacement)."""
     cuda = torch.cuda
     properties = SimpleNamespace(
         name=spec.marketing_name,
@@ -141,8 +140,8 @@ def _replacements(spec: DeviceSpec) -> list[tuple[Any, str, Any]]:
 
 
 def apply_to(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """`Module._apply`, by which `module.to(...)` works: PyTorch's swaps a parameter's data in place,
-    which a fake one does not allow. Here the parameter is replaced; tied ones stay tied."""
+    """`Module._apply`, on which `module.to(...)` relies. PyTorch's version swaps a parameter's data in place,
+    which a fake parameter does not allow. Here the parameter is replaced; tied ones stay tied."""
     made: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
     for part in module.modules() if recurse else (module,):
         for key, old in part._parameters.items():
@@ -160,7 +159,7 @@ def apply_to(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """`copy.copy`, by which `ddp` copies parameters: another tensor on the same memory, as of a real one."""
+    """`copy.copy`, by which `ddp` copies parameters: another tensor on the same memory, as for a real parameter."""
     same = tensor.detach()
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(same, tensor.requires_grad)

@@ -1,8 +1,8 @@
-"""Fake CPU tensors in the place of a program's own, for as long as it is followed.
+"""Fake CPU tensors that replace a program's own tensors during a prediction.
 
-Modules, optimizers and tensors may be real, fake or without any data: none is read or written. Within
-`in_place_of`, a module's parameters and buffers are stand-ins, and an optimizer steps over them; tensors that
-code holds in other ways are replaced where they enter an operation (`OnCpu`).
+Modules, optimizers and tensors may be real, fake or without data: none is read or written. Inside `in_place_of`, a
+module's parameters and buffers are stand-ins, and an optimizer steps over them. Other tensors of the code are replaced
+where they enter an operation (`OnCpu`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["OnCpu", "Owned", "in_place_of", "owned_by", "stepping"]
 
 @dataclass(frozen=True)
 class Owned:
-    """What values are, are bound to, or refer to by closures and globals, each once."""
+    """The objects that values are, are bound to, or refer to by closures and globals, each once."""
 
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Owned:
 
 
 def owned_by(*values: Any) -> Owned:
-    """Look through functions, methods, partials and containers; what a module owns is left to it.
+    """Search functions, methods, partials and containers, but not inside modules.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -73,13 +73,13 @@ def owned_by(*values: Any) -> Owned:
 
 
 def _hooks(p: Tensor) -> list[Callable[[Tensor], None]]:
-    """What runs once the gradient of `p` is complete: optimizers that step in the backward."""
+    """The hooks that run once the gradient of `p` is complete: optimizers that step in the backward."""
     return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 @contextmanager
 def in_place_of(twins: Twins, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within, the modules' parameters, buffers and other tensors are their twins."""
+    """Replace the modules' parameters, buffers and other tensors by their twins."""
     with ExitStack() as stack:
         for module in modules:
             for prefix, part in module.named_modules():
@@ -96,7 +96,7 @@ def in_place_of(twins: Twins, modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def stepping(optimizer: Optimizer, twin: Optimizer) -> Iterator[None]:
-    """Within, the optimizer steps over what its twin does, with the twin's state."""
+    """Let the optimizer step over its twin's parameters, with the twin's state."""
     before = optimizer.param_groups, optimizer.state
     optimizer.param_groups, optimizer.state = twin.param_groups, twin.state
     try:
@@ -106,14 +106,14 @@ def stepping(optimizer: Optimizer, twin: Optimizer) -> Iterator[None]:
 
 
 def _hook_as(t: Tensor, twin: Tensor) -> None:
-    """What runs once a parameter's gradient is complete runs for its twin's, and gets the parameter to know it by."""
+    """Run a parameter's hook when its twin's gradient is complete, with the parameter for identification."""
     if twin is not t and twin.requires_grad and twin.is_leaf and not _hooks(twin):
         for hook in _hooks(t):
             twin.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(t))
 
 
 class OnCpu(TorchFunctionMode):
-    """Code that asks for CUDA gets the CPU, and code that uses the caller's tensors their twins."""
+    """Gives the CPU to code that requests CUDA, and twins to code that uses the caller's tensors."""
 
     def __init__(self, twins: Twins) -> None:
         super().__init__()
@@ -139,5 +139,5 @@ class OnCpu(TorchFunctionMode):
 
 
 def _cpu(device: Any) -> Any:
-    """The CPU for a CUDA device or its number; any other device as it is."""
+    """The CPU for a CUDA device or its number; any other device is unchanged."""
     return torch.device("cpu") if isinstance(device, int) or torch.device(device).type == "cuda" else device

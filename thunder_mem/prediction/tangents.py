@@ -1,4 +1,4 @@
-"""What a compiled backward is handed for each output, and where that goes instead for an input that is returned."""
+"""The tangents that a compiled backward receives, and their destination for an input that is returned."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["checked_tangents", "fill_with_zeros", "passed_through"]
 
 
 def passed_through(outputs: Sequence[Any], inputs: Sequence[Any]) -> dict[int, int]:
-    """Position among the outputs -> position among the inputs, of each input that is returned as it is."""
+    """Position among the outputs -> position among the inputs, for each input that is returned unchanged."""
     at = {id(t): i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and t.requires_grad}
     return {i: at[id(t)] for i, t in enumerate(outputs) if id(t) in at}
 
 
 def checked_tangents(backward: Any, given: Sequence[torch.Tensor | None] | None, mode: FakeTensorMode) -> list[Any]:
-    """The cotangents in the order the backward trace takes them, None where there is none; by default dense ones.
+    """The cotangents in the order of the backward trace, None for a missing one; by default dense ones.
 
     Raises:
-        TypeError: one is no tensor.
-        ValueError: they are not as many as the trace takes, or one is not as its output.
+        TypeError: one is not a tensor.
+        ValueError: their number is wrong, or one does not match its output.
     """
     _, wanted = backward.args
     if given is None:
@@ -54,7 +54,7 @@ def checked_tangents(backward: Any, given: Sequence[torch.Tensor | None] | None,
 def fill_with_zeros(
     given: list[Any], layouts: Sequence[tuple[Any, torch.dtype, torch.device]], mode: FakeTensorMode
 ) -> None:
-    """Zeros in place of the tangents that are missing, those of integers included, as autograd makes them."""
+    """Replace missing tangents, including those of integers, by zeros, as autograd does."""
     with mode:
         for i, (shape, dtype, device) in enumerate(layouts):
             if given[i] is None:

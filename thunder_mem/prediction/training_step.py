@@ -1,10 +1,9 @@
-"""The peak of a whole training step: forward, loss, backward, optimizer, gradients and all.
+"""The peak of a whole training step: forward, loss, backward and optimizer, with all gradients.
 
-`training_step` is the step, as plain code. `predict_step` runs that same code on fake tensors under
-PyTorch's own autograd engine and optimizer, so that who holds what, and for how long, is decided by
-the code that decides it for real; only the compiled forward and backward are replaced by a replay of
-their traces. Autograd does not run on fake CUDA tensors, so on a simulated GPU everything outside of
-the traces works on CPU twins, and a block of memory lives as long as either twin does.
+`training_step` is the step, as plain code. `predict_step` runs the same code on fake tensors under PyTorch's own
+autograd engine and optimizer, so the real code decides which tensors are held, and for how long. Only the compiled
+forward and backward are replaced by a replay of their traces. Autograd does not run on fake CUDA tensors. So on a
+simulated GPU all code outside the traces works on CPU twins, and a block of memory lives as long as either twin.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def training_step(
     Args:
         model: called with `args` and `kwargs`.
         optimizer: over the model's parameters; None for forward, loss and backward alone: the gradients stay.
-        loss_fn: from what the model returns to the scalar loss; None if the model returns the loss.
+        loss_fn: from the model's result to the scalar loss; None if the model returns the loss.
         accumulate: number of microbatches.
         set_to_none: drop the gradients at the end; otherwise they stay, filled with zeros.
     """
@@ -66,20 +65,20 @@ def predict_step(
     set_to_none: bool = True,
     first: bool = False,
 ) -> Prediction:
-    """Predict `training_step(model, optimizer, loss_fn, *args, ...)`; nothing of the caller's changes.
+    """Predict `training_step(model, optimizer, loss_fn, *args, ...)` without changing the caller's objects.
 
     Args:
-        model, optimizer, loss_fn, args, kwargs, accumulate, set_to_none: as in `training_step`; `model`
-            is what `thunder.jit` returned, and any optimizer of `torch.optim` will do that needs no closure.
-            With None this is the exact prediction of ``loss_fn(model(*args)).backward()``.
+        model, optimizer, loss_fn, args, kwargs, accumulate, set_to_none: as in `training_step`. `model` is a
+            result of `thunder.jit`. Any optimizer of `torch.optim` works that needs no closure; with None this
+            is the exact prediction of ``loss_fn(model(*args)).backward()``.
         first: predict the very first step, in which the optimizer makes its state, instead of a later one.
 
     Returns:
-        The prediction, with the phases "forward", "loss" (if something runs in it), "backward" and, with
-        an optimizer, "optimizer" and, unless `set_to_none`, "zero_grad".
-        Parameters, buffers, inputs, optimizer state and, unless `set_to_none`, gradients are held
-        before the step begins, and count among `held_bytes`; so do gradients that a parameter
-        outside of the optimizer, or without one any, has now. What else the loss refers to does not count.
+        The prediction, with the phases "forward", "loss" (if it runs operations) and "backward". With an
+        optimizer "optimizer" follows and, unless `set_to_none`, "zero_grad".
+        `held_bytes` counts parameters, buffers, inputs, optimizer state and, unless `set_to_none`, gradients,
+        which are held before the step. It also counts present gradients of parameters outside the optimizer,
+        or of all parameters without one. Other tensors of the loss do not count.
 
     Raises:
         TypeError, ValueError, PredictionError: as `predict`; also for an optimizer that needs a closure,
@@ -154,7 +153,7 @@ def predict_step(
 
 
 def instead_of_optimizer(optimizer: Any) -> str:
-    """What was given in an optimizer's place, and what to do, to end a sentence."""
+    """The end of a sentence: the argument given in place of an optimizer, and what to do."""
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         name = optimizer.__name__
         return f"and {name} is the class: call it with the parameters, {name}(model.parameters())"
@@ -227,7 +226,7 @@ class _Model:
 
 
 def _mirror_once(twins: Twins, known: Iterable[tuple[Any, Any]]) -> Callable[[Any], Any]:
-    """A function that gives each tensor one twin, however often it shows up; `known` ones have theirs."""
+    """A function that gives each tensor one twin, also on repeated use; `known` ones have theirs."""
     made: dict[int, tuple[Any, Any]] = {id(t): (t, twin) for t, twin in known}
 
     def twin(t: Any) -> Any:
@@ -241,7 +240,7 @@ def _mirror_once(twins: Twins, known: Iterable[tuple[Any, Any]]) -> Callable[[An
 
 
 def _returned(entry: Any, output: Any) -> Any:
-    """What the epilogue makes of the computation's output, without its writes to the caller's module."""
+    """The epilogue's result for the computation's output, without its writes to the caller's module."""
     trace = from_trace(entry.epilogue_traces[-1])
     trace.bound_symbols = [
         b for b in entry.epilogue_traces[-1].bound_symbols if not str(b.sym.id).startswith("PrimIDs.PACK_")
@@ -253,7 +252,7 @@ def _returned(entry: Any, output: Any) -> Any:
 
 
 class _Phases:
-    """The twin optimizer, telling the watch where the step is."""
+    """The twin optimizer, which reports its phase to the watch."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
         self.optimizer, self.watch = optimizer, watch
@@ -269,6 +268,6 @@ class _Phases:
 
 
 def _owned(model: Any) -> list[torch.Tensor]:
-    """The parameters and buffers of a jitted module, those that no trace reads included."""
+    """The parameters and buffers of a jitted module, including those that no trace reads."""
     module = getattr(model, "_model", None)
     return [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
