@@ -1,4 +1,4 @@
-"""What holds the memory of a compiled function, and why: `explain` makes a `Report`."""
+"""Reports: `explain` shows which values hold the memory of a compiled function, and why."""
 
 from thunder_mem.report.explain import explain
 from thunder_mem.report.report import Moment, PhasePeak, Report, Tenant

@@ -1,8 +1,8 @@
-"""Whether eager PyTorch would need less for the same program, and why.
+"""Whether eager PyTorch would need less memory for the same program, and why.
 
-The trace before autograd names the functions that the program calls. They run once more on fake tensors, under
-PyTorch's own autograd, with nothing computed: each value is let go of after its last reader, as the backward of
-`loss.backward()` lets go of what it was handed. The program's own code does not run.
+The trace before autograd names the functions that the program calls. They run again on fake tensors, under PyTorch's
+own autograd, without computation. Each value is dropped after its last reader, as `loss.backward()` drops its
+gradients. The program's own code does not run.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ for _function, _symbol in ltorch._torch_to_thunder_function_map.items():
 
 @dataclass(frozen=True)
 class Eager:
-    """What eager PyTorch holds for a program's forward and backward on a CPU.
+    """The memory of eager PyTorch for a program's forward and backward on a CPU.
 
     Attributes:
-        peak_bytes: the most alive at once, the caller's included, scratch left aside.
-        saved_bytes: what the forward leaves for the backward, beside what the caller holds.
+        peak_bytes: the most bytes alive at once, including the caller's tensors but not scratch.
+        saved_bytes: the bytes that the forward leaves for the backward, beside the caller's tensors.
     """
 
     peak_bytes: int
@@ -51,7 +51,7 @@ class Eager:
 
 
 def about_eager(trace: TraceCtx, prediction: Prediction) -> tuple[str, ...]:
-    """That a compiled program needs more than eager PyTorch, with the reason; nothing where it does not.
+    """A sentence that a compiled program needs more than eager PyTorch, with the reason; nothing if it does not.
 
     Args:
         trace: its computation before autograd.
@@ -61,7 +61,7 @@ def about_eager(trace: TraceCtx, prediction: Prediction) -> tuple[str, ...]:
         return ()
     try:
         eager = follow_eager(trace, backward="backward" in prediction.phases)
-    except Exception:  # a comparison, which no report needs; its functions are anybody's
+    except Exception:  # the comparison is optional, and its functions may be any
         return ()
     more = prediction.peak_bytes - eager.peak_bytes
     event = prediction.peak_event
@@ -77,7 +77,7 @@ def about_eager(trace: TraceCtx, prediction: Prediction) -> tuple[str, ...]:
 
 
 def _saved_bytes(prediction: Prediction) -> int:
-    """What is alive when the backward begins, beside what the caller holds."""
+    """The bytes alive when the backward begins, beside the caller's tensors."""
     start = next((e.index for e in prediction.timeline if e.phase == "backward"), None)
     if start is None:
         return 0
@@ -93,8 +93,8 @@ def follow_eager(trace: TraceCtx, *, backward: bool) -> Eager:
         backward: whether to differentiate its outputs, which nobody holds by then.
 
     Raises:
-        NotImplementedError: the trace has something other than functions of PyTorch, sizes that are no numbers,
-            or a checkpoint, under which eager saves less.
+        NotImplementedError: the trace has code other than PyTorch functions, symbolic sizes, or a checkpoint,
+            under which eager saves less.
     """
     mode, ledger = FakeTensorMode(), Ledger("cpu")
     watch = Watch(ledger, probe=False, twins=Twins(mode, ledger))
@@ -162,7 +162,7 @@ def _run(bsym: BoundSymbol, made: dict[str, torch.Tensor]) -> None:
 
 
 def _call(bsym: BoundSymbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By whichever of PyTorch's functions of that name takes these arguments, or those of them that say something."""
+    """Call the PyTorch function of that name that takes these arguments, or their non-default subset."""
     name = str(bsym.sym.id)
     functions: list[Any] = list(_FUNCTIONS.get(name, []))
     if name.startswith("torch."):

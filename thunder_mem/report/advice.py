@@ -1,4 +1,4 @@
-"""How to get lower still: what holds the peak, and what its user can do about that, with figures."""
+"""Advice on how to lower the peak further, with figures."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 __all__ = ["advice"]
 
-# Less than this share of the peak is not worth a word.
+# The least share of the peak that is worth advice.
 _WORTH = 0.05
 
 
 def advice(report: Report) -> tuple[tuple[int, str], ...]:
     """Sentences, each with the bytes at stake in the peak, the largest first.
 
-    The bytes are those of the storages or of the gap that a sentence is about: an upper limit of what it
-    can bring, as another operation may hold the peak then (see the next highest hills).
+    The bytes are those of the storages or of the gap that a sentence is about. They limit its gain, because
+    another operation may then hold the peak (see the next highest hills).
     """
     if report.peak is None or not report.peak_bytes:
         return ()
@@ -128,7 +128,7 @@ def _of(report: Report, category: str) -> int:
 
 
 def _what(t: Tenant) -> str:
-    """The tenant in a few words: how many, whose layers, from which line."""
+    """The tenant in a few words: its number, layers and source line."""
     count = f"{t.count} × {t.names[0]}" if t.count > 1 else t.names[0]
     layers = f" of layers {ranges(t.layers)}" if len(t.layers) > 1 else ""
     the = "the " if t.place.undoes else ""

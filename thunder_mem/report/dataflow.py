@@ -1,8 +1,8 @@
-"""A small program as a picture: its operations in the order they run, and the tensors between them.
+"""A small program as a picture: its operations in execution order, and the tensors between them.
 
-Boxes stand below each other, coloured by the bytes that the device holds while they run. To their left every
-tensor that the program makes has a lane, from the operation that makes it to the last at which it is
-alive, as wide as it is large, with a dot where it is read: so a horizontal cut shows who is alive.
+Boxes stand below each other, coloured by the live bytes of the device. To their left every computed tensor has a lane,
+from the operation that makes it to the last at which it is alive. A lane's width shows the size, and a dot marks each
+read. So a horizontal cut shows the live tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Lane:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where things stand: `shown` positions of the timeline, the boxes' left edge, and what shifts them down."""
+    """The layout: `shown` positions of the timeline, the boxes' left edge, and the headings that shift them down."""
 
     shown: range
     left: int
@@ -118,7 +118,7 @@ def _title(report: Report, shown: range) -> list[str]:
 
 
 def _lanes(facts: Facts, shown: range) -> list[_Lane]:
-    """The lanes of what the program makes, those that are alive at once side by side, the nearest free one first."""
+    """The lanes of computed tensors; those alive at once stand side by side, the nearest free lane first."""
     spans = []
     for i, storage in enumerate(facts.prediction.storages):
         first, last = facts.span(storage)

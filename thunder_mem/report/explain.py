@@ -36,29 +36,29 @@ def explain(
     budget: int | str | None = None,
     bounds: bool = True,
 ) -> Report:
-    """Explain the memory of a jitted function, without running it (but for single operations, see `predict`).
+    """Explain the memory of a jitted function without running it (apart from single operations, see `predict`).
 
-    On a CPU, a program that needs more than eager PyTorch is told so first, with the reason.
+    On a CPU, the report first says whether the program needs more than eager PyTorch, and why.
 
     Args:
-        jitted: what `thunder.jit` returned; with `transforms=[MemEfficient()]` the report also shows what
-            was decided. Of a program of ThunderFX that subgraph is explained whose plan peaks highest, as last
-            compiled; notes name the others, those that Thunder did not compile, and why.
-        args: the arguments of a call, for which it is compiled if it has not been yet. Without any, the last
-            compilation is explained, with inputs that are dense and share no memory.
+        jitted: the result of `thunder.jit`; with `transforms=[MemEfficient()]` the report also shows the
+            decisions. For ThunderFX the report covers the subgraph whose plan peaks highest, as last compiled.
+            Notes name the other subgraphs, those that Thunder did not compile, and why.
+        args: the arguments of a call, for which it is compiled if necessary. Without any, the last compilation
+            is explained, with inputs that are dense and share no memory.
         kwargs: the call's keyword arguments.
-        prediction: explain this one, such as `predict_step` made of a whole step, instead of a new one, in
-            which the caller still holds the outputs while the backward runs, as plans and budgets take it.
-        budget: what the peak is to fit into: bytes, a size such as "40GiB", or "80%" of the device's
-            memory; the report then states the headroom. Default: the budget of `MemEfficient(budget=...)`,
-            if it had one; but none for a given `prediction`, which may hold more than that budget is about.
-        bounds: look for a lower bound on each phase's peak, which proves an order optimal or says how
-            far from it it may be. Takes seconds at 3,000 operations; above that it is left out, as it is for
-            phases with operations outside of the trace (an eager loss).
+        prediction: explain this prediction, such as one of a whole step by `predict_step`. The default is a
+            new one in which the caller holds the outputs during the backward, as plans and budgets assume.
+        budget: the limit for the peak: bytes, a size such as "40GiB", or "80%" of the device's memory; the
+            report then states the headroom. The default is the budget of `MemEfficient(budget=...)`, but none
+            for a given `prediction`, which may hold more than that budget covers.
+        bounds: find a lower bound on each phase's peak, which proves an order optimal or limits its distance
+            to the optimum. That takes seconds at 3,000 operations. The bound is omitted above that, and for
+            phases with operations outside the trace (an eager loss).
 
     Raises:
-        TypeError: `jitted` is not a function jitted by Thunder, or `budget` is no int and no string.
-        ValueError: it was never called and no arguments are given, or the budget is none, or not positive.
+        TypeError: `jitted` is not a function jitted by Thunder, or `budget` is neither an int nor a string.
+        ValueError: it was never called and no arguments are given, or the budget is invalid or not positive.
         PredictionError: it cannot be traced, or an operation has no prediction.
 
     Example:
@@ -68,7 +68,7 @@ def explain(
         12288
     """
     if budget is not None:
-        parse_budget(budget)  # what is wrong with it is said before the long work
+        parse_budget(budget)  # raise before the long work
     if is_fx(jitted):
         if args or kwargs:
             raise ValueError(f"{LATE}, then explain it without arguments")

@@ -1,8 +1,8 @@
-"""What a prediction knows about each operation and each storage: source lines, readers, reasons, categories.
+"""Facts of a prediction about each operation and each storage: source lines, readers, reasons, categories.
 
-A backward operation has no line of its own in the user's code. It gets the line of the forward
-operation that it undoes, found through the data: the latest forward value among its operands, or
-what the operand that it did compute from was undoing.
+A backward operation has no line of its own in the user's code. It gets the line of the forward operation that it
+differentiates, found through the data: the latest forward value among its operands, or the line of the operand that it
+computes from.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ CATEGORIES = ("held by the caller", "saved for the backward", "gradients", "work
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the source something comes from.
+    """The source line of an operation or a storage.
 
     Attributes:
         source: "file:line", or "".
         undoes: the line is that of the forward operation that this one differentiates.
-        used_at: where the line is a library's, the first line outside of PyTorch and Thunder
-            that uses the result, or "".
+        used_at: for a library's line, the first line outside PyTorch and Thunder that uses the result, or "".
     """
 
     source: str = ""
@@ -59,7 +58,7 @@ class Place:
 
     @property
     def code(self) -> str:
-        """The text of the line, or "" where the file cannot be read."""
+        """The text of the line, or "" if the file cannot be read."""
         file, _, line = (self.used_at or self.source).rpartition(":")
         return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
 
@@ -72,7 +71,7 @@ class Facts:
 
     @cached_property
     def _named(self) -> dict[str, list[int]]:
-        """Tensor name -> the storages that it ever stands for, by birth: each microbatch of a step uses it anew."""
+        """Tensor name -> all its storages, by birth: each microbatch of a step uses the name anew."""
         found: dict[str, list[int]] = {}
         for i, storage in enumerate(self.prediction.storages):
             for name in dict.fromkeys((storage.name, *storage.aliases)):
@@ -80,7 +79,7 @@ class Facts:
         return found
 
     def storage_of(self, name: str, event: Event) -> int | None:
-        """Which of `prediction.storages` a tensor's name stands for while `event` runs; None if for none."""
+        """The index in `prediction.storages` of a tensor's name while `event` runs; None if it has none."""
         storages = self.prediction.storages
         alive = (i for i in reversed(self._named.get(name, [])) if storages[i].born <= event.index <= storages[i].last)
         return next(alive, None)
@@ -91,12 +90,12 @@ class Facts:
 
     @cached_property
     def reads(self) -> tuple[dict[str, int], ...]:
-        """Per operation of the timeline, its operands' names and the storages that they stand for there."""
+        """Per operation of the timeline, its operands' names and their storages there."""
         return tuple(self._storages_of(operands(event), event) for event in self.prediction.timeline)
 
     @cached_property
     def results(self) -> tuple[dict[str, int], ...]:
-        """Per operation of the timeline, its outputs' names and the storages that they stand for there."""
+        """Per operation of the timeline, its outputs' names and their storages there."""
         return tuple(self._storages_of(event.outputs, event) for event in self.prediction.timeline)
 
     @cached_property
@@ -119,7 +118,7 @@ class Facts:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """Per operation of the timeline, where it comes from."""
+        """Per operation of the timeline, its place in the source."""
         storages, lines = self.prediction.storages, [sources(e) for e in self.prediction.timeline]
         used_at: list[str] = [""] * len(lines)
         first_use: dict[int, str] = {}
@@ -158,12 +157,12 @@ class Facts:
         return tuple(found)
 
     def _undone(self, position: int, place_of: Mapping[int, tuple[int, Place]]) -> Place:
-        """Where the latest forward value comes from that a backward operation takes, see the top of the file."""
+        """The place of the latest forward value that a backward operation takes, see the top of the file."""
         inputs = [place_of[s] for s in self.reads[position].values() if s in place_of]
         return max(inputs, key=lambda known: known[0], default=(0, Place()))[1]
 
     def place_of(self, storage: Held) -> Place:
-        """Where a storage that an operation of the timeline made comes from; inside a fused region, its own line."""
+        """The place of a computed storage; inside a fused region, its own line."""
         at = self.position[storage.born]
         event, place = self.prediction.timeline[at], self.places[at]
         line = making_line(event, storage.name) if is_region(event) else ""
@@ -171,7 +170,7 @@ class Facts:
 
     @cached_property
     def layer_of(self) -> dict[int, int]:
-        """Storage -> number of the model's layer that it belongs to; those of no layer are missing."""
+        """Storage -> number of its layer in the model; storages without a layer are missing."""
         reads, results = ([tuple(of.values()) for of in side] for side in (self.reads, self.results))
         return layers_of(self.prediction, reads, results)
 
@@ -203,7 +202,7 @@ class Facts:
 
     @cached_property
     def _made_for_the_caller(self) -> frozenset[int]:
-        """Storages of the forward that the backward returns, and that stay: gradients that a chunked head made."""
+        """Storages of the forward that the backward returns and that stay: gradients of a chunked head."""
         storages, found = self.prediction.storages, set()
         for event, results in zip(self.prediction.timeline, self.results, strict=True):
             if event.phase == "backward":
@@ -212,7 +211,7 @@ class Facts:
 
     @cached_property
     def layers(self) -> tuple[tuple[int, ...], ...]:
-        """Per category, what the device holds at each position of the timeline; they sum to `device_bytes`."""
+        """Per category, the device's bytes at each position of the timeline; they sum to `device_bytes`."""
         device_type = self.prediction.device_type
         count = len(self.prediction.timeline)
         steps = [[0] * (count + 1) for _ in CATEGORIES]
@@ -233,7 +232,7 @@ class Facts:
         return (*layers, scratch)
 
     def device_bytes(self, storage: Held) -> int:
-        """What a storage takes of the device."""
+        """The device bytes of a storage."""
         return block_bytes(storage.nbytes, self.prediction.device_type)
 
     def span(self, storage: Held) -> tuple[int, int]:
@@ -278,7 +277,7 @@ class Facts:
         return f"nobody reads it after {label(timeline[readers[-1]])}, yet it is released only later"
 
     def _is_added(self, storage: Held) -> bool:
-        """Whether it is a result of the trace that autograd, outside of the trace, adds to a gradient at its end."""
+        """Whether autograd, outside the trace, adds this result of the trace to a gradient at the end."""
         events = [
             self.prediction.timeline[p] for i in (storage.born, storage.last) if (p := self.position.get(i)) is not None
         ]

@@ -1,4 +1,4 @@
-"""Which layer of a model a storage belongs to, told by the names of its parameters."""
+"""The layer of each storage, from the names of the model's parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["layer_numbers", "layers_of", "ranges"]
 
 
 def layer_numbers(names: Iterable[str]) -> dict[str, int]:
-    """Name -> number of its layer, for names that differ from others in nothing but numbers.
+    """Name -> number of its layer, for names that differ from others only in numbers.
 
-    Where names have several such numbers the layer's is the one that takes most values. Lists of modules count
-    from 0, so numbers that never are 0 (`norm_1`, `norm_2`) are parts of names.
+    If names have several such numbers, the one with the most values is the layer. Lists of modules count from
+    0, so numbers that are never 0 (`norm_1`, `norm_2`) are parts of names.
 
     Example:
         >>> layer_numbers(["h_0_norm_1", "h_1_norm_1", "h_2_norm_1", "h_0_norm_2", "wte"])
@@ -37,13 +37,14 @@ def layer_numbers(names: Iterable[str]) -> dict[str, int]:
 def layers_of(
     prediction: Prediction, reads: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
 ) -> dict[int, int]:
-    """Storage -> the layer it belongs to; those that belong to none are missing.
+    """Storage -> its layer; storages without a layer are missing.
 
-    A parameter's name tells its layer. What an operation makes belongs to the layer of its parameters or,
-    without any, to the highest of its operands' layers in the forward and to the lowest in the backward.
+    A parameter's name tells its layer. A computed storage belongs to the layer of the operation's parameters.
+    Without parameters, it belongs to the highest of its operands' layers in the forward, and to the lowest in
+    the backward.
 
     Args:
-        prediction: whose storages are sorted into layers.
+        prediction: its storages are sorted into layers.
         reads, results: per operation of its timeline, the storages of its operands and of its outputs.
     """
     held = [i for i, s in enumerate(prediction.storages) if s.born < 0]

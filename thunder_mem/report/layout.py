@@ -1,4 +1,4 @@
-"""A report as what renderers lay out: its lines and tables, and its timeline as pictures show it."""
+"""A report in the form for renderers: lines, tables, and the timeline for pictures."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 __all__ = ["document", "timeline_view"]
 
-# The picture of the dataflow does not help with a program of more operations.
+# The most operations for which the picture of the dataflow helps.
 _FLOW_OPS = 200
 
 
 def document(report: Report, most: int = 25, with_flow: bool = False) -> Document:
-    """The report as it is laid out.
+    """The report as a document.
 
     Args:
         report: the report.
-        most: rows that a table of storages shows at most.
+        most: the most rows in a table of storages.
         with_flow: add the picture of the dataflow, for a program of up to 200 operations.
     """
     small = 0 < len(report.prediction.timeline) <= _FLOW_OPS
@@ -33,7 +33,7 @@ def document(report: Report, most: int = 25, with_flow: bool = False) -> Documen
 
 
 def timeline_view(report: Report) -> TimelineView | None:
-    """What pictures show of the timeline; None where nothing runs."""
+    """The timeline for pictures; None if nothing runs."""
     if report.peak is None:
         return None
     timeline = report.prediction.timeline

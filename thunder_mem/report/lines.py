@@ -1,4 +1,4 @@
-"""Which lines of source an operation comes from, and inside a fused region each of its tensors."""
+"""The source lines of operations, and of each tensor inside a fused region."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ __all__ = [
 ]
 
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
-# Lines of these packages say how, but not for what, something is computed; any other package may be the model.
+# Lines of these packages do not show the purpose of an operation; any other package may be the model.
 _LIBRARY = re.compile(_INSTALLED.pattern + r"(?:torch|thunder|thunder_mem)[/\\]")
 _HERE = str(pathlib.Path(__file__).parents[1])
 
 
 def operands(event: Event) -> tuple[str, ...]:
-    """The names an operation takes, each once; none where there is no trace."""
+    """The names of an operation's operands, each once; none without a trace."""
     return _names(getattr(event.bsym, "flat_proxy_args", ()))
 
 
 def sources(event: Event) -> tuple[str, ...]:
-    """The lines an operation comes from: its own, or for a fusion region those of its members."""
+    """The lines of an operation: its own, or those of a fusion region's members."""
     if event.source or event.bsym is None:
         return (event.source,) if event.source else ()
     return tuple(dict.fromkeys(line for _, line in _members(event.bsym) if line))
 
 
 def reading_line(event: Event, name: str) -> str:
-    """The first line of the user's, inside a fused region, that works with one of its operands; "" if none does."""
+    """The user's first line, inside a fused region, that reads one of its operands; "" if none does."""
     followed = {name}
     for member, line in _members(event.bsym):
         if followed.intersection(_names(member.flat_proxy_args)):
@@ -51,7 +51,7 @@ def reading_line(event: Event, name: str) -> str:
 
 
 def making_line(event: Event, name: str) -> str:
-    """The last line of the user's, inside a fused region, that makes one of its results; "" if none does."""
+    """The user's last line, inside a fused region, that makes one of its results; "" if none does."""
     followed = {name}
     for member, line in reversed(list(_members(event.bsym))):
         if followed.intersection(_names(member.flat_proxy_outs)):
@@ -62,12 +62,12 @@ def making_line(event: Event, name: str) -> str:
 
 
 def gradient_inside(event: Event) -> bool:
-    """Whether a fused region has operations that no line of source wrote: those of the backward."""
+    """Whether a fused region has operations without a source line: those of the backward."""
     return is_region(event) and any(not line for _, line in _members(event.bsym))
 
 
 def is_region(event: Event) -> bool:
-    """Whether an operation is several, fused."""
+    """Whether an operation is a fused region."""
     return event.bsym is not None and bool(event.bsym.sym.is_fusion)
 
 
@@ -92,7 +92,7 @@ def is_library(source: str) -> bool:
 
 
 def shorten(source: str) -> str:
-    """An installed package's path from the package on, any other by its last two parts."""
+    """An installed package's path from the package on, or the last two parts of any other path."""
     if _INSTALLED.match(source):
         return _INSTALLED.sub("", source)
     return "/".join(source.replace("\\", "/").split("/")[-2:])

@@ -1,4 +1,4 @@
-"""What is worth knowing about how a program was compiled, in sentences."""
+"""Notes about the compilation of a program, in sentences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CUDA_GRAPHS = "CUDA graphs keep their values, and copies of arguments, between c
 
 
 def about_compilation(jitted: Any) -> tuple[str, ...]:
-    """About the executors and transforms of a function that was compiled with `MemEfficient`."""
+    """Notes about the executors and transforms of a function compiled with `MemEfficient`."""
     data: Any = thunder.compile_data(jitted)
     notes = []
     if not any(_fuses_all(e) for e in user_executors(data.executors_list)):
@@ -46,7 +46,7 @@ def _fuses_all(executor: Any) -> bool:
 
 
 def about_subgraphs(compiled: Any) -> tuple[str, ...]:
-    """About a program of ThunderFX: which of its subgraphs is shown, what Thunder does not compile, and why."""
+    """Notes about a program of ThunderFX: the subgraph shown, and parts that Thunder does not compile."""
     parts, shown = subgraphs(compiled), highest_peak(compiled)
     theirs = [part for part in parts if part.jitted is not None]
     notes = []
@@ -66,7 +66,7 @@ def about_subgraphs(compiled: Any) -> tuple[str, ...]:
 
 
 def _heads_kept_whole(theirs: Sequence[Subgraph], breaks: Sequence[Break]) -> Iterator[str]:
-    """What keeps the results of loss heads that leave their graph, though the program may return only a loss."""
+    """Notes about loss heads whose logits leave their graph, although the program may return only a loss."""
     for part in theirs:
         plan = last_plan(part.jitted)
         for refused in plan.refused if plan is not None else ():

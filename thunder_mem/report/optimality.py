@@ -1,4 +1,4 @@
-"""How far each half of a program is from the least peak that any order of its operations has."""
+"""The distance of each half of a program from the least peak of any order of its operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Optimality:
         phase: "forward" or "backward".
         peak_bytes: of this phase, as predicted.
         bound_bytes: no order of these operations, with the same regions and the same saved values,
-            has a lower peak; None where there is no bound, and `reason` says why.
+            has a lower peak; None without a bound, and `reason` says why.
         gap: (peak - bound) / bound; None without a bound.
         proven: the two are equal.
         method: which method of `thunder_mem.schedule.lower_bounds` gave the bound.
@@ -45,8 +45,8 @@ class Optimality:
 def optimality(trace: Any, prediction: Prediction) -> Optimality:
     """Bound the peak of one phase of a prediction, which was made from `trace`.
 
-    The trace's graph is bounded only if its timeline is the prediction's at every operation (but for
-    what the caller holds beside it), so that the bound speaks of the bytes that the report shows.
+    The graph is bounded only if its timeline equals the prediction's at every operation (apart from the caller's
+    other tensors). So the bound refers to the bytes in the report.
     """
     phase, peak_bytes = prediction.timeline[0].phase, prediction.peak_bytes
     if len(prediction.timeline) > _MOST_OPS:
@@ -79,8 +79,8 @@ def optimality(trace: Any, prediction: Prediction) -> Optimality:
 def _as_predicted(graph: Graph, prediction: Prediction) -> Graph:
     """The graph over the storages and the scratch of the prediction.
 
-    One trace alone does not show which of its inputs share memory, nor what an operation of another
-    library returns as a view; the prediction does.
+    One trace alone does not show which of its inputs share memory, nor which results of other libraries are
+    views; the prediction does.
     """
     known: dict[str, int] = {}
     for i, predicted in enumerate(prediction.storages):

@@ -1,4 +1,4 @@
-"""The hills of a timeline: peaks that are more than a ripple on the flank of a higher one."""
+"""The hills of a timeline: peaks that are more than a ripple beside a higher one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["hills"]
 
 
 def hills(live_bytes: Sequence[int], count: int = 5, share: float = 0.05) -> tuple[int, ...]:
-    """Positions of the highest hills, highest first, the peak itself among them.
+    """Positions of the highest hills, including the peak, highest first.
 
-    A hill counts if one has to go down from it by at least `share` of the whole range of the
-    timeline before one can climb higher (its topographic prominence). Linear time.
+    A hill counts if the timeline falls by at least `share` of its whole range before it rises higher (the hill's
+    topographic prominence). Linear time.
 
     Raises:
         ValueError: `count` below 1, or a share outside of 0..1.
@@ -38,7 +38,7 @@ def hills(live_bytes: Sequence[int], count: int = 5, share: float = 0.05) -> tup
 
 
 def _valleys(live_bytes: Iterable[int], or_equal: bool) -> list[int | None]:
-    """For each position the lowest value since the last higher one (`or_equal`: or equal); None if nothing was."""
+    """For each position the lowest value since the last higher one (`or_equal`: or equal); None without one."""
     stack: list[tuple[int, int]] = []  # (value, the lowest from behind the entry below up to here), falling
     valleys: list[int | None] = []
     for live in live_bytes:

@@ -1,4 +1,4 @@
-"""`Report`: all that is known about the memory of one compiled function, as plain data."""
+"""`Report`: the memory of one compiled function, as plain data."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ REPORT_ENDINGS = (".html", ".txt", ".json", ".pickle", ".png", ".svg")
 
 @dataclass(frozen=True)
 class Moment:
-    """One operation of the timeline and what the device holds while it runs, in bytes.
+    """One operation of the timeline and the device's bytes while it runs.
 
     Attributes:
         index: of its event.
         phase: "forward", "backward", ...
-        op: what runs, as the trace prints it.
-        place: the line of source that it comes from.
-        device_bytes: all of it, scratch and what the caller holds included.
-        by_category: its parts, one for each of `CATEGORIES`.
+        op: the operation, as the trace prints it.
+        place: its source line.
+        device_bytes: all bytes, including scratch and the caller's tensors.
+        by_category: their parts, one for each of `CATEGORIES`.
     """
 
     index: int
@@ -52,23 +52,23 @@ class Moment:
 
 @dataclass(frozen=True)
 class Tenant:
-    """A storage alive at the peak; or several alike, as those of equal layers.
+    """A storage alive at the peak, or several similar ones, such as those of equal layers.
 
     Attributes:
-        count: how many there are.
+        count: their number.
         nbytes: of all of them together.
         share: `nbytes` as a share of the peak, 0..1.
-        names: the first tensor of each; up to eight, the rest is only counted.
-        aliases: the other tensors that show the first one.
+        names: the first tensor of each, up to eight; the rest are only counted.
+        aliases: the other tensors on the first storage.
         shape, dtype, device: of the first tensor of each.
         category: one of `CATEGORIES`.
         kind: of the storage, see `thunder_mem.prediction.predict.Held`.
-        producer: the operation that made it (or the first of them); "" if the caller brought it.
-        place: where that comes from.
-        born, last: indices of the first and the last event it is alive in; -1: before the first. Of
-            several, the earliest and the latest.
+        producer: the operation that made it (or the first of them); "" for the caller's storages.
+        place: the producer's source line.
+        born, last: indices of the first and the last event in which it is alive; -1: before the first. For
+            several storages, the earliest and the latest.
         why: why it is alive.
-        layers: numbers of the model's layers that they belong to, if they belong to any.
+        layers: numbers of their layers in the model, if they have any.
     """
 
     count: int
@@ -91,7 +91,7 @@ class Tenant:
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The peak of one phase: its name, how many operations it has, and the most that the device holds in it."""
+    """The peak of one phase: its name, its number of operations, and the most bytes on the device."""
 
     name: str
     ops: int
@@ -100,15 +100,15 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class Report:
-    """What a compiled function holds, when, and why. `str()` it, print it with rich, or save it.
+    """The memory of a compiled function: what, when, and why. Use `str()`, print it with rich, or save it.
 
     Attributes:
         prediction: the timeline that all figures come from.
-        plan: what MemEfficient decided; None if it made no plan.
-        optimality: per phase, a lower bound, or why there is none; empty if none was asked for.
-        budget_bytes: what the peak is compared with, if anything.
-        notes: what else is worth knowing, in sentences.
-        above_eager: that eager PyTorch needs less, and why; empty where it does not, or is not known to.
+        plan: MemEfficient's decisions; None if it made no plan.
+        optimality: per phase, a lower bound or the reason why there is none; empty if not requested.
+        budget_bytes: the budget to compare the peak with, if any.
+        notes: further notes, in sentences.
+        above_eager: a sentence if eager PyTorch is known to need less, with the reason; else empty.
     """
 
     prediction: Prediction
@@ -124,23 +124,23 @@ class Report:
 
     @property
     def peak_bytes(self) -> int:
-        """What the device holds at most, see `Prediction.peak_bytes`: by it `fits` and budgets judge, too."""
+        """The most bytes on the device, see `Prediction.peak_bytes`; `fits` and budgets use the same figure."""
         return self.prediction.peak_bytes
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What the budget leaves beside the peak; negative if it is exceeded, None without a budget."""
+        """The budget less the peak; negative if the budget is exceeded, None without a budget."""
         return None if self.budget_bytes is None else self.budget_bytes - self.peak_bytes
 
     @cached_property
     def peak(self) -> Moment | None:
-        """The operation that holds the peak; None if nothing runs."""
+        """The operation at the peak; None if nothing runs."""
         event = self.prediction.peak_event
         return None if event is None else self.moment(self._facts.position[event.index])
 
     @cached_property
     def runner_ups(self) -> tuple[Moment, ...]:
-        """The other hills of the timeline, highest first: where the peak would be if this one were gone."""
+        """The other hills of the timeline, highest first: the next peaks once this one is gone."""
         if self.peak is None:
             return ()
         positions = hills(self.prediction.device_bytes)
@@ -154,9 +154,9 @@ class Report:
 
     @cached_property
     def tenants(self) -> tuple[Tenant, ...]:
-        """Who is alive at the peak, largest first, those that differ in nothing but their layer folded into one.
+        """The storages alive at the peak, largest first; those that differ only in their layer are one entry.
 
-        With the peak's scratch they are all of it.
+        Together with the scratch they add up to the peak.
         """
         if self.peak is None:
             return ()
@@ -200,7 +200,7 @@ class Report:
         return tuple(sorted(map(_fold, folded.values()), key=lambda t: (-t.nbytes, t.born, t.names)))
 
     def moment(self, position: int) -> Moment:
-        """What is alive at a position of the timeline.
+        """The live bytes at a position of the timeline.
 
         Raises:
             IndexError: there is no such position.
@@ -217,7 +217,7 @@ class Report:
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
-        """Per category of `CATEGORIES`, what the device holds at each operation."""
+        """Per category of `CATEGORIES`, the device's bytes at each operation."""
         return self._facts.layers
 
     def __str__(self) -> str:
@@ -265,11 +265,11 @@ class Report:
         }
 
     def dataflow_svg(self, most: int = 200) -> str:
-        """A picture of a small program as SVG: one box for each operation or region, in the order they run,
-        coloured by live bytes, with a lane beside them for each tensor from its birth to its last use.
+        """A picture of a small program as SVG: one box for each operation or region in execution order, coloured
+        by live bytes, and one lane for each tensor from its birth to its last use.
 
         Args:
-            most: operations that are drawn; of a longer program those around the peak.
+            most: the most operations to draw; for a longer program those around the peak.
 
         Raises:
             ValueError: `most` below 1.
@@ -279,9 +279,9 @@ class Report:
     def save(self, path: str | pathlib.Path) -> None:
         """Write the report to a file, in the form that its ending names.
 
-        `.html` is one self-contained page; `.txt` and `.json` are what `str()` and `to_json()` give;
-        `.pickle` opens in PyTorch's memory viewer (https://pytorch.org/memory_viz); `.png` and `.svg`
-        are what `plot` draws, but `.flow.svg` what `dataflow_svg` does.
+        `.html` is one self-contained page. `.txt` and `.json` hold `str()` and `to_json()`. `.pickle` opens in
+        PyTorch's memory viewer (https://pytorch.org/memory_viz). `.png` and `.svg` are drawn by `plot`, and
+        `.flow.svg` by `dataflow_svg`.
 
         Raises:
             ValueError: another ending.
@@ -301,7 +301,7 @@ class Report:
         writers.get(path.suffix, self.plot)(path)
 
     def plot(self, path: str | pathlib.Path) -> None:
-        """Draw the timeline, and who is alive at its peak, as a `.png` or `.svg`.
+        """Draw the timeline, and the storages alive at its peak, as a `.png` or `.svg`.
 
         Raises:
             ValueError: another ending, or nothing runs.

@@ -1,4 +1,4 @@
-"""What a report says, as headline and tables; the text, the terminal and the page only lay it out."""
+"""The content of a report as headline and tables; text, terminal and page only lay it out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["about_library", "headline", "sections"]
 
 
 def headline(report: Report) -> tuple[str, ...]:
-    """The first lines: the peak, where it is, whose line that is, its parts, and what the figures rest on."""
+    """The first lines: the peak, its operation and source line, its parts, and the assumptions."""
     prediction, peak = report.prediction, report.peak
     if peak is None:
         return (f"Nothing runs: the caller's {size(report.peak_bytes)} are all there is", *report.notes)
@@ -45,7 +45,7 @@ def headline(report: Report) -> tuple[str, ...]:
 
 
 def _verdict(report: Report) -> tuple[str, ...]:
-    """Whether the peak fits the budget, and what is left; nothing without a budget."""
+    """Whether the peak fits the budget, and the headroom; nothing without a budget."""
     if report.headroom_bytes is None or report.budget_bytes is None:
         return ()
     given = report.plan.budget if report.plan is not None else None
@@ -57,7 +57,7 @@ def _verdict(report: Report) -> tuple[str, ...]:
 
 
 def about_library(prediction: Prediction) -> tuple[str, ...]:
-    """What libraries keep on the device beside all that; nothing without any."""
+    """The memory that libraries keep on the device in addition; nothing without any."""
     of: dict[str, list[LibraryMemory]] = {}
     for kept in prediction.library:
         of.setdefault(kept.library, []).append(kept)
@@ -68,11 +68,11 @@ def about_library(prediction: Prediction) -> tuple[str, ...]:
 
 
 def sections(report: Report, most: int = 25) -> tuple[Section, ...]:
-    """The tables of a report, those without rows left out.
+    """The tables of a report, without empty ones.
 
     Args:
         report: the report.
-        most: rows a table of storages shows at most; what is beyond is summed up in its note.
+        most: the most rows in a table of storages; its note sums up the rest.
     """
     found = [_decisions(report), _candidates(report), _phases(report), _tenants(report, most), _runner_ups(report)]
     found += [_refused(report), _advice(report)]
@@ -125,7 +125,7 @@ def _phases(report: Report) -> Section:
         note = "A bound holds for every order of the same operations, with the same regions and saved values."
     reasons = [f"No bound for the {o.phase}: {o.reason}." for o in report.optimality if o.reason]
     columns: tuple[str, ...] = ("phase", "ops", "peak", "lower bound", "gap", "")
-    if not note:  # no bounds, no columns for them
+    if not note:  # without bounds, omit their columns
         columns, rows = columns[:3], [row[:3] for row in rows]
     return Section("Phases", columns, tuple(rows), (1, 2, 3, 4), " ".join([note, *reasons]).strip())
 

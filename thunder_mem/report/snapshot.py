@@ -1,9 +1,8 @@
 """A prediction in the format of PyTorch's memory viewer (https://pytorch.org/memory_viz).
 
-The format is that of `torch.cuda.memory._snapshot`: a pickled dict of the trace of allocations and of
-the segments as they are at the end. What the caller holds is allocated before the first operation, and
-scratch while its operation runs, so that the highest point of the viewer's timeline is the
-prediction's total peak. Addresses are made up, by first fit.
+The format is that of `torch.cuda.memory._snapshot`: a pickled dict of the trace of allocations and of the final
+segments. The caller's storages are allocated before the first operation, and scratch while its operation runs. So the
+highest point of the viewer's timeline is the prediction's total peak. Addresses are made up, by first fit.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from thunder_mem.report.facts import CATEGORIES, Facts, Place
 
 __all__ = ["snapshot", "snapshot_bytes"]
 
-# The viewer's own names; it fails on a file whose events have categories but never "unknown".
+# The viewer's own names; it fails on a file with categories but without "unknown".
 _VIEWER_CATEGORY = dict(zip(CATEGORIES[:-1], ("parameter", "activation", "gradient", "unknown"), strict=True))
 _SCRATCH_CATEGORY = "temporary"
 _UNIT = 512
