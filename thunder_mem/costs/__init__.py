@@ -1,1 +1,1 @@
-"""Seconds and library memory: a roofline, the same on every rank, and measured times for those who ask."""
+"""Execution times: a roofline that is the same on every rank, and measured times on request."""

@@ -1,7 +1,7 @@
-"""Measured times instead of modelled ones, for those who ask: kept in a JSON file in the user's cache.
+"""Measured times instead of modelled ones, on request, kept in a JSON file in the user's cache.
 
-No plan uses this by itself: `MemEfficient(costs="measured")` asks for it. Two ranks that measured would plan
-differently, so there it is refused.
+Only `MemEfficient(costs="measured")` uses them. Two ranks that measure would plan differently, so several ranks are
+refused.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ Timer = Callable[[Callable[..., Any], Sequence[Any]], float]
 
 
 class MeasuringError(ValueError):
-    """Times were to be measured where that cannot be done; the message says why."""
+    """Times cannot be measured here; the message says why."""
 
 
 def check_measurable() -> None:
-    """Refuse to measure where nothing runs, or where every rank would plan by times of its own.
+    """Refuse to measure if nothing runs, or if every rank would plan by its own times.
 
     Raises:
         MeasuringError: tensors are fake here, or this process is one of several ranks.
@@ -81,7 +81,7 @@ def costs_of(costs: str, device: DeviceModel) -> Callable[[BoundSymbol], float]:
 
 
 def cache_directory() -> Path:
-    """Where measurements are kept: ``$XDG_CACHE_HOME/thunder_mem``, by default ``~/.cache/thunder_mem``."""
+    """The folder of measurements: ``$XDG_CACHE_HOME/thunder_mem``, by default ``~/.cache/thunder_mem``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thunder_mem"
 
 
@@ -108,7 +108,7 @@ class MeasuredCosts:
         """Seconds that `bsym` takes on its own device, without those of its host; 0 for a view.
 
         Raises:
-            MeasuringError: the operation fails on made-up arguments, or its device is not there.
+            MeasuringError: the operation fails on made-up arguments, or its device does not exist.
         """
         if is_free(bsym):
             return 0.0
@@ -127,8 +127,8 @@ class MeasuredCosts:
 def measured_cpu(path: str | os.PathLike[str] | None = None, timer: Timer | None = None) -> DeviceModel:
     """This machine's CPU as a `DeviceModel`, measured once and remembered in a file (``cpu.json``).
 
-    Bandwidth from a copy of 64 MiB, products from 1024 x 1024 matrices, the vector rate from a
-    polynomial of a small tensor, the launch from an addition of one element.
+    The bandwidth comes from a copy of 64 MiB, the product rate from 1024 x 1024 matrices, the vector rate from
+    a polynomial of a small tensor, and the launch time from an addition of one element.
 
     Raises:
         ValueError: the file exists but is not such a file.
@@ -206,7 +206,7 @@ def _key(bsym: BoundSymbol) -> str:
         ),
         "",
     )
-    # A fusion's own name ends in a number that says nothing about it.
+    # A fusion's own name ends in a meaningless number.
     name = bsym.sym.name.rstrip("0123456789") if bsym.sym.is_fusion else bsym.sym.name
     return f"{name}[{inside}] {content} {executor} {_machine(device)}"
 
@@ -217,7 +217,7 @@ def _inputs(bsym: BoundSymbol) -> list[Proxy]:
 
 
 def _function(bsym: BoundSymbol) -> Callable[..., Any]:
-    """The bound symbol as a function of its proxy arguments, run as it is claimed, or else by torch."""
+    """The bound symbol as a function of its proxy arguments, run by its executor, or else by torch."""
     inputs = _inputs(bsym)
     trace: Any = TraceCtx(None)
     trace.args, trace.kwargs = inputs, {}

@@ -1,4 +1,4 @@
-"""What a plan takes by the roofline: every region one kernel, everything else its own (`roofline.py`)."""
+"""The time of a plan by the roofline: one kernel for every region and every other op (`roofline.py`)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
 
     Args:
         plan: of `source`.
-        source: the joint trace that it is for, with what is repeated in it.
-        device: whose rates count.
+        source: the joint trace of the plan, with its recomputation.
+        device: the device with the rates.
     """
     wanted_by: dict[str, set[int]] = {}  # proxy name -> the ops that take it
     for op, bsym in enumerate(source.bsyms):
         for p in bsym.flat_proxy_args:
             wanted_by.setdefault(p.name, set()).add(op)
-    # A copy serves its own region, so only who runs an op as its own hands its results on.
+    # A copy serves only its own region; the original op passes its results on.
     total = 0.0
     for region in plan.regions:
         bsyms = [source.bsyms[op] for op in region.ops]
@@ -50,9 +50,9 @@ def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
 
 
 def trace_seconds(trace: TraceCtx, device: DeviceModel) -> float:
-    """Seconds of a final trace, whoever made it, by the same count: every bound symbol one kernel.
+    """Seconds of any final trace by the same count: one kernel for every bound symbol.
 
-    But a region of `mem_pointwise` on a GPU is the kernels that Inductor writes for it, and what they read and write.
+    But a region of `mem_pointwise` on a GPU counts as the kernels that Inductor writes for it, with their traffic.
     """
     source = read_trace(trace)
     total = 0.0

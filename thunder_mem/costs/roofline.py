@@ -1,9 +1,8 @@
-"""How long an operation takes: a roofline from shapes and dtypes, the same on every rank and every run.
+"""The time of an operation: a roofline from shapes and dtypes, the same on every rank and every run.
 
-An operation takes ``max(flops / peak, bytes / bandwidth) + launch`` seconds (Williams, Waterman and
-Patterson, "Roofline", CACM 2009); a view takes nothing. Inside a fusion region only what the region
-reads and writes moves, so recomputing an elementwise value there costs its reads. No timing enters:
-measured times are `measured.py`, for those who ask.
+An operation takes ``max(flops / peak, bytes / bandwidth) + launch`` seconds (Williams, Waterman and Patterson,
+"Roofline", CACM 2009); a view takes nothing. A fusion region moves only its inputs and outputs, so recomputing an
+elementwise value there costs its reads. No measurement enters; `measured.py` has measured times.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ __all__ = [
 
 
 def device_model_of(device: torch.device) -> DeviceModel:
-    """The model of a device at hand (or simulated); an H100's where a GPU has no data sheet here.
+    """The model of a real or simulated device; an H100's for a GPU without a data sheet here.
 
-    Plans compare costs with each other, so a stranger's ratios do.
+    Plans only compare costs with each other, so the ratios of another GPU suffice.
     """
     if device.type != "cuda":
         return DEVICE_MODELS["cpu"]
@@ -56,9 +55,9 @@ _VIEWS = frozenset(
 )
 # Bookkeeping: runs on the host and moves no data.
 _HOST = ("unpack", "check", "python_", "clear_", "get_grad", "put_grad", "comment", "construct", "pack_")
-# Runs beside everything else; what of it does not is counted apart (`rewrites/transfer_scheduling.py`).
+# Runs beside other work; exposed time is counted separately (`rewrites/transfer_scheduling.py`).
 _TRANSFERS = ("offload", "prefetch")
-# Reads as many rows as it gives, not the whole table.
+# Reads as many rows as it returns, not the whole table.
 _GATHERS = frozenset({"embedding", "gather", "index_select", "take", "take_along_axis", "take_along_dim"})
 _MOVES = frozenset({"cat", "clone", "contiguous", "convert_element_type", "copy_", "empty", "full", "pad", "to"})
 _CASTS = frozenset({"to", "type_as", "float", "bfloat16", "half", "double", "convert_element_type", "contiguous"})
@@ -106,7 +105,7 @@ def is_free(bsym: BoundSymbol) -> bool:
 
 
 def _operands(bsym: BoundSymbol) -> list[TensorProxy]:
-    """Its tensor arguments in order, repeated where it is given one twice, by position and then by keyword."""
+    """Its tensor arguments in order, by position and then by keyword, with repetitions."""
     return [a for a in (*bsym.args, *bsym.kwargs.values()) if isinstance(a, TensorProxy)]
 
 
@@ -136,7 +135,7 @@ def _attention_flops(bsym: BoundSymbol) -> int:
     """Two products forward and five backward (Dao, "FlashAttention-2", 2023), half of them if causal."""
     name = bsym.sym.name
     backward = "backward" in name or "bwd" in name
-    # What a backward gets first is the gradient of the output.
+    # The first argument of a backward is the gradient of the output.
     first = 1 if backward or "mask_grad" in name else 0
     query, key, value = _operands(bsym)[first : first + 3]
     *batch, rows, width = _shape(query)
@@ -161,8 +160,8 @@ def _is_product(bsym: BoundSymbol) -> bool:
 def bound_symbol_flops(bsym: BoundSymbol) -> int:
     """Floating-point operations: two for each multiply-add of a product, one for each element of anything else.
 
-    A reduction counts what it reads, views and data movement count nothing, and what holds other
-    operations (a fusion, a composite) counts theirs.
+    A reduction counts its inputs. Views and data movement count nothing. A fusion or a composite counts its
+    parts.
     """
     bsym = traits_of(bsym).runs(bsym)
     if is_free(bsym):
@@ -188,7 +187,7 @@ def bound_symbol_flops(bsym: BoundSymbol) -> int:
 def bound_symbol_bytes(bsym: BoundSymbol) -> int:
     """Bytes it reads and writes, each argument once, as if all were dense; 0 for a view.
 
-    A gather reads of its table only the rows it gives, and a write in place counts its target once.
+    A gather reads only the rows that it returns, and a write in place counts its target once.
     """
     if is_free(bsym):
         return 0
@@ -205,8 +204,8 @@ def bound_symbol_bytes(bsym: BoundSymbol) -> int:
 def cost_s(bsym: BoundSymbol, device: DeviceModel) -> float:
     """Seconds that one bound symbol takes on `device`.
 
-    A fusion is one kernel over its inputs and outputs, and so is what an executor has claimed. A
-    composite that nobody has claimed costs what its parts cost.
+    A fusion is one kernel over its inputs and outputs, and so is an operation that an executor has claimed.
+    An unclaimed composite costs the sum of its parts.
     """
     bsym = traits_of(bsym).runs(bsym)  # a generator's state costs nothing beside what is drawn
     if is_free(bsym):
@@ -232,7 +231,7 @@ def _compute_s(bsyms: Iterable[BoundSymbol], device: DeviceModel) -> float:
 def region_cost_s(
     bsyms: Iterable[BoundSymbol], inputs: Iterable[Proxy], outputs: Iterable[Proxy], device: DeviceModel
 ) -> float:
-    """Seconds of one kernel that computes `outputs` from `inputs`; what lies between stays in registers.
+    """Seconds of one kernel that computes `outputs` from `inputs`; intermediate values stay in registers.
 
     A region of views alone costs nothing.
     """

@@ -9,9 +9,9 @@ __all__ = ["columns", "ticks"]
 
 
 def columns(live_bytes: Sequence[int], most: int) -> tuple[int, ...]:
-    """At most `most` positions, in order, that stand for the whole timeline: of each stretch the highest.
+    """At most `most` positions, in order, that represent the timeline: the highest of each stretch.
 
-    So a narrow peak is never lost, and the picture's highest point is the timeline's.
+    So a narrow peak is never lost, and the picture has the timeline's highest point.
 
     Raises:
         ValueError: `most` below 1.

@@ -1,4 +1,4 @@
-"""What is laid out: a headline, tables and a timeline, as data that knows nothing of where it comes from."""
+"""Documents for renderers: a headline, tables and a timeline, as plain data independent of their source."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Section:
         title: of the section.
         columns: the header of each column.
         rows: one text per column; the cells of the columns in `numeric` are aligned to the right.
-        numeric: positions of the columns that hold figures.
+        numeric: positions of the columns with figures.
         note: a sentence below the table, or "".
-        stack: where there is little room, all columns from this one on go below each other; None: none do.
+        stack: in little room, all columns from this one on stand below each other; None: none do.
     """
 
     title: str
@@ -31,15 +31,15 @@ class Section:
 
 @dataclass(frozen=True)
 class Life:
-    """A storage that is alive at the peak, or several alike: one bar of a picture.
+    """A storage that is alive at the peak, or several similar ones: one bar of a picture.
 
     Attributes:
         nbytes: of all of them together.
         name: of the first.
-        count: how many there are.
+        count: their number.
         category: position among the view's categories.
-        born, last: positions of the first and the last operation that it is alive in, both within the timeline.
-        title: what pointing at it says.
+        born, last: positions of the first and the last operation in which it is alive, both within the timeline.
+        title: its tooltip.
     """
 
     nbytes: int
@@ -53,18 +53,18 @@ class Life:
 
 @dataclass(frozen=True)
 class TimelineView:
-    """What pictures show of a timeline.
+    """A timeline for pictures.
 
     Attributes:
         first: the number of the first operation.
-        device_bytes: what the device holds, per operation.
+        device_bytes: the device's bytes, per operation.
         categories: names of the layers.
         layers: per category, the bytes at each operation; they sum to `device_bytes`.
-        phases: name and number of operations of each phase, in the order they run.
+        phases: name and number of operations of each phase, in execution order.
         peak: position of the highest operation.
-        peak_phase: the phase that it is in.
+        peak_phase: the phase of that operation.
         label: an operation by its position, as "linear #7".
-        place: the line of source that an operation comes from.
+        place: the source line of an operation.
         lives: the storages alive at the peak, the largest first.
     """
 
@@ -90,12 +90,12 @@ class TimelineView:
 
 @dataclass(frozen=True)
 class Document:
-    """A report as it is laid out.
+    """A report in the form for renderers.
 
     Attributes:
-        lines: the headline, and what stands below it.
+        lines: the headline, and the lines below it.
         tables: in order.
-        timeline: None where nothing runs.
+        timeline: None if nothing runs.
         flow: a picture of the dataflow, as SVG; "" for none.
     """
 

@@ -36,7 +36,7 @@ _STYLE = """
 .thunder-mem .key i { display: inline-block; width: 11px; height: 11px; margin: 0 5px 0 14px }
 """ + "".join(f".thunder-mem .c{i} {{ fill: {colour}; background: {colour} }}\n" for i, colour in enumerate(COLOURS))
 
-# The picture of the dataflow keeps its light paper whatever the page looks like.
+# The picture of the dataflow stays light on every page.
 _PAGE_STYLE = """body { margin: 0 } @media (prefers-color-scheme: dark) { body { background: #0d1117 } }
 details { padding: 12px; color: #1b1f24; background: #fff; font: 14px/1.45 system-ui, sans-serif }
 details div { overflow-x: auto } summary { font-size: 15px; font-weight: 600; cursor: pointer }"""
@@ -48,7 +48,7 @@ def to_page(document: Document) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """A whole HTML document, which refers to nothing outside of it."""
+    """A whole HTML document without external references."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -81,9 +81,9 @@ def timeline_html(
     """The timeline's picture with its title and its key.
 
     Args:
-        view: of a program in which something runs.
+        view: of a program with at least one operation.
         title: above it.
-        top_bytes: what the picture reaches up to, so that two can be compared; by default the peak.
+        top_bytes: the top of the picture's axis, so that two can be compared; by default the peak.
     """
     used = [c for c, layer in enumerate(view.layers) if any(layer)]
     keys = "".join(f'<i class="c{c}"></i>{escape(view.categories[c])}' for c in used)
@@ -91,7 +91,7 @@ def timeline_html(
 
 
 def fragment(lines: Sequence[str], pictures: Iterable[str], tables: Iterable[Section]) -> str:
-    """Headline, pictures (as HTML) and tables in the looks of a report."""
+    """Headline, pictures (as HTML) and tables in the style of a report."""
     first, *rest = lines
     parts = [f"<style>{_STYLE}</style>", '<div class="thunder-mem">', f"<h1>{escape(first)}</h1>"]
     parts.append(f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in rest)}</ul>")

@@ -1,4 +1,4 @@
-"""A timeline as a picture for papers and slides, drawn by matplotlib, with who is alive at its peak."""
+"""A timeline as a matplotlib picture for papers and slides, with the storages alive at its peak."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from thunder_mem.rendering.document import Life, TimelineView
 
 __all__ = ["COLOURS", "draw"]
 
-# Told apart by people who see no red or no green, and in grey (Okabe and Ito's palette).
+# Distinguishable without red or green, and in grey (Okabe and Ito's palette).
 COLOURS = ("#9aa5b1", "#0072b2", "#009e73", "#e69f00", "#cc79a7")
 _COLUMNS = 2000
 _LIVES = 16
 
 
 def draw(view: TimelineView | None, path: pathlib.Path) -> None:
-    """Draw what the device holds over the operations, by category, and the largest storages at the peak.
+    """Draw the device's bytes over the operations, by category, and the largest storages at the peak.
 
     Raises:
         ImportError: matplotlib is not installed.

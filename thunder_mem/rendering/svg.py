@@ -1,4 +1,4 @@
-"""The pictures of the page, as SVG text: a few hundred shapes, however long the program is."""
+"""The pictures of the page, as SVG text: a few hundred shapes for programs of any length."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class _Scale:
 
 
 def timeline_svg(view: TimelineView, top_bytes: int | None = None) -> str:
-    """What the device holds over the operations, one area per category, with the peak marked.
+    """The device's bytes over the operations, one area per category, with the peak marked.
 
-    Pointing at a column names the highest operation in it. It reaches up to `top_bytes`, by default the peak.
+    The tooltip of a column names its highest operation. The axis ends at `top_bytes`, by default the peak.
     """
     scale = _Scale(view, top_bytes)
     shown = columns(view.device_bytes, _COLUMNS)
@@ -109,7 +109,7 @@ def _axis(scale: _Scale, y: int) -> str:
 
 
 def _name(life: Life) -> str:
-    """The end of a long name, which says more than its beginning."""
+    """The end of a long name, which is more informative than its beginning."""
     count = "" if life.count == 1 else f"{life.count} × "
     room = 17 - len(count)
     return count + (life.name if len(life.name) <= room else f"…{life.name[1 - room :]}")

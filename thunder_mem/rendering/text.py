@@ -51,7 +51,7 @@ def to_rich(document: Document) -> RenderableType:
 
 
 def wrapped(lines: Sequence[str], tables: Iterable[Section]) -> RenderableType:
-    """What `plain` says, for a terminal."""
+    """The content of `plain`, for a terminal."""
     first, *rest = lines
     parts: list[RenderableType] = [Text(first, style="bold"), *(Text(f"  {line}") for line in rest)]
     for section in tables:
