@@ -1,1 +1,1 @@
-"""Fused regions: `mem_pointwise`, which fuses by Inductor what nvFuser would take, and nvFuser as it is installed."""
+"""Fused regions: `mem_pointwise`, which fuses with Inductor what nvFuser would fuse, and the installed nvFuser."""

@@ -1,15 +1,15 @@
 """A fused region at run time: one function for all regions of the same content, compiled by Inductor.
 
 - Nothing compiles until the first call, so planning may fuse as often as it likes. Then the region is
-  traced with the real strides of its inputs (a Thunder proxy has none) and handed to Inductor directly.
+  traced with the real strides of its inputs (a Thunder proxy has none) and passed to Inductor directly.
   There is no Dynamo and there are no guards: a call looks its shapes and strides up in a dict. One
-  multiply-add of 4 x 4 took 4.3 us so, and 48 us as a `torch.compile`d region (2 cores, torch 2.11).
+  multiply-add of 4 x 4 took 4.3 us in this way, and 48 us as a `torch.compile`d region (2 cores, torch 2.11).
 - Outputs have the strides and the aliasing that the unfused operations would have.
 - Chains in float16 or bfloat16 are computed in float32 and rounded once, at a region's outputs
   (Inductor's `emulate_precision_casts` stays off), so a fused result is at least as exact as an unfused
   one.
-- On fake tensors (`torch._subclasses.FakeTensorMode`) the operations run one by one, and what comes
-  back is the outputs alone, as on the device that is not there.
+- On fake tensors (`torch._subclasses.FakeTensorMode`) the operations run one by one, and only the outputs
+  are returned, as on a simulated device.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from thunder_mem.trace.op_traits import MemoryTraits
 
 __all__ = ["MAX_VARIANTS", "CompileWarning", "RegionFunction", "literal"]
 
-# Each specialisation to shapes, strides and numbers is a compilation, so they must not pile up where a
-# size changes from call to call: beyond these the region runs uncompiled.
+# The most compilations of a region for shapes, strides and numbers, for sizes that change from call to call: beyond
+# these the region runs uncompiled.
 MAX_VARIANTS = 16
 
 _INDUCTOR_OPTIONS = {
-    "comprehensive_padding": False,  # padded rows would be memory that nobody asked for
+    "comprehensive_padding": False,  # padded rows would be extra memory
     "emulate_precision_casts": False,
     "size_asserts": False,  # `RegionFunction` has looked at shapes and strides already
     "triton.cudagraphs": False,
@@ -73,7 +73,7 @@ class CompileWarning(UserWarning):
 
 
 def literal(x: Any) -> Hashable:
-    """A number, dtype, device, ... as what a region's content depends on."""
+    """A number, dtype, device, ... as a part of a region's content."""
     # 1, 1.0 and True are equal but not the same program, and so are 0.0 and -0.0.
     return (type(x).__name__, str(x) if isinstance(x, (devices.Device, dtypes.dtype)) else repr(x))
 
@@ -85,14 +85,14 @@ def _overwritten(bsym: BoundSymbol) -> tuple[TensorProxy, ...]:
 class RegionFunction:
     """One region's content as a function: ``function(*inputs) -> outputs``, positional, without state.
 
-    Compiles at the first call of each combination of shapes, strides and numbers, up to
-    `MAX_VARIANTS` of them; those beyond run one operation at a time. Where Inductor fails, so does this,
-    with a `CompileWarning` that names the cause. Safe to call from several threads.
+    Compiles at the first call of each combination of shapes, strides and numbers, up to `MAX_VARIANTS` of them;
+    further ones run one operation at a time. They also do so after an error of Inductor, with a `CompileWarning`
+    that names the cause. Safe to call from several threads.
 
     Attributes:
-        reuse: the outputs that are written over inputs, which therefore must be the region's to overwrite.
-            A variant that is not compiled, or whose strides do not allow it, makes new outputs.
-        content: what regions have in common that share one function.
+        reuse: the outputs that are written over inputs; the region must own these inputs. A variant that is not
+            compiled, or whose strides do not allow it, makes new outputs.
+        content: the common content of regions that share this function.
     """
 
     traits = MemoryTraits(writes=_overwritten, shares=inplace_outputs, takes_apart=True)
@@ -120,7 +120,7 @@ class RegionFunction:
 
     @property
     def variants(self) -> int:
-        """How many combinations of shapes, strides and numbers are compiled."""
+        """The number of compiled combinations of shapes, strides and numbers."""
         return len(self._variants)
 
     def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
@@ -156,11 +156,11 @@ class RegionFunction:
             return variant
 
     def compile(self, args: tuple[Any, ...], flag: torch.Tensor | None = None) -> Callable[[list[Any]], Any]:
-        """What Inductor makes of the region for such arguments, whether or not it was asked before.
+        """Inductor's function for the region and such arguments, compiled anew.
 
         Args:
-            args: of a call; fake ones too, if what comes back is never called.
-            flag: what late writes are tied to, a boolean that is false; by default one of the arguments' device.
+            args: of a call; also fake ones, if the result is never called.
+            flag: a false boolean tensor to which late writes are tied; by default one on the arguments' device.
         """
         unfused = self._unfused or self._build_unfused()
         if self._only_views:
@@ -171,7 +171,7 @@ class RegionFunction:
         try:
             compiled = _compile(self._writing, (*args, given))
         except Exception:
-            # On a CPU Inductor 2.11 may lose a buffer's name where rows are reduced, and read after a write
+            # On a CPU Inductor 2.11 may lose a buffer's name if rows are reduced, and read after a write
             # (`KeyError: 'buf1'`). A result in memory of its own costs its bytes; an uncompiled region many times more.
             return _compile(unfused, args)
 
@@ -259,7 +259,7 @@ def _compile(
             graph = make_fx(of_tensors, decomposition_table=select_decomp_table())(*fakes)
         split_long_sums(graph)
         finishes = return_whole_results(graph)
-        # Inductor may choose other strides, unless it is told that somebody sees them.
+        # Inductor may choose other strides, unless it knows that users see them.
         returned = graph.graph.output_node()
         nodes: Any = returned.args[0]
         returned.meta["user_visible_output_idxs"] = list(range(len(nodes)))

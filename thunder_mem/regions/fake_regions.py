@@ -1,8 +1,7 @@
-"""A fused region that is not there to run: what it returns, and nothing of what happens inside.
+"""A fused region without code: its results on fake tensors, without its internal values.
 
-While such a region runs its inputs and outputs are alive together and its internals are free. Its outputs
-have the strides, and share memory with its inputs and with each other, as if its operations ran one by one
-(`trace/layout.py`), which is what Inductor makes of them.
+While such a region runs, its inputs and outputs are alive together and its internal values take no memory. Its outputs
+have the strides and the aliasing of operations that run one by one (`trace/layout.py`), as in Inductor's code.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def run_region(bsym: BoundSymbol, env: dict[str, Any]) -> None:
     """Give `env` the outputs of the fused region `bsym`, laid out but not computed.
 
     Args:
-        bsym: a bound symbol with `sym.is_fusion`, whose subsymbols say what it does.
+        bsym: a bound symbol with `sym.is_fusion`; its subsymbols define it.
         env: tensors (fake ones, under their mode) by name; holds the region's inputs.
     """
     inputs = {p.name: env[p.name] for p in bsym.flat_proxy_args if isinstance(env.get(p.name), torch.Tensor)}
@@ -46,8 +45,8 @@ def modelled_region(
 ) -> Callable[..., list[Any]]:
     """A callable with the region's results on fake tensors, in place of one that compiles it.
 
-    Takes what `thunder.executors.torch_compile.make_compiled` takes, for whom it stands in; `mode` is
-    how Inductor would compile, which does not matter here.
+    It replaces `thunder.executors.torch_compile.make_compiled` and takes the same arguments; `mode` does not
+    matter here.
     """
     names = [p.name for p in inputs]
 

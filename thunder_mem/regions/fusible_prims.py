@@ -1,4 +1,4 @@
-"""The prims that `mem_pointwise` fuses, by what they do."""
+"""The prims that `mem_pointwise` fuses, by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who fuses, by name: for a GPU that is not there, and on the machine that one stands on."""
+"""The fusion executors by name, for a simulated GPU and for this machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FUSIONS = ("mem_pointwise", "nvfuser", "torchcompile", None)
 
 
 def fuser_of(fusion: str | None, nvfuser: Callable[[], FusionExecutor] = installed_nvfuser) -> FusionExecutor | None:
-    """The executor that a name stands for.
+    """The executor of a name.
 
     Args:
         fusion: one of `FUSIONS`.
-        nvfuser: gives that of nvFuser.
+        nvfuser: returns the nvFuser executor.
 
     Raises:
         ValueError: an unknown name, or nvFuser does not work here.
@@ -35,7 +35,7 @@ def fuser_of(fusion: str | None, nvfuser: Callable[[], FusionExecutor] = install
 
 
 def with_fuser(executors: Sequence[Executor], fuser: FusionExecutor | None) -> list[Executor]:
-    """The executors with `fuser` at their end, in place of each that fuses whatever it can; with None nothing fuses.
+    """The executors with `fuser` at their end, in place of each general fusion executor; with None nothing fuses.
 
     Thunder's executors for one kind of operation (`torchcompile_xentropy`) stay beside a fuser.
     """
@@ -45,5 +45,5 @@ def with_fuser(executors: Sequence[Executor], fuser: FusionExecutor | None) -> l
 
 
 def fuses_generally(executor: Executor) -> bool:
-    """Whether it fuses whatever it can, and not regions around some operation alone."""
+    """Whether it fuses all it can, and not only regions around certain operations."""
     return isinstance(executor, FusionExecutor) and not getattr(executor, "required_ops", None)

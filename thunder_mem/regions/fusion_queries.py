@@ -1,4 +1,4 @@
-"""Which fusion executor takes which op of a trace, and which ops are cheap to repeat inside a region."""
+"""The fusion executors that take each op of a trace, and the ops that are cheap to repeat inside a region."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _NOT_CHEAP_TAGS: set = {OpTags.REDUCTION_OP, OpTags.MATMUL_OP, OpTags.RANDOM_OP,
 def fusibility(source: TraceGraph, executors: Sequence[FusionExecutor]) -> FusionCapabilities:
     """Ask each executor about each op.
 
-    An op that touches a storage which anything overwrites later is fused by nobody: inside a region
-    its view of that storage might become a copy.
+    No executor fuses an op that touches a storage which is overwritten later: inside a region its view of that
+    storage might become a copy.
     """
     graph = source.graph
     selective = overwriting = 0
@@ -46,7 +46,7 @@ def fusibility(source: TraceGraph, executors: Sequence[FusionExecutor]) -> Fusio
                     wants |= (bsym.sym.id in (getattr(executor, "required_ops", None) or ())) << bit
         takes.append(bits)
         required.append(wants)
-        # What is returned is alive anyway, and must stand under its own name.
+        # Returned values are alive anyway, and must keep their own names.
         returned = any(p.name in source.pinned for p in bsym.flat_proxy_outs)
         cheap.append(bool(bits) and effects.pure and not returned and _is_cheap(bsym))
         producers = (source.producer_of.get(p.name) for p in bsym.flat_proxy_args)
@@ -59,7 +59,7 @@ def fusibility(source: TraceGraph, executors: Sequence[FusionExecutor]) -> Fusio
 def _takes(executor: FusionExecutor, bsym: BoundSymbol) -> bool:
     if bsym.sym.is_fusion or not any(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):
         return False
-    if bsym.sym.executor not in (None, executor):  # claimed: nvFuser would run what it is composed of instead
+    if bsym.sym.executor not in (None, executor):  # claimed: nvFuser would run its parts instead
         return False
     # nvFuser's can_fuse leaves the question of the device to its fusion pass.
     on_device = getattr(executor, "has_cuda_input_or_output", None)
@@ -74,5 +74,5 @@ def _is_cheap(bsym: BoundSymbol) -> bool:
 
 
 def _hands_on(bsym: BoundSymbol) -> bool:
-    """It returns its arguments, as a cast to the same dtype does."""
+    """Whether it returns its arguments, as a cast to the same dtype does."""
     return {p.name for p in bsym.flat_proxy_outs} <= {p.name for p in bsym.flat_proxy_args}

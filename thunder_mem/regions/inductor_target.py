@@ -1,8 +1,8 @@
-"""Let Inductor write code for a GPU that is not there: its questions about it are answered, nothing is compiled.
+"""Let Inductor write code for a simulated GPU: its queries are answered, and nothing is compiled.
 
-Inductor asks for a device's properties, remembers the answers, and hands the Python that it wrote to its loader, which
-compiles the kernels. Within `written` the properties are those of the simulated device, the loader only keeps the
-text, and what was remembered is forgotten at both ends. Where the device is real, its own answers count.
+Inductor queries a device's properties, caches the answers, and passes the Python code that it wrote to its loader,
+which compiles the kernels. Inside `written` the properties are those of the simulated device, and the loader only keeps
+the text. The caches are emptied at both ends. A real device answers for itself.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def can_write() -> bool:
 
 
 class _Written(BaseException):
-    """Ends a compilation once the code is there; no handler of errors takes it for one."""
+    """Ends a compilation once the code exists; error handlers do not catch it."""
 
 
 def written(write: Callable[[], object]) -> tuple[str, int] | None:
-    """The module that Inductor writes while `write` runs, which ends there; None if it writes none.
+    """The module that Inductor writes during `write`, which then ends; None if it writes none.
 
     Returns:
-        its text, and how many arguments it takes.
+        its text, and its number of arguments.
     """
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
@@ -59,7 +59,7 @@ def written(write: Callable[[], object]) -> tuple[str, int] | None:
 
 @contextlib.contextmanager
 def answered() -> Iterator[None]:
-    """Inductor's questions about CUDA are answered for the simulated device."""
+    """Answer Inductor's queries about CUDA for the simulated device."""
     import torch._dynamo.utils
     import torch._inductor.compile_fx  # which asks for some of the modules below
     import torch._inductor.runtime.hints
@@ -96,7 +96,7 @@ def answered() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()))
         driver = _Driver(major * 10 + minor)
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
-        # There is no generator whose state could be preserved.
+        # No generator exists whose state could be preserved.
         stack.enter_context(mock.patch.object(torch._dynamo.utils, "preserve_rng_state", contextlib.nullcontext))
         for module in remembering:
             stack.callback(_forget, module)
@@ -105,7 +105,7 @@ def answered() -> Iterator[None]:
 
 
 class _Driver:
-    """As much of a Triton driver as writing code asks for."""
+    """The part of a Triton driver that writing code needs."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -123,7 +123,7 @@ class _Driver:
 
 
 def _forget(owner: ModuleType | type) -> None:
-    """Empty the caches of its functions: what one device answered is wrong for another."""
+    """Empty the caches of its functions, because one device's answers are wrong for another."""
     for function in list(vars(owner).values()):
         clear = getattr(getattr(function, "__func__", function), "cache_clear", None)
         if clear is not None:

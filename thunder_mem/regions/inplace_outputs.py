@@ -1,13 +1,13 @@
-"""A fused region that writes results over inputs which nobody reads any more: the mark, and what runs.
+"""Fused regions that write results over inputs which nobody reads any more: the mark and the code.
 
-Inductor orders a write after the reads of what it overwrites only where data flows from the reader to the
-write (torch 2.11 loses its weaker edges when it fuses: with ``x.copy_(row normalised x)`` beside a sum over
-the columns of ``x`` the sum reads the new values). So every write here has its readers among its operands:
+Inductor orders a write after a read of the same memory only if data flows from the reader to the write. (torch 2.11
+loses its weaker edges when it fuses: with ``x.copy_(row normalised x)`` beside a sum over the columns of ``x``, the sum
+reads the new values.) So every write here has its readers among its operands:
 
-- an *early* write follows the operation that makes the value, when all that reads the memory led to that
-  value; what comes after reads the memory anew;
-- *late* writes come at the end, and all outputs that read what they overwrite go into each value by
-  ``torch.where`` under a flag that is always false: a select in registers where all run as one loop.
+- An *early* write follows the operation that makes the value, if all readers of the memory lead to that value. Later
+  operations read the memory anew.
+- *Late* writes come at the end. All outputs that read the overwritten memory enter each value by ``torch.where`` under
+  a flag that is always false: a select in registers if all run as one loop.
 
 `rewrites/region_reuse.py` decides which of the two is possible.
 """
@@ -44,12 +44,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class InplaceOutput:
-    """One output of a region that takes over the memory of one input.
+    """One output of a region that overwrites one input.
 
     Attributes:
         output, input: their positions.
-        after: the leaf operation that makes the value, after which it is written; None for a late write.
-        saved: autograd saved the input, and owns it still if the graph is kept for another backward.
+        after: the leaf operation that makes the value, directly followed by the write; None for a late write.
+        saved: autograd saved the input, and still owns it if the graph is kept for another backward.
     """
 
     output: int
@@ -60,10 +60,10 @@ class InplaceOutput:
 
 @dataclass(frozen=True, slots=True)
 class InplacePlan:
-    """All that a region takes over.
+    """All outputs of a region that overwrite inputs.
 
     Attributes:
-        takes: one for each output that takes over an input.
+        takes: one for each such output.
         readers: positions of the outputs that must exist before the late writes.
     """
 
@@ -76,7 +76,7 @@ class InplacePlan:
 
 
 def inplace_outputs(bsym: BoundSymbol) -> dict[str, TensorProxy]:
-    """The argument whose memory each result of a region takes, by the result's name; empty for all others."""
+    """The argument that each result of a region overwrites, by the result's name; empty for other bound symbols."""
     if not bsym.sym.is_fusion or not bsym._call_ctx:
         return {}
     reuse = getattr(region_function(bsym), "reuse", None)
@@ -125,7 +125,7 @@ def write_late(
     given = list(outputs)
     late = reuse.late
     early = {t.output for t in reuse.takes} - {t.output for t in late}
-    # A buffer of its own for each reader, lest the compiler compute it again, from what is overwritten by then.
+    # A buffer of its own for each reader, or the compiler would recompute it from overwritten values.
     ready = {
         o: given[o] if o in early else torch.ops.prims.inductor_force_stride_order(given[o], given[o].stride())
         for o in dict.fromkeys((*reuse.readers, *(t.output for t in late)))
@@ -146,7 +146,7 @@ def write_late(
 
 
 def show_over(outputs: Sequence[torch.Tensor], inputs: Sequence[Any], reuse: InplacePlan) -> list[torch.Tensor]:
-    """The outputs where the compiled region would put them; for tensors without data."""
+    """The outputs at the memory where the compiled region puts them; for tensors without data."""
     shown = list(outputs)
     for take in reuse.takes:
         value, memory = shown[take.output], inputs[take.input]
@@ -156,7 +156,7 @@ def show_over(outputs: Sequence[torch.Tensor], inputs: Sequence[Any], reuse: Inp
 
 
 def fits(unfused: Callable[[list[Any]], Sequence[torch.Tensor]], args: tuple[Any, ...], reuse: InplacePlan) -> bool:
-    """Whether, at the strides of `args`, every result is laid out as the memory that it shall take over."""
+    """Whether, at the strides of `args`, every result has the layout of the input that it overwrites."""
     with torch.utils._python_dispatch._disable_current_modes(), FakeTensorMode() as mode:
         fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in args]
         outputs = unfused(list(fakes))
@@ -164,7 +164,7 @@ def fits(unfused: Callable[[list[Any]], Sequence[torch.Tensor]], args: tuple[Any
 
 
 def own_inputs(inputs: tuple[Any, ...], reuse: InplacePlan) -> tuple[Any, ...]:
-    """The inputs, with copies of what autograd keeps for another backward (`retain_graph=True`)."""
+    """The inputs, with copies of those that autograd keeps for another backward (`retain_graph=True`)."""
     if torch._C._current_graph_task_id() == -1 or not torch._C._autograd._get_current_graph_task_keep_graph():
         return inputs
     copies = {take.input for take in reuse.takes if take.saved}

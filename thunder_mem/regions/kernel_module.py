@@ -1,7 +1,7 @@
-"""The module that Inductor writes for a region on CUDA, run without its kernels: launches, traffic, and what it keeps.
+"""The module that Inductor writes for a region on CUDA, run without its kernels: launches, traffic and kept bytes.
 
-The Python around the kernels allocates, hands on and frees every buffer. It runs on meta tensors, which do that and
-nothing else, so who is alive between two kernels is what the module itself says, not what is read out of its text.
+The Python code around the kernels allocates, passes on and frees every buffer. It runs on meta tensors, which only
+allocate and free. So the module's own execution shows the live buffers between two kernels; its text is not parsed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Launch:
 
     Attributes:
         kernel: its name in the module, or that of a PyTorch operator.
-        memory: for each tensor that it is given, the number of its storage: for one of the module's inputs the
-            position of the first that shows it, then on from their number, in the order of birth.
+        memory: for each of its tensors, the number of its storage: the position of the first input on it, or
+            else a number after the inputs, in the order of birth.
         nbytes: of these tensors, each storage once.
     """
 
@@ -41,13 +41,13 @@ class Launch:
 
 @dataclass(frozen=True)
 class KernelModule:
-    """What a module does with memory.
+    """The memory of a module.
 
     Attributes:
         text: the module.
-        launches: its kernels in the order in which they start.
-        scratch_bytes: held at most beyond what it is given and what it returns.
-        new_bytes: of the storages that it returns and was not given.
+        launches: its kernels in launch order.
+        scratch_bytes: the most bytes held beyond its inputs and results.
+        new_bytes: of the returned storages that are not inputs.
     """
 
     text: str
@@ -57,7 +57,7 @@ class KernelModule:
 
     @property
     def moved_bytes(self) -> int:
-        """What its kernels read and write, each tensor once a kernel."""
+        """The bytes that its kernels read and write, each tensor once a kernel."""
         return sum(launch.nbytes for launch in self.launches)
 
     @property
@@ -71,7 +71,7 @@ def read_module(text: str, inputs: Sequence[torch.Tensor]) -> KernelModule:
 
     Args:
         text: as Inductor wrote it.
-        inputs: meta tensors, laid out as what it was written for.
+        inputs: meta tensors with the layout that it was written for.
     """
     storages = {t.untyped_storage()._cdata for t in inputs}
     watch = _Watch(inputs)
@@ -85,7 +85,7 @@ def read_module(text: str, inputs: Sequence[torch.Tensor]) -> KernelModule:
 def load_call(
     text: str, kernel: Callable[[str, str], Any], stand_ins: dict[str, Any]
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """The function of a module, whose kernels are made by `kernel(name, source)`, with other names put in place."""
+    """The function of a module, with kernels made by `kernel(name, source)` and other names replaced."""
     made = SimpleCompiler(kernel)
     namespace: dict[str, Any] = {"__name__": "thunder_mem_kernels", "__file__": "<kernels>"}
     with mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: made):
@@ -103,7 +103,7 @@ def load_call(
 
 
 class SimpleCompiler:
-    """In place of Inductor's `AsyncCompile`: hands every kernel's source on."""
+    """Replaces Inductor's `AsyncCompile`, and passes every kernel's source on."""
 
     def __init__(self, kernel: Callable[[str, str], Any]) -> None:
         self._kernel = kernel
@@ -112,7 +112,7 @@ class SimpleCompiler:
         return self._kernel(name, source)
 
     def wait(self, scope: dict[str, Any]) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
 
 class _Kernel:
@@ -124,7 +124,7 @@ class _Kernel:
 
 
 class _Watch(TorchDispatchMode):
-    """Follows storages from their birth, and takes note of what starts a kernel."""
+    """Follows storages from their birth, and records operators that start a kernel."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class _Watch(TorchDispatchMode):
         self.launches.append(Launch(name, numbers, sum(shown.values())))
 
     def _see(self, t: torch.Tensor, given: bool = False) -> int:
-        """The number of the tensor's storage, which is new if it is not known."""
+        """The number of the tensor's storage; an unknown storage gets a new number."""
         storage = t.untyped_storage()
         self._alive = {k: e for k, e in self._alive.items() if e[2] is None or not e[2].expired()}
         if storage._cdata not in self._alive:

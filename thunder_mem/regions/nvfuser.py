@@ -1,4 +1,4 @@
-"""nvFuser as it is installed: whether Thunder can run its regions, and what to say where it cannot."""
+"""The installed nvFuser: whether Thunder can run its regions, and the message if it cannot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def installed_nvfuser() -> FusionExecutor:
     """Thunder's nvFuser executor.
 
     Raises:
-        ValueError: there is none that works here; says why, and what to do.
+        ValueError: nvFuser does not work here; the message says why, and what to do.
     """
     executor = get_executor("nvfuser")
     if executor is None and not torch.cuda.is_available():
@@ -35,7 +35,7 @@ def installed_nvfuser() -> FusionExecutor:
 
 
 def without_broken_nvfuser(executors: Sequence[Executor]) -> tuple[Executor, ...]:
-    """The executors; with a warning without an nvFuser of which every region would fail when it runs."""
+    """The executors; an nvFuser whose regions would all fail is removed, with a warning."""
     kept = []
     for executor in executors:
         if (cause := _why_broken(executor)) is None:
@@ -49,10 +49,10 @@ def without_broken_nvfuser(executors: Sequence[Executor]) -> tuple[Executor, ...
 
 
 def _why_broken(executor: Executor) -> str | None:
-    """Why no region of an executor can run; None for all but an nvFuser that is installed and does not work.
+    """The reason why no region of an executor can run; None for all but an installed nvFuser that does not work.
 
     A region describes its tensors to nvFuser at its first call. Thunder 0.2.6 imports the function for that from the
-    module `nvfuser`, which the wheels have no more since 0.2.36: there `nvfuser_direct` has it, and stands in.
+    module `nvfuser`, which wheels since 0.2.36 lack. Their `nvfuser_direct` has it, and replaces the module.
     """
     module = sys.modules.get("thunder.executors.nvfuserex_impl")
     if module is None or executor is not getattr(module, "ex", None):
@@ -68,7 +68,7 @@ def _why_broken(executor: Executor) -> str | None:
 
 
 def _describe(module: ModuleType) -> tuple[bool, str | None]:
-    """Describe a tensor: whether the module `nvfuser` is missing for that, and the error; (False, None) if it works."""
+    """Try to describe a tensor: whether the module `nvfuser` is missing, and the error; (False, None) if it works."""
     try:
         module.compute_contiguity((2, 3), (3, 1))
     except Exception as error:

@@ -1,8 +1,8 @@
-"""nvFuser for a GPU that is not there: Thunder's own executor, without CUDA and, if need be, without the wheel.
+"""nvFuser for a simulated GPU: Thunder's own executor, without CUDA and, if necessary, without the wheel.
 
-Thunder's module of nvFuser decides what is fused, takes composites apart and rewrites losses; nvFuser itself is
-asked only when a region runs. So the module is loaded a second time, known to nobody else, with what it imports of
-nvFuser left empty where the wheel is not installed. Where it is, the regions have their real definitions.
+Thunder's module of nvFuser decides what is fused, decomposes composites and rewrites losses. nvFuser itself only runs
+with a region. So the module is loaded a second time, privately, with an empty nvFuser if the wheel is not installed. If
+it is, the regions have their real definitions.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _VERSION = "0.2.36"
 
 @dataclass(frozen=True, eq=False)
 class ModelledFusion:
-    """A region of nvFuser that is not there to run: gives its results without data.
+    """A region of nvFuser that returns its results without data.
 
     Attributes:
-        definition: what Thunder would run, whose `get_fd` is nvFuser's own definition, where the wheel is.
+        definition: the function that Thunder would run; its `get_fd` is nvFuser's own definition, with the wheel.
         run: from inputs to results on fake tensors.
     """
 
@@ -49,7 +49,7 @@ class ModelledFusion:
 
 @cache
 def modelled_nvfuser() -> FusionExecutor:
-    """Thunder's nvFuser executor as it is where its wheel and a GPU are; its regions are `ModelledFusion`s."""
+    """Thunder's nvFuser executor as with its wheel and a GPU; its regions are `ModelledFusion`s."""
     bindings = _bindings()
     spec = importlib.util.find_spec("thunder.executors.nvfuserex_impl")
     assert spec is not None and spec.origin is not None

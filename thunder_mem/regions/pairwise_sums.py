@@ -1,11 +1,10 @@
 """Sums over many rows inside a compiled region, in two levels, so that they are as exact as eager's.
 
-On a CPU, Inductor adds up to 4,096 rows one after the other, where eager PyTorch adds in a tree (pairwise
-summation; Higham 1993): the gradient of a bias in float32 came out up to 8 times less exact. A sum over
-rows therefore becomes sums over stretches of about the square root of their number, and the sum of those:
-its error grows with the fourth root of the number. What holds the sums of the stretches is as small. A sum
-that is rounded to 16 bits afterwards shows nothing of this, and stays; so does one along the last dim,
-which vector lanes share.
+On a CPU, Inductor adds up to 4,096 rows one after the other, where eager PyTorch adds in a tree (pairwise summation;
+Higham 1993). The gradient of a bias in float32 was up to 8 times less exact. So a sum over rows becomes sums over
+stretches of about the square root of their number, and a sum over these. The error then grows with the fourth root of
+the number, and the stretches' sums take little memory. A sum that is rounded to 16 bits afterwards shows no difference
+and stays whole. So does a sum along the last dim, which vector lanes share.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def split_long_sums(graph: GraphModule) -> None:
-    """Rewrite, in place, the float32 sums over at least 64 rows of a graph whose nodes know their values.
+    """Rewrite, in place, the float32 sums over at least 64 rows of a graph whose nodes have example values.
 
     Example:
         >>> from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,7 +47,7 @@ def _dims(node: Node) -> list[int]:
 
 
 def _stretch(node: Node) -> tuple[int, int] | None:
-    """The dim to cut and the length of its pieces; None if the sum stays as it is."""
+    """The dim to cut and the length of its pieces; None if the sum stays whole."""
     x, out = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
     if x.dtype != torch.float32 or out.dtype != torch.float32 or x.device.type != "cpu" or not x.numel():
         return None

@@ -1,13 +1,13 @@
-"""thunder_mem's own fusion executor: Inductor, restricted to what nvFuser would take.
+"""thunder_mem's own fusion executor: Inductor, restricted to operations that nvFuser would fuse.
 
 `mem_pointwise_ex` fuses pointwise operations, reductions and views, on a CPU and on CUDA, and nothing
 else: no random number, no gather or scatter, no matmul, nothing in place. It stands in Thunder's
 registry as ``"mem_pointwise"``, so ``thunder.jit(fn, executors=["mem_pointwise"])`` works, with
 `MemEfficient` and without.
 
-Regions of the same content (operations, scalars, shapes, dtypes, devices and wiring; names apart)
-share one `RegionFunction`, so that 32 equal layers compile once. It lives as long as a trace that
-calls it, so nothing is left behind when the jitted function goes.
+Regions of the same content (operations, scalars, shapes, dtypes, devices and connections, but not names) share one
+`RegionFunction`, so that 32 equal layers compile once. It lives as long as a trace that calls it, so a deleted jitted
+function leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _DEVICES = (devices.DeviceType.CPU, devices.DeviceType.CUDA)
 
 
 def _is_fusible_value(x: Any) -> bool:
-    if isinstance(x, tuple | list | dict):  # flattened here, because Thunder's way takes longer than all the rest
+    if isinstance(x, tuple | list | dict):  # flattened here, because Thunder's own way is very slow
         return all(map(_is_fusible_value, x.values() if isinstance(x, dict) else x))
     if isinstance(x, TensorProxy):
         # A subclass is a tensor of another kind (a DTensor, say).
@@ -76,13 +76,13 @@ def _is_fusible_leaf(bsym: BoundSymbol) -> bool:
 
 
 def _is_fusible(bsym: BoundSymbol) -> bool:
-    # What an executor has claimed, or registered as its own operation, is its to run: not what it decomposes into.
+    # An executor runs operations that it has claimed or registered itself, not their parts.
     open_to_all = bool(bsym.subsymbols) and bsym.sym.executor is None
     return _is_fusible_leaf(bsym) or (open_to_all and all(map(_is_fusible, bsym.subsymbols)))
 
 
 def _has_effect(bsym: BoundSymbol) -> bool:
-    """Whether it, or something in it, writes in place or must stay for what it does beside its result."""
+    """Whether it, or a part of it, writes in place or has another side effect."""
     if bsym.sym.id in (PrimIDs.RETURN, PrimIDs.UNPACK_TRIVIAL):
         return False
     tags = {OpTags.IN_PLACE, OpTags.DONT_DCE}
@@ -97,18 +97,18 @@ def _computed_once(bsym: BoundSymbol) -> BoundSymbol:
 class MemPointwiseExecutor(TorchCompileExecutor):
     """Fuses pointwise operations, reductions and views into regions named ``MemPointwise<n>``.
 
-    Its own `fusion_pass` is the one of Thunder's torch.compile executors, except in a trace that writes
-    in place: Thunder's partition has no edge from a reader to a later write (which those executors hide
-    by fusing the write as well), so there only neighbours fuse and nothing moves. Nor may the
-    fusion passes of other executors move it: their `rematerialize` would read what is overwritten by then.
+    Its own `fusion_pass` is that of Thunder's torch.compile executors, except in a trace that writes in place.
+    Thunder's partition has no edge from a reader to a later write; Thunder's executors hide that by fusing the
+    write. Here only neighbours then fuse, and nothing moves. Fusion passes of other executors must not move the
+    region either: their `rematerialize` would read overwritten values.
     """
 
     def can_execute(self, bsym: BoundSymbol) -> bool:
         return _is_fusible_leaf(bsym)
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Whether `fuse` takes `bsym` as a member of a region: it makes new tensors, out of nothing but
-        pointwise operations, reductions and views over supported dtypes on a CPU or on CUDA."""
+        """Whether `fuse` takes `bsym` as a member of a region: it makes new tensors, only from pointwise
+        operations, reductions and views over supported dtypes on a CPU or on CUDA."""
         outs, args = bsym.flat_proxy_outs, {x.name for x in bsym.flat_proxy_args}
         makes_tensors = bool(outs) and all(isinstance(o, TensorProxy) and o.name not in args for o in outs)
         return makes_tensors and _is_fusible(bsym)
@@ -133,11 +133,11 @@ class MemPointwiseExecutor(TorchCompileExecutor):
         return new_trace
 
     def fuse(self, region: Region, fusion_counter: int) -> BoundSymbol:
-        """The bound symbol that runs `region` as one function of data; compiles nothing yet.
+        """The bound symbol that runs `region` as one function of data; nothing is compiled yet.
 
         Raises:
-            ValueError: a member that `can_fuse` refuses, or a member that reads what is neither an input
-                of the region nor made in it.
+            ValueError: `can_fuse` refuses a member, or a member reads a value that is neither an input of the
+                region nor made in it.
         """
         inputs = [unvariableify(x) for x in region.inputs]
         outputs = [unvariableify(x) for x in region.outputs]
@@ -155,7 +155,7 @@ register_executor(mem_pointwise_ex)
 
 
 def _leaves(bsyms: Sequence[BoundSymbol]) -> Iterator[BoundSymbol]:
-    """The operations that `bsyms` come down to, in order."""
+    """The leaf operations of `bsyms`, in order."""
     for bsym in bsyms:
         if _is_fusible_leaf(bsym):
             yield bsym
@@ -178,7 +178,7 @@ def _signature(proxy: Proxy) -> Hashable:
 
 
 def new_leaves(bsyms: Sequence[BoundSymbol], inputs: Sequence[Proxy]) -> list[BoundSymbol]:
-    """The leaf operations of a region, without those whose results exist already: a name means one value."""
+    """The leaf operations of a region, without those whose results exist already."""
     known = {proxy.name for proxy in inputs}
     leaves = []
     for leaf in _leaves(bsyms):

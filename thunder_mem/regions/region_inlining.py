@@ -1,10 +1,10 @@
-"""What a region on CUDA computes anew in each loop that reads it, instead of keeping it between two kernels.
+"""Values that a region on CUDA recomputes in each loop, instead of keeping them between two kernels.
 
-Inductor stores a value where it counts more than 30 operations, or several reads. Loops that index it alike run as
-one kernel all the same, and the store vanishes; where the reader permutes, cuts or concatenates, as the gradient of
-rotary embeddings does, the value stays in memory, in float32: 537 MB in the backward of longchat-7b-16k, and more than
-twice the traffic. So a region stores only what it must, as long as that does not make it much longer: a value that is
-not stored is computed by each of its readers, which doubles with each level of a diamond.
+Inductor stores a value with more than 30 operations or several reads. If all loops index the value alike, they run as
+one kernel and the store vanishes. If a reader permutes, cuts or concatenates, as the gradient of rotary embeddings
+does, the value stays in memory, in float32. That was 537 MB in the backward of longchat-7b-16k, and more than twice the
+traffic. So a region stores only what it must, unless that makes it much longer: each reader recomputes a value that is
+not stored, which doubles the work with each level of a diamond.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STORED = ("sum", "amax", "amin", "prod", "var", "var_mean", "copy_", "inductor_
 
 
 def inlining_options(graph: GraphModule) -> dict[str, Any]:
-    """Options of Inductor's for a graph on CUDA; none elsewhere, or where inlining would make it much longer."""
+    """Inductor's options for a graph on CUDA; none elsewhere, or if inlining would make the graph much longer."""
     on_cuda = any(_device(node) == "cuda" for node in graph.graph.nodes)
     if not on_cuda or evaluations(graph) > _MOST_EVALUATIONS:
         return {}
@@ -35,9 +35,9 @@ def inlining_options(graph: GraphModule) -> dict[str, Any]:
 
 
 def evaluations(graph: GraphModule) -> int:
-    """How many operations run if every value is computed anew by each of its readers, element by element.
+    """The number of operations if each reader recomputes every value, element by element.
 
-    What a reduction makes, and what is written to memory, is there already.
+    Results of reductions and values written to memory exist already.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -60,7 +60,7 @@ def evaluations(graph: GraphModule) -> int:
 
 
 def _operands(node: Node) -> list[Node]:
-    """Its operands, as often as it has them."""
+    """Its operands, with repetitions."""
     found: list[Node] = []
     torch.fx.map_arg((node.args, node.kwargs), found.append)
     return found

@@ -1,9 +1,8 @@
-"""What the kernels of a fused region on CUDA keep between them, and how many there are, without a GPU.
+"""The number of kernels of a fused region on CUDA, and the bytes kept between them, without a GPU.
 
 Inductor writes the region's code for the device (`inductor_target.py`), and the code runs without its kernels
 (`kernel_module.py`). That takes a fifth of a second for a region, so it happens once for each content, layout and
-device, and the figures are kept from process to process, as those of single operations are
-(`runtime/scratch_cache.py`).
+device. The figures are kept between processes, like those of single operations (`runtime/scratch_cache.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _FIGURES_OF: WeakKeyDictionary[RegionFunction, dict[Hashable, KernelFigures | No
 
 
 def region_function_of(bsym: BoundSymbol) -> RegionFunction | None:
-    """What runs, if it is a region of `mem_pointwise`."""
+    """The compiled function, if it is a region of `mem_pointwise`."""
     if not bsym.sym.is_fusion or not bsym._call_ctx:
         return None
     function = next(iter(bsym._call_ctx.values()))
@@ -49,14 +48,14 @@ def region_function_of(bsym: BoundSymbol) -> RegionFunction | None:
 def kernel_figures(
     bsym: BoundSymbol, tensors: Mapping[str, torch.Tensor] | Layout
 ) -> KernelFigures | NotWritten | None:
-    """What the kernels of a region of `mem_pointwise` come to on the CUDA device that is there, or simulated.
+    """The figures of a `mem_pointwise` region's kernels on the real or simulated CUDA device.
 
     Args:
         bsym: any bound symbol of a final trace.
-        tensors: its arguments by name, on any device, laid out as they will be.
+        tensors: its arguments by name, on any device, with their real layout.
 
     Returns:
-        None for all that is no such region, or runs on a CPU.
+        None for another bound symbol, or on a CPU.
     """
     function = region_function_of(bsym)
     if function is None:
@@ -78,7 +77,7 @@ def kernel_figures(
 
 
 def _recalled(function: RegionFunction, args: tuple[Any, ...], text: str, name: str) -> KernelFigures | NotWritten:
-    """The figures from the table of this machine, if they were found before."""
+    """The figures from this machine's table, if they are known."""
     table = scratch_cache.kernel_table(_software(), (_to_json, _from_json))
     keeps = " at 0x" not in text
     if keeps and (known := table.find(text)) is not None:
@@ -101,13 +100,13 @@ def kernel_module(function: RegionFunction, args: tuple[Any, ...]) -> KernelModu
 
     Args:
         function: the region.
-        args: tensors laid out as its arguments, on any device, and its numbers.
+        args: tensors with the layout of its arguments, on any device, and its numbers.
 
     Returns:
         None for a region of views, which starts no kernel.
 
     Raises:
-        Exception: whatever Inductor raises that cannot write the region.
+        Exception: any error of Inductor's.
     """
     with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
         on_device = tuple(
@@ -120,7 +119,7 @@ def kernel_module(function: RegionFunction, args: tuple[Any, ...]) -> KernelModu
         return None
     text, count = module
     with _disable_current_modes():
-        # A region that writes over its inputs takes the flag, too.
+        # A region that writes over its inputs also takes the flag.
         given = [*(a for a in args if isinstance(a, torch.Tensor)), torch.empty((), dtype=torch.bool)]
         return read_module(text, meta_like(given[:count]))
 
@@ -137,7 +136,7 @@ def _from_json(entry: Any) -> KernelFigures:
 
 @cache
 def _software() -> str:
-    """All that the code of a region depends on, beside its content and the device."""
+    """The software that determines the code of a region, beside its content and the device."""
     import triton
 
     own = hashlib.sha256()
@@ -146,7 +145,7 @@ def _software() -> str:
     return f"triton {triton.__version__}, own code {own.hexdigest()[:16]}"
 
 
-# What stands between a region's content and the code that Inductor writes, and reads the figures off it.
+# The modules that lead from a region's content to Inductor's code and its figures.
 _WRITERS = (
     "compiled_region",
     "region_inlining",

@@ -1,11 +1,11 @@
-"""What a compiled region hands out: whole results, of which its caller takes views, and masks as bytes.
+"""The results of a compiled region: whole tensors, of which its caller takes views, and masks as bytes.
 
-A view that leaves a region shares its memory with what it shows, as in eager. Left to Inductor 2.11, one of a
-result that is not contiguous comes out as a copy, an expanded one at full size; so the region returns what is shown.
+A view that a region returns shares memory with its base, as in eager. Inductor 2.11 alone returns a view of a
+non-contiguous result as a copy, and an expanded view at full size. So the region returns the base.
 
 On a CPU, Inductor stores a vector of booleans element by element: a mask of 8 x 12 x 128 x 128 random numbers took
-13 ms, and 0.2 ms as bytes of 0 and 1 (one thread, AVX-512). A byte of either kind means the same, so the region
-returns bytes and its caller takes them for booleans, which copies nothing.
+13 ms, and 0.2 ms as bytes of 0 and 1 (one thread, AVX-512). Both have the same bytes, so the region returns bytes and
+its caller reinterprets them as booleans, without a copy.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How an output is taken from what the compiled region returns in its place; nothing is copied.
+    """How to take an output from the compiled region's result, without a copy.
 
     Attributes:
-        mask: whether bytes of 0 and 1 are taken for booleans.
-        view: shape, strides and the elements before it; None for the whole.
+        mask: whether bytes of 0 and 1 are reinterpreted as booleans.
+        view: shape, strides and offset; None for the whole.
     """
 
     mask: bool
@@ -39,15 +39,15 @@ class Finish:
         if self.view is None:
             return whole
         shape, strides, before = self.view
-        # What is concatenated lies within the result.
+        # Concatenated values lie within the result.
         return whole.as_strided(shape, strides, whole.storage_offset() + before)
 
 
 def return_whole_results(graph: GraphModule) -> dict[int, Finish]:
-    """Rewrite, in place, what a graph returns whose nodes know their values; how to finish which output.
+    """Rewrite, in place, the results of a graph whose nodes have example values; return how to finish each output.
 
-    Outputs that show an input, or a result in another dtype or conjugated, stay as they are. So do masks in a graph
-    that writes over its inputs: they must exist before the write, and what is made of them would be memory beside them.
+    Outputs that are views of an input, or of a result in another dtype or conjugated, stay unchanged. So do masks in
+    a graph that writes over its inputs: they must exist before the write, and bytes would be additional memory.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -84,7 +84,7 @@ def return_whole_results(graph: GraphModule) -> dict[int, Finish]:
 
 
 def _as_bytes(graph: GraphModule, mask: Node, before: Node) -> Node:
-    """By way of float32: straight from masks to bytes, Inductor converts element by element too."""
+    """Convert through float32, because Inductor also converts directly from masks to bytes element by element."""
     for dtype in (torch.float32, torch.uint8):
         with graph.graph.inserting_before(before):
             following = graph.graph.call_function(_CONVERT, (mask, dtype))
