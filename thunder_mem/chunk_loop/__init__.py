@@ -1,1 +1,1 @@
-"""The loop over rows that a loss head becomes: its symbols, and what runs them."""
+"""The loop over rows that replaces a loss head: its symbols and its runtime."""

@@ -1,4 +1,4 @@
-"""A compiled block: what runs on the rows of one chunk."""
+"""A compiled block, which runs on rows of one chunk."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["Body"]
 class Body:
     """A compiled block.
 
-    `fn(*logits, *sides, *log_sums, *tangents) -> (*outputs, *grads)`: `logits` are the amplifiers'
-    results without their biases, `grads` belong to the inputs listed in `wanted`, and `log_sums` are
-    the whole values of the outputs whose gradients need them; only where gradients are asked for.
+    `fn(*logits, *sides, *log_sums, *tangents) -> (*outputs, *grads)`: `logits` are the amplifiers' results
+    without their biases, and `grads` belong to the inputs listed in `wanted`. `log_sums` are the whole values
+    of the outputs whose gradients need them; blocks without gradients have none.
 
     Attributes:
         fn: the callable.
-        trace: what it was compiled from, after the executors.
+        trace: its trace, after the executors.
         rows: rows in the block.
-        outputs: how many outputs it gives.
+        outputs: its number of outputs.
         tangents: indices of the region's outputs whose tangents it takes.
-        peak_bytes: bytes that it holds at most beyond its inputs, by the sizes of its tensors.
-        over: the logits, by number, whose gradients it writes over them (`tiling/gradients_in_place.py`).
+        peak_bytes: the most bytes that it holds beyond its inputs, by the sizes of its tensors.
+        over: the logits, by number, that their gradients overwrite (`tiling/gradients_in_place.py`).
         launches: kernels that it starts; 0 on a CPU, where they are not counted.
     """
 

@@ -1,4 +1,4 @@
-"""Gradients of what every chunk shares: added up over chunks, scaled and rounded once at the end."""
+"""Gradients of inputs that all chunks share: added up over chunks, scaled and rounded once at the end."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ __all__ = ["Accumulator", "finish", "part_bounds", "sole_owner", "sum_calls"]
 
 SPLIT_BYTES = 1 << 16
 _STRETCH_BYTES = 8  # of a number: in float32, and what is stored of it
-_STRETCH_CALLS = 9  # to put it together, add to it, and take it apart
+_STRETCH_CALLS = 9  # to join the parts, add, and split again
 
 
 class Accumulator:
     """The gradient of an input that every chunk reads whole. The first part of the sum is written, not added.
 
-    A float32 accumulator of a large 16-bit input is kept in two parts, so that `finish` can write
-    the 16-bit result over the first part and free the second: at no time do the float32 sum and the
-    16-bit result both exist.
+    A float32 accumulator of a large 16-bit input is kept in two parts. `finish` writes the 16-bit result over
+    the first part and frees the second, so the float32 sum and the 16-bit result never exist together.
 
-    A 16-bit one would be rounded to 8 or 11 bits by every chunk that adds to it. A `finer` one holds the
-    upper halves of float32 numbers while chunks run, and in a byte each what follows: 16 bits, and one
-    rounding at the end.
+    Every chunk would round a plain 16-bit sum to 8 or 11 bits. A `finer` one holds the upper halves of float32
+    numbers while chunks run, and one further byte of each number, so it is rounded once, at the end.
     """
 
     def __init__(self, spec: Spec, dtype: torch.dtype, finer: bool):
@@ -78,7 +76,7 @@ class Accumulator:
         return self.parts
 
     def _stretches(self, scratch_bytes: int, keep: bool = True) -> Iterator[tuple[Tensor, int, int]]:
-        """Stretches of dim 0 in float32, to be changed in place and kept again; temporaries of that size at most."""
+        """Stretches of dim 0 in float32, to be changed in place and stored again; temporaries are no larger."""
         assert self.bytes is not None
         rows = self.spec.shape[0] if self.spec.shape else 1
         step = _stretch_rows(self.spec, scratch_bytes)
@@ -103,7 +101,7 @@ class Accumulator:
 
 
 def part_bounds(spec: Spec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
-    """Ranges of dim 0 that the parts of an accumulator of that dtype hold."""
+    """The ranges of dim 0 of the parts of an accumulator of that dtype."""
     size = spec.shape[0] if spec.shape else 1
     if dtype == spec.dtype or size < 2 or spec.nbytes < SPLIT_BYTES:
         return ((0, size),)
@@ -112,7 +110,7 @@ def part_bounds(spec: Spec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
 
 
 def sum_calls(plan: LoopPlan, i: int) -> int:
-    """How many kernels add one part to the gradient of input `i`."""
+    """The number of kernels that add one part to the gradient of input `i`."""
     spec, dtype = plan.inputs[i], plan.grad_dtypes[plan.grads.index(i)]
     if spec.sharding.split or not plan.finer(i):
         return 1 if spec.sharding.split else len(part_bounds(spec, dtype))
@@ -125,9 +123,9 @@ def _stretch_rows(spec: Spec, scratch_bytes: int) -> int:
 
 
 def finish(plan: LoopPlan, scale: Tensor | None, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Scale the gradients by the tangent, in place where nobody else holds them, and round them once.
+    """Scale the gradients by the tangent, in place if nobody else holds them, and round them once.
 
-    Under `retain_graph` autograd keeps the saved gradients, and they stay as they are.
+    Under `retain_graph` autograd keeps the saved gradients, which then stay unchanged.
     """
     queue = list(parts)
     results = []
@@ -140,7 +138,7 @@ def finish(plan: LoopPlan, scale: Tensor | None, parts: Sequence[Tensor]) -> lis
 
 
 def sole_owner(t: Tensor) -> bool:
-    """Nobody but Python's own object of the tensor holds its memory: not autograd, not another view."""
+    """Whether only the tensor's own Python object holds its memory: not autograd, not another view."""
     storage = t.untyped_storage()
     holders = torch._C._storage_Use_Count(storage._cdata) - 1  # less `storage` itself
     return holders == 1 and t._use_count() == 1  # type: ignore[attr-defined]

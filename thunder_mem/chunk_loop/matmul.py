@@ -1,14 +1,13 @@
-"""Matrix products into buffers that exist, with temporaries of a stated size and no larger.
+"""Matrix products into existing buffers, with temporaries of a limited size.
 
-On CUDA, and in float32 on a CPU, the products of a chunk are single calls. 16-bit products on a CPU:
+On CUDA, and in float32 on a CPU, the products of a chunk are single calls. 16-bit products on a CPU have two cases:
 
-- bfloat16 where the CPU multiplies it (AVX-512 BF16, AMX): single calls too, whose packed operands
-  take some hundred KiB a thread. No call adds a bfloat16 product to a float32 sum, so for such a sum
-  tiles of the product, rounded to bfloat16, are added one by one: one rounding a chunk, whose error
-  does not grow with the number of chunks.
-- otherwise oneDNN computes in a float32 scratch as large as the result (measured: 49 MB for a 25 MB
-  gradient), or (float16) at a tenth of the speed. Tiles converted to float32 take a fixed scratch
-  instead, sum up in float32, and run three times as fast.
+- In bfloat16, on a CPU that multiplies it (AVX-512 BF16, AMX), products are also single calls, whose packed operands
+  take some hundred KiB a thread. No call adds a bfloat16 product to a float32 sum. So tiles of the product, rounded to
+  bfloat16, are added one by one: one rounding a chunk, whose error does not grow with the number of chunks.
+- Otherwise oneDNN computes in a float32 scratch as large as the result (measured: 49 MB for a 25 MB gradient), or (in
+  float16) at a tenth of the speed. Tiles converted to float32 take a fixed scratch instead, sum up in float32, and run
+  three times as fast.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def gemm(out: Tensor, a: Tensor, b: Tensor, *, add: bool, scratch_bytes: int) ->
     Args:
         out: of the operands' dtype, or float32 for 16-bit operands.
         a, b: of one dtype.
-        add: add to what `out` holds.
+        add: add to the content of `out`.
         scratch_bytes: temporaries take at most this much, beyond what a single call packs for itself.
     """
     kind = a.device.type
@@ -50,21 +49,21 @@ def gemm(out: Tensor, a: Tensor, b: Tensor, *, add: bool, scratch_bytes: int) ->
 
 
 def scratch_bytes_of(chunk_logits_bytes: int) -> int:
-    """The tiles' share, at least: a twelfth of a chunk's logits, but no tiles too small to be worth a call."""
+    """The least share of tiles: a twelfth of a chunk's logits, but at least tiles that are worth a call."""
     return max(1 << 18, chunk_logits_bytes // 12)
 
 
 def gemm_scratch_bytes(
     device: str, dtype: torch.dtype, out_dtypes: Iterable[torch.dtype], rows: int, scratch_bytes: int
 ) -> int:
-    """Bytes that the products of a chunk hold besides their operands and results, at most.
+    """The most bytes that the products of a chunk hold beside their operands and results.
 
     Args:
         device: as torch prints it.
         dtype: of the operands.
         out_dtypes: of the results.
         rows: rows in the chunk.
-        scratch_bytes: what tiles may take.
+        scratch_bytes: the limit for tiles.
     """
     kind = device.split(":")[0]
     tiles = scratch_bytes if any(_tiled(kind, out, dtype) for out in out_dtypes) else 0
@@ -75,13 +74,13 @@ def gemm_scratch_bytes(
 
 
 def _packed_bytes(rows: int) -> int:
-    """What oneDNN packs for a bfloat16 product, a thread (measured over D and V of 64 to 32000, on AVX-512)."""
+    """The bytes that oneDNN packs for a bfloat16 product, a thread (measured on AVX-512, D and V of 64 to 32000)."""
     kib = max(190, rows * 9 // 10) if rows <= 512 else 1700
     return kib * 1024 * torch.get_num_threads()
 
 
 def multiplies(device: str, dtype: torch.dtype) -> bool:
-    """The device has instructions for products of that dtype; else it converts, or worse."""
+    """Whether the device has instructions for products of that dtype; else it converts, or worse."""
     if device != "cpu" or dtype.itemsize >= 4:
         return True
     return dtype == torch.bfloat16 and _bfloat16_units() and bool(torch.backends.mkldnn.enabled)
@@ -120,7 +119,7 @@ def _gemm_tiles(out: Tensor, a: Tensor, b: Tensor, add: bool, scratch_bytes: int
     for i in range(0, m, mb):
         for j in range(0, n, nb):
             target = out[i : i + mb, j : j + nb]
-            # Adding two dtypes would convert one of them in a temporary, so the sum starts from what is there.
+            # Adding two dtypes would convert one of them in a temporary, so the sum starts from the existing content.
             total = target if direct else target.float() if add else torch.empty_like(target, dtype=torch.float32)
             for p in range(0, k, kb):
                 x, y = a[i : i + mb, p : p + kb].float(), b[p : p + kb, j : j + nb].float()
@@ -135,7 +134,7 @@ def _gemm_tiles(out: Tensor, a: Tensor, b: Tensor, add: bool, scratch_bytes: int
 
 
 def _tile_shape(m: int, n: int, k: int, floats: int) -> tuple[int, int, int]:
-    """Tile sizes with mb kb + kb nb + mb nb <= floats, as near a cube as the matrix lets them be."""
+    """Tile sizes with mb kb + kb nb + mb nb <= floats, as near a cube as the matrix allows."""
     sizes = {"m": m, "n": n, "k": k}
     tile = dict.fromkeys(sizes, 1)
     side = max(16, int((floats / 3) ** 0.5))
@@ -157,13 +156,13 @@ def _tile_shape(m: int, n: int, k: int, floats: int) -> tuple[int, int, int]:
 
 @cache
 def adds_to_float32(device: str, dtype: torch.dtype) -> bool:
-    """The device adds a 16-bit product to a float32 sum in one call (CUDA from torch 2.8 on).
+    """Whether the device adds a 16-bit product to a float32 sum in one call (CUDA from torch 2.8 on).
 
-    On a GPU the first question runs a product, and the host waits for it: ask before a loop runs.
+    On a GPU the first call of this function runs a product, and the host waits for it: call it before a loop.
     """
     if device != "cuda":
         return False
-    with unset_fake_temporarily():  # a GPU that is only simulated cannot be asked
+    with unset_fake_temporarily():  # a simulated GPU cannot run the product
         if not torch._C._cuda_getDeviceCount():
             return True
         a = torch.ones(16, 16, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""What was decided about a chunk loop, as plain data: it prints, compares and turns into JSON."""
+"""The decisions about a chunk loop, as plain data: it prints, compares and turns into JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Gemm:
         depth, width: D and V.
         w_rows_first: the whole operand is stored as (V, D), as in `linear`, rather than (D, V).
         x_rows_last: the row operand is stored as (D, rows).
-        flows: a gradient flows back through it; the user may have cut it off.
+        flows: a gradient flows back through it, unless the user cut it off.
         out: the result, one large value a row.
     """
 
@@ -59,7 +59,7 @@ class Gemm:
     out: Spec
 
     def wanted(self, grads: Collection[int]) -> bool:
-        """Whether the gradient of its result is needed for those of the inputs `grads`."""
+        """Whether the gradients of the inputs `grads` need the gradient of its result."""
         return self.flows and (self.x in grads or self.w in grads)
 
 
@@ -74,20 +74,20 @@ class LoopPlan:
         n: rows in all.
         chunk_rows: rows a matrix product sees at once; the last chunk has the rest.
         block_rows: rows that the operations between the products see at once.
-        sized: who fixed `chunk_rows`: "asked" (the user), "head" (the head alone) or "timeline" (the
-            whole program's plan). Only what nobody asked for may change.
-        mode: "forward" (no gradient asked for), "grads-in-forward" or "recompute-in-backward".
-        why: why this mode.
+        sized: the origin of `chunk_rows`: "asked" (the user), "head" (the head alone) or "timeline" (the
+            whole program's plan). Only rows that the user did not set may change.
+        mode: "forward" (no gradient), "grads-in-forward" or "recompute-in-backward".
+        why: the reason for this mode.
         inputs, outputs: the loop's border.
         gemms: the amplifiers.
         sides: indices of the inputs that the block reads.
-        grads: indices of the inputs whose gradients are asked for.
+        grads: indices of the inputs that need gradients.
         grad_dtypes: for each of `grads`, the dtype in which it adds up.
-        sums_asked: the user said in which; else a budget may narrow them.
-        over: those of `grads` that are written over their own inputs, which nobody needs any more.
+        sums_asked: the user set these dtypes; else a budget may narrow them.
+        over: those of `grads` that overwrite their own inputs, which nobody needs any more.
         differentiable: indices of the outputs that carry a gradient.
-        forward_block_bytes, backward_block_bytes: what a block holds at most beyond its inputs.
-        forward_block_calls, backward_block_calls: by which the host starts a block; 0 on a CPU, which is the host.
+        forward_block_bytes, backward_block_bytes: the most bytes that a block holds beyond its inputs.
+        forward_block_calls, backward_block_calls: the host's calls to start a block; 0 on a CPU, which is the host.
     """
 
     name: str
@@ -115,7 +115,7 @@ class LoopPlan:
 
     @property
     def chunks(self) -> int:
-        """How many chunks it runs."""
+        """The number of chunks."""
         return -(-self.n // self.chunk_rows)
 
     @property
@@ -125,24 +125,24 @@ class LoopPlan:
 
     @property
     def row_bytes(self) -> int:
-        """One row of all amplifiers' results."""
+        """Bytes of one row of all amplifiers' results."""
         return sum(g.width * g.out.dtype.itemsize for g in self.gemms)
 
     @property
     def logits_bytes(self) -> int:
-        """One chunk's results of all amplifiers."""
+        """Bytes of one chunk's results of all amplifiers."""
         return self.chunk_rows * self.row_bytes
 
     @property
     def whole_logits_bytes(self) -> int:
-        """What the amplifiers' results would take unchunked."""
+        """Bytes of the amplifiers' results without chunks."""
         return self.n * self.row_bytes
 
     def tiles_bytes(self, block_bytes: int) -> int:
-        """What the tiles of a product may take: their share, or, where nobody asked for the chunks, as much as a block.
+        """The limit for tiles of a product: their share, or the bytes of a block if the user did not set the chunks.
 
-        By the sizes of its tensors, that is, of which less may exist at once: chunks that were asked for are most of
-        the peak, which would rise by the difference.
+        The bytes of a block are the sum of its tensors, of which fewer may exist at once. Chunks that the user set are
+        most of the peak, which would rise by the difference.
         """
         share_bytes = scratch_bytes_of(self.logits_bytes)
         if self.gemms[0].out.device.startswith("cuda"):  # which waits for the host if tiles are small
@@ -151,35 +151,35 @@ class LoopPlan:
 
     @property
     def forward_scratch_bytes(self) -> int:
-        """Held at most while the forward runs, beyond inputs and results."""
+        """The most bytes held while the forward runs, beyond inputs and results."""
         return self.logits_bytes + max(self._gemm_bytes(self.forward_block_bytes, {}), self.forward_block_bytes)
 
     @property
     def backward_scratch_bytes(self) -> int:
-        """Held at most while gradients are computed, beyond inputs and results; 0 if they never are."""
+        """The most bytes held while gradients are computed, beyond inputs and results; 0 without gradients."""
         if not self.grads:
             return 0
         sums = dict(zip(self.grads, self.grad_dtypes, strict=True))
         sums |= {i: torch.float32 for i in self.grads if self.finer(i)}
         gemms = self._gemm_bytes(self.backward_block_bytes, sums)
-        # Where gradients are computed beside the loss, its tangent is the loop's own.
+        # If gradients are computed beside the loss, its tangent is the loop's own.
         tangents = sum(self.outputs[i].nbytes for i in self.differentiable) if self.mode == "grads-in-forward" else 0
         return self.logits_bytes + max(gemms, self.backward_block_bytes) + self.finer_sums_bytes + tangents
 
     def finer(self, i: int) -> bool:
-        """Whether the gradient of input `i` keeps a byte a number beside the 16 bits in which it adds up."""
+        """Whether the gradient of input `i` adds up in 16 bits with one more byte a number."""
         spec, dtype = self.inputs[i], self.grad_dtypes[self.grads.index(i)]
         adds_up = self.chunks > 1 or i in self.sides
         return adds_up and dtype == spec.dtype and dtype.itemsize == 2 and not spec.sharding.split
 
     @property
     def finer_sums_bytes(self) -> int:
-        """What these bytes take, while chunks run."""
+        """The size of these additional bytes, while chunks run."""
         return sum(math.prod(self.inputs[i].shape) for i in self.grads if self.finer(i))
 
     @property
     def wider_sums_bytes(self) -> int:
-        """What sums of gradients take beyond the gradients themselves."""
+        """The bytes of sums of gradients beyond the gradients themselves."""
         specs = [self.inputs[i] for i in self.grads]
         return sum(
             math.prod(s.shape) * (d.itemsize - s.dtype.itemsize) for s, d in zip(specs, self.grad_dtypes, strict=True)
@@ -206,17 +206,17 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class Head:
-    """What the choice of a chunk size may depend on.
+    """The inputs of the choice of a chunk size.
 
     Attributes:
         op, source: the amplifier and its line in the user's code.
         n: rows.
         row_bytes: bytes of one row of all amplifiers' results.
-        fixed_bytes: gradients that the loop allocates whatever the size of several chunks is.
+        fixed_bytes: gradients that the loop allocates for any number of chunks above one.
         single_bytes: the same for a single chunk, where nothing adds up in a wider dtype.
         device: as torch prints it.
         dtype: of the products.
-        busy_rows: with which a GPU does not wait for the host; 0 on a CPU.
+        busy_rows: the rows with which a GPU does not wait for the host; 0 on a CPU.
     """
 
     op: str
@@ -232,14 +232,14 @@ class Head:
 
 @dataclass(frozen=True)
 class HeadRefusal:
-    """A head that runs as Thunder would have it.
+    """A head that stays whole, as in Thunder alone.
 
     Attributes:
         head: the amplifier.
         head_source: its ``file:line``.
-        op: the operation that stands in the way.
+        op: the operation that prevents chunking.
         source: its ``file:line``.
-        reason: why.
+        reason: in words.
     """
 
     head: str
@@ -256,7 +256,7 @@ class HeadRefusal:
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """What `chunk_trace` did: the loops it made and the heads it refused."""
+    """The record of `chunk_trace`: the loops it made and the heads it refused."""
 
     loops: tuple[LoopPlan, ...] = ()
     refusals: tuple[HeadRefusal, ...] = field(default=())
@@ -277,7 +277,7 @@ def _plain(x: Any) -> Any:
 
 
 def about_chunks(loops: Iterable[LoopPlan]) -> tuple[Decision, ...]:
-    """Loss heads that run chunk by chunk: bytes of the logits that exist at once."""
+    """The decisions about chunked loss heads: bytes of the logits that exist at once."""
     return tuple(
         Decision(
             "loss head",

@@ -1,7 +1,7 @@
-"""What a chunk loop costs on a GPU: the work of the device by a roofline, and the calls by which the host starts it.
+"""The cost of a chunk loop on a GPU: the work of the device by a roofline, and the host's calls to start it.
 
 A loop of small blocks makes the GPU wait for Python. So a block has at least 512 rows, or temporaries of 32 MiB, and
-as many rows as it takes for the host to be done in a twentieth of the device's time.
+enough rows for the host to need at most a twentieth of the device's time.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ HOST_SHARE = 0.05
 
 _FLOOR_ROWS, _FLOOR_BYTES = 512, 32 << 20
 
-_TILE_ROWS = 128  # of a product; the rest of a tile would run for nothing
+_TILE_ROWS = 128  # of a product; the rest of a tile would be wasted
 
 
 def row_seconds(gemms: Sequence[Gemm], grads: Collection[int], device: DeviceModel, *, backward: bool) -> float:
-    """Seconds of the device for one row of all chunks: its products, and one kernel between two that moves a row."""
+    """Seconds of the device for one row of all chunks: its products, and one kernel between them that moves a row."""
     seconds = 0.0
     for gemm in gemms:
         products = _products([gemm], grads, backward)
@@ -63,7 +63,7 @@ def loop_seconds(plan: LoopPlan, device: DeviceModel, *, backward: bool) -> floa
 
 
 def host_calls(plan: LoopPlan, *, backward: bool) -> int:
-    """Calls by which the host starts the kernels of one run of the loop."""
+    """The host's calls to start the kernels of one run of the loop."""
     blocks = -(-plan.chunk_rows // plan.block_rows) * (plan.n // plan.chunk_rows)
     blocks += -(-(plan.n % plan.chunk_rows) // plan.block_rows)
     a_block = plan.backward_block_calls if backward else plan.forward_block_calls
@@ -79,7 +79,7 @@ def _chunk_calls(plan: LoopPlan, backward: bool) -> int:
 
 
 def block_calls(plan: LoopPlan, body: Body) -> int:
-    """Calls by which the host starts a block: its kernels, and what puts its results in their places."""
+    """The host's calls to start a block: its kernels, and copies of its results to their places."""
     calls = body.launches + body.outputs
     if body.wants_gradients:
         calls += sum(g.wanted(plan.grads) for g in plan.gemms) - len(body.over)
@@ -88,15 +88,15 @@ def block_calls(plan: LoopPlan, body: Body) -> int:
 
 
 def busy_rows(plan: LoopPlan, body: Body, device: DeviceModel) -> int:
-    """Rows of as many chunks of one block each as the host can start in its share of the time.
+    """The rows of a chunk of one block such that the host can start all chunks in its share of the time.
 
-    0 where a chunk of one block would hold more than half of its logits a second time, and where the GPU waits for
-    the host even if all rows are one chunk: such a program is too small for its share to be kept.
+    It is 0 if a chunk of one block would hold more than half of its logits a second time. It is also 0 if the GPU
+    waits for the host even with a single chunk: such a program is too small for the host's share.
 
     Args:
-        plan: of the loop, whatever its rows.
-        body: one of its blocks, with gradients where it has any.
-        device: whose rates count.
+        plan: of the loop, with any rows.
+        body: one of its blocks, with gradients if it has any.
+        device: the device with the rates.
     """
     if 2 * row_scratch_bytes(plan, body) > plan.row_bytes:
         return 0
@@ -112,19 +112,19 @@ def busy_rows(plan: LoopPlan, body: Body, device: DeviceModel) -> int:
 def gpu_block_rows(plan: LoopPlan, body: Body, least_rows: int, device: DeviceModel) -> int:
     """Rows of a block: a divisor of the chunk's rows, at most all of them.
 
-    For the host's sake its temporaries grow to half of the chunk's logits, where nobody asked for the chunks.
+    To reduce the host's calls, temporaries may grow to half of the chunk's logits, unless the user set the chunks.
 
     Args:
-        plan: of the loop, whatever the rows of its blocks.
-        body: one of them.
-        least_rows: that the block's own products need.
-        device: whose rates count.
+        plan: of the loop, with any rows in its blocks.
+        body: one of its blocks.
+        least_rows: the rows that the block's own products need.
+        device: the device with the rates.
     """
     backward = bool(plan.grads)
     scratch_bytes = max(1, row_scratch_bytes(plan, body))
     floor = min(_FLOOR_ROWS, math.ceil(_FLOOR_BYTES / scratch_bytes))
     row_s = row_seconds(plan.gemms, plan.grads, device, backward=backward)
-    # What is left to the calls of blocks, a row, once the chunk's own are made.
+    # The time left for the calls of blocks, a row, after the chunk's own calls.
     left_s = HOST_SHARE * row_s - _chunk_calls(plan, backward) * device.launch_s / plan.chunk_rows
     enough = math.ceil(block_calls(plan, body) * device.launch_s / left_s) if left_s > 0 else plan.chunk_rows
     most = 0 if plan.sized == "asked" else plan.logits_bytes // 2 // scratch_bytes
@@ -133,7 +133,7 @@ def gpu_block_rows(plan: LoopPlan, body: Body, least_rows: int, device: DeviceMo
 
 
 def row_scratch_bytes(plan: LoopPlan, body: Body) -> int:
-    """Bytes that a row of a block takes beside its logits; gradients of what all rows share are not counted."""
+    """Bytes of a block's row beside its logits, without gradients of inputs that all rows share."""
     shared = (plan.inputs[i] for i in plan.sides if i in plan.grads)
     whole_bytes = sum(spec.nbytes for spec in shared if not spec.sharding.split)
     return -(-max(0, body.peak_bytes - whole_bytes) // body.rows)

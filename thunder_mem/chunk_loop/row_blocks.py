@@ -1,4 +1,4 @@
-"""Rows of a tensor, whatever dims they run through: as views, or gathered where strides forbid one view."""
+"""Rows of a tensor over any dims: as views, or gathered if strides forbid a single view."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["block_sizes", "read_rows", "row_views", "write_rows"]
 
 
 def block_sizes(n: int, chunk_rows: int, block_rows: int) -> tuple[int, ...]:
-    """The distinct numbers of rows that blocks have, largest first.
+    """The distinct numbers of rows of blocks, largest first.
 
     >>> block_sizes(1000, 300, 128)
     (128, 100, 44)
@@ -25,8 +25,8 @@ def block_sizes(n: int, chunk_rows: int, block_rows: int) -> tuple[int, ...]:
 def row_views(t: Tensor, sharding: Sharding, start: int, stop: int) -> list[Tensor]:
     """Views of rows [start, stop) of `t`, in order, each with the shape that a block expects.
 
-    One view where the row dims lie evenly in memory, several where they do not (a slice of a
-    sequence), never a copy.
+    One view if the row dims are evenly strided in memory, several otherwise (a slice of a sequence), never a
+    copy.
     """
     dims = [d for d, row in enumerate(sharding.dims) if row is not None]
     *outer, last = dims

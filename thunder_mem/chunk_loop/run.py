@@ -1,8 +1,8 @@
 """Running a chunk loop: plain torch on plain tensors, one chunk after another, into buffers that stay.
 
-A chunk is two levels deep. The matrix products see `chunk_rows` rows at once, so that they run at
-full speed; everything between them sees `block_rows` rows, so that its temporaries are small and in
-cache, and writes the gradient of the logits over the logits themselves.
+A chunk has two levels. The matrix products work on `chunk_rows` rows at once, so that they run at full speed. All
+operations between them work on `block_rows` rows, so that their temporaries are small and in cache, and write the
+gradient of the logits over the logits themselves.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class ChunkLoop:
     """A plan with its compiled blocks; opaque to Thunder, which passes it through as an object.
 
     Attributes:
-        plan: what was decided.
+        plan: the decisions about the loop.
         forward: blocks without gradients, by rows.
-        backward: blocks with gradients, by rows; with outputs too in mode "grads-in-forward".
+        backward: blocks with gradients, by rows; also with outputs in mode "grads-in-forward".
     """
 
     def __init__(self, plan: LoopPlan, forward: dict[int, Body], backward: dict[int, Body]):
         self.plan, self.forward, self.backward = plan, forward, backward
         for g in plan.gemms:
-            adds_to_float32(g.out.device.split(":")[0], g.out.dtype)  # asked here, as no loop may wait for the device
+            adds_to_float32(g.out.device.split(":")[0], g.out.dtype)  # now, as no loop may wait for it
 
     @cached_property
     def group(self) -> ProcessGroup | None:
@@ -83,7 +83,7 @@ def run(
         loop: the loop.
         inputs: in the plan's order.
         tangents: of the differentiable outputs; None runs the forward alone.
-        outputs: whether outputs are asked for.
+        outputs: whether outputs are needed.
         log_sums: with tangents, the whole values of the plan's `log_sums`.
 
     Returns:
@@ -131,7 +131,7 @@ def _new_grads(plan: LoopPlan, inputs: Sequence[Tensor]) -> dict[int, Tensor | A
         spec, t = plan.inputs[i], inputs[i]
         if not spec.sharding.split:
             grads[i] = Accumulator(spec, dtype, plan.finer(i))
-        # The plan knows that nobody reads it any more; a view that a caller's strides made may still show.
+        # The plan guarantees that nobody reads it any more, but a view due to a caller's strides may still exist.
         elif i in plan.over and t.is_contiguous() and t.untyped_storage().nbytes() == spec.nbytes and sole_owner(t):
             grads[i] = t.detach()
         else:
@@ -177,7 +177,7 @@ def _run_block(plan, body, inputs, tangents, log_sums, chunk, span, start, total
 
 
 def _lies_in(gradient: Tensor, block: Tensor) -> bool:
-    """Whether a block has put the gradient of its logits in their place already."""
+    """Whether a block has already written the gradient of its logits over them."""
     return gradient.untyped_storage()._cdata == block.untyped_storage()._cdata
 
 
@@ -194,7 +194,7 @@ def _block_view(rows: Tensor, g: Gemm, count: int) -> Tensor:
 def _multiply_back(plan, inputs, grads, xs, chunk, start, stop, tiles) -> None:
     """From the gradient of the chunk's logits to those of the weights and then of its rows.
 
-    Last the rows: their gradient may lie over the rows themselves.
+    The rows come last, because their gradient may overwrite the rows.
     """
     for g, x, dlogits in zip(plan.gemms, xs, chunk, strict=True):
         if g.flows and g.w in plan.grads:
@@ -218,7 +218,7 @@ _COMBINE = {"max": torch.maximum, "min": torch.minimum, "logsumexp": torch.logad
 
 
 class _Total:
-    """An output while it is put together: rows side by side, or a total in at least float32."""
+    """An output while it is assembled: rows side by side, or a total in at least float32."""
 
     def __init__(self, spec: Spec, n: int):
         self.spec = spec
@@ -251,7 +251,7 @@ class _Total:
 
 
 def _matrix(t: Tensor, gemm: Gemm, rows: int) -> Tensor:
-    """A block of the row operand, or of its gradient, as (rows, D), without a copy where strides allow."""
+    """A block of the row operand, or of its gradient, as (rows, D), without a copy if strides allow."""
     return t.reshape(gemm.depth, rows).t() if gemm.x_rows_last else t.reshape(rows, gemm.depth)
 
 
@@ -259,7 +259,7 @@ def _matrix(t: Tensor, gemm: Gemm, rows: int) -> Tensor:
 
 
 def _pretend(plan: LoopPlan, body: Body, inputs: Sequence[Tensor], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """What a block allocates, without running it: compiled code knows no fake tensors."""
+    """Allocate like a block without running it, because compiled code does not take fake tensors."""
     rows = body.rows
     torch.empty(body.peak_bytes, dtype=torch.uint8, device=inputs[0].device)
     specs = list(plan.outputs) if body.outputs else []

@@ -1,8 +1,8 @@
 """The chunk loop as Thunder sees it: bound symbols, their printing, and their gradient.
 
-Before autograd a head is one `chunk_loop`. Its grad transform makes of it either
-`chunk_loop_with_grads` in the forward and `chunk_loop_finish` in the backward, or `chunk_loop` again
-in the forward and `chunk_loop_backward`, which recomputes, in the backward.
+Before autograd a head is one `chunk_loop`. Its grad transform has two modes. Either the forward has
+`chunk_loop_with_grads` and the backward `chunk_loop_finish`. Or the forward has `chunk_loop` again, and the backward
+`chunk_loop_backward`, which recomputes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _output_proxies(plan: LoopPlan) -> list[TensorProxy]:
 
 
 def saved_proxies(plan: LoopPlan) -> list[TensorProxy]:
-    """New proxies of the gradients that the forward hands to `chunk_loop_finish`, in parts."""
+    """New proxies of the gradients that the forward passes to `chunk_loop_finish`, in parts."""
     saved = []
     for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True):
         spec = plan.inputs[i]
@@ -77,7 +77,7 @@ def _grad_proxies(plan: LoopPlan) -> list[TensorProxy]:
 
 
 def _print_loop(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[str]:
-    """The call, then, as comments, the plan and the body of its largest block."""
+    """The call, followed by the plan and the body of its largest block, as comments."""
     loop = bsym.args[0]
     yield default_python_printer(bsym, out, args, kwargs)
     plan = loop.plan
@@ -117,7 +117,7 @@ def _loop_meta(loop: ChunkLoop, *inputs: TensorProxy) -> tuple[TensorProxy, ...]
 
 
 def _loop_impl(loop: ChunkLoop, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if not loop.forward:  # planned for gradients in the forward; nobody asked for them after all
+    if not loop.forward:  # planned for gradients in the forward, which turn out not to be needed
         return _with_grads_impl(loop, *inputs)[: len(loop.plan.outputs)]
     return tuple(run(loop, inputs, None, True)[0])
 
@@ -193,11 +193,11 @@ register_grad(chunk_loop, _chunk_loop_grad)
 
 
 def check_autograd(loop: ChunkLoop) -> None:
-    """Let Thunder differentiate a loop that stands alone, so that what is wrong with it shows while the head is whole.
+    """Let Thunder differentiate a loop alone, so that errors show while the head is still whole.
 
     Raises:
-        ValueError: an input that asks for a gradient gets none, or one of another shape.
-        Exception: whatever Thunder's autograd raises.
+        ValueError: an input that needs a gradient gets none, or one of another shape.
+        Exception: any error of Thunder's autograd.
     """
     plan = loop.plan
     if plan.mode == "forward":
@@ -253,17 +253,17 @@ def loop_of(bsym: BoundSymbol) -> ChunkLoop:
 
 
 def overwritten(bsym: BoundSymbol) -> tuple[TensorProxy, ...]:
-    """The arguments that a loop's bound symbol overwrites though others could read them: rows that are dead."""
+    """The arguments that a loop's bound symbol overwrites although other ops could read them: dead rows."""
     if not is_chunk_loop(bsym) or bsym.sym.name != "chunk_loop_with_grads":
         return ()
     return tuple(bsym.args[1 + i] for i in loop_of(bsym).plan.over)
 
 
 def shared_memory(bsym: BoundSymbol) -> dict[str, TensorProxy]:
-    """The argument whose memory each result of a loop's bound symbol takes, by the result's name.
+    """The argument that each result of a loop's bound symbol overwrites, by the result's name.
 
-    A gradient takes the place of its dead rows, and a finished one that of the (first part of the) sum
-    that it was made from. All other results are memory of their own. Empty for any other bound symbol.
+    A gradient overwrites its dead rows. A finished gradient overwrites the (first part of the) sum from which
+    it was made. All other results have their own memory. Empty for any other bound symbol.
     """
     if not is_chunk_loop(bsym) or bsym.sym.name not in ("chunk_loop_with_grads", "chunk_loop_finish"):
         return {}
@@ -297,7 +297,7 @@ def scratch_bytes_under(plan: LoopPlan, bsym: BoundSymbol) -> int:
         return plan.forward_scratch_bytes
     if bsym.sym.name == "chunk_loop_finish":
         return 0
-    # Handed on, sums are results in the dtype that they have; here they become results of another one.
+    # Sums that are passed on are results in their own dtype; here they become results of another dtype.
     sums = plan.wider_sums_bytes if bsym.sym.name == "chunk_loop_backward" else 0
     return plan.backward_scratch_bytes + sums
 
@@ -307,7 +307,7 @@ def _group(bsym: BoundSymbol) -> torch.distributed.ProcessGroup | None:
 
 
 def _seconds(bsym: BoundSymbol, device: DeviceModel) -> float | None:
-    """Of the loop itself; what finishes it only scales what the forward has computed."""
+    """Seconds of the loop itself; its finish only scales the forward's results."""
     if bsym.sym.name == "chunk_loop_finish":
         return None
     return loop_seconds(loop_of(bsym).plan, device, backward=bsym.sym.name != "chunk_loop")

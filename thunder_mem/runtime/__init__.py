@@ -1,1 +1,1 @@
-"""What runs: executors, compiled regions, transfers to the host, states of generators."""
+"""The runtime beside regions: transfers to the host, generator states, attention on a CPU, facts about devices."""

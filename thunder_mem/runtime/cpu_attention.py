@@ -1,10 +1,10 @@
 """Attention on the CPU by PyTorch's own flash kernel, forward and backward.
 
-Without it Thunder decomposes `scaled_dot_product_attention` on a CPU into matrices of shape (B, H, T, S),
-so no figure measured there says anything about a GPU. `mem_attention_ex` claims the operation where the
-kernel supports it, and leaves everything else to Thunder. The backward keeps query, key, value, output
-and the log-sum-exp, as PyTorch does; the kernels are `aten::_scaled_dot_product_flash_attention_for_cpu`
-and its backward, the checks follow `aten/src/ATen/native/transformers/sdp_utils_cpp.cpp`.
+Without it Thunder decomposes `scaled_dot_product_attention` on a CPU into matrices of shape (B, H, T, S), so figures
+measured there would not apply to a GPU. `mem_attention_ex` claims the operation if the kernel supports it, and leaves
+other calls to Thunder. The backward keeps query, key, value, output and the log-sum-exp, as PyTorch does. The kernels
+are `aten::_scaled_dot_product_flash_attention_for_cpu` and its backward, and the checks follow
+`aten/src/ATen/native/transformers/sdp_utils_cpp.cpp`.
 
 Shapes: query and output (B, H, T, D), key and value (B, H, S, D), log-sum-exp (B, H, T).
 """
@@ -32,7 +32,7 @@ _DTYPES = (dtypes.float64, dtypes.float32, dtypes.bfloat16, dtypes.float16)
 
 
 def _last_dim_dense(a: torch.Tensor) -> torch.Tensor:
-    """The kernels read rows of D without looking at the last stride."""
+    """Make the last dim dense, because the kernels ignore its stride."""
     return a if a.stride(-1) == 1 else a.contiguous()
 
 
@@ -169,7 +169,7 @@ def _is_supported(
     *,
     scale: Any = None,
 ) -> bool:
-    """Whether the kernel computes exactly this call; if not, Thunder goes on as if we were not there."""
+    """Whether the kernel computes exactly this call; if not, Thunder continues without this executor."""
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if not all(isinstance(t, TensorProxy) and t.device.devicetype is DeviceType.CPU for t in tensors):
         return False
@@ -194,9 +194,9 @@ def _is_supported(
 
 
 def _additive_mask(attn_mask: TensorProxy | None, query: TensorProxy) -> TensorProxy | None:
-    """The mask as the kernel wants it: 4-d, additive, in query's dtype.
+    """The mask in the kernel's form: 4-d, additive, in query's dtype.
 
-    In the trace and not hidden in the operator, so that a plan may keep a boolean mask and rebuild this.
+    It is part of the trace, not hidden in the operator, so that a plan may keep a boolean mask and recompute it.
     """
     if attn_mask is None:
         return None
@@ -238,7 +238,7 @@ def _differentiate(
     grads = attention_backward(grad_out, query, key, value, out, logsumexp, mask, is_causal, scale)
     put_grads((query, key, value), grads)
     if attn_mask is not None and dtypes.is_float_dtype(attn_mask.dtype):
-        # An operator of its own: where nobody asks for this gradient, it is dead code and disappears.
+        # A separate operator: if nobody needs this gradient, it is dead code and disappears.
         grad_mask = attention_mask_grad(grad_out, query, key, value, out, logsumexp, mask, scale)
         put_grad(attn_mask, ltorch.to(ltorch.reshape(grad_mask, attn_mask.shape), attn_mask.dtype))
     return out

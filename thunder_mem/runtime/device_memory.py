@@ -1,4 +1,4 @@
-"""How much memory a device has, and a share of it in words."""
+"""The memory of a device, and a share of it in words."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["device_memory_bytes", "share_in_words"]
 
 
 def share_in_words(budget: int | str, device: torch.device) -> str:
-    """Of a percentage, what it is of: "80% of the cpu's 23.50 GiB"; "" for a budget in bytes.
+    """The meaning of a percentage: "80% of the cpu's 23.50 GiB"; "" for a budget in bytes.
 
     Args:
-        budget: as `parse_budget` takes it.
-        device: the one that is planned for.
+        budget: as for `parse_budget`.
+        device: the device of the plan.
     """
     if not isinstance(budget, str) or not budget.strip().endswith("%"):
         return ""

@@ -1,15 +1,13 @@
-"""Moving a tensor to the host and back: four symbols, and what they run.
+"""Transfers of tensors to the host and back: four symbols and their runtime.
 
-`offload` starts a copy to the host and `offload_wait` ends it: only then may the memory of the tensor be
-used for something else, so it takes the tensor too, which keeps it alive until there. `prefetch` makes a
-new tensor on the device and starts the copy into it, `prefetch_wait` hands it out filled. What runs
-between start and wait runs beside the copy. A value thus lives exactly where the trace says that it does,
-and nothing is left to the allocator's `record_stream`.
+`offload` starts a copy to the host and `offload_wait` ends it. Only then may the tensor's memory be reused, so
+`offload_wait` also takes the tensor, which keeps it alive. `prefetch` makes a new tensor on the device and starts the
+copy into it; `prefetch_wait` returns it filled. Operations between start and wait run beside the copy. So a value lives
+exactly where the trace says, and nothing depends on the allocator's `record_stream`.
 
-On CUDA copies go between the device and pinned memory, on two side streams per device: those to the host
-one after the other, and beside them those from the host, since the link takes both ways at once. On a CPU,
-where there is nothing to gain, they are real copies too, into memory that is not PyTorch's, so that all of
-this is run and measured on a machine without a GPU.
+On CUDA copies run between the device and pinned memory, on two side streams per device: one for copies to the host and
+one for copies back, because the link takes both ways at once. On a CPU the copies save nothing, but they are real, into
+memory that is not PyTorch's. So all of this is tested and measured without a GPU.
 """
 
 from __future__ import annotations
@@ -40,14 +38,14 @@ __all__ = [
 mem_offload_ex = OperatorExecutor("mem_offload", version="0.1")
 """Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
 
-# A copy in flight, as an attribute of the tensor that is copied to; the trace keeps that very object.
+# A copy in flight, as an attribute of its target tensor; the trace keeps that very object.
 _IN_FLIGHT = "_thunder_mem_in_flight"
 
 
 class _InFlight:
-    """A copy that the device's current stream has not waited for yet.
+    """A copy for which the device's current stream has not waited yet.
 
-    If what is copied to goes before that, because something failed, its memory is not used again earlier.
+    If the target is deleted earlier, because of an error, its memory is not reused before the copy ends.
     """
 
     def __init__(self, device: torch.device, copied: torch.cuda.Event) -> None:
@@ -73,7 +71,7 @@ def _copies_beside(t: torch.Tensor) -> bool:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, to_host: bool) -> None:
-    """Start to copy on the way's own stream, after all that was asked for so far."""
+    """Start a copy on its direction's own stream, after all earlier work."""
     side = _side_stream(device, to_host)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -86,12 +84,12 @@ def _wait(t: torch.Tensor) -> None:
 
 
 def _host_like(t: torch.Tensor) -> torch.Tensor:
-    """Host memory for a tensor, laid out as it is if it is dense."""
+    """Host memory for a tensor, with the tensor's layout if it is dense."""
     if isinstance(t, FakeTensor):
         return torch.empty_like(t, device="cpu")
     if t.is_cuda:
         return torch.empty_like(t, device="cpu", pin_memory=True)
-    # Not PyTorch's memory, which is what is counted on a CPU.
+    # Not PyTorch's memory, which counts on a CPU.
     buffer = torch.from_numpy(np.empty(t.numel() * t.itemsize, dtype=np.uint8))
     return buffer.view(t.dtype).as_strided(t.shape, torch.empty_like(t, device="meta").stride())
 
@@ -165,7 +163,7 @@ def is_transfer(bsym: BoundSymbol) -> bool:
 
 
 def _source(bsym: BoundSymbol) -> dict[str, TensorProxy]:
-    """The argument that the one result is a copy of, or takes the memory of."""
+    """The argument of which the only result is a copy, or whose memory it uses."""
     return {bsym.flat_proxy_outs[0].name: bsym.args[0]}
 
 
@@ -191,5 +189,5 @@ declare(mem_offload_ex, lambda name: _TRAITS.get(name, PLAIN))
 
 
 def offloaded_names(bsyms: Iterable[BoundSymbol]) -> tuple[str, ...]:
-    """What a trace offloads, in the order in which it leaves."""
+    """The names of the values that a trace offloads, in the order in which they leave."""
     return tuple(b.args[0].name for b in bsyms if is_transfer(b) and b.sym.name == "offload")

@@ -1,4 +1,4 @@
-"""How an operation's outputs lie in memory, as data: described once, and laid out so for other inputs."""
+"""The memory layout of an operation's outputs, as data: described once, and applied to other inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Output", "describe", "lay_out", "meta_like"]
 
 @dataclass(frozen=True)
 class Output:
-    """How an output lies: in which storage ("input", i) or ("new", i), and how it shows it."""
+    """The layout of an output: its storage, ("input", i) or ("new", i), and its view of it."""
 
     where: tuple[str, int]
     storage_bytes: int
@@ -24,7 +24,7 @@ class Output:
 
 
 def describe(outputs: Iterable[Any], inputs: Sequence[torch.Tensor]) -> tuple[Output | None, ...]:
-    """How each output lies, by the input or the other output whose storage it shows; None for what is no tensor."""
+    """The layout of each output, by the input or the other output on the same storage; None if it is no tensor."""
     known: dict[int, tuple[str, int]] = {}
     for i, t in enumerate(inputs):
         known.setdefault(t.untyped_storage()._cdata, ("input", i))
@@ -42,7 +42,7 @@ def describe(outputs: Iterable[Any], inputs: Sequence[torch.Tensor]) -> tuple[Ou
 def lay_out(
     outputs: Iterable[Output | None], inputs: Sequence[torch.Tensor], devices: Iterable[torch.device | str]
 ) -> list[torch.Tensor | None]:
-    """Tensors that lie as was described, on these devices where they show no input; uninitialised."""
+    """Uninitialised tensors with the described layouts, on these devices unless they are on an input's storage."""
     made: dict[tuple[str, int], torch.Tensor] = {}
     tensors: list[torch.Tensor | None] = []
     for output, device in zip(outputs, devices, strict=True):
@@ -58,13 +58,13 @@ def lay_out(
             base = made[output.where] = torch.empty(count, dtype=output.dtype, device=device)
         # Not `set_`: on a fake tensor it leaves a reference to the storage behind.
         base = base if base.dtype == output.dtype else base.view(output.dtype)
-        # Detached: a view would hold its base, and autograd adds in place only to what nobody else holds.
+        # Detached: a view would hold its base, and autograd adds in place only to tensors that nobody else holds.
         tensors.append(base.as_strided(output.shape, output.stride, output.offset).detach())
     return tensors
 
 
 def meta_like(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Meta tensors that lie like the given ones, and share storages as those do."""
+    """Meta tensors with the layouts and shared storages of the given ones."""
     storages: dict[int, torch.UntypedStorage] = {}
     found = []
     for t in tensors:

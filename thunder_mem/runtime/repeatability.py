@@ -1,4 +1,4 @@
-"""Which operations may run a second time and give the same: the one place that says what must not."""
+"""The operations that may run twice with the same result, decided in this one place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thunder_mem.trace.reading import TraceGraph
 
 __all__ = ["recompute_obstacle"]
 
-# A second run may differ from the first: which of equal elements comes first, or the order in which
+# A second run may differ from the first, in the order of equal elements or in the order in which
 # atomics add up (the list of `torch.use_deterministic_algorithms`). By prim, and by the name of the
 # function that an executor calls.
 _VARIES = {
@@ -26,7 +26,7 @@ _VARIES_BY_NAME = {
 
 
 def recompute_obstacle(source: TraceGraph, op: int) -> str | None:
-    """Why an op must run only once, in words; None if it may run again in the backward."""
+    """The reason why an op must run only once, in words; None if it may run again in the backward."""
     bsym, effects = source.bsyms[op], source.effects[op]
     if effects.writes:
         return f"it overwrites {effects.writes[0]}"

@@ -1,12 +1,11 @@
-"""Random numbers that are drawn a second time, the same ones.
+"""Draw the same random numbers a second time.
 
-What `torch.utils.checkpoint` does for a whole region (``preserve_rng_state``), for one operation: where the
-forward draws, the generator's state is noted beside what is drawn, 16 bytes on CUDA and 5,056 on a CPU, and in
-the backward the same operation runs from that state and leaves the generator as it was. So of a dropout inside
-a checkpoint nothing is kept, not even a mask.
+`torch.utils.checkpoint` does this for a whole region (``preserve_rng_state``); this module does it for one operation.
+Where the forward draws, it also saves the generator's state, 16 bytes on CUDA and 5,056 on a CPU. In the backward the
+same operation runs from that state and leaves the generator unchanged. So a dropout inside a checkpoint saves no mask.
 
-`save_rng_state` and `run_with_rng_state` make the two bound symbols of an operation. The noted one draws as the
-operation alone would, so what comes after it is not changed either; the redrawn one only computes and may be moved.
+`save_rng_state` and `run_with_rng_state` make the two bound symbols of an operation. The first draws like the operation
+alone, so later draws do not change. The second only computes, and may be moved.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ _STATE_BYTES = {DeviceType.CPU: torch.default_generator.get_state().numel(), Dev
 
 
 def rng_replay_obstacle(bsym: BoundSymbol) -> str | None:
-    """Why what a random operation draws is not drawn again, in words; None if it may be.
+    """The reason why a random operation must not be repeated, in words; None if it may be.
 
     Args:
-        bsym: a bound symbol, claimed by an executor, whose one effect is that it draws.
+        bsym: a bound symbol, claimed by an executor, whose only effect is a random draw.
     """
     if not any(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):  # as nvFuser's draws are prepared
         return "it advances a generator and draws no tensor"
@@ -57,14 +56,14 @@ def rng_replay_obstacle(bsym: BoundSymbol) -> str | None:
 
 
 def save_rng_state(bsym: BoundSymbol) -> BoundSymbol:
-    """The operation, with one more result before its own: the state that it drew from. In a trace's context."""
+    """The operation, with the generator's state as an additional first result. Needs a trace's context."""
     state = TensorProxy(shape=(_STATE_BYTES[_device(bsym).devicetype],), device=cpu, dtype=uint8, requires_grad=False)
     outputs = bsym.output if isinstance(bsym.output, tuple) else (bsym.output,)
     return _around(bsym, "noted", _noting, bsym.args, (state, *outputs))
 
 
 def run_with_rng_state(bsym: BoundSymbol, state: TensorProxy) -> BoundSymbol:
-    """The operation, which draws from `state` and not from its device's generator."""
+    """The operation, drawing from `state` instead of its device's generator."""
     return _around(bsym, "redrawn", _redrawing, (state, *bsym.args), bsym.output)
 
 
@@ -79,7 +78,7 @@ def replays_rng_state(bsym: BoundSymbol) -> bool:
 
 
 def original(bsym: BoundSymbol) -> BoundSymbol:
-    """The operation that a noted or redrawn one is; any other operation is itself."""
+    """The original of a saving or replaying operation; any other operation is itself."""
     return bsym.subsymbols[0] if bsym.sym.executor is mem_redraw_ex else bsym
 
 
@@ -95,7 +94,7 @@ declare(mem_redraw_ex, _traits)
 
 
 def with_valid_state(bsym: BoundSymbol, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Made-up values of an operation's arguments, with one that a generator takes where it takes a state."""
+    """Made-up values of an operation's arguments, with a valid generator state where it takes one."""
     return values | {bsym.args[0].name: torch.get_rng_state()} if replays_rng_state(bsym) else values
 
 
@@ -109,7 +108,7 @@ def _around(bsym: BoundSymbol, kind: str, wrap: Callable, args: tuple, output: A
 
 
 def _function(bsym: BoundSymbol) -> Callable | None:
-    """What runs, where an executor has claimed the operation: a function of its own, or one of PyTorch's."""
+    """The function of a claimed operation: the executor's own, or one of PyTorch's."""
     if bsym.sym.executor is None:
         return None
     return (bsym._call_ctx or {}).get(bsym.sym.name) or getattr(bsym.sym.module, bsym.sym.name, None)

@@ -1,11 +1,11 @@
-"""What single operations were measured to hold, kept from process to process.
+"""Measured scratch of single operations, kept between processes.
 
-One file for each version of torch and Thunder, kind of CPU and number of threads (and one for what Inductor writes for
-GPUs, which depends on versions alone), in ``$XDG_CACHE_HOME/thunder_mem`` (by default ``~/.cache/thunder_mem``). It is
-read strictly: a file that is not exactly what `Table.save` writes, or names figures that no run on this machine has,
-counts as none. Where nothing can be read or written, measurements last for the process alone. Processes may write at
-once: each adds its own to what it finds and replaces the file as a whole, so that the worst that can happen is that
-something is measured again.
+``$XDG_CACHE_HOME/thunder_mem`` (by default ``~/.cache/thunder_mem``) has one file for each version of torch and
+Thunder, kind of CPU and number of threads. Another file is for Inductor's code for GPUs, which depends only on
+versions. A file is read strictly: a file that `Table.save` would not write, or whose figures are impossible on this
+machine, is ignored. If the folder cannot be read or written, measurements last for the process. Processes may write at
+once: each adds its entries to the present file and replaces the file as a whole. At worst an operation is measured
+again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["Codec", "Probe", "Table", "kernel_table", "save_tables", "table"]
 
 _FORMAT = 1
 _MOST = 50_000  # about 10 MB; beyond it a file begins anew
-_MOST_BYTES = 2**26  # a larger file is none of ours
+_MOST_BYTES = 2**26  # a larger file is not ours
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A real run: the bytes above the start at its worst moment and at its end, and its outputs."""
+    """A real run: the bytes above the start at its peak and at its end, and its outputs."""
 
     peak_bytes: int
     end_bytes: int
@@ -48,12 +48,12 @@ Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 class Table:
-    """Probes by the text that says all they depend on; what was in the file is read when the table is made.
+    """Probes by a text of all their inputs; the file is read when the table is made.
 
     Args:
         path: of the file; None keeps nothing.
-        machine: what all of its measurements depend on.
-        codec: how entries that are no `Probe` turn into JSON, and back, strictly.
+        machine: the common conditions of all measurements.
+        codec: strict conversion of entries other than `Probe` to JSON and back.
 
     Example:
         >>> kept = Table(None, "this machine")
@@ -69,15 +69,15 @@ class Table:
         self._new: dict[str, Any] = {}
 
     def find(self, text: str) -> Any:
-        """The probe of that text; None if it was never made."""
+        """The probe of that text; None if there is none."""
         return self._known.get(_digest(text))
 
     def add(self, text: str, probe: Any) -> None:
-        """Take note of a probe; `save` writes it."""
+        """Add a probe; `save` writes it."""
         self._known[_digest(text)] = self._new[_digest(text)] = probe
 
     def save(self) -> None:
-        """Write what is new beside what the file has by now; where that is not possible, do nothing."""
+        """Add the new probes to the file's present content; do nothing if that is impossible."""
         if self.path is None or not self._new:
             return
         probes = {**self._read(), **self._new}
@@ -110,12 +110,12 @@ def table() -> Table:
 
 
 def kernel_table(software: str, codec: Codec) -> Table:
-    """The table of what is written for GPUs by this software, on whatever machine."""
+    """The table of this software's code for GPUs, independent of the machine."""
     return _kernel_table(os.environ.get("XDG_CACHE_HOME", ""), f"{_versions()}, {software}", codec)
 
 
 def save_tables() -> None:
-    """Write what was measured since the last time."""
+    """Write the measurements since the last call."""
     for one in _TABLES:
         one.save()
 
@@ -141,7 +141,7 @@ def _path(cache_home: str, name: str, machine: str) -> pathlib.Path | None:
         # A path that is not absolute is to be ignored, says the XDG specification.
         home = pathlib.Path(cache_home) if os.path.isabs(cache_home) else pathlib.Path.home() / ".cache"
         return home / "thunder_mem" / f"{name}-{_digest(machine)[:16]}.json"
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # no home folder
         return None
 
 
@@ -192,7 +192,7 @@ def _from_json(entry: Any) -> Probe:
 
 
 def _shown_bytes(output: Output) -> int:
-    """How far into its storage an output reaches."""
+    """The bytes of its storage up to an output's end."""
     if 0 in output.shape:
         return 0
     last = output.offset + sum((n - 1) * step for n, step in zip(output.shape, output.stride, strict=True))

@@ -1,4 +1,4 @@
-"""The GPU that stands in for a real one at present; `prediction/simulate.py` enters and leaves it."""
+"""The present simulated GPU; `prediction/simulate.py` enters and leaves it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SimulatedDevice:
 
     Attributes:
         spec: its memory, capability and names.
-        fusion: which fusion executor stands in for those of a real machine, one of `FUSIONS`
-            of `regions/fusion_executors.py`.
+        fusion: the fusion executor in place of those of a real machine, one of `FUSIONS` of
+            `regions/fusion_executors.py`.
         mode: the mode that all fake tensors belong to.
     """
 
@@ -33,7 +33,7 @@ class SimulatedDevice:
 
     @property
     def memory_bytes(self) -> int:
-        """All of its memory; `spec.usable_bytes` is what is left to tensors."""
+        """All of its memory; `spec.usable_bytes` is the part for tensors."""
         return self.spec.memory_bytes
 
 
