@@ -1,1 +1,1 @@
-"""Collectives: one order of them on every rank, what they hide, and whether all ranks agree."""
+"""Collectives: one order on every rank, overlap with computation, and a check that all ranks agree."""

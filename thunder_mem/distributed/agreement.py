@@ -1,15 +1,14 @@
-"""Do all ranks plan and communicate alike? Asked when a program is compiled, and again only for what is new.
+"""Check that all ranks plan and communicate alike, when a program is compiled.
 
-Ranks that start different collectives, or the same in another order, hang or mix up their data. Every
-rank publishes hashes of what its program is about to communicate, of the program and of its plan, in the store
-through which the process groups were set up, and reads what the others publish: an all-gather that has a timeout,
-and that cannot be mistaken for a collective of a rank that does not compile. Ranks that differ then publish the
-words behind the hashes, so that all of them name the same first difference.
+Ranks that start different collectives, or the same ones in another order, hang or mix up their data. Every rank
+publishes hashes of its collectives, its program and its plan in the store of the process groups, and reads the others'
+hashes. This all-gather has a timeout, and cannot be mistaken for a collective of a rank that does not compile. Ranks
+that differ then publish the texts behind the hashes, so that all of them name the same first difference.
 
-Plans are compared where programs are equal: a rank whose batch has another size may plan otherwise, and
-communicates as the others do. A function is asked about when it is compiled for the first time, which is on
-all ranks at once, and then only if it would communicate in a new way: a rank that compiles it for a batch of
-another size communicates as before, and the others need not wait.
+Plans are compared only between equal programs: a rank with another batch size may have another plan, but communicates
+like the others. A function is checked at its first compilation, which happens on all ranks at once, and later only if
+it would communicate in a new way. A rank that compiles it for another batch size communicates as before, so the others
+need not wait.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ __all__ = ["RanksDifferError", "Schedule", "agree", "first_difference", "schedul
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks would start different collectives, or plan one program differently; says what differs first, and where."""
+    """Ranks would start different collectives, or plan one program differently; the first difference is named."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a program communicates.
+    """The collectives of a program.
 
     Attributes:
         steps: one line for each collective, in the order in which they start.
@@ -86,7 +85,7 @@ def _in_words(bsym: BoundSymbol, group: torch.distributed.ProcessGroup | None) -
 
 
 def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[int, str, str]:
-    """The first step that differs, and what it is here and there; "nothing" where one of them has ended.
+    """The first step that differs, and its text here and there; "nothing" if one of them has ended.
 
     Example:
         >>> first_difference(["all_gather of f32[4]"], ["all_gather of f32[4]", "all_reduce of f32[2]"])
@@ -102,7 +101,7 @@ def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[int, s
 
 @dataclass
 class _Agreements:
-    """What the ranks of one process world agreed on, and how often each group was asked."""
+    """The agreements between the ranks of one process world, and the number of checks of each group."""
 
     world: Any
     known: WeakKeyDictionary[Any, set[str]] = field(default_factory=WeakKeyDictionary)  # per compiled function
@@ -113,15 +112,15 @@ _agreements = _Agreements(None)
 
 
 def agree(trace: TraceCtx, function: object, plan: Plan | None = None, program: str = "") -> None:
-    """Make sure that all ranks that this program communicates with are about to communicate, and plan, alike.
+    """Check that all ranks that this program communicates with communicate and plan alike.
 
-    Waits for the other ranks as long as the store does (the `timeout` of `torch.distributed.init_process_group`).
+    The check waits for other ranks up to the store's timeout (`torch.distributed.init_process_group(timeout=...)`).
 
     Args:
-        trace: what is about to run, plain or joint.
-        function: what is compiled, the same object for all its compilations (Thunder's `CompileData`).
-        plan: that `trace` follows; None where planning failed.
-        program: the digest of what is compiled; "" if it has none.
+        trace: the trace to run, plain or joint.
+        function: the compiled function, the same object for all its compilations (Thunder's `CompileData`).
+        plan: the plan of `trace`; None if planning failed.
+        program: the digest of the program; "" if it has none.
 
     Raises:
         RanksDifferError: on all ranks of a group, if one of them differs or does not answer.
@@ -132,7 +131,7 @@ def agree(trace: TraceCtx, function: object, plan: Plan | None = None, program: 
     if not groups:
         return
     world = distributed.group.WORLD
-    if _agreements.world is not world:  # groups were set up anew
+    if _agreements.world is not world:  # the process groups are new
         _agreements = _Agreements(world)
     known = _agreements.known.setdefault(function, set())
     if schedule.digest in known:
@@ -146,7 +145,7 @@ def agree(trace: TraceCtx, function: object, plan: Plan | None = None, program: 
 
 @dataclass(frozen=True)
 class _Hashes:
-    """What a rank publishes of what it is about to run."""
+    """The hashes that a rank publishes before it runs."""
 
     communication: str
     program: str
@@ -178,7 +177,7 @@ def _ask(group: torch.distributed.ProcessGroup, mine: _Hashes, words: Mapping[st
             ) from error
 
     store.set(key(me), json.dumps(astuple(mine)))
-    if turn > 1:  # that all are at the last turn says that all have read the one before
+    if turn > 1:  # all ranks are at the last turn, so all have read the turn before
         store.delete_key(key(me, turn - 2))
     hashes = {rank: mine if rank == me else _Hashes(*read(key(rank), rank)) for rank in members}
     pairs = ((a, b) for a, b in combinations(members, 2) if hashes[a].contradicts(hashes[b]))

@@ -1,12 +1,12 @@
 """One order of all collectives, from the structure of the program alone.
 
-Thunder starts all gathers at once, in the order of the parameters' names, and all reductions of
-gradients behind the last of them; whatever is planned afterwards would be bound to that. Here gathers
-follow the first uses of what they gather, and a reduction stands where its gradient is complete.
+Thunder starts all gathers at once, in the order of the parameters' names, and all reductions of gradients after the
+last gradient. Later planning would be bound to that order. Here a gather follows the first use of its parameter, and a
+reduction stands where its gradient is complete.
 
-Every rank must start its collectives in the same order, also where ranks compile the program for batches
-of other sizes. So nothing but the trace's data flow and its source order is looked at, and the bytes of what is
-gathered, which are parameters: never the sizes of activations, never time.
+Every rank must start its collectives in the same order, even if ranks compile the program for batches of different
+sizes. So the order depends only on the trace's data flow, its source order and the bytes of parameters. It never
+depends on sizes of activations or on time.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def ordered_collectives(
     earlier: TraceGraph | None = None,
     also_needs: Callable[[TraceGraph], Mapping[int, Collection[int]]] | None = None,
 ) -> TraceCtx:
-    """The trace with its collectives in the order that planning then keeps; as it is where nothing communicates.
+    """The trace with its collectives in the order that planning then keeps; unchanged without communication.
 
     Args:
         trace: plain or joint, unfused, without `del`s.
         earlier: a reading of a trace that `trace` was made from.
-        also_needs: what else, beside its predecessors, has to stand before an op.
+        also_needs: further ops, beside its predecessors, that must stand before an op.
     """
     if not any(map(starts, trace.bound_symbols)):
         return trace
@@ -71,11 +71,11 @@ def collective_order(source: TraceGraph, also_needs: Mapping[int, Collection[int
 
 
 class Walk:
-    """Ops in an order that respects predecessors: each is taken with whatever it still lacks.
+    """Ops in an order that respects predecessors: each op is taken with its missing predecessors.
 
     Attributes:
-        order: what was taken so far.
-        demanded: per op that was asked for, what had to be taken before it.
+        order: the ops taken so far.
+        demanded: per requested op, the ops that had to be taken before it.
     """
 
     def __init__(self, before: Sequence[Collection[int]], order: Iterable[int] = ()) -> None:
@@ -88,7 +88,7 @@ class Walk:
         return op in self._done
 
     def take(self, op: int) -> None:
-        """Append `op`, and before it all that it needs and is not there yet."""
+        """Append `op`, and before it all missing ops that it needs."""
         if op in self._done:
             return
         first = len(self.order)
@@ -115,7 +115,7 @@ def _walk(
     urgent: Collection[int],
     ahead: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> Walk:
-    """One half in source order, but for what is taken on demand, or `ahead` of an op, or as soon as it is ready."""
+    """One half in source order, except ops taken on demand, `ahead` of an op, or as soon as they are ready."""
     walk = Walk(before, done)
     lacks = {op: _inputs(op, before, urgent) - set(done) for op in half if op in urgent and is_start[op]}
     waiting: dict[int, list[int]] = {}
@@ -142,7 +142,7 @@ def _walk(
 
 
 def _inputs(op: int, before: Sequence[Collection[int]], urgent: Collection[int]) -> set[int]:
-    """What the computation of `op` that is urgent with it takes from the rest."""
+    """The inputs of `op` and of the urgent ops that belong to it."""
     inputs: set[int] = set()
     seen, stack = {op}, [op]
     while stack:
@@ -161,7 +161,7 @@ def starts_of(source: TraceGraph) -> list[int]:
 
 
 def free_predecessors(source: TraceGraph) -> list[tuple[int, ...]]:
-    """What each op needs, but for the order among collectives where only that asks for it."""
+    """The predecessors of each op, without those that only the order among collectives requires."""
     before = [set(p) for p in source.graph.predecessors]
     chain = starts_of(source)
     for a, b in pairwise(chain):
@@ -174,12 +174,12 @@ def free_predecessors(source: TraceGraph) -> list[tuple[int, ...]]:
 
 
 def made_of_shards(source: TraceGraph) -> frozenset[int]:
-    """The ops that gather arguments, wait for that, and what is made cheaply of their results alone.
+    """The ops that gather arguments, their waits, and cheap ops on their results alone.
 
-    Such as a cast of a gathered weight, or the view of it that a matrix product takes.
+    Examples are a cast of a gathered weight, and its view for a matrix product.
     """
     found: set[int] = set()
-    of_arguments: set[int] = set()  # made of arguments alone: a shard that is cast before it is gathered
+    of_arguments: set[int] = set()  # made from arguments alone: a shard that is cast before it is gathered
     for op, (bsym, effects) in enumerate(zip(source.bsyms, source.effects, strict=True)):
         producers = {source.producer_of.get(p.name) for p in bsym.flat_proxy_args if p.name in source.storage_of}
         if producers <= {None, *of_arguments}:
@@ -202,10 +202,9 @@ def _waits_for_reductions(source: TraceGraph) -> frozenset[int]:
 
 
 def _only_for_reductions(source: TraceGraph) -> frozenset[int]:
-    """The starts of reductions, and the cheap work that is done for them alone, such as dividing a gradient.
+    """The starts of reductions, and cheap ops that only serve them, such as the division of a gradient.
 
-    Products are left where they are, else that would be all of a backward. Waits read a gradient too,
-    while it is in flight.
+    Products do not count, or the whole backward would. Waits also read a gradient while it is in flight.
     """
     graph, waits = source.graph, _waits_for_reductions(source)
     urgent: set[int] = set()
@@ -221,7 +220,7 @@ def _only_for_reductions(source: TraceGraph) -> frozenset[int]:
 
 
 def _of_no_gradient(source: TraceGraph) -> frozenset[int]:
-    """What the backward makes of the forward's values alone: Thunder makes some at its start and uses them late."""
+    """The backward's ops on forward values alone: Thunder runs some at its start and uses their results late."""
     graph = source.graph
     depends: set[int] = set()
     for op, bsym, effects in zip(graph.ops, source.bsyms, source.effects, strict=True):
@@ -232,7 +231,7 @@ def _of_no_gradient(source: TraceGraph) -> frozenset[int]:
 
 
 def _is_cheap(bsym: BoundSymbol) -> bool:
-    """No product: at most one operation for each element that it reads or makes."""
+    """Whether an op is no product: at most one operation for each element that it reads or makes."""
     proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
     return bound_symbol_flops(bsym) <= max((p.numel for p in proxies if isinstance(p, TensorProxy)), default=0)
 
@@ -242,9 +241,9 @@ def _look_ahead(
 ) -> dict[int, list[int]]:
     """Per op that uses gathered values, the gathers to start before it: its own, and some for the ops to come.
 
-    As much again as it uses itself, and at least those of the next: while one layer is in use, the next
-    arrives. Only their order is decided here, most of all that a layer is gathered before the
-    gradients of the one behind it are reduced; when to start them is for `overlap_scheduling.py`.
+    They have as many bytes as the op's own, and at least those of the next op: while one layer is in use, the next
+    arrives. Only the order is decided here, above all that a layer is gathered before the gradients of the layer
+    behind it are reduced. `overlap_scheduling.py` decides when gathers start.
     """
     groups: list[tuple[int, list[int]]] = []
     for op, needs in demanded.items():

@@ -1,11 +1,11 @@
-"""How long a collective takes on the link between ranks, and how much of that an order hides.
+"""The time of a collective on the link between ranks, and the part of it that an order hides.
 
-A collective over n ranks moves (n - 1) / n of the whole through every rank's link, an all-reduce twice that
-(Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005); the
-whole is the gathered tensor, or the one that is reduced. Collectives run one after the other beside
-the computation; a wait holds the computation up until its collective has ended.
+A collective over n ranks moves (n - 1) / n of the gathered or reduced tensor through every rank's link, and an
+all-reduce moves twice that (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+MPICH", 2005). Collectives run one after the other beside the computation; a wait stops the computation until its
+collective has ended.
 
-The figures are data sheets' for GPUs in one machine: enough to compare orders, not to predict a cluster.
+The figures come from data sheets for GPUs in one machine. They suffice to compare orders, not to predict a cluster.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Collective:
 
     Attributes:
         start: the op that starts it.
-        wait: the op that waits for it; the start itself if that blocks, None if nobody waits.
-        seconds: how long it takes by itself.
+        wait: the op that waits for it; the start itself if that blocks, None if no op waits.
+        seconds: its time alone.
         gather: it gathers shards.
     """
 
@@ -55,7 +55,7 @@ class Collective:
 
 
 def transfer_s(bsym: BoundSymbol, device: DeviceModel) -> float:
-    """Seconds that a collective takes by itself; a loop that communicates a few numbers a row takes its latencies."""
+    """Seconds of a collective alone; a loop that communicates a few numbers a row takes its latencies."""
     group = group_of(bsym)
     if group_inside(bsym) is not None:
         return _LATENCY_S * -(-bsym.args[0].plan.n // bsym.args[0].plan.block_rows)
@@ -81,7 +81,7 @@ def collectives_of(source: TraceGraph, device: DeviceModel) -> list[Collective]:
 
 
 def computing_seconds(source: TraceGraph, device: DeviceModel) -> list[float]:
-    """Seconds that each op computes; none for what communicates."""
+    """Seconds that each op computes; 0 for ops that communicate."""
     return [0.0 if _only_communicates(b) else cost_s(b, device) for b in source.bsyms]
 
 
@@ -90,7 +90,7 @@ def _only_communicates(bsym: BoundSymbol) -> bool:
 
 
 def exposed_s(order: Sequence[int], seconds: Sequence[float], collectives: Sequence[Collective]) -> float:
-    """How long the computation stands still, in this order, because a collective has not ended.
+    """Seconds for which the computation waits for collectives in this order.
 
     Example:
         >>> gather = Collective(start=0, wait=2, seconds=3.0, gather=True)

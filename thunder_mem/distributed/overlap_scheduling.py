@@ -1,9 +1,8 @@
-"""When collectives start and are waited for, in an order that is otherwise decided.
+"""The places of collectives' starts and waits, in an otherwise fixed order.
 
-For memory alone, a gather belongs just before its first use, and the wait for a reduction just behind its
-start: both hide nothing. Here starts move up and waits down past computation, which keeps its order,
-as far as that hides something by `link_model.py`, and while what is alive stays under a limit. The starts keep
-their order among each other.
+For memory alone, a gather belongs just before its first use, and the wait for a reduction just after its start: both
+hide nothing. Here starts move up and waits move down past computation, which keeps its order. They move as far as
+`link_model.py` shows a gain and the live bytes stay under a limit. The starts keep their order among each other.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ def overlapped(
     Args:
         graph: of a trace, plain or joint.
         order: legal, its forward before its backward.
-        seconds: per op, how long it computes.
-        collectives: in the order in which they start.
-        limits: the most bytes that may be alive in the forward and in the backward. Where `order` is
-            above its limit already, nothing is moved that would take it higher.
+        seconds: per op, its computing time.
+        collectives: in the order of their starts.
+        limits: the most live bytes in the forward and in the backward. If `order` is above its limit already,
+            no move may raise it further.
 
     Returns:
-        `order` itself where moving would break a limit after all, or hide less.
+        `order` itself if moves would break a limit in the end, or hide less.
     """
     new: list[int] = []
     live_at = dict(zip(order, price_order(graph, order).live_bytes, strict=True))
@@ -67,7 +66,7 @@ def _peaks(graph: Graph, order: Sequence[int]) -> list[int]:
 class _Half:
     """One half of an order: computing steps, which stay, and between them starts and waits, which move.
 
-    Slot `i` is just before step `i`, the last slot behind all steps. `live` has what is alive at each step.
+    Slot `i` is just before step `i`, the last slot behind all steps. `live` has the live bytes at each step.
     """
 
     def __init__(
@@ -95,25 +94,25 @@ class _Half:
         self.moving = moving
 
     def moved(self) -> list[int]:
-        """The half in its new order, as wishes: what an op needs may still stand behind it."""
+        """The half in its preferred order: predecessors of an op may still stand behind it."""
         self._gathers_late()
         self._gathers_in_time()
         self._reductions_early()
         self._reductions_waited_for_late()
-        # In a slot: what ends, then what starts, then what is needed at once.
+        # In a slot: ops that end, then ops that start, then ops that are needed at once.
         rank = {c.wait: 2 if c.gather else 0 for c in self.collectives} | {c.start: 1 for c in self.collectives}
         place = {op: i for i, op in enumerate(self.order)}
         return sorted(self.order, key=lambda op: (self.slot[op], rank.get(op, 3), place[op]))
 
     def _gathers_late(self) -> None:
-        """Each just before its wait, or before the next collective, which must not start later than planned."""
+        """Place each gather just before its wait, or before the next collective, which must not start later."""
         for c in reversed(self.collectives):
             if c.gather and (slot := self._latest(c.start)) > self.slot[c.start]:
                 self._add(self.slot[c.start], slot, -self._made_bytes(c))
                 self.slot[c.start] = slot
 
     def _gathers_in_time(self) -> None:
-        """From the last to the first, each up until it ends by its wait and before the next one begins."""
+        """Move each gather up, from last to first, until it ends before its wait and before the next one begins."""
         gathers = [c for c in self.collectives if c.gather]
         begins = inf
         for k in range(len(gathers) - 1, -1, -1):
@@ -123,7 +122,7 @@ class _Half:
             self._pull_up(gathers[: k + 1], max(0, bisect_right(self.time, begins) - 1))
 
     def _pull_up(self, gathers: Sequence[Collective], wanted: int) -> None:
-        """Move the last of `gathers` up to slot `wanted`, and with it the earlier ones that it meets."""
+        """Move the last of `gathers` up to slot `wanted`, together with earlier ones in its way."""
         slot, carried = self.slot[gathers[-1].start], 1
         while slot > wanted:
             while carried < len(gathers) and self.slot[gathers[-1 - carried].start] >= slot:
@@ -173,7 +172,7 @@ class _Half:
         return sum(self.graph.storages[s].nbytes for s in self.graph.ops[c.start].allocates)
 
     def _kept_bytes(self, c: Collective, step: int) -> int:
-        """What would live on through `step` if the wait came after it: the reduced values, read while in flight."""
+        """Bytes that stay alive through `step` if the wait follows it: the reduced values, read while in flight."""
         graph, nbytes = self.graph, 0
         for s in graph.ops[c.wait].reads:  # type: ignore[index]
             others = [u for u in graph.users[s] if u not in (c.start, c.wait)]
@@ -186,7 +185,7 @@ class _Half:
         return op not in self.slot and not self.graph.ops[op].backward
 
     def _earliest(self, group: Sequence[Collective]) -> int:
-        """The first slot where all of `group` may start, in the order in which they do."""
+        """The first slot where all of `group` may start, in their order."""
         mine = {c.start for c in group}
         return max(
             (
@@ -199,5 +198,5 @@ class _Half:
         )
 
     def _latest(self, op: int) -> int:
-        """The last slot from which nothing that needs `op` is behind."""
+        """The last slot before all ops that need `op`."""
         return min((self.slot[u] for u in self.graph.successors[op] if u in self.slot), default=len(self.steps))
