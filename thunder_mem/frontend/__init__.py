@@ -1,1 +1,1 @@
-"""Before autograd: what makes Thunder's computation trace correct and functional."""
+"""Repairs before autograd, which make Thunder's computation trace correct and functional."""

@@ -1,15 +1,14 @@
 """`torch.utils.checkpoint`, taken over from Thunder.
 
-Thunder repeats in the backward whatever stands inside a checkpoint: random numbers are drawn again,
-writes in place are repeated or left out. Here its marks are replaced by one of our own before autograd,
-so that the joint trace arrives without repetitions, and the marks say what the user allows to be
-computed again. `partition/min_cut_partition.py` then cuts: the least bytes are kept from which everything else can be
-rebuilt. Random numbers are drawn again from the state that they were drawn from (`runtime/rng_replay.py`). What
-cannot be repeated is kept in the smallest form that serves, and what is alive anyway is not computed again.
+Thunder repeats a whole checkpoint in the backward: random numbers are drawn again, and writes in place are repeated or
+omitted. Here a mark of our own replaces Thunder's before autograd. So the joint trace has no repetitions, and the marks
+show what the user allows to recompute. `partition/min_cut_partition.py` then keeps the fewest bytes from which all
+other values can be recomputed. Random numbers are drawn again from the saved generator state (`runtime/rng_replay.py`).
+Values that cannot be repeated are kept in their smallest form, and live values are not recomputed.
 
-What is recomputed never has an effect, so a BatchNorm inside a checkpoint updates its statistics once a
-step, as without the checkpoint, in Thunder and in torch.compile. (Eager PyTorch runs it again in the
-backward, and so updates them twice.)
+Recomputed operations never have effects. So a BatchNorm inside a checkpoint updates its statistics once a step, as
+without the checkpoint, in Thunder and in torch.compile. (Eager PyTorch runs it again in the backward, and so updates
+them twice.)
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _THUNDERS_ON_PROXY = ProxyTag.RECOMPUTE_IN_BACKWARD
 
 
 def take_over_checkpoints(trace: TraceCtx) -> TraceCtx:
-    """The trace with `CHECKPOINTED` where Thunder would repeat; Thunder's marks are gone.
+    """The trace with `CHECKPOINTED` where Thunder would repeat, without Thunder's marks.
 
-    A tag of a bound symbol goes to all that autograd and the executors make of it. The proxies are the
-    given trace's own and lose Thunder's tag there too.
+    Autograd and the executors copy a bound symbol's tag to all bound symbols that they make from it. The given
+    trace's own proxies also lose Thunder's tag.
 
     Args:
         trace: a computation trace before autograd.
@@ -47,7 +46,7 @@ def take_over_checkpoints(trace: TraceCtx) -> TraceCtx:
     internal = {p.name for b in trace.bound_symbols for p in b.flat_proxy_outs if _THUNDERS_ON_PROXY in p.tags}
     for bsym in trace.bound_symbols:
         taken_over = _taken_over(bsym, frozenset(), False)
-        # Thunder leaves out what makes a checkpoint's result. It reads what exists only in there, so it is in there.
+        # Thunder does not mark the op that makes a checkpoint's result. Its operands show that it is inside.
         last = not _is_marked(bsym) and any(p.name in internal for p in bsym.flat_proxy_args)
         new.bound_symbols += [_with_marked_parts(b) for b in taken_over] if last else taken_over
     new.set_provenance(TraceProvenance("Checkpoints are planned"))
@@ -59,7 +58,7 @@ def _is_marked(bsym: BoundSymbol) -> bool:
 
 
 def _taken_over(bsym: BoundSymbol, stays: Collection[str], inside: bool) -> list[BoundSymbol]:
-    """The bound symbol with our mark if it has Thunder's, or stands in a checkpoint and makes more than `stays`.
+    """The bound symbol with our mark if it has Thunder's, or is in a checkpoint and makes more than `stays`.
 
     ThunderFX's checkpoint is one bound symbol around the others; its results are kept.
     """
@@ -72,7 +71,7 @@ def _taken_over(bsym: BoundSymbol, stays: Collection[str], inside: bool) -> list
 
 
 def _with_marked_parts(bsym: BoundSymbol) -> BoundSymbol:
-    """The bound symbol, whose result is kept, with our mark on all that it makes on the way there."""
+    """The bound symbol, whose result is kept, with our mark on all intermediate values."""
     stays = {p.name for p in bsym.flat_proxy_outs}
     parts = tuple(_with_marked_parts(b) if _makes(b, stays) else _marked(b) for b in bsym.subsymbols)
     return bsym.from_bsym(subsymbols=parts)
@@ -91,9 +90,9 @@ def _marked(bsym: BoundSymbol) -> BoundSymbol:
 
 
 def checkpointed_storages(source: TraceGraph) -> frozenset[int]:
-    """The storages of a joint graph's forward that a checkpoint allows the backward to compute again.
+    """The storages of a joint graph's forward that a checkpoint allows the backward to recompute.
 
-    Never what a repetition would change: what is overwritten, communication, results that differ from run to run.
+    Values that a repetition would change are excluded: overwritten values, communication, non-deterministic results.
     """
     return frozenset(
         s

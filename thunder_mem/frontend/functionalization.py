@@ -1,11 +1,10 @@
-"""Writes in place, made safe: into values of their own where that is the same, or after a copy of what is still needed.
+"""Functionalization: replace writes in place by new values where that is equivalent.
 
-Thunder's autograd and its checkpointing repeat and save values by name, as if nothing ever changed under a
-name. A write in place breaks that: the backward reads memory that was overwritten meanwhile, or a
-recomputation leaves the write out. `without_writes` runs before autograd and replaces a write to an
-intermediate value by the new value itself. Thunder computes that value anyway before it copies, so this
-costs nothing. What remains are writes to the caller's tensors, and those seen through another view: for these
-see `rewrites/copy_before_write.py`.
+Thunder's autograd and its checkpointing repeat and save values by name, as if a name's value never changed. A write in
+place breaks that: the backward reads overwritten memory, or a recomputation omits the write. `without_writes` runs
+before autograd and replaces a write to an intermediate value by the new value itself. Thunder computes that value
+anyway before it copies, so this costs nothing. Writes to the caller's tensors remain, and writes seen through another
+view; see `rewrites/copy_before_write.py`.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ def _updates_of_statistics(bsym: BoundSymbol) -> list[BoundSymbol]:
 
 
 def without_writes(trace: TraceCtx) -> TraceCtx:
-    """The trace in which a write to an intermediate value is a new value, where nobody could tell.
+    """The trace with new values in place of writes to intermediate values, where that is equivalent.
 
-    That is where no argument of the trace may share the memory, and where after the write the memory is
-    read only through the written view, through younger ones, and through older ones that are certainly
-    views of the written one, which are taken again. Any other write stays.
+    Two conditions make it equivalent. No argument of the trace may share the memory. And after the write the
+    memory is read only through the written view, through younger views, and through older views that are
+    certainly views of the written one, which are taken again. Any other write stays.
 
     Args:
         trace: a computation trace before autograd.
@@ -85,9 +84,9 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
 
 
 def _with_own_repeats(trace: TraceCtx) -> TraceCtx:
-    """The trace in which a `repeat` that is written to has memory of its own, as in eager.
+    """The trace in which a written `repeat` has memory of its own, as in eager.
 
-    By Thunder's decomposition that of a single row shows the row anew: a write would change the row itself.
+    Thunder decomposes the `repeat` of a single row into a view of the row: a write would change the row itself.
     """
     memory = Aliases(trace.bound_symbols)
     written = {memory(copy.args[1].name) for b in trace.bound_symbols for copy in _copies(b)}
@@ -111,7 +110,7 @@ def _warn(write: BoundSymbol, why: str, instead: str) -> None:
 
 
 def _write_to_a_diagonal(trace: TraceCtx, memory: Aliases) -> BoundSymbol | None:
-    """The first write to what eager has as a view and Thunder's derivative as a copy, if anything has a derivative."""
+    """The first write to a value that is a view in eager and a copy in Thunder's derivative, if gradients exist."""
     if not any(p.requires_grad for p in _arguments(trace)):
         return None
     diagonals = {memory(p.name) for b in trace.bound_symbols if b.sym.name == "diagonal" for p in _tensors(b.output)}
@@ -125,7 +124,7 @@ def _arguments(trace: TraceCtx) -> list[Proxy]:
 
 
 def _is_certain_view(bsym: BoundSymbol) -> bool:
-    """Whatever the strides, it makes views of its one argument, and autograd sees them as such."""
+    """Whether it makes views of its only argument for all strides, and autograd treats them as views."""
     parts = [leaf for leaf in leaves(bsym) if leaf.flat_proxy_outs]
     allowed = CERTAIN_VIEWS | ({PrimIDs.RESHAPE} if bsym.sym.name in ("view", "view_as") else set())
     return (
@@ -178,13 +177,13 @@ def _replaceable(
             source, target = leaf.args[:2]
             reads = [source.name]
             if needs_grad and (not leaf.kwargs.get("grad_enabled", True) or id(leaf) in statistics):
-                kept.add(memory(target.name))  # what autograd must not see
+                kept.add(memory(target.name))  # writes that autograd must not see
         for name in reads:
             view = same_view.get(name, name)
             last, when = newest.get(memory(name), (view, now))
             if born.get(view, -1) < when and not follows(view, last):
                 kept.add(memory(name))
-                # `y[1] += 1` writes to the view, and then the view to where it is anyway.
+                # `y[1] += 1` writes to the view, and then the view to itself.
                 puts_back = bsym.sym.name.startswith("setitem") and last in (same_view.get(a, a) for a in handed_in)
                 if missed is None and memory(name) not in own and not puts_back:
                     missed = writer.get(memory(name))
@@ -214,7 +213,7 @@ def _tensors(tree: object) -> list[TensorProxy]:
 class _Rewriter:
     """Rewrites bound symbols in order.
 
-    `current` is what a view of a replaceable class holds, as of that many writes to the class (`as_of`).
+    `current` is the content of a view of a replaceable class after that many writes to the class (`as_of`).
     """
 
     trace: TraceCtx
@@ -238,8 +237,8 @@ class _Rewriter:
             self._append(bsym)
 
     def end(self, result: BoundSymbol) -> None:
-        """The return statement. Thunder drops a write through a view, or runs it in the backward, where
-        nothing in the forward uses its result; so one output is made to use all that are not outputs themselves."""
+        """The return statement. Thunder drops a write through a view, or runs it in the backward, if no op in the
+        forward uses its result. So one output is made to use all results that are not outputs themselves."""
         self._append(result)
         returned_already = {p.name for p in self._outputs()}
         self._tell_outputs_apart()
@@ -256,7 +255,7 @@ class _Rewriter:
         return _tensors(returned["output"]) if isinstance(returned, dict) else []
 
     def _tell_outputs_apart(self) -> None:
-        """Give a value that is returned under two names two names: autograd asks each for its gradient."""
+        """Give a value that is returned twice two names, because autograd needs a gradient for each."""
         result = self.done[-1]
         returned = result.args[0] if result.args else None
         if not isinstance(returned, dict) or not isinstance(returned["output"], tuple):
@@ -277,14 +276,14 @@ class _Rewriter:
         return self._view(copy.args[1].name) not in self.arguments
 
     def _changes(self, bsym: BoundSymbol) -> bool:
-        """Something in it writes, to other than an argument as a whole."""
+        """Whether a part of it writes to memory other than a whole argument."""
         return any(self._replaces(copy.args[1].name) or self._is_through_view(copy) for copy in _copies(bsym))
 
     def _view(self, name: str) -> str:
         return self.same_view.get(name, name)
 
     def _now(self, p: TensorProxy) -> TensorProxy:
-        """What memory holds where `p` looks; an old view of what was written since is taken again."""
+        """The present content of the memory of `p`; a view that is older than a write is taken again."""
         if not self._replaces(p.name):
             return p
         stale, base = [], p  # from `p` up to a view that is as new as what was written last
@@ -299,7 +298,7 @@ class _Rewriter:
         return self.current.get(self._view(p.name), p)
 
     def _take_again(self, recipe: BoundSymbol) -> None:
-        """Take a view of what its base, which is up to date, has become."""
+        """Take a view again, of the present value of its base."""
         (base,) = recipe.flat_proxy_args
         self.trace.push_scope([])
         again = recipe.from_bsym_swap_proxies({variableify(base): self._known(base)}, skip_output=True)
@@ -318,7 +317,7 @@ class _Rewriter:
             if isinstance(p, TensorProxy) and (now := self._now(p)).name != p.name:
                 swap[variableify(p)] = now
         self.done.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym)
-        for copy in _copies(bsym):  # what it returns looks where it wrote
+        for copy in _copies(bsym):  # its result is a view of the written memory
             self.same_view.update((p.name, self._view(copy.args[1].name)) for p in copy.flat_proxy_outs)
         if is_copy(bsym) and self._is_through_view(bsym):
             self.through_views.append(bsym.output)
@@ -328,7 +327,7 @@ class _Rewriter:
                 self._set(p.name, p)
 
     def _update_aliases(self, bsym: BoundSymbol) -> None:
-        """Replaceable members are followed here; the others stay together."""
+        """Rewrite an `update_aliases`: replaceable members are handled here, the others stay together."""
         pairs = list(zip(bsym.flat_proxy_args, bsym.flat_proxy_outs, strict=True))
         self.same_view.update((new.name, self._view(old.name)) for old, new in pairs)
         rest = [(old, new) for old, new in pairs if not self._replaces(old.name)]
@@ -352,7 +351,7 @@ class _Rewriter:
         source, target = bsym.args[:2]
         source, view = self._now(source), self._view(target.name)
         if source.name not in made:
-            # Somebody else's value: its memory is not ours to hand out under a second name.
+            # Another op's value: its memory must not get a second name here.
             copy = prims.clone.bind(source, output=prims.clone.meta(source))
             self.done.append(copy.from_bsym(tags=bsym.tags.copy(), source_filename=bsym.source_filename))
             source = copy.output
@@ -362,9 +361,9 @@ class _Rewriter:
 
 
 def _whole_but_write(bsym: BoundSymbol) -> Sequence[BoundSymbol]:
-    """The parts of a composite; of an activation in place, itself with a value of its own, and the write.
+    """The parts of a composite; for an activation in place, the activation with a new value, and the write.
 
-    As a whole it has a kernel and a derivative of its own.
+    As a whole the activation has its own kernel and derivative.
     """
     functional, inplace = _inplace_to_out_of_place.get(bsym.sym, (None, -1))
     *parts, last = bsym.subsymbols

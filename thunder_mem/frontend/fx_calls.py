@@ -1,7 +1,7 @@
-"""Programs of ThunderFX of which nothing is compiled, noted when they are called.
+"""Detect calls of ThunderFX programs that compile nothing.
 
-Where Dynamo cannot follow at all (an `nn.LSTM`), it runs the program by eager PyTorch, and neither Thunder nor a
-transform ever hears of it: whoever asked for less memory gets none, without a word.
+If Dynamo cannot trace a program at all (an `nn.LSTM`), eager PyTorch runs it, and no transform is called. Without this
+module the user would get no plan and no warning.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NOTE = "_thunder_mem_left_whole"
 
 
 def watch_calls(is_ours: Callable[[Any], bool]) -> None:
-    """From now on, what `thunderfx` returns notes a call that compiles nothing, and warns of the first one.
+    """From now on, results of `thunderfx` record a call that compiles nothing, and warn of the first one.
 
     Args:
-        is_ours: whether a transform is one whose work is missed then.
+        is_ours: whether a transform is one of this package.
     """
     compiler = sys.modules.get("thunder.dynamo.compiler")
     if compiler is None:  # so there is no program of ThunderFX, and none is being made
@@ -35,7 +35,7 @@ def watch_calls(is_ours: Callable[[Any], bool]) -> None:
 
 
 def left_whole(compiled: Any) -> str | None:
-    """Why Dynamo left all of a program to eager PyTorch, in its words; None if it is not known to have done so."""
+    """Dynamo's reason for leaving all of a program to eager PyTorch; None if that is not known to have happened."""
     return vars(compiled).get(_NOTE) if hasattr(compiled, "__dict__") else None
 
 
@@ -60,7 +60,7 @@ def _noting(call: Callable[..., Any], is_ours: Callable[[Any], bool]) -> Callabl
 
 
 def _reasons() -> Counter[str]:
-    """What Dynamo could not follow so far, by its own words."""
+    """Dynamo's own words for code that it could not trace so far."""
     counters = sys.modules["torch._dynamo.utils"].counters
     return Counter(counters["unimplemented"]) + Counter(counters["graph_break"])
 

@@ -1,10 +1,9 @@
-"""Give ThunderFX's pruning of checks to the subgraph that it is for, and to nobody else.
+"""Limit ThunderFX's pruning of checks to its own subgraph.
 
-For each graph of Dynamo `ThunderCompiler` appends a transform that removes checks from the prologue to the list
-that the caller gave as ``transforms=``, and leaves it there (Thunder 0.2.6). In later graphs, whose shapes may be
-dynamic, and wherever else the list is used, checks then are missing that are needed: `thunder.jit` runs for one
-shape what it compiled for another. Here a subgraph takes that transform out of the list when it is jitted, and
-prunes when it is compiled.
+For each graph of Dynamo, `ThunderCompiler` appends a transform to the caller's ``transforms=`` list, which removes
+checks from the prologue, and leaves it there (Thunder 0.2.6). Later graphs, whose shapes may be dynamic, and other uses
+of the list then lack necessary checks: `thunder.jit` runs code for one shape that it compiled for another. Here a
+subgraph removes that transform from the list when it is jitted, and prunes when it is compiled.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from torch._guards import CompileContext
 
 __all__ = ["pruned", "take_back_pruning"]
 
-# Of the latest graph, by Dynamo's number of the compilation: its subgraphs are jitted one after the other.
+# The latest graph, by Dynamo's number of the compilation: its subgraphs are jitted one after the other.
 _latest: ContextVar[tuple[object, ExtractionOnlyPrologueTransform] | None] = ContextVar("latest", default=None)
 
 
 def take_back_pruning(module: Any) -> None:
-    """Take out of the list of transforms of a module what ThunderFX appended, and keep it with the module.
+    """Remove ThunderFX's transform from the list of a module's transforms, and keep it with the module.
 
     Args:
-        module: what `thunder.jit` is about to return; nothing happens if that was not called by ThunderFX.
+        module: the result of a `thunder.jit` call; nothing happens unless ThunderFX made the call.
     """
     data: Any = thunder.compile_data(module)
     if data is None or "is_differentiable_outputs" not in data.compile_options:  # which only ThunderFX gives
@@ -42,7 +41,7 @@ def take_back_pruning(module: Any) -> None:
 
 
 def pruned(data: Any, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None) -> TraceCtx:
-    """The prologue without the checks that ThunderFX can do without."""
+    """The prologue without the checks that ThunderFX does not need."""
     pruning = getattr(data, "thunder_mem_pruning", None)
     if pruning is None:
         return prologue

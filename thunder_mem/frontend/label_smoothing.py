@@ -1,8 +1,8 @@
 """Cross entropies with smoothed labels, written out so that ignored targets count nothing.
 
-In Thunder 0.2.6's own, with ``reduction="mean"``, the uniform part of the loss adds up the rows of ignored targets too:
-the loss and its gradient are silently wrong. A chunked head has always been opened up in another way
-(`loss_decompositions.py`); with this, a head that stays whole computes the same.
+In Thunder 0.2.6, with ``reduction="mean"``, the uniform part of the loss also adds up rows of ignored targets: the loss
+and its gradient are silently wrong. Chunked heads use another decomposition (`loss_decompositions.py`). With this
+module, a whole head computes the same.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["without_ignored_targets"]
 
 
 def without_ignored_targets(trace: TraceCtx) -> TraceCtx:
-    """The trace whose cross entropies of class indices with smoothed labels leave out ignored targets; itself
-    without such."""
+    """The trace whose cross entropies of class indices with smoothed labels omit ignored targets; the same
+    object without such losses."""
     new = [_rewritten(bsym, trace) for bsym in trace.bound_symbols]
     if all(map(is_, new, trace.bound_symbols)):
         return trace

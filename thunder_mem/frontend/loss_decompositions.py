@@ -1,7 +1,7 @@
-"""Operations that hide a sum over rows, opened up so that the sum stands alone.
+"""Decompositions of operations that hide a sum over rows, with the sum as an operation of its own.
 
-A mean over rows is not a mean of chunk means: the chunker needs the sum, and the divisor from the
-whole batch. Where Thunder's own decomposition says so (`mse_loss`), nothing is needed here.
+A mean over rows is not a mean of chunk means: the chunker needs the sum, and the divisor of the whole batch. Operations
+whose own decomposition by Thunder has that form (`mse_loss`) are not listed here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ but keeps the sum over rows apart from what it is divided by; or None when it ha
 
 
 def decomposed(bsym: BoundSymbol, trace: TraceCtx) -> BoundSymbol:
-    """The same bound symbol with subsymbols that the chunker can split, where it knows some."""
+    """The same bound symbol with subsymbols that the chunker can split, if a decomposition is known."""
     fn = DECOMPOSITIONS.get(bsym.sym.id)
     subsymbols: Sequence[BoundSymbol] = bsym.subsymbols
     if fn is not None:
@@ -73,8 +73,8 @@ def _class_loss(
 ) -> TensorProxy:
     """The negative log-likelihood of class indices, with the sum over rows apart from its divisor.
 
-    Thunder's own pads and negates the whole of `log_p`, and its backward for "sum" and "none" fails
-    in torch 2.11 (`nll_loss_backward` is handed a float64 total weight).
+    Thunder's own decomposition pads and negates the whole of `log_p`. Its backward for "sum" and "none" fails in
+    torch 2.11 (`nll_loss_backward` receives a float64 total weight).
     """
     dim = 1 if log_p.ndim > 1 else 0
     valid = ltorch.ne(target, ignore_index)
@@ -138,7 +138,7 @@ def _reduced(each: TensorProxy, reduction: str, batch: int) -> TensorProxy:
 
 
 def _elementwise_loss(symbol: Any) -> Callable[..., Any]:
-    """A torch loss that acts element by element: its `reduction="none"`, then the reduction."""
+    """An elementwise torch loss: its `reduction="none"`, then the reduction."""
 
     def decomposition(a, target, *args, reduction="mean", size_average=None, reduce=None, **kwargs):
         if reduction == "none" or size_average is not None or reduce is not None or args:
@@ -154,7 +154,7 @@ def _elementwise_rule(a, target, *args, reduction="mean", **kwargs):
     return pointwise(a, target, *args, **kwargs)
 
 
-# Thunder hands these to torch whole; it cannot say what is inside.
+# Thunder passes these to torch whole, without a decomposition.
 for _name in ("kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits", "l1_loss", "smooth_l1_loss",
               "huber_loss", "soft_margin_loss"):  # fmt: skip
     _symbol = ltorch._torch_to_thunder_function_map.get(getattr(torch.nn.functional, _name))
@@ -210,7 +210,7 @@ def _narrow(a, dim, start, length):
     return prims.slice_prim(a, starts, ends)
 
 
-# Thunder hands these to torch whole, but for `einsum`.
+# Thunder passes these to torch whole, except `einsum`.
 for _torch_fn, _fn in ((torch.addmm, _addmm), (torch.mm, _mm), (torch.inner, _inner), (torch.narrow, _narrow),
                        (torch.einsum, _einsum)):  # fmt: skip
     _symbol = ltorch._torch_to_thunder_function_map.get(_torch_fn)

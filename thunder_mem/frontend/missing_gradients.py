@@ -11,7 +11,7 @@ __all__ = ["register_missing"]
 
 
 def _minimum_grad(a: TensorProxy, b: TensorProxy) -> TensorProxy:
-    """As torch: the smaller argument gets the gradient, equal ones half each, both get it beside a NaN."""
+    """As in torch: the smaller argument gets the gradient, equal ones get half each, and both get it beside a NaN."""
     fwd = prims.minimum(a, b)
     g = prims.get_grad(fwd)
     shared = ltorch.where(ltorch.eq(a, b), ltorch.true_divide(g, 2.0), g)
@@ -21,6 +21,6 @@ def _minimum_grad(a: TensorProxy, b: TensorProxy) -> TensorProxy:
 
 
 def register_missing() -> None:
-    """Register what Thunder does not differentiate by itself."""
+    """Register gradients that Thunder lacks."""
     if prims.minimum.id not in _grad_fn_map:
         register_grad(prims.minimum, _minimum_grad)

@@ -1,8 +1,8 @@
-"""Scalars, expanded before they meet larger tensors, so that their gradients are sums.
+"""Expand scalars before they meet larger tensors, so that their gradients are sums.
 
-On a CPU, Thunder 0.2.6 takes a tensor without dims for a number and does not broadcast it. What comes back to it in
-the backward then has the shape of its partner and is never summed: the gradient of ``(w * w.sum()).sum()`` is
-silently wrong. With the broadcast written out, the backward of that is the sum.
+On a CPU, Thunder 0.2.6 treats a tensor without dims as a number and does not broadcast it. Its gradient then has the
+other operand's shape and is never summed: the gradient of ``(w * w.sum()).sum()`` is silently wrong. The backward of an
+explicit broadcast is the sum.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["expand_scalars"]
 
 
 def expand_scalars(trace: TraceCtx) -> TraceCtx:
-    """The trace with a broadcast before each pointwise operation of a scalar with a larger tensor; itself without such.
+    """The trace with a broadcast before each pointwise operation of a scalar with a larger tensor.
 
-    A trace whose arguments ask for no gradient stays as it is.
+    A trace without such operations, or whose arguments need no gradient, stays unchanged.
     """
     if not any(isinstance(p, TensorProxy) and p.requires_grad for p in trace.args):
         return trace
@@ -40,9 +40,9 @@ def expand_scalars(trace: TraceCtx) -> TraceCtx:
 
 
 def _scalars(bsym: BoundSymbol) -> list[TensorProxy]:
-    """Those of its operands that have to be expanded; none beside what is empty, as an empty `arange` has no dims.
+    """The operands to expand; none beside an empty operand, because an empty `arange` has no dims.
 
-    Nor is one that meets tensors on another device: expanded, it could not.
+    Nor is a scalar expanded that meets tensors on another device, because the expanded one could not.
     """
     out = bsym.output
     if bsym.sym.id not in POINTWISE or not isinstance(out, TensorProxy) or not out.ndim:
@@ -65,7 +65,7 @@ def _rewritten(trace: TraceCtx, bsym: BoundSymbol) -> Sequence[BoundSymbol]:
         return [bsym]
     partner = next(a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy) and a.ndim)
     trace.push_scope([])
-    shape = tuple(partner.shape)  # of what exists already: where sizes are symbolic, this is an operation
+    shape = tuple(partner.shape)  # of existing values: with symbolic sizes, this is an operation
     swaps: dict[object, Proxy] = {variableify(a): prims.broadcast_in_dim(a, shape, ()) for a in scalars}
     made = trace.pop_scope()
     return [*made, bsym.from_bsym_swap_proxies(swaps, skip_output=True)]

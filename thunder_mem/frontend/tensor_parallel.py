@@ -1,7 +1,7 @@
-"""Where a transform stands that has to see how Thunder's tensor parallelism splits parameters.
+"""The place of a transform that must see how Thunder's tensor parallelism splits parameters.
 
-`column_parallel` and `row_parallel` are applied to a module that is compiled already, so their transforms stand
-behind all others, and what runs before them sees whole parameters and no communication.
+`column_parallel` and `row_parallel` are applied to a module that is already jitted. So their transforms stand behind
+all others, and earlier transforms see whole parameters and no communication.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _SHARDED = (DistParallelType.COLUMN_WISE, DistParallelType.ROW_WISE)
 
 
 def waits_for_shards(transform: object, transforms: list[Any], trace: TraceCtx) -> bool:
-    """Whether parameters of `trace` are still to be split; `transform` then stands in the list once more, at its end.
+    """Whether parameters of `trace` are still to be split; `transform` is then appended to the list once more.
 
-    Thunder takes the transforms from the list one by one, so it comes to that place in the same compilation.
+    Thunder takes the transforms from the list one by one, so it reaches that place in the same compilation.
 
     Args:
-        transform: that is being applied.
-        transforms: Thunder's list of all that are applied, in order.
-        trace: the computation as it is now.
+        transform: the present transform.
+        transforms: Thunder's list of all transforms, in order.
+        trace: the present computation.
     """
     if not torch.distributed.is_available():
         return False

@@ -1,7 +1,7 @@
-"""Programs compiled by ThunderFX: which subgraphs they consist of, who runs each, and why they are so many.
+"""Programs compiled by ThunderFX: their subgraphs, the compiler of each, and the reasons for the splits.
 
-Dynamo breaks a program into graphs where it cannot follow; `ThunderCompiler` splits each graph into subgraphs
-that Thunder compiles, each for itself, and others, which Inductor does. `MemEfficient` plans each of the former.
+Dynamo breaks a program into graphs where it cannot trace it. `ThunderCompiler` splits each graph into subgraphs: some
+are compiled by Thunder, each separately, the others by Inductor. `MemEfficient` plans each of Thunder's subgraphs.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Subgraph:
     """A part of a program that one compiler compiles.
 
     Attributes:
-        name: as Thunder calls it, with the number of its graph: "graph 0, thunder_1".
-        compiler: "thunder", "inductor", or "eager" where Inductor cannot either.
-        jitted: what `thunder.jit` returned, for `explain`, `predict` and `last_plan`; None of the others.
-        operations: what it calls, in order, each once.
+        name: as in Thunder, with the number of its graph: "graph 0, thunder_1".
+        compiler: "thunder", "inductor", or "eager" if Inductor cannot compile it either.
+        jitted: the result of `thunder.jit`, for `explain`, `predict` and `last_plan`; None for the others.
+        operations: the operations that it calls, in order, each once.
         source: "file:line" of the first operation that Thunder does not compile, or "".
-        reason: why Thunder does not compile it; "" where it does.
+        reason: why Thunder does not compile it; "" if it does.
         graph: number of its graph.
     """
 
@@ -71,8 +71,8 @@ class Break:
 
 
 def is_fx(compiled: Any) -> bool:
-    """Whether something is a program of ThunderFX: what `thunderfx`, `thunder.compile` or
-    ``torch.compile(..., backend=ThunderCompiler(...))`` returned, or that `ThunderCompiler`."""
+    """Whether an object is a program of ThunderFX: a result of `thunderfx`, `thunder.compile` or
+    ``torch.compile(..., backend=ThunderCompiler(...))``, or that `ThunderCompiler`."""
     return _backend(compiled) is not None
 
 
@@ -116,7 +116,7 @@ def subgraphs(compiled: Any) -> tuple[Subgraph, ...]:
 
 
 def left_to_others(compiled: Any) -> tuple[str, ...]:
-    """What Thunder does not compile of a program of ThunderFX, and why."""
+    """The parts of a program of ThunderFX that Thunder does not compile, with reasons."""
     notes = []
     for part in subgraphs(compiled):
         if part.jitted is None:
@@ -129,7 +129,7 @@ def left_to_others(compiled: Any) -> tuple[str, ...]:
 
 
 def graph_breaks(compiled: Any) -> tuple[Break, ...]:
-    """Where Dynamo ended a graph of a program of ThunderFX other than by its return.
+    """The places where Dynamo ended a graph of a program of ThunderFX before its return.
 
     Raises:
         TypeError: `compiled` is no program of ThunderFX.
@@ -145,8 +145,8 @@ def graph_breaks(compiled: Any) -> tuple[Break, ...]:
 
 
 def highest_peak(compiled: Any) -> Callable[..., Any] | None:
-    """What `thunder.jit` returned for the subgraph whose plan peaks highest (without plans: the first one); None if
-    Thunder has compiled nothing of a program of ThunderFX yet."""
+    """The jitted subgraph whose plan peaks highest (without plans: the first one); None if Thunder has compiled
+    nothing of a program of ThunderFX yet."""
     stats = [(part.jitted, thunder.compile_stats(part.jitted)) for part in subgraphs(compiled) if part.jitted]
     compiled_ones = [(jitted, cs) for jitted, cs in stats if cs is not None and cs.interpreter_cache]
 
@@ -158,10 +158,10 @@ def highest_peak(compiled: Any) -> Callable[..., Any] | None:
 
 
 def why_no_subgraphs(compiled: Any) -> str:
-    """Why a program of ThunderFX has no subgraphs, and what to do, in a sentence."""
+    """Say in a sentence why a program of ThunderFX has no subgraphs, and what to do."""
     if (why := left_whole(compiled)) is not None:
         return f"Dynamo leaves all of this program to eager PyTorch, so nothing of it is compiled: {why}"
-    if hasattr(compiled, "_backend"):  # which notes its calls
+    if hasattr(compiled, "_backend"):  # which records its calls
         return "the program of ThunderFX has never been called: call it once, then ask without arguments"
     return (
         "nothing of this program is compiled: it has never been called (call it once, then ask without arguments), "
@@ -170,11 +170,11 @@ def why_no_subgraphs(compiled: Any) -> str:
 
 
 def only_subgraph(compiled: Any) -> Callable[..., Any]:
-    """What `thunder.jit` returned for a program of ThunderFX that is one subgraph.
+    """The jitted subgraph of a program of ThunderFX that has only one.
 
     Raises:
         ValueError: it has none: it has not been called yet, or nothing of it is compiled.
-        TypeError: it has several subgraphs, which share the memory in a way that no trace says.
+        TypeError: it has several subgraphs; no trace says how they share the memory.
     """
     parts = subgraphs(compiled)
     if not parts:
@@ -218,7 +218,7 @@ def _operation(node: torch.fx.Node) -> str:
 
 
 def _node_of(info: str | None) -> str:
-    """The node that a reason of Thunder's splitter is about."""
+    """The node to which a reason of Thunder's splitter refers."""
     match = re.search(r"node with name: (\S+)", info or "")
     return match[1] if match else ""
 

@@ -1,10 +1,10 @@
-"""Lines of the user's code in traces, where Thunder would name PyTorch's.
+"""Name lines of the user's code in traces, instead of PyTorch's.
 
 Thunder gives every bound symbol the innermost line that its interpreter ran. For a module such as `torch.nn.Linear`
-that is a line of PyTorch's own, the same for all of a model's layers; the line that calls the module says more.
-Where nobody but PyTorch calls it, as in an `nn.Sequential`, the module's name does: it stands in the file's place,
-"module 2.0 (GELU)". ThunderFX hands Thunder graphs whose code Dynamo wrote ("<eval_with_key>.4:6"), and notes for
-each node which line of the user's it stands for.
+that is a line of PyTorch, the same for all layers of a model; the line that calls the module is more informative. If
+only PyTorch calls the module, as in an `nn.Sequential`, the module's name replaces the file: "module 2.0 (GELU)".
+ThunderFX gives Thunder graphs whose code Dynamo wrote ("<eval_with_key>.4:6"), and records the user's line of each
+node.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _KINDS: tuple[type, ...] = ()
 
 
 def name_user_lines(transform: type) -> None:
-    """From now on, traces name the innermost line outside of PyTorch and Thunder, if there is one.
+    """From now on, traces name the innermost line outside PyTorch and Thunder, if there is one.
 
-    No hook of a transform runs before Thunder's interpreter, so Thunder's own function is replaced when a transform
-    is made. It answers as before for whatever is compiled without a transform of that class.
+    No hook of a transform runs before Thunder's interpreter. So Thunder's own function is replaced when a transform
+    is made. It works as before for programs without a transform of that class.
     """
     global _KINDS
     _KINDS = tuple({*_KINDS, transform})
@@ -58,7 +58,7 @@ def _user_line(self: InterpreterRuntimeCtx) -> tuple[str, Any] | tuple[None, Non
 
 
 def _module_place(frames: Sequence[InterpreterFrame]) -> tuple[str, Any] | None:
-    """The innermost module that runs, by its name in the outermost, in place of a file; None where there is none."""
+    """The innermost running module, by its name in the outermost, in place of a file; None without one."""
     running = [(frame, module) for frame in frames if (module := _module_of(frame)) is not None]
     if not running:
         return None
@@ -74,7 +74,7 @@ _NAMES: WeakKeyDictionary[torch.nn.Module, dict[int, str]] = WeakKeyDictionary()
 
 
 def _module_of(frame: InterpreterFrame) -> torch.nn.Module | None:
-    """The module whose method a frame runs."""
+    """The module of a frame's method."""
     names = frame.code.co_varnames
     if not names or names[0] != "self" or not frame.localsplus:
         return None
@@ -83,7 +83,7 @@ def _module_of(frame: InterpreterFrame) -> torch.nn.Module | None:
 
 
 def _written_line(frame: InterpreterFrame) -> tuple[str, Positions] | None:
-    """Where the user wrote what a frame in code of Dynamo's does; None where that is not noted."""
+    """The user's line for a frame in Dynamo's code; None if it is not recorded."""
     if frame.positions is None:
         return None
     module, line = unwrap(frame.localsplus[0]), frame.positions.lineno

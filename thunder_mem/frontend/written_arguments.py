@@ -1,13 +1,12 @@
-"""Writes to arguments that have a gradient, made known to autograd.
+"""Make writes to arguments with a gradient known to autograd.
 
-Eager autograd rebases a tensor that is written in place: from then on its history is that of what was written.
-Thunder's compiled function is one node of autograd's graph, which knows the tensors that it is given and those
-that it returns, not what it wrote. So the argument's own gradient is lost (Thunder asks for the gradient of the
-written name), and whoever uses the argument afterwards sees its history from before. ThunderFX splits programs
-in such places: `scores += bias`, where only the bias is compiled by Inductor.
+Eager autograd rebases a tensor that is written in place: its history becomes that of the written value. Thunder's
+compiled function is one node of autograd's graph, which knows its arguments and results, but not its writes. So the
+argument's own gradient is lost, because Thunder differentiates the written name. Later users of the argument see its
+old history. ThunderFX splits programs in such places: `scores += bias`, where Inductor compiles only the bias.
 
-Here the gradient is asked of the argument as it was given, the compiled function returns a view of what it wrote,
-and the epilogue, which runs outside of the function, gives the argument that view's history.
+Here Thunder differentiates the argument as it was given, and the compiled function returns a view of the written value.
+The epilogue, which runs outside the function, gives the argument that view's history.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ mem_writes_ex = OperatorExecutor("mem_writes", version="0.1")
 
 
 class _Rebase(torch.autograd.Function):
-    """Gives a tensor that was written the history of a view of what was written."""
+    """Gives a written tensor the history of a view of the written value."""
 
     @staticmethod
     def forward(ctx: Any, written: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
@@ -56,7 +55,7 @@ class _Rebase(torch.autograd.Function):
 
 
 def _rebase(written: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
-    # The content is as the backward saved it: only what is written from now on is a new version.
+    # The content is the one that the backward saved: only later writes are a new version.
     with torch.enable_grad(), _unsafe_preserve_version_counter(written):
         return _Rebase.apply(written, content) if content.requires_grad else written
 
@@ -71,11 +70,11 @@ rebase = mem_writes_ex.register_operator("rebase", meta=_like_written, fn=_rebas
 def with_histories(
     prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, options: dict[str, Any]
 ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-    """The three traces of a program in which autograd sees the writes to arguments; a warning names one that it misses.
+    """The program's three traces, changed so that autograd sees writes to arguments; a warning names a missed write.
 
     Args:
-        prologue, computation, epilogue: as Thunder hands them to a transform.
-        options: the compile options, in which ThunderFX says which outputs have a gradient.
+        prologue, computation, epilogue: as Thunder passes them to a transform.
+        options: the compile options, in which ThunderFX lists the outputs with a gradient.
     """
     result = computation.bound_symbols[-1]
     if epilogue is None or not result.args or not isinstance(result.args[0], dict):
@@ -95,7 +94,7 @@ def with_histories(
         prologue = _handing_on(prologue, [q.name for q in _tensors(computation.args)].index(p.name))
         epilogue = _rebasing(p, contents, places, epilogue, count)
         if places == [count] and "is_differentiable_outputs" in options:
-            # ThunderFX says it of its own outputs; where it compiles the graph again, it is the list that ends here.
+            # ThunderFX's list covers only its own outputs; if it compiles the graph again, the list ends here.
             options["is_differentiable_outputs"] = [*options["is_differentiable_outputs"][:count], True]
     return prologue, computation, epilogue
 
@@ -105,12 +104,12 @@ def _tensors(tree: object) -> list[TensorProxy]:
 
 
 def _copies(trace: TraceCtx) -> list[tuple[BoundSymbol, BoundSymbol]]:
-    """Each write in place, with the operation of the program that it is a part of."""
+    """Each write in place, with its operation in the program."""
     return [(bsym, leaf) for bsym in trace.bound_symbols for leaf in leaves(bsym) if is_copy(leaf)]
 
 
 def _whole_names(trace: TraceCtx) -> dict[str, str]:
-    """A name -> the argument that it stands for as a whole, be it before a write or after it."""
+    """A name -> the argument for which it stands as a whole, before or after a write."""
     known = {p.name: p.name for p in _tensors(trace.args)}
     for bsym in trace.bound_symbols:
         for leaf in leaves(bsym):
@@ -123,7 +122,7 @@ def _whole_names(trace: TraceCtx) -> dict[str, str]:
 
 
 def _is_written(p: TensorProxy, trace: TraceCtx, whole: Mapping[str, str]) -> bool:
-    """Whether an argument with a gradient is written as a whole; where it is in another way, a warning says so."""
+    """Whether an argument with a gradient is written as a whole; a warning names any other write to it."""
     if not p.requires_grad or not dtypes.is_inexact_dtype(p.dtype):
         return False
     memory = Aliases(trace.bound_symbols)
@@ -142,7 +141,7 @@ def _is_written(p: TensorProxy, trace: TraceCtx, whole: Mapping[str, str]) -> bo
 
 
 def _past_no_grad(trace: TraceCtx, whole: Mapping[str, str], written: Collection[str]) -> TraceCtx:
-    """The trace in which gradients go past a write under `torch.no_grad`, to the argument as it was before."""
+    """The trace in which gradients bypass a write under `torch.no_grad`, to the argument before it."""
     new = from_trace(trace)
     swap: dict[Any, TensorProxy] = {}
     with tracectx(new):
@@ -160,11 +159,11 @@ def _past_no_grad(trace: TraceCtx, whole: Mapping[str, str], written: Collection
 def _asking(
     p: TensorProxy, whole: Mapping[str, str], trace: TraceCtx, *, rebased: bool
 ) -> tuple[TraceCtx, list[TensorProxy], list[int]]:
-    """The trace that asks for the gradient of an argument as it was given, and runs the write in the forward.
+    """The trace that differentiates an argument as it was given, and runs the write in the forward.
 
     Returns:
-        The trace, and, of an argument that is to be `rebased`, views of what it becomes and where they stand among
-        the outputs: where the program returns the argument, else at the end.
+        The trace. For an argument to be `rebased`, also views of its new value and their positions among the
+        outputs: where the program returns the argument, else at the end.
     """
     *body, result = trace.bound_symbols
     returned = result.args[0]
@@ -181,7 +180,7 @@ def _asking(
                 outputs[i : i + 1] = [view]
                 body.append(prims.reshape.bind(newest, tuple(newest.shape), output=view))
         elif not places:
-            # Thunder runs in the forward what its outputs need: one of them waits for the write.
+            # Thunder runs only ops in the forward that its outputs need, so one output waits for the write.
             i, waits = next((i, o) for i, o in enumerate(outputs) if isinstance(o, TensorProxy))
             outputs[i] = TensorProxy(like=waits, requires_grad=waits.requires_grad)
             together = (TensorProxy(like=newest, requires_grad=True), outputs[i])
@@ -195,7 +194,7 @@ def _asking(
 
 
 def _handing_on(prologue: TraceCtx, at: int) -> TraceCtx:
-    """The prologue that gives the epilogue, too, an argument of the computation."""
+    """The prologue that also gives the epilogue an argument of the computation."""
     *body, result = prologue.bound_symbols
     ((inputs, handed_on),) = result.args
     new = from_trace(prologue)
@@ -214,9 +213,9 @@ def _rebasing(
     """The epilogue that gives an argument its history first, and returns it where the program does.
 
     Args:
-        p: the argument, which the prologue hands on as the last.
-        contents: what it becomes, at these `places` among the outputs.
-        epilogue: takes what the prologue hands on, and then `count` outputs of the computation.
+        p: the argument, the last one that the prologue passes on.
+        contents: its new values, at these `places` among the outputs.
+        epilogue: takes the values of the prologue, and then `count` outputs of the computation.
     """
     names = [name for name, _ in epilogue.siginfo().args]
     of_prologue, outputs = names[: len(names) - count], names[len(names) - count :]

@@ -1,7 +1,7 @@
-"""The rules themselves: for each prim, how a split along rows passes through it.
+"""The rules: for each prim, how a split along rows passes through it.
 
-Importing this module fills `chunk_rules.RULES`. A rule looks at the arguments of a bound symbol and
-says which dims of inputs and results go together; it never looks at what is split.
+Importing this module fills the registry of `propagation.py`. A rule reads the arguments of a bound symbol and says
+which dims of inputs and results go together; it does not depend on the split.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pointwise(*args: Any, **kwargs: Any) -> Relation:
 
 
 def _pointwise_linear(*args: Any, **kwargs: Any) -> Relation:
-    """Linear in the tensor arguments taken together: negation, sums, differences, views that keep the shape."""
+    """Links of ops that are jointly linear in their tensor arguments: negation, sums, differences, same-shape views."""
     operands = tensors(*args, **kwargs)
     numbers = [a for a in args if isinstance(a, (int, float, complex)) and not isinstance(a, bool)]
     together = frozenset(range(len(operands)))
@@ -168,7 +168,7 @@ def _flip(a: TensorProxy, dims: Sequence[int]) -> Relation:
 
 
 def _through(a: TensorProxy, blocked: Mapping[int, str], **kwargs: Any) -> Relation:
-    """One argument, one result of the same rank: dims correspond, save the blocked ones."""
+    """One argument, one result of the same rank: dims correspond, except blocked ones."""
     stop = {axis: why for d, why in blocked.items() for axis in ((0, d), (-1, d))}
     links = tuple(((0, d), (-1, d)) for d in range(a.ndim) if d not in blocked)
     return Relation(links=links, blocked=stop, linear=(frozenset({0}),), **kwargs)

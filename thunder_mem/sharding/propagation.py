@@ -1,11 +1,10 @@
 """How a split along rows passes through each operation: one rule per op, and the registry of rules.
 
-A *row* is one position of the batch that a loss head treats on its own: the row space of a head has
-`n` rows, numbered as the head's input lays them out. A dim of a value may run through rows; a
-`RowDim` says how (`extent` steps of `stride` rows), so that ``(B, T, V)`` and ``(B * T, V)`` are the
-same split seen through two shapes. Rules do not name a direction: a `Relation` says which dims of
-inputs and outputs must be split together, and `propagate` reads it forwards and backwards. That is
-DTensor's vocabulary (Shard, Partial, Replicate), restricted to one mesh dim, with explicit broadcasts.
+A *row* is one position of the batch that a loss head treats separately. The row space of a head has `n` rows, in the
+order of the head's input. A dim of a value may run through rows; a `RowDim` says how (`extent` steps of `stride` rows).
+So ``(B, T, V)`` and ``(B * T, V)`` are the same split seen through two shapes. Rules have no direction: a `Relation`
+says which dims of inputs and outputs must be split together, and `propagate` reads it forwards and backwards. The
+vocabulary is DTensor's (Shard, Partial, Replicate), restricted to one mesh dim, with explicit broadcasts.
 
     >>> from thunder.core.prims import PrimIDs
     >>> import thunder_mem.sharding.op_rules
@@ -31,14 +30,14 @@ Axis = tuple[int, int]
 
 
 class RuleError(ValueError):
-    """An operation that a split along rows cannot pass; the message is the reason that the user reads."""
+    """A split along rows cannot pass an operation; the message is the reason that the user reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowDim:
     """A dim that walks through rows: `extent` steps, each `stride` rows further.
 
-    A dim of size 1 walks nowhere and has none, so that exactly one dim has stride 1.
+    A dim of size 1 has no `RowDim`, so that exactly one dim has stride 1.
     """
 
     extent: int
@@ -50,9 +49,8 @@ class Sharding:
     """How one value splits.
 
     Attributes:
-        dims: for each dim its `RowDim`, or None where the dim is whole in every chunk.
-        partial: None, or how the chunks' values combine to the whole one: "sum", "max", "min" or
-            "logsumexp".
+        dims: for each dim its `RowDim`, or None if the dim is whole in every chunk.
+        partial: None, or the way to combine the chunks' values: "sum", "max", "min" or "logsumexp".
     """
 
     dims: tuple[RowDim | None, ...]
@@ -60,16 +58,16 @@ class Sharding:
 
     @property
     def split(self) -> bool:
-        """Some dim runs through rows."""
+        """Whether some dim runs through rows."""
         return any(d is not None for d in self.dims)
 
     @property
     def whole(self) -> bool:
-        """Every chunk sees the same, complete value."""
+        """Whether every chunk sees the same, complete value."""
         return not self.split and self.partial is None
 
     def complete(self, n: int) -> bool:
-        """The row dims, outermost first, count through all `n` rows in order."""
+        """Whether the row dims, outermost first, count through all `n` rows in order."""
         reach = n
         for d in self.dims:
             if d is not None:
@@ -92,7 +90,7 @@ def local_shape(shape: Sequence[int], sharding: Sharding, rows: int) -> tuple[in
 
 @dataclass(frozen=True)
 class Relation:
-    """What a rule says of one operation.
+    """A rule's answer for one operation.
 
     Attributes:
         links: groups of axes that are split together or not at all.
@@ -101,9 +99,9 @@ class Relation:
             be split only if it belongs to a result made from nothing (`full`).
         linear: sets of tensor arguments in which the op is jointly linear, the others held fixed.
         reshapes: the op is a reshape of argument 0; links follow from the shapes.
-        monotone: it may be applied to a partial maximum (views and casts).
-        localise: gives the (args, kwargs) of the op for results of the given local shapes, with
-            tensor arguments left as they are; None when no argument speaks of a shape.
+        monotone: the op may be applied to a partial maximum (views and casts).
+        localise: gives the (args, kwargs) of the op for results of the given local shapes, with unchanged
+            tensor arguments; None if no argument depends on a shape.
     """
 
     links: tuple[tuple[Axis, ...], ...] = ()
@@ -116,7 +114,7 @@ class Relation:
 
     @property
     def axes(self) -> set[Axis]:
-        """All that it speaks of."""
+        """All axes that it names."""
         return {*(a for group in self.links for a in group), *(a for a, _ in self.reduced), *self.blocked}
 
     def __post_init__(self) -> None:
@@ -131,9 +129,9 @@ the bound symbol, with proxies for tensors, and gives a `Relation`, or raises `R
 
 
 def register_rule(symbol_or_id: Any, rule: RuleFn) -> None:
-    """Teach the chunker an op: `rule(*args, **kwargs) -> Relation`, called with tensor proxies.
+    """Register a rule for an op: `rule(*args, **kwargs) -> Relation`, called with tensor proxies.
 
-    A rule for a composite op stops the chunker from looking inside it.
+    A composite op with a rule is not decomposed by the chunker.
 
     Raises:
         TypeError: `rule` is not callable.
@@ -158,7 +156,7 @@ def propagate(
     known: Mapping[int, Sharding],
     n: int,
 ) -> dict[int, Sharding]:
-    """Shardings of every slot, from those that are known (of inputs, outputs, or both).
+    """Shardings of every slot, from known shardings of inputs, outputs, or both.
 
     Args:
         relation: the rule's answer.
@@ -220,7 +218,7 @@ def _slots(inputs: Sequence, outputs: Sequence):
 
 
 def _propagate_partial(relation, inputs, outputs, known, partials) -> dict[int, Sharding]:
-    """A value that is still to be combined passes only through what commutes with the combination."""
+    """Check that a value which is still to be combined passes only ops that commute with the combination."""
     kinds = set(partials.values())
     if len(kinds) > 1 or any(s.split for s in known.values()):
         raise RuleError("it mixes rows with a total over all rows, which is known only after the last chunk")
@@ -247,7 +245,7 @@ def _propagate_reshape(
 def _reshape_dims(
     source: tuple[int, ...], target: tuple[int, ...], dims: tuple[RowDim | None, ...]
 ) -> tuple[RowDim | None, ...]:
-    """The factor map: dims of equal product correspond, and a group of row dims is one longer row dim."""
+    """The factor map of a reshape: dims of equal product correspond, and a group of row dims is one longer row dim."""
     result: list[RowDim | None] = [None] * len(target)
     i = j = 0
     while i < len(source) or j < len(target):

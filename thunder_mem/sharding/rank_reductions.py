@@ -1,8 +1,8 @@
-"""Values that combine over the ranks of a group, with the gradients that tensor parallelism gives them.
+"""Values that combine over the ranks of a group, with their gradients under tensor parallelism.
 
-Each rank has a part of a vocabulary, and the same loss. A sum over ranks hands its gradient to every part as it is;
-what all ranks have alike and use with their own part gets the sum of the parts' gradients. (Shoeybi et al.,
-"Megatron-LM", 2019: its g and f.) Nothing is reduced in place, so that what a backward needs is never overwritten.
+Each rank has a part of a vocabulary, and the same loss. A sum over ranks passes its gradient to every part unchanged. A
+value that all ranks share and use with their own part gets the sum of the parts' gradients. (These are g and f of
+Shoeybi et al., "Megatron-LM", 2019.) Nothing is reduced in place, so values for the backward are never overwritten.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ log_sum_over_ranks = executor.register_operator("log_sum_over_ranks", meta=_like
 
 
 def _of_all_ranks(a: TensorProxy, group: ProcessGroup) -> TensorProxy:
-    """The value itself, which all ranks have alike; its gradient is the sum of theirs."""
+    """The value itself, equal on all ranks; its gradient is the sum of all ranks' gradients."""
     return prims.shallow_copy(a)
 
 
