@@ -1,9 +1,9 @@
-"""Which names of a trace may share memory, for all that is known: for order and safety, not for bytes.
+"""The names of a trace that may share memory: a safe answer for order, not for bytes.
 
-`layout.py` says exactly which proxies share a storage where the arguments are dense. Here the question
-is whether they can: a reshape is a view for some strides, `contiguous` mostly is one while the prim in
-it copies, and PyTorch promises nothing about the results of its composite operators (`sum_to_size`,
-`dropout` of a model in evaluation, `broadcast_tensors`). Whatever is not known to make fresh memory counts.
+`layout.py` says exactly which proxies share a storage if the arguments are dense. This module says whether they can
+share. A reshape is a view for some strides. `contiguous` usually is a view, while the prim in it copies. PyTorch
+promises nothing about results of its composite operators (`sum_to_size`, `dropout` of a model in evaluation,
+`broadcast_tensors`). Every op that is not known to make fresh memory counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thunder_mem.trace.op_traits import PLAIN, traits_of
 
 __all__ = ["Aliases", "may_share_memory"]
 
-# Whose operations make memory of their own for all that they return.
+# All results of these executors' operations have their own memory.
 _FRESH_EXECUTORS = {"mem_attention", "mem_kernels"}
 _MAY_RETURN_THEIR_OPERAND = {PrimIDs.BITCAST, PrimIDs.DEVICE_PUT, PrimIDs.STRIDE_ORDER}
 
@@ -33,18 +33,18 @@ def may_share_memory(bsym: BoundSymbol) -> bool:
         return True
     if bsym.sym.executor is not None and str(bsym.sym.executor.name) in _FRESH_EXECUTORS:
         return False
-    if bsym.subsymbols:  # they answer for themselves, unless an executor takes the whole by PyTorch's own function
+    if bsym.subsymbols:  # the subsymbols decide, unless an executor runs the whole by PyTorch's own function
         return torch_view(bsym.sym.name) is not None
     return not isinstance(bsym.sym.id, PrimIDs) and not _makes_fresh_memory(bsym.sym.name)
 
 
 @cache
 def _makes_fresh_memory(name: str) -> bool:
-    """PyTorch's operator of that name has kernels of its own, whose schemas say so."""
+    """Whether PyTorch's operator of that name has its own kernels, whose schemas promise fresh memory."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or torch_view(name) is not None or name.endswith("_"):  # in place: the operand itself
         return False
-    # What is composed of other operators may hand out whatever those return.
+    # A composite operator may return any result of its parts.
     composed = "CompositeImplicitAutograd"
     # Overloads by the dims' names, which Thunder never calls, are composed of those by numbers.
     overloads = (o for o in packet.overloads() if not o.lower().startswith(("dimname", "dim_dimname", "names")))
@@ -76,7 +76,7 @@ class Aliases:
         return name
 
     def alone(self, name: str) -> bool:
-        """No other name may share its memory."""
+        """Whether no other name may share its memory."""
         return name not in self._shared
 
     def join(self, a: str, b: str) -> None:

@@ -1,4 +1,4 @@
-"""Which bound symbols communicate: those that start a collective, and those that wait for one.
+"""The bound symbols that communicate: those that start a collective, and those that wait for one.
 
 Thunder splits every collective of `ddp` and `fsdp` in two: a start that returns a future at once, and
 a wait that turns the future into a tensor. A blocking collective is a start whose result is a tensor.
@@ -40,14 +40,14 @@ START_NAMES = {
 
 
 def starts(bsym: BoundSymbol) -> bool:
-    """Whether it starts a collective itself; what a composite's subsymbols do is not looked at."""
+    """Whether it starts a collective itself, without regard to a composite's subsymbols."""
     if bsym.sym.id in _STARTS or bsym.sym.name in START_NAMES or group_inside(bsym) is not None:
         return True
     return any(isinstance(p, FutureTensorProxy) for p in bsym.flat_proxy_outs)
 
 
 def awaited_futures(bsym: BoundSymbol) -> Iterator[str]:
-    """The names of the futures that it takes: it is what waits for them."""
+    """The names of the futures that it takes and waits for."""
     return (p.name for p in bsym.flat_proxy_args if isinstance(p, FutureTensorProxy))
 
 

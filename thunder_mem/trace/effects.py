@@ -1,9 +1,8 @@
-"""What a bound symbol does besides computing: writes, random numbers, communication, barriers.
+"""The side effects of a bound symbol: writes, random numbers, communication, barriers.
 
-Thunder orders a trace by the uses of proxies alone. That misses every dependency that runs through
-memory or through a hidden state, so each of those is named here, from the symbol's tags where
-Thunder sets them and from its name where it does not (`copy_` carries `DONT_DCE` alone, and a
-claimed `uniform` no tag at all).
+Thunder orders a trace only by the uses of proxies. That misses every dependency through memory or through a hidden
+state. This module names these dependencies, from the symbol's tags if Thunder sets them, and else from its name
+(`copy_` has only `DONT_DCE`, and a claimed `uniform` has no tag).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _STASHES = {DistributedPrimIDs.STASH_GRAD_FOR_FSDP, DistributedPrimIDs.UPDATE_BU
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """The order a bound symbol needs beyond the uses of its proxies.
+    """The constraints on a bound symbol's order beyond the uses of its proxies.
 
     Attributes:
         writes: names of the tensors that it overwrites in place.
@@ -57,7 +56,7 @@ class Effects:
 
     @property
     def pure(self) -> bool:
-        """It may be repeated, or moved to wherever its inputs exist."""
+        """Whether it may be repeated, or moved to any place where its inputs exist."""
         return not (self.writes or self.channels or self.barrier)
 
 
@@ -81,7 +80,7 @@ def is_copy(bsym: BoundSymbol) -> bool:
 
 
 def effects_of(bsym: BoundSymbol) -> Effects:
-    """The effects of a bound symbol, looked for in all of its subsymbols."""
+    """The effects of a bound symbol and all of its subsymbols."""
     if _only_computes(bsym):
         return _NONE
     traits = traits_of(bsym)
@@ -112,7 +111,7 @@ def effects_of(bsym: BoundSymbol) -> Effects:
 
 
 def _only_computes(bsym: BoundSymbol) -> bool:
-    """Whether it plainly has no effect: the quick answer for nearly every bound symbol; no says nothing."""
+    """A quick check that it has no effect, for nearly every bound symbol; False means unknown."""
     sym = bsym.sym
     if sym.executor is not None or not _is_pure_symbol(sym.id, sym.name, frozenset(sym.tags or ())):
         return False
@@ -123,7 +122,7 @@ def _only_computes(bsym: BoundSymbol) -> bool:
 
 @cache
 def _is_pure_symbol(id: Hashable, name: str, tags: frozenset) -> bool:
-    """Whether no bound symbol of this symbol has an effect of its own where it makes a tensor."""
+    """Whether no bound symbol of this symbol that makes a tensor has an effect of its own."""
     if not tags <= _TAGS_WITHOUT_EFFECT or name in _RANDOM_NAMES | START_NAMES:
         return False
     if name.endswith("_") or "setitem" in name or "scaled_dot_product" in name or "sdpa" in name:
@@ -132,7 +131,7 @@ def _is_pure_symbol(id: Hashable, name: str, tags: frozenset) -> bool:
 
 
 def is_random(bsym: BoundSymbol) -> bool:
-    """It draws from the generator of its device (a seeded `uniform_philox` does not)."""
+    """Whether it draws from the generator of its device (a seeded `uniform_philox` does not)."""
     if has_tags(bsym, {OpTags.RANDOM_OP}):
         return True
     name = bsym.sym.name
@@ -190,7 +189,7 @@ def _is_barrier(bsym: BoundSymbol) -> bool:
     if sym.id in _PURE_WITHOUT_TENSORS or bsym.subsymbols:
         return False
     produces = {p.name for p in bsym.flat_proxy_outs} - {p.name for p in bsym.flat_proxy_args}
-    # Without a result it runs for what it does; a write that is known is ordered by its storage alone.
+    # Without a result it runs for its effect; a known write is ordered by its storage alone.
     return not produces and _written(bsym) is None
 
 

@@ -24,7 +24,7 @@ __all__ = ["emit", "regions_in_order"]
 class _Step:
     """A planned region as bound symbols with their final names.
 
-    `wants` are the names it takes from elsewhere, `makes` those that it could hand out.
+    `wants` are the names that it takes from elsewhere, `makes` those that it could return.
     """
 
     region: PlannedRegion
@@ -39,7 +39,7 @@ def emit(
     """The trace of `plan`, its regions fused by their executors.
 
     Args:
-        source: `trace` as it was read.
+        source: the reading of `trace`.
         trace: the unfused trace (plain or joint).
         plan: made for `source`.
         executors: fusion executors by name.
@@ -67,9 +67,9 @@ def emit(
 
 
 def regions_in_order(regions: Sequence[PlannedRegion], emitted: TraceCtx, final: TraceCtx) -> tuple[PlannedRegion, ...]:
-    """The regions of an emitted trace in the order in which a later trace, of the same steps, runs them.
+    """The regions of an emitted trace in the order of a later trace with the same steps.
 
-    In what was emitted the operations of a region stand together, also where nothing fuses them.
+    In the emitted trace the operations of a region stand together, even if no executor fuses them.
     """
     runs_at = {_key(b): i for i, b in enumerate(final.bound_symbols)}
     body = iter([b for b in emitted.bound_symbols if b.sym.id not in UNPACKING])
@@ -116,8 +116,8 @@ def _step(source: TraceGraph, region: PlannedRegion) -> _Step:
 
 
 def _region(step: _Step, wanted: set[str]) -> Region:
-    """The region as fusion executors want it. Thunder's own constructor compares bound symbols
-    structurally, which is quadratic; inputs and outputs are known here already."""
+    """The region in the form for fusion executors. Thunder's own constructor compares bound symbols
+    structurally, which is quadratic; inputs and outputs are already known here."""
     region = object.__new__(Region)
     region.bound_symbols = list(step.bsyms)
     region.inputs = OrderedSet(variableify(p) for p in step.wants.values())

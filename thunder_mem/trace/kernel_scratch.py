@@ -1,7 +1,7 @@
-"""What kernels hold while they run, beyond their inputs and outputs: estimates for planning.
+"""Estimates of the scratch of kernels, for planning.
 
-The planner needs to know only where the large ones are, so that it runs them when little else is
-alive. `prediction/scratch.py` measures (on a CPU) or states what a prediction reports.
+The planner only needs to know the large ones, so that it runs them when little else is alive. `prediction/scratch.py`
+measures (on a CPU) or models the scratch that a prediction reports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FLOAT32_BYTES = 4
 
 
 def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
-    """Bytes that the kernel of `bsym` holds for itself, to the accuracy that planning needs.
+    """The scratch bytes of the kernel of `bsym`, to the accuracy that planning needs.
 
     - a chunk loop states its own;
     - a 16-bit matrix product on a CPU adds up in a float32 copy of its result, unless the CPU
@@ -67,9 +67,9 @@ def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
 
 
 def region_scratch_bytes(bsym: BoundSymbol, layout: Layout) -> int:
-    """Bytes that the kernels of a region of `mem_pointwise` on a GPU keep between them; 0 for all else.
+    """Bytes kept between the kernels of a `mem_pointwise` region on a GPU; 0 for all other bound symbols.
 
-    `layout` knows its arguments.
+    `layout` has the region's arguments.
     """
     figures = traits_of(bsym).kernels(bsym, layout)
     return figures.scratch_bytes if isinstance(figures, KernelFigures) else 0
@@ -87,9 +87,9 @@ def _is_gemm(bsym: BoundSymbol) -> bool:
 
 
 def _score_blocks_bytes(query_grad: TensorProxy, key_grad: TensorProxy) -> int:
-    """What one thread of the CPU kernel holds: scores and their gradient, of a block of rows by one of columns.
+    """The scratch of one thread of the CPU kernel: scores and their gradient, a block of rows by a block of columns.
 
-    More threads hold more, but a plan is the same for every number of them. Read in PyTorch's
+    More threads hold more, but a plan must not depend on their number. The source is PyTorch's
     `aten/src/ATen/native/cpu/FlashAttentionKernel.cpp`, `flash_attention_backward_kernel_impl`.
     """
     rows, columns = int(query_grad.shape[-2]), int(key_grad.shape[-2])
@@ -100,9 +100,9 @@ def _score_blocks_bytes(query_grad: TensorProxy, key_grad: TensorProxy) -> int:
 
 
 def empty_outputs(bsym: BoundSymbol) -> Sequence[TensorProxy]:
-    """The tensors that Thunder's trace has of flash attention's forward, and that its kernel does not make.
+    """The results of flash attention's forward in Thunder's trace that the kernel does not make.
 
-    Of batches without padding no offsets of sequences, and no mask for debugging.
+    Batches without padding have no sequence offsets, and no mask for debugging.
     """
     if bsym.sym.name != _FLASH_FORWARD:
         return ()
@@ -113,7 +113,7 @@ def empty_outputs(bsym: BoundSymbol) -> Sequence[TensorProxy]:
 def flash_backward_bytes(query: Sequence[int], key: Sequence[int], element_bytes: int) -> int:
     """float32 accumulator of dQ and the row sums, with rows padded to 128 and heads to 32.
 
-    Where several heads share keys and values, their gradients come first for each head apart. Read in PyTorch's
+    If several heads share keys and values, each head first has its own gradients. The source is PyTorch's
     `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`, `mha_bwd`.
 
     Args:

@@ -1,11 +1,10 @@
-"""Which proxies share a storage, and how large it is: shapes and strides followed through a trace.
+"""The storage of each proxy and its size: shapes and strides followed through a trace.
 
-Whether a reshape copies depends on strides, which Thunder's proxies do not carry. So the ops that
-may return a view are run on meta tensors, where PyTorch itself answers without memory or
-arithmetic; every other op gives fresh storages. The result is exact as long as operators return the
-layouts assumed here (dense, elementwise results laid out like their operands). Inductor returns what the
-operations of a region would return if they ran one by one, strides and aliases included: so a fused
-region is followed operation by operation, too, and its outputs are what counts.
+A reshape copies depending on strides, which Thunder's proxies do not have. So ops that may return a view run on meta
+tensors, where PyTorch itself answers without memory or arithmetic; every other op makes fresh storages. The result is
+exact as long as operators return the layouts assumed here (dense, elementwise results laid out like their operands).
+Inductor's regions return the same strides and aliases as their operations one by one. So a fused region is also
+followed operation by operation, and only its outputs count.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ _VIEWS: dict[PrimIDs, Callable] = {
     PrimIDs.UPDATE_ALIASES: lambda aliases: aliases,
     PrimIDs.REAL: lambda a: a.real,
     PrimIDs.IMAG: lambda a: a.imag,
-    PrimIDs.CONVERT_ELEMENT_TYPE: lambda a, dtype: a.to(dtype, copy=True),  # what PyTorch runs for it copies
+    PrimIDs.CONVERT_ELEMENT_TYPE: lambda a, dtype: a.to(dtype, copy=True),  # PyTorch's function for it copies
 }
-# Their results are contiguous, whatever the operands' strides.
+# Ops with contiguous results for all strides of the operands.
 _DENSE = {
     PrimIDs.CAT,
     PrimIDs.LINEAR,
@@ -56,7 +55,7 @@ _DENSE = {
     PrimIDs.FULL,
     PrimIDs.STRIDE_ORDER,
 }
-# Functions of PyTorch, not their decompositions, whose results are contiguous whatever the operands' strides.
+# PyTorch functions (not their decompositions) with contiguous results for all strides of the operands.
 _DENSE_NAMES = frozenset(
     {
         *("softmax", "_softmax", "log_softmax", "logsigmoid", "layer_norm"),
@@ -85,8 +84,8 @@ _VIEW_NAMES: dict[str, Callable] = {
 def torch_view(name: str) -> Callable | None:
     """PyTorch's function of that name if, by its schema, its result may share memory with an argument.
 
-    Thunder registers many operators as they are (`swapaxes`, `diagonal`, `view_as_real`, ...). One of
-    them taken for a copy would be a view that nothing orders against a write to its base.
+    Thunder registers many operators directly (`swapaxes`, `diagonal`, `view_as_real`, ...). A view mistaken for a
+    copy would not be ordered against a write to its base.
     """
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
@@ -105,14 +104,14 @@ def _view_function(bsym: BoundSymbol) -> Callable | None:
 
 
 def is_view(bsym: BoundSymbol) -> bool:
-    """Whether it only names its input anew, by another shape or dtype, or copies it for want of a stride."""
+    """Whether it only views its input with another shape or dtype, or copies it because no stride fits."""
     if _view_function(bsym) is not None:
         return True
     return all(_view_function(leaf) is not None or not leaf.flat_proxy_outs for leaf in leaves(bsym))
 
 
 def region_steps(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-    """What a fused region runs, one after the other: `mem_pointwise` takes operations apart, others do not."""
+    """The operations of a fused region in order: `mem_pointwise` decomposes operations, others do not."""
     apart = traits_of(bsym).takes_apart
     known = {p.name for p in bsym.flat_proxy_args}
     stack = list(reversed(bsym.subsymbols))
@@ -126,10 +125,10 @@ def region_steps(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
 
 
 def is_dense_function(bsym: BoundSymbol) -> bool:
-    """Whether PyTorch's function of that name makes contiguous results, whatever its operands' strides.
+    """Whether PyTorch's function of that name makes contiguous results for all strides of its operands.
 
-    `mem_pointwise` takes such a function apart, and what that computes lies like the operands; so it is asked here
-    which result is to be laid out as if the function ran whole.
+    `mem_pointwise` decomposes such a function, and the parts' results have the operands' layout. This function says
+    which results need the layout of the whole function.
     """
     name = bsym.sym.name
     if name in _NORMS:
@@ -138,15 +137,15 @@ def is_dense_function(bsym: BoundSymbol) -> bool:
 
 
 def may_stand_in(value: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Whether `value` may stand where `memory` is, at their sizes and strides."""
+    """Whether `value` may overwrite `memory`, at their sizes and strides."""
     same = value.dtype == memory.dtype and value.numel() == memory.numel()  # sizes can be symbolic to Thunder
     return same and value.is_contiguous() and memory.is_contiguous()
 
 
 class Layout:
-    """A meta tensor for every tensor proxy seen so far, those of an `earlier` layout included.
+    """A meta tensor for every tensor proxy seen so far, including those of an `earlier` layout.
 
-    `define` takes what exists without being computed here, `run` takes bound symbols in trace order.
+    `define` takes proxies that are not computed here, `run` takes bound symbols in trace order.
     Two proxies share a storage when `storage_key` agrees.
     """
 
@@ -183,12 +182,12 @@ class Layout:
             self._tensors[p.name] = known if alike and own is None else fresh
 
     def is_plain(self, name: str) -> bool:
-        """Whether the proxy shows all of its storage, in the order of its elements."""
+        """Whether the proxy covers all of its storage, in the order of its elements."""
         t = self._tensors[name]
         return t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.itemsize
 
     def is_dense(self, name: str) -> bool:
-        """Whether the proxy shows all of its storage, in whatever order, each element once."""
+        """Whether the proxy covers all of its storage, each element once, in any order."""
         t = self._tensors[name]
         filled = t.untyped_storage().nbytes() == t.numel() * t.itemsize
         return filled and torch.empty_like(t).stride() == t.stride()
@@ -197,11 +196,11 @@ class Layout:
         return self._tensors[name].untyped_storage()._cdata
 
     def nbytes(self, name: str) -> int:
-        """Bytes of the whole storage behind the proxy, whatever part of it the proxy shows."""
+        """Bytes of the whole storage behind the proxy."""
         return self._tensors[name].untyped_storage().nbytes()
 
     def shown_bytes(self, name: str) -> int:
-        """Bytes of the elements that the proxy shows, each counted as often as it is shown."""
+        """Bytes of the proxy's elements, each counted as often as it occurs."""
         return self._tensors[name].nbytes
 
     def run(self, bsym: BoundSymbol) -> None:
@@ -222,7 +221,7 @@ class Layout:
         for position, p in enumerate(outs):
             if written is not None and position == 0:
                 self._tensors[p.name] = self._tensors[written.name]
-            elif p.name in shared:  # another dtype, or a part of what the result will fill
+            elif p.name in shared:  # another dtype, or a part of the result's storage
                 self._tensors[p.name] = self._tensors[shared[p.name].name]
             elif p.name in copied:
                 t = self._tensors[copied[p.name].name]

@@ -1,8 +1,8 @@
-"""What the symbols of this package do to memory: each is declared where it is defined, and read here.
+"""The registry of memory traits: each symbol of this package declares them where it is defined.
 
-Thunder's own symbols carry tags, and the rooms of this package know them by name. Ours (chunk loops, transfers,
-random draws that are replayed, regions that write over their inputs) are declared by the module that defines
-them, so that whoever reads a trace needs none of these modules.
+Thunder's own symbols have tags, and this package knows them by name. The modules of our symbols (chunk loops,
+transfers, replayed random draws, regions that write over their inputs) declare their traits here. So code that reads a
+trace needs none of these modules.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ def _itself(bsym: BoundSymbol) -> BoundSymbol:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTraits:
-    """What a bound symbol does to memory; functions are asked with the bound symbol.
+    """The memory traits of a symbol; functions take the bound symbol.
 
     Attributes:
-        writes: the arguments that it overwrites, beside those whose memory a result takes.
-        shares: by a result's name, the argument whose memory that result takes.
-        laid_out_as: by a result's name, the argument that it is a copy of, strides included.
-        on_host: the names of what it reads or makes in the host's memory, each with the device that it is for.
-        scratch_bytes: what it holds while it runs, beyond arguments and results; None if it does not say.
-        kernels: what it runs as on a GPU, by the layout of its arguments; None for all but regions there.
-        seconds: how long it takes a device; None for what a roofline says.
-        group: the process group that it communicates with from inside.
-        runs: the operation that it stands for.
+        writes: the arguments that it overwrites, beside those that a result overwrites.
+        shares: by a result's name, the argument whose memory that result uses.
+        laid_out_as: by a result's name, the argument of which it is a copy with the same strides.
+        on_host: the names of values in the host's memory that it reads or makes, each with its device.
+        scratch_bytes: bytes held while it runs, beyond arguments and results; None if unknown.
+        kernels: its kernels on a GPU, by the layout of its arguments; None for all but regions there.
+        seconds: its time on a device; None for the roofline's.
+        group: the process group with which it communicates inside.
+        runs: the operation that it represents.
         random: "saves" the generator's state before it draws, or "replays" from one and so only computes.
         products: it runs matrix products inside.
         transfers: it moves a tensor between device and host, beside other work.
-        takes_apart: a region that runs the operations of a composite one by one.
+        takes_apart: the region runs the operations of a composite one by one.
     """
 
     writes: Callable[[BoundSymbol], tuple[TensorProxy, ...]] = _no_proxies
@@ -91,12 +91,12 @@ _BY_EXECUTOR: dict[str, Callable[[str], MemoryTraits]] = {}
 
 
 def declare(executor: Executor, traits: Callable[[str], MemoryTraits]) -> None:
-    """Declare what the symbols of an executor of ours do, by the symbol's name."""
+    """Declare the traits of the symbols of one of our executors, by the symbol's name."""
     _BY_EXECUTOR[executor.name] = traits
 
 
 def traits_of(bsym: BoundSymbol) -> MemoryTraits:
-    """What is declared of a bound symbol's symbol; `PLAIN` where nothing is."""
+    """The declared traits of a bound symbol's symbol; `PLAIN` if there are none."""
     if bsym.sym.is_fusion:
         return getattr(region_function(bsym), "traits", PLAIN)
     executor = bsym.sym.executor
@@ -105,5 +105,5 @@ def traits_of(bsym: BoundSymbol) -> MemoryTraits:
 
 
 def region_function(bsym: BoundSymbol) -> Any:
-    """What a fused region's bound symbol calls when it runs; None where nothing is given."""
+    """The function that a fused region's bound symbol calls; None if there is none."""
     return next(iter((bsym._call_ctx or {}).values()), None)

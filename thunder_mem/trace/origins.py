@@ -1,8 +1,8 @@
-"""Which operation of the user's program a bound symbol comes from, and where in the model that stands.
+"""The origin of a bound symbol: its operation in the user's program, and its place in the model.
 
-Autograd and the executors take operations apart and rename what they make, but hand tags on. So before
-autograd every operation gets an `Origin` among its tags, and everything that is made of it can be
-asked for it: "this multiplication belongs to the GELU of layer 3".
+Autograd and the executors decompose operations and rename results, but copy tags. So before autograd every operation
+gets an `Origin` among its tags, and every bound symbol made from it has the same origin: "this multiplication belongs
+to the GELU of layer 3".
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Origin:
 
     Attributes:
         index: its place in the program.
-        function: its name as the program has it, such as "layer_norm".
-        module: path of the module it belongs to, such as "transformer.h.3.mlp"; "" where the trace does
-            not know. An operation with parameters belongs to their module, any other to the innermost
-            module that holds the operations with parameters before and after it.
-        layer: number of the model's layer, if it has layers that differ in nothing but numbers.
+        function: its name in the program, such as "layer_norm".
+        module: path of its module, such as "transformer.h.3.mlp"; "" if unknown. An operation with parameters
+            belongs to their module. Any other belongs to the innermost module that holds the operations with
+            parameters before and after it.
+        layer: number of the model's layer, if it has layers that differ only in numbers.
     """
 
     index: int
@@ -88,15 +88,15 @@ def word(function: str) -> str:
 def symbol_name(sym: Symbol) -> str:
     """The name of a symbol, the same in every process.
 
-    Thunder gives an operator that it makes of the user's code (a `torch.autograd.Function`, a function that it cannot
-    look into) the address of an object for a name: "Gate_140163007810448_0" is "Gate" here.
+    Thunder names an operator made from the user's code (a `torch.autograd.Function`, an opaque function) by an object's
+    address: "Gate_140163007810448_0" is "Gate" here.
     """
     made = isinstance(sym.executor, TemporaryExecutor)
     return re.sub(rf"_{id(sym.executor)}_\d+$", "", sym.name) if made else sym.name
 
 
 def modules_in_words(modules: Iterable[str]) -> str:
-    """Modules whose paths differ in nothing but numbers: by one name with #, or by their numbers if they have no other.
+    """Modules whose paths differ only in numbers: one name with #, or their numbers if they have no other name.
 
     Example:
         >>> modules_in_words(["transformer.h.3.mlp", "transformer.h.4.mlp"]), modules_in_words(["1", "3", "1"])
@@ -112,7 +112,7 @@ def modules_in_words(modules: Iterable[str]) -> str:
 
 
 def alike(module: str) -> str:
-    """A module's path with # for each number, or, if it is nothing but numbers, as it is.
+    """A module's path with # for each number, or unchanged if it has only numbers.
 
     Example:
         >>> alike("transformer.h.3.mlp"), alike("2.0")
@@ -127,7 +127,7 @@ def numberless(module: str) -> str:
 
 
 def origin_of(bsym: BoundSymbol) -> Origin | None:
-    """The operation that a bound symbol was made of; of several the first."""
+    """The origin of a bound symbol; the first of several."""
     found = [tag for tag in bsym.tags if isinstance(tag, Origin)]
     return min(found, key=lambda o: o.index) if found else None
 
@@ -203,9 +203,9 @@ def _layer_of(module: str, layer: int | None) -> str:
 
 
 def layer_numbers(names: Iterable[str]) -> dict[str, int]:
-    """Name -> number of its layer, for names that differ from others in nothing but numbers.
+    """Name -> number of its layer, for names that differ from others only in numbers.
 
-    Where names have several numbers the layer's is the one that takes most values.
+    If names have several numbers, the one with the most values is the layer.
 
     Example:
         >>> layer_numbers(["h.0.norm_1", "h.1.norm_1", "h.2.norm_1", "h.0.norm_2", "wte"])
@@ -225,7 +225,7 @@ def layer_numbers(names: Iterable[str]) -> dict[str, int]:
 
 
 def _layers(trace: TraceCtx, paths: Mapping[str, str]) -> list[int | None]:
-    """By the numbers in the names of an operation's parameters; without any, where its latest operand belongs."""
+    """The layer by the numbers in the names of an operation's parameters; without any, its latest operand's layer."""
     numbers = layer_numbers(paths.values())
     made: dict[str, tuple[int, int | None]] = {}  # a value: when, and in which layer
     found: list[int | None] = []

@@ -1,7 +1,7 @@
 """Read a Thunder trace into a `Graph`.
 
-The trace may be a plain one, or the joint forward-and-backward trace on which fusion runs. Symbols
-that set the scene (unpacking, comments) and the return stay outside the graph: they keep their place.
+The trace may be a plain one, or the joint trace of forward and backward on which fusion runs. Unpacking, comments and
+the return stay outside the graph and keep their places.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class TraceGraph:
         result: the return statement, which stays last.
         storage_of: proxy name -> storage index.
         producer_of: proxy name -> op index; arguments of the trace have none.
-        pinned: names that must exist under their own name at the end: what the trace returns.
-        overwritten: storages that something overwrites, or may overwrite through a view that is one
-            only for some strides of the arguments.
+        pinned: names that must exist under their own name at the end: the trace's results.
+        overwritten: storages that an op overwrites, or may overwrite through a view that is a view only for
+            some strides of the arguments.
         layout: the meta tensor behind each proxy.
     """
 
@@ -65,7 +65,7 @@ class TraceGraph:
 
 
 def _lay_out(layout: Layout, body: Iterable[BoundSymbol], seen: Collection[int]) -> None:
-    """Run what was not seen before, and views of what it moved: those of a value that is rebuilt show the new one."""
+    """Lay out new bound symbols, and views of values that they moved: views of a recomputed value show the new one."""
     moved: set[str] = set()
     for b in body:
         if id(b) in seen and (not moved or moved.isdisjoint(p.name for p in b.flat_proxy_args)):
@@ -79,12 +79,12 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     """Read a trace (plain or joint, before its `del`s or after) into a graph.
 
     Args:
-        trace: what to read.
-        earlier: a reading of the trace that `trace` was made from; bound symbols that stand in both are
-            not looked at again, but for where their results lie if their arguments lie elsewhere now.
+        trace: the trace to read.
+        earlier: a reading of the trace from which `trace` was made. Bound symbols in both are not read again,
+            except for the storages of their results if those of their arguments changed.
 
     Raises:
-        ValueError: the trace has no return statement, or uses a proxy that nothing produces.
+        ValueError: the trace has no return statement, or uses a proxy that no op produces.
     """
     symbols: list[BoundSymbol] = [b for b in trace.bound_symbols if not _is_release(b)]
     if not symbols or symbols[-1].sym.id is not PrimIDs.RETURN:
@@ -133,7 +133,7 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
 
 
 def _forward_half(body: Sequence[BoundSymbol], result: BoundSymbol) -> list[bool]:
-    """Which symbols Thunder will run in the forward: those that the forward's outputs need.
+    """The symbols that Thunder will run in the forward: those that the forward's outputs need.
 
     The same walk as `thunder.transforms.autodiff.split_into_forward_and_backward`, which cuts the
     joint trace after fusion; a plain trace is forward throughout.
@@ -160,8 +160,8 @@ def _is_release(bsym: BoundSymbol) -> bool:
 
 
 def _held(trace: TraceCtx, arguments: Sequence[Proxy]) -> set[str]:
-    """The arguments that the caller keeps: all of a forward's; of a backward's only parameters and
-    buffers, because it clears the list of what was saved."""
+    """The arguments that the caller keeps: all of a forward; only parameters and buffers of a backward, because
+    it clears the list of saved values."""
     if TraceTag.BACKWARD not in trace.tags:
         return {p.name for p in arguments}
     return {p.name for p in arguments if _STATIC in p.tags}
@@ -193,12 +193,12 @@ def _storages(
 
 
 def _zeros_for_outputs(body: Sequence[BoundSymbol], result: BoundSymbol, count: int) -> list[Storage]:
-    """What autograd hands to the backward for outputs without a gradient (integers): zeros of their shape.
+    """The zeros that autograd passes to the backward for outputs without a gradient (integers).
 
     Args:
-        body: of a joint trace, whose gradients of outputs open its backward; a trace of one half has none.
+        body: of a joint trace, whose backward starts with the gradients of outputs; a single half has none.
         result: its return.
-        count: how many storages there are already.
+        count: the number of existing storages.
     """
     returned = result.args[0] if result.args else None
     if not (isinstance(returned, dict) and "fw_flat_out" in returned):
@@ -222,7 +222,7 @@ def _ops(
     layout: Layout,
 ) -> list[Op]:
     born = {storage_of[p.name] for p in arguments}
-    started: dict[str, tuple[int, ...]] = {}  # what a collective in flight still reads, by its future
+    started: dict[str, tuple[int, ...]] = {}  # the storages that a collective in flight still reads, by its future
     ops = []
     for i, (b, effect) in enumerate(zip(body, effects, strict=True)):
         args = [p.name for p in b.flat_proxy_args if p.name in storage_of]
@@ -256,7 +256,7 @@ def _data_edges(body: Sequence[BoundSymbol], producer_of: dict[str, int]) -> lis
 
 
 def _effect_edges(effects: Sequence[Effects]) -> list[tuple[int, int]]:
-    """Chains per channel, and barriers between all that stands before and after them."""
+    """Chains per channel, and barriers between all ops before and after them."""
     edges: list[tuple[int, int]] = []
     last: dict[str, int] = {}
     barrier: int | None = None
@@ -281,7 +281,7 @@ def _effect_edges(effects: Sequence[Effects]) -> list[tuple[int, int]]:
 def _cotangent_edges(
     body: Sequence[BoundSymbol], first_backward: int, edges: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Edges that put the gradients of the outputs before all else in the backward, to which they are arguments."""
+    """Edges that put the gradients of the outputs first in the backward, because they are its arguments."""
     given = [i for i in range(first_backward, len(body)) if body[i].sym == prims.get_grad]
     if not given:
         return []
@@ -292,9 +292,9 @@ def _cotangent_edges(
 def _possible_aliases(
     body: Sequence[BoundSymbol], effects: Sequence[Effects], storage_of: dict[str, int]
 ) -> tuple[list[tuple[int, int]], frozenset[int]]:
-    """Edges around every write, for all that may share its memory; and the storages that may be overwritten.
+    """Edges around every write, for all names that may share its memory; and the storages that may be overwritten.
 
-    For order alone, whatever may be a view counts as one (`aliases.py`).
+    For order, every possible view counts as a view (`aliases.py`).
     """
     if not any(effect.writes for effect in effects):
         return [], frozenset()

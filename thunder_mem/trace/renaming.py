@@ -1,9 +1,8 @@
 """Bound symbols and tensors under other names.
 
-Thunder's own `from_bsym_swap_proxies` flattens and rebuilds every argument of every subsymbol, and its
-`replace_name` infers all of a tensor's properties anew. A plan that repeats thousands of operations
-spends half of its time there, so both are done here for what stands in nearly every bound symbol,
-and left to Thunder for the rest.
+Thunder's own `from_bsym_swap_proxies` flattens and rebuilds every argument of every subsymbol, and its `replace_name`
+infers all of a tensor's properties anew. A plan that repeats thousands of operations would spend half of its time
+there. So this module handles the usual arguments, and leaves the rest to Thunder.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ def named(proxy: Proxy, name: str) -> Proxy:
 
 
 def under(proxy: TensorProxy, name: str) -> TensorProxy:
-    """The same tensor under another name, which no trace is told of."""
+    """The same tensor under another name, which is not added to a trace."""
     new = object.__new__(TensorProxy)
     vars(new).update(vars(proxy), _name=name, _tags=set(proxy.tags), _has_weak_name=False)
     return new
 
 
 def renamed(bsym: BoundSymbol, names: Mapping[str, Proxy], *, outputs: bool = True) -> BoundSymbol:
-    """The bound symbol, its subsymbols included, with other proxies for those that `names` names.
+    """The bound symbol and its subsymbols, with other proxies for those that `names` names.
 
     Args:
-        bsym: a bound symbol; returned as it is if it uses none of the names.
-        names: what to put in the place of the proxy of each name.
-        outputs: whether results are renamed too, not only what is read.
+        bsym: a bound symbol; returned unchanged if it uses none of the names.
+        names: the replacement for the proxy of each name.
+        outputs: whether results are also renamed, not only operands.
     """
     args, kwargs = _swap(bsym.args, names), _swap(bsym.kwargs, names)
     output = _swap(bsym.output, names) if outputs else bsym.output
@@ -63,7 +62,7 @@ def renamed(bsym: BoundSymbol, names: Mapping[str, Proxy], *, outputs: bool = Tr
 
 
 def _swap(value: Any, names: Mapping[str, Proxy]) -> Any:
-    """A tree of arguments with its proxies replaced; the very same object where nothing is."""
+    """A tree of arguments with its proxies replaced; the very same object if none is."""
     kind = type(value)
     if kind is TensorProxy:
         return names.get(value.name, value)

@@ -23,7 +23,7 @@ def sort_bound_symbols(trace: TraceCtx, sort: str | SortFunction = "auto") -> Tr
         sort: a name of `thunder_mem.SORTS`, or a function `(Graph) -> Sequence[int]`.
 
     Returns:
-        A new trace, or `trace` itself if the order is the one it has.
+        A new trace, or `trace` itself if it has that order already.
 
     Raises:
         ValueError: an unknown name, or a trace without a return statement.
@@ -58,7 +58,7 @@ def sort_bound_symbols(trace: TraceCtx, sort: str | SortFunction = "auto") -> Tr
 
 
 def _moved_by_reading(source: TraceGraph, trace: TraceCtx) -> bool:
-    """A joint trace is read forward first, which may differ from how it stands."""
+    """Whether reading moved ops: a joint trace is read forward first, which may differ from its own order."""
     place = {id(b): i for i, b in enumerate(trace.bound_symbols)}
     places = [place[id(b)] for b in source.bsyms]
     return places != sorted(places)

@@ -1,4 +1,4 @@
-"""Casts to a wider dtype and back, which change nothing: their results are their arguments."""
+"""Remove casts to a wider dtype and back, whose results equal their arguments."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _HOLDS = {bfloat16: (float32, float64), float16: (float32, float64), float32: (f
 
 
 def without_round_trips(trace: TraceCtx) -> TraceCtx:
-    """The trace in which what was cast to a wider dtype and back is what it was; the same object where nothing was.
+    """The trace without casts to a wider dtype and back; the same object if there are none.
 
-    Where a gradient leaves a product and a bias, Thunder hands the one a copy of what it adds up for the other.
-    Only casts count that stand in the trace by themselves; the first of the two stays, for `dce`.
+    If a product and a bias share a gradient, Thunder gives one of them a copy of the other's sum. Only casts at the
+    top level of the trace count; the first of the two stays, for `dce`.
     """
     cast_from: dict[str, Proxy] = {}
     swap: dict[Variable, Proxy] = {}

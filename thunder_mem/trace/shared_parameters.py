@@ -1,7 +1,7 @@
-"""Parameters that a module uses under several names, such as an embedding that is the output layer's weight, too.
+"""Parameters that a module uses under several names, such as an embedding that is also the output layer's weight.
 
-Thunder's traces have an argument for each name. Their proxies get a tag that says whose memory they are, which
-autograd and all rewritings hand on, so that a plan counts that memory once, as the device does.
+Thunder's traces have an argument for each name. Their proxies get a tag that identifies their memory. Autograd and all
+rewritings copy the tag, so that a plan counts that memory once, as the device does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GETTERS = {PrimIDs.UNPACK_PARAMETER: "get_parameter", PrimIDs.UNPACK_BUFFER: "g
 
 @dataclass(frozen=True)
 class _SharedMemory:
-    """Among the tags of a proxy: which of the module's tensors it is, by the first of its names."""
+    """A proxy's tag for the module's tensor, by the first of its names."""
 
     name: str
 
@@ -32,8 +32,8 @@ def tag_shared_parameters(arguments: Iterable[Any], prologue: TraceCtx, module: 
 
     Args:
         arguments: of the computation; their tags change in place.
-        prologue: which says what each is called in the module.
-        module: what is compiled; nothing happens if that is no module.
+        prologue: it has the name of each argument in the module.
+        module: the compiled object; nothing happens if it is no module.
     """
     if not isinstance(module, torch.nn.Module):
         return

@@ -1,4 +1,4 @@
-"""Where a bound symbol comes from, as a line of the user's code or the name of a module."""
+"""The place of a bound symbol: a line of the user's code, or the name of a module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FOLDERS = tuple(path + os.sep for library in (torch, thunder) for path in libra
 
 
 def place_of(bsym: BoundSymbol) -> str:
-    """Where a bound symbol comes from: "file:line", "module 2.0 (GELU)", or "" where nobody noted it."""
+    """The place of a bound symbol: "file:line", "module 2.0 (GELU)", or "" if unknown."""
     file, line = bsym.source_filename, getattr(bsym.source_positions, "lineno", None)
     if not file or line is None:
         return ""
@@ -26,6 +26,6 @@ def place_of(bsym: BoundSymbol) -> str:
 
 
 def node_line(node: torch.fx.Node) -> tuple[str, int] | None:
-    """File and line of the user's innermost call that a node of a graph of Dynamo's stands for; None if not noted."""
+    """File and line of the user's innermost call for a node of Dynamo's graph; None if unknown."""
     calls = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
     return next(((file, int(line)) for file, line in reversed(calls) if not file.startswith(_FOLDERS)), None)

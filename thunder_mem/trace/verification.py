@@ -1,15 +1,14 @@
-"""Is the planned trace still the same program? Answered without asking the planner.
+"""Verify that the planned trace is still the same program, independently of the planner.
 
-Translation validation (Pnueli, Siegel and Singerman 1998) by value numbering. Both traces are run on
-symbols: a value is the operation that made it and the values that went in, with the state of the memory
-that it read, of the random generator and of the process group that it used. Equal programs return equal
-values, leave the caller's memory in equal states, and draw, communicate and print in the same order. What
-was moved or computed twice has the same number; whatever moved across a write that it can see has not.
-What a composite makes is what its operations make, since an executor (nvFuser) may run these in its place.
+The method is translation validation (Pnueli, Siegel and Singerman 1998) by value numbering. Both traces run on symbols.
+The symbol of a value holds its operation, its operands, and the state of the memory, random generator and process group
+that it used. Equal programs return equal values, leave the caller's memory in equal states, and draw, communicate and
+print in the same order. A value that was moved or computed twice has the same number, unless it moved across a write
+that it can see. A composite has the results of its operations, because an executor (nvFuser) may run these instead.
 
-`verify_rewrite` compares the joint trace before planning with the one that was emitted;
-`verify_final` looks at the names of a trace that is about to run: each defined once, before its use and
-never used after its `del`; and the backward takes what the forward saves.
+`verify_rewrite` compares the joint trace before planning with the emitted trace. `verify_final` checks the names of a
+trace that is about to run: each is defined once, before its use, and never used after its `del`. The backward takes
+exactly the values that the forward saves.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ _NO_VALUES = {PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.UNPACK_TRIVIAL}
 
 
 class VerificationError(RuntimeError):
-    """The planned trace is not the program that was to be planned; says where they part."""
+    """The planned trace is not the original program; the message names the first difference."""
 
 
 def is_verified(trace: TraceCtx, fingerprint: str, asked: bool | None) -> bool:
-    """Whether to verify this plan: as asked; else if it is small, or is of the sample among the long ones.
+    """Whether to verify this plan: as the user set it; else if it is small, or in the sample of long ones.
 
     Args:
-        trace: what was planned.
-        fingerprint: of the plan, in hexadecimal; decides about long traces, so that equal programs on
-            all ranks are treated alike.
+        trace: the planned trace.
+        fingerprint: of the plan, in hexadecimal; decides about long traces, so that all ranks decide alike
+            for equal programs.
         asked: `MemEfficient(verify=...)`.
     """
     if asked is not None:
@@ -69,7 +68,7 @@ class _Numbers:
 
     number_of: dict[Hashable, int] = field(default_factory=dict)
     name_of: list[str] = field(default_factory=list)
-    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # a composite: its results, made by its parts
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # per composite, its results as its parts make them
     effects: dict[int, Effects] = field(default_factory=dict)
 
     def number(self, content: Hashable, name: str) -> int:
@@ -87,12 +86,12 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What can be seen of a program from outside, as numbers.
+    """The visible results of a program, as numbers.
 
     Attributes:
         returned: per returned leaf, the value and the state of its memory.
         arguments: per argument that may have been overwritten, the state of its memory.
-        channels: per hidden state, all that happened to it, in order.
+        channels: per hidden state, all of its events, in order.
         values: per name, its value.
     """
 
@@ -110,8 +109,8 @@ class _Run:
     ) -> None:
         self.trace = trace
         self.numbers = numbers
-        self.trusted = trusted  # names whose values are those of the program, however they are computed
-        self.planned = planned  # what an earlier run, of the program as it should be, came to
+        self.trusted = trusted  # names whose values are the program's by assumption
+        self.planned = planned  # the outcome of an earlier run, of the original program
         self.known = len(numbers.name_of) if planned else None
         self.values: dict[str, int] = {}
         self.aliases = Aliases(trace.bound_symbols)
@@ -119,8 +118,8 @@ class _Run:
         self.memory: dict[str, int] = {}
         self.channels: dict[str, list[int]] = {}
         self.barriers = self.contexts = 0
-        self.noted: dict[int, tuple[Hashable, int]] = {}  # a generator's state: what drew from it, and its number
-        self.away: dict[str, str] = {}  # names that nothing but a transfer may use, and which transfer that is
+        self.noted: dict[int, tuple[Hashable, int]] = {}  # a generator's state: the draw from it, and its number
+        self.away: dict[str, str] = {}  # names that only one transfer may use, and that transfer
 
     def outcome(self) -> _Outcome:
         arguments = proxies_in((self.trace.args, self.trace.kwargs))
@@ -165,7 +164,7 @@ class _Run:
             self.values.pop(name, None)
 
     def _transfer(self, bsym: BoundSymbol) -> None:
-        """What is offloaded and fetched again is the same value; in between only the next transfer may use it."""
+        """Check a transfer: the fetched value is the offloaded one; in between only the next transfer may use it."""
         name, made = bsym.sym.name, bsym.flat_proxy_outs[0].name
         source, *kept = (p.name for p in bsym.flat_proxy_args)
         if (expected := self.away.get(source, "offload")) != name:
@@ -196,7 +195,7 @@ class _Run:
         self._number(bsym)
 
     def _note(self, bsym: BoundSymbol) -> None:
-        """A draw that hands out the state it drew from: the draw, and a value that stands for it."""
+        """A draw that returns its generator's state: the draw, and a value for the state."""
         draw, (state, *outs) = traits_of(bsym).runs(bsym), bsym.flat_proxy_outs
         if (bsym.flat_proxy_args, tuple(outs)) != (draw.flat_proxy_args, draw.flat_proxy_outs):
             raise VerificationError(f"{bsym.sym.name} is not the {draw.sym.name} that it says it is")
@@ -219,7 +218,7 @@ class _Run:
         return _operation(draw), self._content(draw.args), self._content(draw.kwargs)
 
     def _number(self, bsym: BoundSymbol) -> int:
-        """Number what the operation makes and does; the number of the operation itself."""
+        """Number the results and effects of an operation; return the operation's own number."""
         effects = self.numbers.effects_of(bsym)
         order: list[Hashable] = [self.contexts]
         if effects.writes or effects.channels or effects.barrier:
@@ -248,7 +247,7 @@ class _Run:
             self.contexts = number + 1
         for memory in {self.aliases(name) for name in effects.writes}:
             self.memory[memory] = number + 1
-        # Whenever the same shards are gathered, and waited for, that gives the same.
+        # Gathering the same shards, and waiting, always gives the same value.
         again = is_gather(bsym) or any(True for _ in awaited_futures(bsym))
         made = self.numbers.number(("gathered", *content[:-1]), bsym.sym.name) if again else number
         if self.known is None and number not in self.numbers.parts and self._is_taken_apart(bsym):
@@ -264,7 +263,7 @@ class _Run:
         return _is_composite(bsym) and self.numbers.effects_of(bsym).pure
 
     def _by_parts(self, bsym: BoundSymbol) -> tuple[int, ...]:
-        """The results of a composite, as its operations make them out of its arguments."""
+        """The results of a composite, as its operations compute them from its arguments."""
         outer, self.values = self.values, {p.name: self._value(p.name, bsym) for p in bsym.flat_proxy_args}
         for part in bsym.subsymbols:
             self._execute(part)
@@ -273,17 +272,17 @@ class _Run:
         return made
 
     def _otherwise(self, bsym: BoundSymbol) -> str | None:
-        """The first result of a composite that its operations make of other values than its name says."""
+        """The first result of a composite that its operations compute from other values than its name says."""
         pairs = zip(bsym.flat_proxy_outs, self._by_parts(bsym), strict=True)
         return next((p.name for p, made in pairs if made != self.values[p.name]), None)
 
     def _is_added_copy(self, bsym: BoundSymbol, content: Hashable) -> bool:
-        """A copy that the program does not make, of memory that nobody overwrites: the same value once more."""
+        """Whether it is an added copy of memory that nobody overwrites, which has the same value."""
         added = self.known is not None and bsym.sym.id is PrimIDs.CLONE and content not in self.numbers.number_of
         return added and self.aliases(bsym.args[0].name) not in self.written
 
     def _is_on_the_way(self, bsym: BoundSymbol, effects: Effects) -> bool:
-        """A value that the program does not have, from which a trusted one may be computed."""
+        """Whether it is a new value from which a trusted one may be computed."""
         new = self.planned is not None and not any(p.name in self.planned.values for p in bsym.flat_proxy_outs)
         return bool(self.trusted) and new and effects.pure
 
@@ -306,7 +305,7 @@ class _Run:
         return self.memory.get(self.aliases(name), 0)
 
     def _content(self, x: Any) -> Hashable:
-        """An argument as what it stands for: the value of a proxy and the state of its memory, data as it is."""
+        """The meaning of an argument: the value of a proxy and the state of its memory; other data unchanged."""
         if isinstance(x, TensorProxy):
             value = self._value(x.name)
             return ("value", value, self._state(x.name)) if self.aliases(x.name) in self.written else ("value", value)
@@ -328,7 +327,7 @@ def _operation(bsym: BoundSymbol) -> Hashable:
 
 
 def _is_composite(bsym: BoundSymbol) -> bool:
-    """Nobody has claimed it, and its operations need nothing but its arguments."""
+    """Whether no executor has claimed it, and its operations need only its arguments."""
     if not bsym.subsymbols or bsym.sym.executor is not None:
         return False
     known = {p.name for p in bsym.flat_proxy_args}
@@ -353,12 +352,12 @@ def _flat(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
 
 
 def verify_rewrite(before: TraceCtx, after: TraceCtx, trusted: Collection[str] = ()) -> None:
-    """Check that `after` is `before` in another order, in regions, and with parts of it computed again.
+    """Check that `after` is `before` in another order, in regions, and with parts recomputed.
 
     Args:
         before: a plain or joint trace, not fused.
-        after: what was emitted for it.
-        trusted: names of values that `after` may compute from others than `before`, and that are the same.
+        after: the trace emitted for it.
+        trusted: names of values that are equal by assumption, although `after` may compute them differently.
 
     Raises:
         VerificationError: they are different programs, or Thunder could not split `after`.
@@ -390,7 +389,7 @@ def _same_events(channel: str, old: Sequence[int], new: Sequence[int], numbers: 
 
 
 def _verify_halves(trace: TraceCtx) -> None:
-    """What the forward's results need can run before any gradient is known, and the rest says that it is backward."""
+    """Check that the forward's results need no gradient, and that all other ops are marked as backward."""
     result = trace.bound_symbols[-1]
     returned = result.args[0] if result.args else None
     if not (isinstance(returned, dict) and "fw_flat_out" in returned):
@@ -413,15 +412,15 @@ def _verify_halves(trace: TraceCtx) -> None:
 
 
 def verify_final(trace: TraceCtx, saved: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Check the names of a trace with its `del`s; give back those that it saves for the backward.
+    """Check the names of a trace with its `del`s; return those that it saves for the backward.
 
     Args:
         trace: a final forward, or a final backward.
-        saved: for a backward, what its forward saves.
+        saved: for a backward, the values that its forward saves.
 
     Raises:
-        VerificationError: a tensor is used before it is defined or after its `del`, is defined again after
-            it, or the backward takes other tensors than were saved.
+        VerificationError: a tensor is used before it is defined or after its `del`, or is defined twice, or
+            the backward takes other tensors than the saved ones.
     """
     alive: set[str] = set()
     gone: set[str] = set()

@@ -1,7 +1,7 @@
-"""The prims whose results show their operand's memory anew, as functions on tensors.
+"""The prims whose results are views of their operand, as functions on tensors.
 
-The one table for all who ask what is a view: `layout.py` runs it on meta tensors, `regions/fake_regions.py` on fake
-ones, and `frontend/functionalization.py` takes from it what is a view whatever the strides.
+This is the only table of views. `layout.py` runs it on meta tensors, `regions/fake_regions.py` on fake tensors, and
+`frontend/functionalization.py` reads the ops that are views for all strides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _broadcast(a: torch.Tensor, shape: Sequence[int], dims: Sequence[int]) -> to
     return a.expand(tuple(shape))
 
 
-# A reshape copies where the strides want it; then PyTorch says so here too.
+# A reshape copies if the strides require it; PyTorch then does so here too.
 VIEWS: dict[PrimIDs, Callable[..., torch.Tensor]] = {
     PrimIDs.BROADCAST_IN_DIM: _broadcast,
     PrimIDs.RESHAPE: lambda a, shape: a.reshape(tuple(shape)),
