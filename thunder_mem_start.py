@@ -1,7 +1,7 @@
-"""`thunder-mem` before anything else: its words are read without PyTorch and Thunder, whose imports take seconds.
+"""The entry point of `thunder-mem`: it reads the arguments before PyTorch and Thunder, whose imports take seconds.
 
-What is mistyped is answered at once. Only then is the package imported, without the warnings of Thunder's own
-imports, which are about what else could be installed.
+So mistyped arguments are answered at once. Only then is the package imported, without the warnings of Thunder's own
+imports about other packages that could be installed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _without_their_imports() -> Iterator[None]:
-    """Within, modules that need neither PyTorch nor Thunder are imported alone, and forgotten at the end: whoever
-    imports the package afterwards finds it as it is."""
+    """Import modules that need neither PyTorch nor Thunder without their package, and forget them at the end, so
+    that later imports of the package are unaffected."""
     if "thunder_mem" in sys.modules:
         yield
         return

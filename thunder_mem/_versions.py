@@ -1,4 +1,4 @@
-"""Whether the installed PyTorch and Thunder are versions that this package knows: asked once, when it is imported."""
+"""A check, at import, that this package knows the installed versions of PyTorch and Thunder."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _KNOWN = ("torch", "lightning-thunder")
 
 
 def mismatch(wanted: Requirement, installed: str | None) -> str:
-    """What to do about an installed version, as a sentence; "" if it is known to work.
+    """A sentence that says what to do about an installed version; "" if it is known to work.
 
     Args:
-        wanted: what this package requires.
-        installed: the version at hand, None if it is missing.
+        wanted: this package's requirement.
+        installed: the installed version, None if it is missing.
 
     Example:
         >>> mismatch(Requirement("torch>=2.8,<2.12"), "2.13.0+cu130")
@@ -34,7 +34,7 @@ def mismatch(wanted: Requirement, installed: str | None) -> str:
 
 
 def check_versions() -> None:
-    """Warn of versions that are not known.
+    """Warn of unknown versions.
 
     Raises:
         ImportError: PyTorch or Thunder is missing, or the two do not import together.
@@ -52,7 +52,7 @@ def check_versions() -> None:
 
 
 def _required() -> list[str]:
-    """What pyproject.toml asks for; nothing of a checkout that is not installed."""
+    """The requirements in pyproject.toml; nothing for a checkout that is not installed."""
     try:
         return metadata.requires("thunder-mem") or []
     except metadata.PackageNotFoundError:

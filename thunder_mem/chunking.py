@@ -1,4 +1,4 @@
-"""Loss heads in chunks: what a developer imports to chunk a trace, or to teach a split a new operation.
+"""Chunked loss heads: imports for developers who chunk a trace or register a rule for an operation.
 
 The guide is `docs/guides/loss_heads.md`; heads are found in `thunder_mem.tiling`, the rules of a split
 stand in `thunder_mem.sharding`.

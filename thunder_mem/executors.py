@@ -1,6 +1,6 @@
-"""The executors of this package, for whoever lists executors by hand: ``executors=[mem_pointwise_ex, ...]``.
+"""The executors of this package, for lists such as ``executors=[mem_pointwise_ex, ...]``.
 
-`MemEfficient` brings them along where nothing else is listed.
+`MemEfficient` adds them if no list is given.
 """
 
 from thunder_mem.regions.pointwise_executor import MemPointwiseExecutor, mem_pointwise_ex

@@ -1,4 +1,4 @@
-"""Programs of ThunderFX: their parts that Thunder compiled, and where Dynamo or the splitter broke them."""
+"""Programs of ThunderFX: the parts that Thunder compiled, and the breaks by Dynamo or the splitter."""
 
 from thunder_mem.frontend.thunderfx import (
     Break,

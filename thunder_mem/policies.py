@@ -1,6 +1,6 @@
-"""Ready policies for ``recompute=``, and what a policy of your own is given and returns.
+"""Ready policies for ``recompute=``, and the argument and result of your own policies.
 
-The guide is `docs/guides/recompute.md`; how answers become constraints stands in `thunder_mem.user_choices.policy`.
+The guide is `docs/guides/patterns.md`; how answers become constraints stands in `thunder_mem.user_choices.policy`.
 """
 
 from thunder_mem.user_choices.policy import (

@@ -1,4 +1,4 @@
-"""Sort a graph, or bring an order of your own: what a developer of a sort algorithm imports.
+"""Sort a graph, or register your own sort: imports for developers of sorts.
 
 The guide is `docs/guides/sorting.md`; the algorithms stand in `thunder_mem.schedule`.
 """

@@ -1,1 +1,1 @@
-"""PyTorch's own kernels of composite operations, for programs that nothing fuses: the executor `mem_kernels`."""
+"""The executor `mem_kernels`: PyTorch's own kernels for composite operations, for programs without fusion."""

@@ -1,7 +1,7 @@
-"""Activations and softmax by PyTorch's kernels, which keep one tensor: the argument, or where that serves the result.
+"""Activations and softmax by PyTorch's kernels, which keep one tensor: the result if possible, else the argument.
 
-The result is read by whatever comes next, which mostly keeps it for the backward anyway; so what can be
-differentiated by its result is.
+The next operation usually keeps the result for the backward anyway. So operations that can be differentiated from
+their result keep the result.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _is_supported(operation: Symbol, a: Any, *args: Any, **kwargs: Any) -> bool:
     given = _parameters(operation, a, *args, **kwargs)
     if not is_float(a) or given.pop("inplace", False) or any(isinstance(x, NumberProxy) for x in given.values()):
         return False
-    # Below zero the result would not tell on which side of the kink the argument was.
+    # Below zero the result does not show on which side of the kink the argument was.
     return given.get("negative_slope", 0) >= 0 and given.get("alpha", 1) != 0
 
 

@@ -1,7 +1,8 @@
-"""Convolutions differentiated by PyTorch's kernels, the argument's gradient apart from the parameters'.
+"""Convolutions differentiated by PyTorch's kernels, with the argument's gradient separate from the parameters'.
 
-Thunder differentiates a convolution by two more, of flipped, padded and transposed copies. PyTorch's one backward
-makes all gradients while the argument is there. Apart, the argument may die before its own gradient exists.
+Thunder differentiates a convolution by two more convolutions, of flipped, padded and transposed copies. PyTorch's
+single backward makes all gradients while the argument is alive. With separate kernels, the argument may die before its
+own gradient exists.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _argument_gradient(grad: torch.Tensor, weight: torch.Tensor, shape: Sequence
 
 
 def _of_shape(shape: tuple[int, ...], grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A tensor of which the kernel asks the shape alone: in the gradient's memory, where that is large enough."""
+    """A tensor of which the kernel only reads the shape; it uses the gradient's memory if that is large enough."""
     last = len(shape) in (4, 5) and any(
         not t.is_contiguous() and t.is_contiguous(memory_format=suggest_memory_format(t)) for t in (grad, weight)
     )

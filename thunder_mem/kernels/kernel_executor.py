@@ -1,9 +1,9 @@
 """`mem_kernels`: composite operations by PyTorch's own kernels, forward and backward.
 
-Where nothing fuses, Thunder's decompositions materialise every step of a norm or an activation, and keep many of
-them for the backward. Eager PyTorch runs one kernel each way and keeps its argument or its result, with a few
-statistics. This executor does the same; what it claims stands in `norm_kernels.py` and `activation_kernels.py`.
-What a kernel does not take as it is (mixed dtypes, other devices, writes in place) is left to Thunder.
+Without fusion, Thunder's decompositions materialise every step of a norm or an activation, and keep many of them for
+the backward. Eager PyTorch runs one kernel each way and keeps its argument or its result, with a few statistics. This
+executor does the same for the operations in `norm_kernels.py`, `activation_kernels.py` and `convolution_kernel.py`.
+Calls that a kernel does not take (mixed dtypes, other devices, writes in place) are left to Thunder.
 
 The derivatives are those of PyTorch's `tools/autograd/derivatives.yaml`.
 """
@@ -61,7 +61,7 @@ def is_float(a: Any) -> bool:
 
 
 def has_dtype_of(a: TensorProxy, *others: Any) -> bool:
-    """Whether all others that there are have the dtype and the device of `a`."""
+    """Whether all other given tensors have the dtype and the device of `a`."""
     return all(
         p is None
         or (is_float(p) and dtypes.to_strong_dtype(p.dtype) is dtypes.to_strong_dtype(a.dtype) and p.device == a.device)
@@ -74,7 +74,7 @@ def is_number(x: Any) -> bool:
 
 
 def is_kernel(bsym: BoundSymbol) -> bool:
-    """Whether it is an operation as this executor runs it, by a kernel of its own or by the torch executor's."""
+    """Whether this executor runs the operation, by its own kernel or by the torch executor's."""
     sym = bsym.sym
     return sym.executor is mem_kernels_ex or (sym.executor is not None and sym.name.strip("_") in _forwards)
 
@@ -93,9 +93,9 @@ def register(operation: Symbol, checker: Callable[..., bool], gradient: Callable
 
 
 def register_several(name: str, meta: Callable[..., Any], fn: Callable[..., Any]) -> Symbol:
-    """A kernel of several gradients, whose last argument says which of them it makes.
+    """A kernel of several gradients, whose last argument selects those that it makes.
 
-    `meta` and `fn` know of no mask but as an argument: both give all gradients.
+    `meta` and `fn` only receive the mask as an argument: both return all gradients.
     """
 
     def of_mask(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,18 +107,18 @@ def register_several(name: str, meta: Callable[..., Any], fn: Callable[..., Any]
 
 
 def asked(gradients: Sequence[Any], mask: Mask) -> tuple[Any, ...]:
-    """Those whose bit is set."""
+    """The gradients whose bit is set."""
     return tuple(g for g, wanted in zip(gradients, mask, strict=True) if wanted)
 
 
 def put_asked(arguments: Sequence[Any], mask: Mask, gradients: Sequence[Any]) -> None:
-    """Hand on what a kernel made, to the arguments whose bit is set."""
+    """Give a kernel's gradients to the arguments whose bit is set."""
     for argument, gradient in zip(asked(arguments, mask), gradients, strict=True):
         put_grad(argument, gradient)
 
 
 def without_unread_gradients(trace: TraceCtx) -> TraceCtx:
-    """The joint trace in which kernels of several gradients make those alone that anything reads."""
+    """The joint trace in which kernels of several gradients make only those that are read."""
     read = {p.name for b in trace.bound_symbols for p in b.flat_proxy_args}
     bound = [_narrowed(b, read) if b.sym.id in _several else b for b in trace.bound_symbols]
     if all(new is old for new, old in zip(bound, trace.bound_symbols, strict=True)):

@@ -42,7 +42,7 @@ def _of_shape(a: TensorProxy, *shape: int) -> TensorProxy:
 
 
 def _statistic(a: TensorProxy, *shape: int) -> TensorProxy:
-    """In the dtype of `a` on a CPU, in that of its accumulator on a GPU."""
+    """A statistic, in the dtype of `a` on a CPU, in that of its accumulator on a GPU."""
     on_cpu = a.device.devicetype is DeviceType.CPU
     wide = a.dtype if on_cpu or dtypes.to_strong_dtype(a.dtype) is dtypes.float64 else dtypes.float32
     return TensorProxy(shape=shape, dtype=wide, device=a.device, requires_grad=False)
@@ -83,7 +83,7 @@ _layer_norm_backward = register_several(
 def _is_layer_norm(a: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5) -> bool:
     if not is_float(a) or not has_dtype_of(a, weight, bias) or not is_number(eps):
         return False
-    # Of a parameter in shards, Thunder takes the shape from the others.
+    # For a sharded parameter, Thunder takes the shape from the others.
     return all(p is None or tuple(p.shape) == tuple(normalized_shape) for p in (weight, bias))
 
 
@@ -118,7 +118,7 @@ def _group_norm_backward_meta(
 
 
 def _dense(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """As the kernel of group norm reads it: on a CPU in the memory format of its argument."""
+    """The tensor in the layout that group norm's kernel reads: on a CPU in the memory format of its argument."""
     on_cpu = t.device.type == "cpu"
     return t.contiguous(memory_format=torch._prims_common.suggest_memory_format(like)) if on_cpu else t.contiguous()
 
@@ -179,7 +179,7 @@ def _run_batch_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     wide = a.dtype if a.is_cpu or a.dtype is torch.float64 else torch.float32
     mean, variance = (a.new_zeros(a.shape[1], dtype=wide) for _ in range(2))
-    # A momentum of one leaves nothing of what they were: the batch's mean and unbiased variance.
+    # A momentum of one replaces the old values by the batch's mean and unbiased variance.
     out, mean, rstd = _aten._native_batch_norm_legit.default(a, weight, bias, mean, variance, True, 1.0, eps)
     return out, mean, rstd, variance
 
@@ -217,7 +217,7 @@ def _is_batch_norm(
     momentum: Any = 0.1,
     eps: Any = 1e-5,
 ) -> bool:
-    """One that writes no running statistics: those of others stand apart (`running_statistics.py`)."""
+    """Whether it is a batch norm without writes; others have separate writes (`running_statistics.py`)."""
     writes = training and (running_mean is not None or running_var is not None)
     known = has_dtype_of(a, weight, bias, running_mean, running_var) if is_float(a) else False
     return known and not writes and is_number(eps)

@@ -1,4 +1,4 @@
-"""The executor `mem_kernels` with all that it claims, and what planning asks of its operations."""
+"""The executor `mem_kernels` with all its operations, and their facts for planning."""
 
 from __future__ import annotations
 

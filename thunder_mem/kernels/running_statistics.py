@@ -1,7 +1,7 @@
-"""Batch norm in training, as values: the normalisation by its kernel, and apart from it what is written.
+"""Batch norm in training in functional form: the normalisation by its kernel, and separate writes.
 
-Thunder's `batch_norm` writes to the running statistics inside. Its kernel is a function of its argument alone, so
-it may be run again; the running averages are small operations beside it, and the writes stay where they are.
+Thunder's `batch_norm` writes to the running statistics inside. Its kernel is a function of its argument alone, so it
+may run again. The running averages are small operations beside it, and the writes keep their places.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["with_statistics_apart"]
 
 
 def _average_meta(running: TensorProxy, batch: TensorProxy, momentum: float) -> TensorProxy:
-    # As in eager, no gradient passes through what is written.
+    # As in eager, no gradient passes through the written values.
     return TensorProxy(like=running, requires_grad=False, tags={ProxyTag.DETACHED_AUTOGRAD_GRAPH})
 
 
@@ -70,7 +70,7 @@ def _writes(bsym: BoundSymbol) -> list[BoundSymbol]:
 
 
 def _apart(bsym: BoundSymbol, trace: TraceCtx) -> list[BoundSymbol]:
-    """The normalisation, the averages, and the writes of the given bound symbol, with what these return."""
+    """The normalisation, the averages, and the writes of the given bound symbol, with their results."""
     given = _arguments(bsym)
     with tracectx(trace):
         trace.push_scope([])
