@@ -1,7 +1,7 @@
-"""The options of `thunder-mem`, and help that teaches what they are for.
+"""The options of `thunder-mem`, and help that explains them.
 
-Neither this module nor what it imports needs PyTorch or Thunder, so that what is mistyped is answered at once.
-What only they can tell (a recomputation's pattern, an optimizer's name) is looked at later.
+Neither this module nor its imports need PyTorch or Thunder, so that mistyped arguments are answered at once. Arguments
+that need them (a recomputation's pattern, an optimizer's name) are checked later.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from thunder_mem.memory.units import parse_bytes
 __all__ = ["make_parser", "read_words", "split_target"]
 
 _DESCRIPTION = """\
-Know the peak of a PyTorch program before it runs, on any machine: thunder-mem compiles it by
-lightning-thunder with MemEfficient and follows every allocation, without running the program:
-on a CPU single operations run, each once, on zeros, to learn what they hold inside themselves;
-for a simulated device nothing runs at all.
+Know the peak of a PyTorch program before it runs, on any machine. thunder-mem compiles it by
+lightning-thunder with MemEfficient and follows every allocation, without running the program.
+On a CPU each operation runs once, on zeros, to measure its scratch. For a simulated device
+nothing runs.
 
   thunder-mem predict train.py:build --device H100-80GB     does it fit, and by how much
-  thunder-mem explain train.py:build --html report.html     who holds the peak, and why
+  thunder-mem explain train.py:build --html report.html     what holds the peak, and why
   thunder-mem plan    train.py:build --html plan.html       what MemEfficient changes, before and after
-  thunder-mem frontier train.py:build --save frontier.png   what every amount of memory costs in time
+  thunder-mem frontier train.py:build --save frontier.png   the time that every amount of memory costs
 """
 
 _EPILOG = """\
@@ -40,12 +40,12 @@ what a target is:
         (model, args)               args a tensor or a tuple of tensors, or
         {"model": ..., "args": ..., "kwargs": ..., "loss": ..., "optimizer": ...}
     a function of tensors, or a torch.nn.Module, with --input for each argument.
-  A model that thunder.jit or thunderfx returned keeps its own transforms. What is guarded by
+  A model that thunder.jit or thunderfx returned keeps its own transforms. Code under
   if __name__ == "__main__" does not run.
 
 exit codes:
   0  it fits the device and the budget (or neither was given)
-  1  it does not fit, whatever MemEfficient computes again
+  1  it does not fit, with any recomputation
   2  the command, the script or the program cannot be used; the message says why
 
 examples:
@@ -60,8 +60,8 @@ examples:
   $ thunder-mem predict train.py:build --json | jq .peak_bytes
 """
 
-_DEVICE = f"""simulate this GPU, which need not be there: tensors that the script makes without
-naming a device become fake ones on it. Known: {", ".join(DEVICES)}. Default: this machine's CPU"""
+_DEVICE = f"""simulate this GPU, which need not exist: tensors that the script makes without
+naming a device become fake tensors on it. Known: {", ".join(DEVICES)}. Default: this machine's CPU"""
 
 
 def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -77,14 +77,14 @@ def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One line for what is wrong, instead of the whole usage."""
+    """Prints one line for an error, instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help says more)\n")
 
 
 def read_words(words: Sequence[str] | None) -> argparse.Namespace | int:
-    """The options that the words are, or an exit code where all has been said: help, or what is wrong."""
+    """The parsed options, or an exit code after printing help or an error."""
     try:
         return make_parser().parse_args(words)
     except SystemExit as exit_:
@@ -95,7 +95,7 @@ def split_target(target: str) -> tuple[str, str]:
     """The file and the name of a target.
 
     Raises:
-        ValueError: it is none, there is no such file, or the file does not have the name, as far as its text tells.
+        ValueError: the target is malformed, there is no such file, or the file's text does not have the name.
     """
     path, colon, name = target.rpartition(":")
     if not colon or not path or not name:
@@ -111,12 +111,12 @@ def split_target(target: str) -> tuple[str, str]:
     return path, name
 
 
-# By which a script may have names that do not stand in its text.
+# Constructs by which a script may have names that are not in its text.
 _MAKES_NAMES = r"import \*|\bglobals\(|\blocals\(|\bvars\(|\bexec\(|\bsetattr\(|__dict__"
 
 
 def _near(name: str, text: str) -> str:
-    """The functions and classes of a script, the nearest to a name in front, to end a sentence."""
+    """The end of a sentence: the functions and classes of a script, those nearest to a name first."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError):
@@ -143,9 +143,9 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         (
             "explain",
-            "who holds the peak, since where, and why",
-            "Explain the peak: who is alive at it and why, which line made it, what was decided about it, how far\n"
-            "it is from the least that any order has, and how to get lower.",
+            "what holds the peak, since which operation, and why",
+            "Explain the peak: which values are alive and why, which lines made them, what was decided, how far the\n"
+            "peak is from a lower bound over all orders, and how to get lower.",
         ),
         (
             "plan",
@@ -154,7 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         (
             "frontier",
-            "what every amount of memory costs in time",
+            "the time that every amount of memory costs",
             "Plan forward and backward from no recomputation to the smallest peak, and show the peak of each plan\n"
             "against its time by the roofline. With --budget or --device: whether any of them fits.",
         ),
@@ -181,7 +181,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="an argument of zeros, such as 8x3x224x224, 1x16384:int64 or mask=16x16:bool; once for each",
     )
-    program.add_argument("--grad", action="store_true", help="the floating-point inputs require gradients too")
+    program.add_argument("--grad", action="store_true", help="floating-point inputs also require gradients")
     if name != "frontier":
         program.add_argument(
             "--fx",
@@ -198,35 +198,33 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         "--budget",
         type=_checked(parse_bytes),
         metavar="SIZE",
-        help="what the peak has to fit into, such as 40GiB or 512MiB. Where the free decisions do not suffice, "
-        "MemEfficient buys memory with time until it fits; exit code 1 if nothing does",
+        help="the limit for the peak, such as 40GiB or 512MiB. If the free decisions do not suffice, MemEfficient "
+        "trades time for memory until the peak fits; exit code 1 if no plan fits",
     )
     machine.add_argument(
         "--recompute",
         metavar="CONFIG",
-        help="what the backward computes again, or keeps, besides, as MemEfficient(recompute=...) takes it: "
-        "Gelu+:recompute:-1, layerwise, the path of a JSON file",
+        help="values to recompute or keep beside the free decisions, as for MemEfficient(recompute=...): "
+        "Gelu+:recompute:-1, layerwise, or the path of a JSON file",
     )
     machine.add_argument(
         "--costs",
         choices=("roofline", "measured"),
-        help="how long repetitions are taken to be where a plan buys memory with time: by the roofline of the device "
-        "(default), or measured here",
+        help="the times of recomputation under a budget: modelled by the roofline of the device (default), or "
+        "measured on this machine",
     )
     machine.add_argument(
         "--fusion",
         choices=("mem_pointwise", "nvfuser", "torchcompile", "none"),
-        help="who fuses: mem_pointwise, which is Inductor, nvFuser, Thunder's torchcompile, or nobody; if not given, "
-        "with --device mem_pointwise, and without it what Thunder has here, else mem_pointwise",
+        help="the fusion executor: mem_pointwise (Inductor), nvFuser, Thunder's torchcompile, or none. The default "
+        "with --device is mem_pointwise, and otherwise Thunder's own on this machine, else mem_pointwise",
     )
     if name not in ("plan", "frontier"):
-        machine.add_argument(
-            "--plain", action="store_true", help="compile as Thunder alone would, without MemEfficient"
-        )
+        machine.add_argument("--plain", action="store_true", help="compile with Thunder alone, without MemEfficient")
     output = command.add_argument_group("the output")
-    output.add_argument("--json", action="store_true", help="one JSON object on the standard output, for programs")
+    output.add_argument("--json", action="store_true", help="print one JSON object for other programs")
     output.add_argument(
-        "--html", metavar="FILE", help="also write all of it, with pictures, as one self-contained page"
+        "--html", metavar="FILE", help="also write everything, with pictures, as one self-contained page"
     )
     if name == "explain":
         output.add_argument(
@@ -236,14 +234,14 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             metavar="FILE",
             help="also write it as .html, .txt, .json, .png, .svg, or as a .pickle for PyTorch's memory viewer",
         )
-        output.add_argument("--no-bounds", action="store_true", help="look for no lower bound, which can take minutes")
+        output.add_argument("--no-bounds", action="store_true", help="omit the lower bound, which can take minutes")
     if name == "frontier":
         output.add_argument(
             "--points",
             type=_checked(_count),
             default=8,
             metavar="N",
-            help="into how many steps to cut the range of peaks; each costs a search and a plan (default: 8)",
+            help="the number of steps of the range of peaks; each costs a search and a plan (default: 8)",
         )
         machine.add_argument(
             "--offload",
@@ -251,7 +249,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             const=True,
             default=False,
             metavar="PATTERN",
-            help="values may wait in the host's memory too; with PATTERN, such as Gelu+, only those of that pattern",
+            help="values may also wait in the host's memory; with PATTERN, such as Gelu+, only those of that pattern",
         )
         output.add_argument(
             "--save", action="append", default=[], metavar="FILE", help="also draw it, as .png, .svg, .pdf or .html"
@@ -269,7 +267,7 @@ def _add_step_options(program: argparse._ArgumentGroup) -> None:
     program.add_argument(
         "--loss",
         choices=("sum", "mean"),
-        help="what makes a scalar of the model's output, where the factory says nothing",
+        help="the reduction of the model's output to a scalar loss, if the factory gives none",
     )
     program.add_argument(
         "--accumulate", type=_checked(_count), default=1, metavar="N", help="microbatches of a step (default: 1)"

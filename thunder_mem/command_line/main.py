@@ -1,4 +1,4 @@
-"""From the command line's words to an exit code."""
+"""From the command line's arguments to an exit code."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Answering(Protocol):
 
 
 class _Steps:
-    """A bar of the steps so far on the standard error, where that is a terminal; else nothing."""
+    """A progress bar on the standard error if that is a terminal; else nothing."""
 
     def __init__(self, count: int) -> None:
         console = rich.console.Console(stderr=True)
@@ -87,13 +87,13 @@ class _Steps:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `thunder-mem` with the given words, by default the process' own; return the exit code."""
+    """Run `thunder-mem` with the given arguments, by default the process' own; return the exit code."""
     options = read_words(arguments)
     return options if isinstance(options, int) else answer(options)
 
 
 def answer(options: argparse.Namespace) -> int:
-    """Do what the command is asked for; return the exit code."""
+    """Run the command; return the exit code."""
     path = list(sys.path)
     try:
         with warnings.catch_warnings():
@@ -118,14 +118,14 @@ def answer(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a command found: what the exit code rests on, and what to print, for programs and for people.
+    """The result of a command: the basis of the exit code, and the output for programs and for people.
 
     Attributes:
         fits: within every limit.
         data: the object of `--json`.
-        lines, tables: what is printed.
-        page: what `--html` writes.
-        save: what `--save` does.
+        lines, tables: the printed text.
+        page: the page of `--html`.
+        save: the function of `--save`.
     """
 
     fits: bool
@@ -137,14 +137,14 @@ class _Answer:
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
-    """What MemEfficient has to say, in one line."""
+    """A warning of MemEfficient's, in one line."""
     print(f"thunder-mem: {message}", file=sys.stderr)
 
 
 def _run(options: argparse.Namespace) -> int:
     check_files(options)  # before the long work
     _check_patterns(options)
-    # Whatever the user's code prints, also while it is traced, must not get into what this command prints.
+    # Output of the user's code, also during tracing, must not mix with this command's output.
     with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not options.inference):
         answer = _work(options)
     if options.html is not None:
@@ -156,7 +156,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_patterns(options: argparse.Namespace) -> None:
-    """Whether `--recompute` and `--offload` can be read; of the latter the form that `MemEfficient` takes."""
+    """Check `--recompute` and `--offload`; return the latter in the form for `MemEfficient`."""
     try:
         if options.recompute is not None:
             parse_config(options.recompute)
@@ -226,7 +226,7 @@ def _explain(options: argparse.Namespace, program: Program, answer: _Answering, 
             budget=options.budget or found.own_budget_bytes,
             bounds=not options.no_bounds,
         )
-    # Of the budget the report itself speaks.
+    # The report itself covers the budget.
     report = replace(report, notes=(*verdict(found.beside_the_budget()), *report.notes))
     data = {**report.to_json(), **verdict_json(found)}
     return _Answer(found.fits, data, headline(report), sections(report), report.to_page, report.save)

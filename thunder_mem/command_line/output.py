@@ -1,4 +1,4 @@
-"""What the commands print: lines and tables for people, one JSON object for programs."""
+"""The output of the commands: lines and tables for people, one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def verdict(found: Outcome) -> tuple[str, ...]:
-    """One line for each limit: whether it fits, and what is left."""
+    """One line for each limit: whether the peak fits, and the headroom."""
     lines = []
     for name, limit_bytes in found.limits:
         left_bytes = limit_bytes - found.peak_bytes

@@ -1,4 +1,4 @@
-"""What the commands write into files: pages with the timelines as pictures, and whether a file can be written."""
+"""The files of the commands: pages with the timelines as pictures, and a check that a file can be written."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["check_files", "plan_page", "predict_page"]
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Whether everything that the command is to write can be written, as far as is known before the work.
+    """Check before the work that the command's files can be written.
 
     Raises:
-        UsageError: there is no such folder, nobody may write there, the file's ending says nothing, or
-            a picture is asked for and matplotlib is not installed.
+        UsageError: a folder does not exist or is not writable, a file's ending is unknown, or a picture needs
+            matplotlib, which is not installed.
     """
     pictures = REPORT_ENDINGS if options.command == "explain" else FRONTIER_ENDINGS
     asked: list[tuple[str, tuple[str, ...]]] = [(name, pictures) for name in getattr(options, "save", ())]
@@ -48,7 +48,7 @@ def check_files(options: argparse.Namespace) -> None:
 
 
 def predict_page(found: Outcome, lines: Sequence[str], tables: Sequence[Section]) -> str:
-    """The page of `thunder-mem predict`: its lines and tables, the timeline, and who is alive at the peak."""
+    """The page of `thunder-mem predict`: its lines and tables, the timeline, and the storages alive at the peak."""
     report = Report(found.prediction, found.plan)
     view = timeline_view(report)
     pictures = [timeline_html(view)] if view is not None else []

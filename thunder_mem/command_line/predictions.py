@@ -1,4 +1,4 @@
-"""Compile a program and predict it: the work behind every command."""
+"""Compile and predict a program: the work behind every command."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _BUDGET = "the budget"
 
 @dataclass(frozen=True)
 class Outcome:
-    """A prediction against what there is.
+    """A prediction compared with its limits.
 
     Attributes:
         jitted: the compiled program.
         prediction: of a call, or of a training step.
-        plan: what MemEfficient decided, if it was asked.
-        allocation: what PyTorch's allocator makes of it on a GPU; None on a CPU.
-        limits: name and bytes of each limit that was given; of a GPU what it leaves to tensors.
-        asked: this command asked for the plan, not the script.
+        plan: of MemEfficient, if it ran.
+        allocation: the figures of PyTorch's allocator on a GPU; None on a CPU.
+        limits: name and bytes of each given limit; for a GPU, the memory that it leaves to tensors.
+        asked: this command requested the plan, not the script.
     """
 
     jitted: Any
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def peak_bytes(self) -> int:
-        """What has to fit, see `Prediction.peak_bytes`."""
+        """The peak that must fit, see `Prediction.peak_bytes`."""
         return self.prediction.peak_bytes
 
     @property
@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """Within every limit; without any, it does."""
+        """Whether the peak is within every limit; true without any."""
         return all(self.peak_bytes <= nbytes for _, nbytes in self.limits)
 
     @property
@@ -76,15 +76,15 @@ class Outcome:
         return None if bought is None or "optimizer" in self.prediction.phases else bought.budget_bytes
 
     def beside_the_budget(self) -> Outcome:
-        """The same without the limit that `--budget` set."""
+        """The same outcome without the limit of `--budget`."""
         return replace(self, limits=tuple(limit for limit in self.limits if limit[0] != _BUDGET))
 
 
 @contextlib.contextmanager
 def machine(device: str | None, fusion: str | None) -> Iterator[DeviceSpec | None]:
-    """The machine that a command asks about: a simulated GPU, on which tensors are made by default, or this CPU."""
+    """The machine of a command: a simulated GPU, as the default device of tensors, or this CPU."""
     if device is None:
-        _executors(fusion)  # what is missing for it is said before anything is loaded
+        _executors(fusion)  # raise for missing packages before loading anything
         yield None
         return
     fuser = {None: "mem_pointwise", "none": None}.get(fusion, fusion)
@@ -94,20 +94,20 @@ def machine(device: str | None, fusion: str | None) -> Iterator[DeviceSpec | Non
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a program.
+    """A question about a program.
 
     Attributes:
-        fusion: which fusion there is, see `thunder-mem --help`.
-        plain: compile as Thunder alone would.
+        fusion: the fusion executor, see `thunder-mem --help`.
+        plain: compile with Thunder alone.
         optimizer: name of one of torch.optim; None: the program's own, if it has one.
-        loss: "sum" or "mean", where the program has no loss of its own.
+        loss: "sum" or "mean", if the program has no loss of its own.
         accumulate: microbatches of a step.
         inference: no gradients.
-        spec: the simulated GPU, if one is.
-        budget_bytes: a limit besides the GPU's memory.
-        options: others of `MemEfficient`, which `plain` leaves out.
+        spec: the simulated GPU, if any.
+        budget_bytes: a limit beside the GPU's memory.
+        options: further options of `MemEfficient`, unused with `plain`.
         fx: through ThunderFX.
-        parts: of several subgraphs the one that peaks highest will do.
+        parts: accept several subgraphs, and predict the one that peaks highest.
     """
 
     fusion: str | None
@@ -124,7 +124,7 @@ class Question:
 
 
 def limits_of(spec: DeviceSpec | None, budget_bytes: int | None, library_bytes: int = 0) -> tuple[tuple[str, int], ...]:
-    """Name and bytes of each limit that was given; of a GPU what libraries leave of its memory."""
+    """Name and bytes of each given limit; for a GPU, the memory that libraries leave."""
     limits = [] if spec is None else [(spec.name, spec.usable_bytes - library_bytes)]
     return (*limits, *([] if budget_bytes is None else [(_BUDGET, budget_bytes)]))
 
@@ -141,7 +141,7 @@ def survey(
 
     Args:
         program: jitted or not.
-        fusion: which fusion there is, see `thunder-mem --help`.
+        fusion: the fusion executor, see `thunder-mem --help`.
         simulated: for a simulated device.
         points, offload: as for `memory_time_frontier`.
         options: of `MemEfficient`.
@@ -177,7 +177,7 @@ def _check_options(program: Program, options: Mapping[str, str]) -> None:
 
 
 def _executors(fusion: str | None) -> list[Executor] | None:
-    """What `thunder.jit` is given on a machine that is not simulated; None for its defaults."""
+    """The executors for `thunder.jit` on a real machine; None for its defaults."""
     if fusion is None:
         return None
     fuser = fuser_of(None if fusion == "none" else fusion)
@@ -189,8 +189,10 @@ def ask(program: Program, question: Question) -> Outcome:
     """Compile and predict; if that does not fit, again with the limit as the budget of MemEfficient.
 
     Raises:
-        UsageError: the options do not go together; or it fails, and the message says whether Thunder alone does.
-        PredictionError, ValueError: as `predict` and `predict_step`, for what has no MemEfficient or is about it.
+        UsageError: the options do not go together; or the program fails, and the message says whether Thunder
+            alone fails too.
+        PredictionError, ValueError: as `predict` and `predict_step`, for programs without MemEfficient, or for
+            errors about MemEfficient itself.
     """
     if question.plain or program.is_jitted:
         return _answered(program, question)
@@ -200,7 +202,7 @@ def ask(program: Program, question: Question) -> Outcome:
 
 @contextlib.contextmanager
 def _telling_whose_fault(alone: Callable[[], object]) -> Iterator[None]:
-    """Make of a failure within a `UsageError` that says whether Thunder `alone` fails, too."""
+    """Turn a failure into a `UsageError` that says whether Thunder `alone` also fails."""
     try:
         yield
     except Exception as error:
@@ -216,7 +218,7 @@ def _telling_whose_fault(alone: Callable[[], object]) -> Iterator[None]:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether this package refuses what was asked, which says nothing about the program."""
+    """Whether this package refuses the options, which says nothing about the program."""
     if isinstance(error, PredictionError):
         return False
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -233,7 +235,7 @@ def _answered(program: Program, question: Question) -> Outcome:
     found = _compiled(program, question, None)
     if found.fits or question.plain or program.is_jitted or found.limit_bytes is None:
         return found
-    # What lives outside of the compiled function (an optimizer's state) is not for the plan to save.
+    # The plan cannot reduce memory outside the compiled function (an optimizer's state).
     outside_bytes = 0
     if not is_fx(found.jitted):
         call = predict(found.jitted, *program.args, kwargs=program.kwargs, keep_outputs=True)
@@ -261,7 +263,7 @@ def _nothing_smaller(plan: Plan | None) -> bool:
 
 
 def _through_fx(program: Program, question: Question, budget_bytes: int | None) -> Outcome:
-    """Compile by a run, and predict the program, or of several subgraphs the one that peaks highest."""
+    """Compile by a run, and predict the program, or the subgraph that peaks highest."""
     if question.spec is not None:
         raise UsageError("ThunderFX compiles when it runs, and nothing runs on a simulated device: leave --device out")
     if question.optimizer is not None or program.optimizer is not None:

@@ -1,4 +1,4 @@
-"""From `path/to/script.py:name` to a program: what is compiled, and the arguments of its call."""
+"""From `path/to/script.py:name` to a program: the model to compile, and the arguments of its call."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 
 class UsageError(Exception):
-    """Something about the command, the script or the program that the user can mend; the message says what."""
+    """An error in the command, the script or the program that the user can fix; the message says what."""
 
 
 def in_words(error: Exception) -> str:
-    """An error as one line: its message alone where its type says nothing more."""
+    """An error as one line: its message alone if its type adds no information."""
     known = isinstance(error, UsageError | PredictionError | ValueError | TypeError | ImportError | OSError)
     what = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
     return " ".join(what.split())
@@ -40,13 +40,13 @@ def in_words(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Program:
-    """What a command works on.
+    """The program of a command.
 
     Attributes:
-        model: a module, a function, or what `thunder.jit` returned.
+        model: a module, a function, or a result of `thunder.jit`.
         args, kwargs: of the call.
         loss: from the model's output to a scalar; None if the model returns it.
-        optimizer: the one that the factory made, if any.
+        optimizer: the factory's optimizer, if any.
     """
 
     model: Any
@@ -57,17 +57,17 @@ class Program:
 
     @property
     def is_fx(self) -> bool:
-        """Compiled by ThunderFX already."""
+        """Whether ThunderFX has compiled it already."""
         return is_fx(self.model)
 
     @property
     def is_jitted(self) -> bool:
-        """Compiled already, by `thunder.jit` or ThunderFX: its own transforms count."""
+        """Whether it is compiled already, by `thunder.jit` or ThunderFX: its own transforms then count."""
         return self.is_fx or thunder.compile_data(self.model) is not None
 
 
 def load_target(target: str) -> Any:
-    """Run the script and return what the target names in it.
+    """Run the script and return the object that the target names.
 
     Raises:
         UsageError: there is no such file or name, or the script raises.
@@ -97,10 +97,10 @@ def load_target(target: str) -> Any:
 
 
 def make_program(target: str, found: Any, inputs: Sequence[str], *, grad: bool) -> Program:
-    """The program that a script's object stands for, with the inputs given on the command line.
+    """The program of a script's object, with the inputs of the command line.
 
     Raises:
-        UsageError: it is nothing that can be compiled, it raises, or inputs are missing or too many.
+        UsageError: the object cannot be compiled, it raises, or inputs are missing or too many.
     """
     path = pathlib.Path(target.rpartition(":")[0])
     result = found
@@ -132,7 +132,7 @@ def make_program(target: str, found: Any, inputs: Sequence[str], *, grad: bool) 
 
 
 def parse_input(text: str, *, grad: bool = False) -> tuple[str, torch.Tensor]:
-    """The name ("" if positional) and the zeros that an `--input` stands for, on the default device.
+    """The name ("" if positional) and the zeros of an `--input`, on the default device.
 
     Raises:
         UsageError: it cannot be read.
@@ -234,7 +234,7 @@ def _article(name: str) -> str:
 
 @contextlib.contextmanager
 def _as_users_code(path: pathlib.Path, what: str):
-    """Run the user's code: what it prints goes to the standard error, and what it raises becomes one message."""
+    """Run the user's code: its output goes to the standard error, and its exception becomes one message."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield

@@ -133,7 +133,7 @@ def origin_of(bsym: BoundSymbol) -> Origin | None:
 
 
 def source_of(bsym: BoundSymbol) -> str:
-    """ "file:line" of the user's call, or "" where the trace does not know (or names Thunder's own code)."""
+    """ "file:line" of the user's call, or "" if it is unknown (or in Thunder's own code)."""
     place = place_of(bsym)
     return "" if place.startswith(_THUNDER) else place
 

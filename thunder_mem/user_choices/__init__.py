@@ -1,1 +1,1 @@
-"""What `recompute=`, `offload=` and policies say, turned into constraints of a partition."""
+"""`recompute=`, `offload=` and policies, turned into constraints of a partition."""

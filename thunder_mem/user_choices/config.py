@@ -1,8 +1,8 @@
-"""What to recompute, written down: ``"Gelu+:recompute:-1,Cast+:compromised:4"``, a dict or a JSON file.
+"""Configurations of recomputation: ``"Gelu+:recompute:-1,Cast+:compromised:4"``, a dict or a JSON file.
 
-The form is ONNX Runtime's (its memory optimizer's `Pattern:strategy:count`). Unlike there, whatever does
-not do what it says is an error: a pattern that matches nothing, a strategy that is not possible, a count
-beyond what there is. `recompute_table` prints the patterns of a program with the entry that enables each.
+The form is that of ONNX Runtime's memory optimizer, `Pattern:strategy:count`. Unlike there, an entry that cannot take
+effect is an error: a pattern without a match, an impossible strategy, a count above the number of occurrences.
+`recompute_table` prints the patterns of a program with the entry that enables each.
 Nothing here is ever evaluated, and sizes are bounded.
 """
 
@@ -50,13 +50,13 @@ MAX_ENTRIES = 10_000
 
 @dataclass(frozen=True)
 class Entry:
-    """What to do with the occurrences of one pattern.
+    """The strategy for the occurrences of one pattern.
 
     Attributes:
         pattern: its name, ending in "+".
-        strategy: "none" keeps them, "recompute" computes them again, "compromised" keeps what they are
-            cast from.
-        count: how many, in the order of the program; -1 for all.
+        strategy: "none" keeps them, "recompute" recomputes them, "compromised" keeps the values before
+            their casts.
+        count: their number, in program order; -1 for all.
     """
 
     pattern: str
@@ -73,8 +73,8 @@ class RecomputeConfig:
 
     Attributes:
         entries: one per pattern.
-        layerwise: each layer of the model keeps what it hands to the next, and everything inside is
-            computed again.
+        layerwise: each layer of the model keeps the values that it passes to the next, and all values
+            inside are recomputed.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -89,11 +89,11 @@ class RecomputeConfig:
         return found | {e.pattern: {"strategy": e.strategy, "count": e.count} for e in self.entries}
 
     def choose(self, source: TraceGraph, rebuilt: frozenset[int]) -> Constraints:
-        """See `choices.Chooser`.
+        """See `PartitionPolicy`.
 
         Raises:
-            RecomputeError: a pattern matches nothing, or its strategy or count does not fit what it matches.
-                Not where it names values without bytes, as a batch of no rows has: the next batch may have some.
+            RecomputeError: a pattern has no match, or its strategy or count does not fit its matches. A match
+                without bytes, as in a batch without rows, is no error: the next batch may have some.
         """
         choices = layerwise_choices(source) if self.layerwise else Constraints()
         if not self.entries:
@@ -116,13 +116,13 @@ class RecomputeConfig:
 
 
 def parse_config(given: Written) -> RecomputeConfig:
-    """The configuration that was written down.
+    """Parse a configuration of recomputation.
 
     Args:
         given: "Pattern:strategy:count,..." with the strategies none, recompute and compromised (or 0, 1
-            and 2) and a count of occurrences (-1: all), or "layerwise", or both; the same as a list of
-            strings; a dict from patterns to a strategy or to {"strategy": ..., "count": ...}; the path
-            of a JSON file (ending in ".json") that holds such a list or dict.
+            and 2) and a count of occurrences (-1: all), or "layerwise", or both. Also a list of such strings;
+            a dict from patterns to a strategy or to {"strategy": ..., "count": ...}; or the path of a JSON file
+            (ending in ".json") that holds such a list or dict.
 
     Raises:
         ValueError: anything else; the message says what was given and what is accepted, and names the file.
@@ -158,7 +158,7 @@ def _parsed(given: Any) -> RecomputeConfig:
 
 
 def from_environment() -> RecomputeConfig | None:
-    """What the environment variable `THUNDER_MEM_RECOMPUTE` holds, in any written form; None if it is not set.
+    """The configuration in the environment variable `THUNDER_MEM_RECOMPUTE`, in any form; None if it is not set.
 
     Raises:
         ValueError: as `parse_config`, with the variable's name.
@@ -242,10 +242,10 @@ def _matches_nothing(pattern: str, known: Iterable[str], reasons: Sequence[str])
 
 
 def choices_of(entry: Entry, chosen: Sequence[Occurrence]) -> Constraints:
-    """What an entry decides about occurrences of its pattern.
+    """An entry's constraints for the occurrences of its pattern.
 
     Raises:
-        RecomputeError: there is no compromise for any of them.
+        RecomputeError: no occurrence has a compromise.
     """
     parts = [c for o in chosen for c in o.candidates]
     if entry.strategy == "none":

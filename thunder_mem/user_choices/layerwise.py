@@ -1,4 +1,4 @@
-"""Full recomputation layer by layer: each layer keeps what it hands on, the rest is computed again."""
+"""Full recomputation layer by layer: each layer keeps the values that it passes on and recomputes the rest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["handed_between_layers", "layerwise_choices"]
 def layerwise_choices(source: TraceGraph) -> Constraints:
     """The choices that checkpoint every layer of the model.
 
-    The layers are those that `origins.name_origins` finds: parameters whose names differ in nothing but a
-    number. What one layer makes and another, or none, uses is kept; whatever else a layer makes is
-    offered, so that the minimum cut rebuilds it from there, apart from what must not be repeated.
+    The layers are those of `origins.name_origins`: parameters whose names differ only in a number. Values that one
+    layer makes and that are used outside it are kept. A layer's other values are offered, so that the minimum cut
+    recomputes them, except those that must not be repeated.
 
     Raises:
         RecomputeError: the program has no layers.
@@ -37,7 +37,7 @@ def layerwise_choices(source: TraceGraph) -> Constraints:
 
 
 def handed_between_layers(source: TraceGraph) -> frozenset[int]:
-    """The forward's storages that one layer makes and another layer, or what belongs to none, reads."""
+    """The forward's storages that one layer makes and that are read outside it."""
     graph, layer = source.graph, _layers(source)
     found: set[int] = set()
     for op in graph.ops:
@@ -50,6 +50,6 @@ def handed_between_layers(source: TraceGraph) -> frozenset[int]:
 
 
 def _layers(source: TraceGraph) -> list[int | None]:
-    """Per op, the number of the layer that it belongs to."""
+    """Per op, the number of its layer."""
     origins = [origin_of(bsym) for bsym in source.bsyms]
     return [None if origin is None else origin.layer for origin in origins]

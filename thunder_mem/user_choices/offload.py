@@ -1,4 +1,4 @@
-"""What `MemEfficient(offload=...)` says, and what that means for a program: which values may be offloaded."""
+"""The option `MemEfficient(offload=...)`, and the values of a program that it allows to offload."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ONLY = "only:"
 
 @dataclass(frozen=True)
 class OffloadOption:
-    """What may be offloaded: values of one pattern, or, if it is "", all."""
+    """The values that may be offloaded: those of one pattern, or all if the pattern is ""."""
 
     pattern: str = ""
 
@@ -31,7 +31,7 @@ class OffloadOption:
 
 
 def parse_offload(given: bool | str) -> OffloadOption | None:
-    """What was written; None for False.
+    """Parse the option; None for False.
 
     Raises:
         TypeError: neither a bool nor a string.
@@ -63,16 +63,16 @@ def moves_for(
     device: DeviceModel,
     where: str,
 ) -> Moves:
-    """What may be offloaded in a program, and what that takes.
+    """The values of a program that may be offloaded, and the cost of that.
 
     Args:
-        option: what was asked for.
-        source: the joint trace, in which nothing is recomputed yet.
-        fuse: which of its ops are cheap.
-        choices: what is decided already, and so stays as it is.
-        free: what the backward rebuilds without being asked.
-        device: whose rates count.
-        where: the device's name in storages; what lives elsewhere stays there.
+        option: the user's option.
+        source: the joint trace, without recomputation.
+        fuse: the facts about its cheap ops.
+        choices: decisions already made, which stay.
+        free: the storages that the backward recomputes for free.
+        device: the device with the rates.
+        where: the device's name in storages; values on other devices stay there.
 
     Raises:
         RecomputeError: the pattern matches nothing.
@@ -84,7 +84,7 @@ def moves_for(
     allowed = _matching(option.pattern, source, free) if option.pattern else frozenset(range(len(graph.storages)))
     here = (s for s in sorted(allowed - decided) if graph.storages[s].device == where)
     movable = [s for s in here if offload_obstacle(source, s, device.least_copy_bytes) is None]
-    # Fused work takes next to no time beside what it is fused with.
+    # Fused work takes almost no time beside its region.
     op_s = [0.0 if fuse.cheap[op.index] else cost_s(source.bsyms[op.index], device) for op in graph.ops]
     return moves_of(graph, movable, op_s, device)
 

@@ -1,4 +1,4 @@
-"""What a configuration of patterns and a policy have in common: they decide about single storages."""
+"""The common interface of a configuration of patterns and a policy: decisions about single storages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["PartitionPolicy"]
 
 
 class PartitionPolicy(Protocol):
-    """Whoever decides about single storages: a configuration of patterns, a policy."""
+    """Decides about single storages: a configuration of patterns, or a policy."""
 
     def choose(self, source: TraceGraph, rebuilt: frozenset[int]) -> Constraints:
         """The choices for a joint trace.
 
         Args:
-            source: the joint trace, in which nothing is recomputed yet.
-            rebuilt: the storages that the backward would rebuild without these choices.
+            source: the joint trace, without recomputation.
+            rebuilt: the storages that the backward would recompute without these choices.
 
         Raises:
-            RecomputeError: they make no sense for this program.
+            RecomputeError: the choices do not fit this program.
         """

@@ -1,15 +1,15 @@
-"""What the backward could compute again instead of receiving it: candidates, named by what they run.
+"""Candidates for recomputation: values that the backward could recompute, named by their operations.
 
-As ONNX Runtime's memory optimizer finds them (microsoft/onnxruntime, PR 12852): from each forward value
-that the backward receives, back through operations that may be repeated, to what lives in the backward
-anyway. The operations on the way, joined by "+", are the pattern's name.
+They are found as in ONNX Runtime's memory optimizer (microsoft/onnxruntime, PR 12852): from each forward value that the
+backward receives, back through operations that may be repeated, to values that are alive in the backward anyway. The
+operations on the way, joined by "+", are the pattern's name.
 
-Names are those of `origins.word`: the operation as the program calls it ("Gelu", "LayerNorm", "Softmax",
-"Cast"), in the order they run, each once however many parts it is taken into, views left out. So the
-GELU between two linear layers is "Gelu+", and a bias that is added to a product before it "Add+Gelu+".
+Names are those of `origins.word`: the operation as the program calls it ("Gelu", "LayerNorm", "Softmax", "Cast"), in
+execution order, each once for all its parts, without views. So the GELU between two linear layers is "Gelu+", and with
+a bias added before it "Add+Gelu+".
 
-A GELU that one kernel runs (`kernels/registered.py`) leaves the backward nothing but its argument and its result. Where
-nobody needs the result, as before a dropout, there is no candidate: it is recomputed already (`leaves_nothing`).
+A GELU that one kernel runs (`kernels/registered.py`) only has its argument and its result. If the backward does not
+need the result, as before a dropout, there is no candidate: the GELU is recomputed already (`leaves_nothing`).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RecomputeCandidate:
-    """One value that the backward needs and could compute again.
+    """One value that the backward needs and could recompute.
 
     Attributes:
         pattern: its name, such as "Gelu+".
         storage: the value, as a storage of the joint graph.
         maker: the op that makes it.
-        ops: the operations to repeat, in source order, views left out; `maker` is one of them.
-        inner: what else they make on the way.
-        receives: what the backward would have to receive for it that it does not receive otherwise.
+        ops: the operations to repeat, in source order, without views; `maker` is one of them.
+        inner: their other results on the way.
+        receives: the additional storages that the backward would have to receive for it.
         nbytes: bytes of the value.
-        free: the backward rebuilds it anyway, by fused code or because a checkpoint says so.
-        compromise: storages that casts lead through, from a smaller one that could be received in the
-            value's place to the value; () if there is none.
-        origins: what `ops` come from, each once.
+        free: the backward recomputes it anyway, in fused code or by a checkpoint.
+        compromise: storages along casts, from a smaller one that could be received instead, to the value;
+            () if there is none.
+        origins: of `ops`, each once.
     """
 
     pattern: str
@@ -67,7 +67,7 @@ class RecomputeCandidate:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """What one operation of the program makes that a pattern covers: one GELU, however many values it leaves."""
+    """The values of one operation of the program that a pattern covers: one GELU, with all its values."""
 
     pattern: str
     candidates: tuple[RecomputeCandidate, ...]
@@ -79,7 +79,7 @@ class Occurrence:
 
 @dataclass(frozen=True)
 class Single:
-    """A value that the backward receives and must go on receiving: `reason` says why."""
+    """A value that the backward must receive: `reason` says why."""
 
     pattern: str
     storage: int
@@ -91,11 +91,11 @@ class Single:
 def candidates(
     source: TraceGraph, rebuilt: frozenset[int]
 ) -> tuple[tuple[RecomputeCandidate, ...], tuple[Single, ...]]:
-    """All candidates of a joint trace in the order in which the forward makes them, and what is none.
+    """All candidates of a joint trace in the order of the forward, and the values that are none.
 
     Args:
-        source: a joint trace in which nothing is recomputed yet.
-        rebuilt: the storages that the backward rebuilds without being asked.
+        source: a joint trace, without recomputation.
+        rebuilt: the storages that the backward recomputes for free.
     """
     graph = source.graph
     needed = saved_storages(graph) - graph.outputs
@@ -130,7 +130,7 @@ def candidates(
 
 
 def occurrences(found: Sequence[RecomputeCandidate]) -> tuple[Occurrence, ...]:
-    """Candidates of one pattern whose last operation is the same one, together; in the order of the program."""
+    """Candidates of one pattern, grouped by their last operation, in program order."""
     together: dict[object, list[RecomputeCandidate]] = {}
     for c in found:
         last = max((o.index for o in c.origins), default=None)
@@ -139,11 +139,11 @@ def occurrences(found: Sequence[RecomputeCandidate]) -> tuple[Occurrence, ...]:
 
 
 def leaves_nothing(pattern: str, source: TraceGraph) -> int:
-    """How many operations of this name run as one kernel, and make nothing that the backward needs.
+    """The number of operations of this name that run as one kernel, without results that the backward needs.
 
     Args:
-        pattern: the name of one operation, such as "Gelu+"; of several there are none.
-        source: a joint trace in which nothing is recomputed yet.
+        pattern: the name of one operation, such as "Gelu+"; for several operations the answer is 0.
+        source: a joint trace, without recomputation.
     """
     graph = source.graph
     needed = saved_storages(graph) - graph.outputs
@@ -156,13 +156,14 @@ def leaves_nothing(pattern: str, source: TraceGraph) -> int:
 
 
 def names_empty_values(pattern: str, source: TraceGraph) -> bool:
-    """Whether the backward needs a value of no bytes that ends such a pattern: of a batch without rows.
+    """Whether the backward needs a value without bytes (a batch without rows) that ends such a pattern.
 
-    Such values are no candidates. By the last word, as the words before depend on what is received, which bytes decide.
+    Such values are no candidates. Only the last word counts, because earlier words depend on the received values,
+    which are chosen by bytes.
 
     Args:
         pattern: its name, such as "Gelu+".
-        source: a joint trace in which nothing is recomputed yet.
+        source: a joint trace, without recomputation.
     """
     graph = source.graph
     empty = (s for s in saved_storages(graph) - graph.outputs if not graph.storages[s].nbytes)
@@ -173,7 +174,7 @@ def names_empty_values(pattern: str, source: TraceGraph) -> bool:
 def _back(
     graph: Graph, s: int, saved: frozenset[int], refusals: Sequence[str | None]
 ) -> tuple[list[int], frozenset[int]]:
-    """The ops to repeat for `s`, in source order, and the storages to receive for them besides."""
+    """The ops to repeat for `s`, in source order, and the additional storages to receive for them."""
     ops: set[int] = set()
     receives: set[int] = set()
     stack = [graph.allocator[s]]
@@ -194,7 +195,7 @@ def _back(
 
 
 def _smallest_form(graph: Graph, s: int, ops: set[int]) -> int:
-    """`s`, or the smaller value that alone is made of it: of a dropout's uniform numbers the mask."""
+    """`s`, or a smaller value that is its only product: the mask for a dropout's uniform numbers."""
     best = s
     while True:
         readers = [op for op in graph.users[s] if op in ops and s in graph.ops[op].reads]
@@ -207,7 +208,7 @@ def _smallest_form(graph: Graph, s: int, ops: set[int]) -> int:
 
 
 def _compromise(source: TraceGraph, s: int, saved: frozenset[int], refusals: Sequence[str | None]) -> tuple[int, ...]:
-    """The storages that casts lead through to `s`, its smallest source first; () if no cast makes it larger."""
+    """The storages along casts to `s`, its smallest source first; () if no cast makes it larger."""
     graph = source.graph
     way = [s]
     while True:

@@ -1,10 +1,9 @@
-"""Policies: a function that says of each operation whether its results are kept or computed again.
+"""Policies: functions that decide for each operation whether its results are kept or recomputed.
 
-A policy is called as `policy(op, graph)` for every operation of the forward that makes memory, and
-returns "keep", "recompute", "offload" (keep it, in the host's memory) or "auto" (let the minimum cut
-decide, which rebuilds what is free). `op` is an `OpInfo`, `graph` the `Graph` of the whole program. What is
-to be recomputed, but made of values alone that must not be computed again (the mask of a dropout), is
-received in its smallest form instead.
+A policy is called as `policy(op, graph)` for every operation of the forward that allocates memory. It returns "keep",
+"recompute", "offload" (keep in the host's memory) or "auto" (let the minimum cut decide, which recomputes for free).
+`op` is an `OpInfo`, `graph` the `Graph` of the whole program. Some values to recompute depend only on values that must
+not be recomputed (the mask of a dropout). The backward receives these in their smallest form instead.
 
 As in JAX (`jax.checkpoint_policies`), policies are plain functions or frozen dataclasses with `__call__`,
 and compose: the ready ones below are made by `first_of`.
@@ -52,7 +51,7 @@ __all__ = [
 
 
 class Action(str, Enum):
-    """What a policy answers; the plain strings do as well."""
+    """The answer of a policy; plain strings also work."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -62,25 +61,25 @@ class Action(str, Enum):
 
 @dataclass(frozen=True)
 class OpInfo:
-    """An operation of the forward that makes memory, as a policy sees it.
+    """An operation of the forward that allocates memory, as a policy sees it.
 
     Attributes:
         index: its place in `Graph.ops`.
-        word: its name in patterns, that of the program's operation which it is part of: "Linear", "Gelu".
+        word: the name in patterns of its operation in the program: "Linear", "Gelu".
         symbol: its own name in the trace.
-        module: path of the module that it belongs to, or "" where the trace does not know.
+        module: path of its module, or "" if unknown.
         layer: number of the model's layer, or None.
         source: "file:line" of the user's call, or "".
-        nbytes: bytes of the memory that it makes.
+        nbytes: bytes that it allocates.
         shapes, dtypes: of its results.
         needed: the backward uses its results.
-        refusal: why it can never be computed again (it draws random numbers, ...), or None.
+        refusal: why it must never be recomputed (it draws random numbers, ...), or None.
         offload_refusal: why its largest result can never wait in the host's memory (the caller holds it, ...), or None.
-        rank: how many operations of the same word come before it in the forward; for products of matrices,
-            how many products.
-        is_matmul: a product of matrices or a convolution.
+        rank: the number of earlier operations of the same word in the forward; for matrix products, the
+            number of earlier products.
+        is_matmul: a matrix product or a convolution.
         is_attention: an attention kernel's forward.
-        handed_on: it belongs to a layer, and another layer, or what belongs to none, reads its results.
+        handed_on: it belongs to a layer, and its results are read outside that layer.
     """
 
     index: int
@@ -105,7 +104,7 @@ Policy = Callable[[OpInfo, Graph], "Action | str"]
 
 
 def infos(source: TraceGraph) -> tuple[OpInfo, ...]:
-    """What policies see of a joint trace, in the order of the forward."""
+    """The operations of a joint trace as policies see them, in the order of the forward."""
     graph = source.graph
     saved, handed_on = saved_storages(graph), handed_between_layers(source)
     ranks: dict[object, int] = {}
@@ -152,7 +151,7 @@ def _is_attention(bsym: BoundSymbol) -> bool:
 
 @dataclass(frozen=True)
 class PolicyChooser:
-    """Carries a policy out; see `choices.Chooser`."""
+    """Applies a policy; see `PartitionPolicy`."""
 
     policy: Policy
 
@@ -163,8 +162,8 @@ class PolicyChooser:
         """The policy's answers as storages.
 
         Raises:
-            RecomputeError: the policy fails, answers something else, asks for what must not be computed
-                again or moved to the host, or names what does not exist.
+            RecomputeError: the policy fails, returns another answer, names an op that does not exist, or
+                requests a value that must not be recomputed or moved to the host.
         """
         graph = source.graph
         ops = infos(source)
@@ -202,14 +201,14 @@ class PolicyChooser:
 
 
 def _offloaded(source: TraceGraph, op: OpInfo) -> list[int]:
-    """What of an operation's results can wait on the host; seeds and the like, which are small, may stay."""
+    """The results of an operation that can wait on the host; small ones, such as seeds, may stay."""
     if op.offload_refusal is not None:
         raise RecomputeError(f"{_label(op)} cannot be offloaded: {op.offload_refusal}")
     return [s for s in source.graph.ops[op.index].allocates if offload_obstacle(source, s) is None]
 
 
 def _made_of_refused_alone(source: TraceGraph, refused: set[int]) -> set[int]:
-    """The storages whose makers read nothing but what the refused ops make, directly or through each other."""
+    """The storages whose makers only read results of the refused ops, directly or through each other."""
     graph = source.graph
     made = {s for op in refused for s in graph.ops[op].allocates}
     found: set[int] = set()
@@ -232,25 +231,25 @@ def _parts(policy: Policy) -> Iterator[Policy]:
 
 
 def keep_everything(op: OpInfo, graph: Graph) -> Action:
-    """The backward receives whatever it needs; not even what is free is rebuilt."""
+    """The backward receives all values that it needs, without even free recomputation."""
     return Action.KEEP
 
 
 def recompute_everything(op: OpInfo, graph: Graph) -> Action:
-    """Compute again all that may be; what must not be stays with the minimum cut."""
+    """Recompute all values that may be recomputed; the minimum cut decides about the others."""
     return Action.AUTO if op.refusal is not None else Action.RECOMPUTE
 
 
 def offload_everything(op: OpInfo, graph: Graph) -> Action:
-    """Let all wait in the host's memory that may; what may not stays with the minimum cut."""
+    """Offload all values that may be offloaded; the minimum cut decides about the others."""
     return Action.AUTO if op.offload_refusal is not None else Action.OFFLOAD
 
 
 def check_policy(policy: object) -> None:
-    """Refuse what cannot be called as a policy.
+    """Refuse an object that cannot be called as a policy.
 
     Raises:
-        TypeError: it is a class, as where parentheses were forgotten, or nothing that can be called.
+        TypeError: it is a class (its parentheses were forgotten), or not callable.
     """
     if isinstance(policy, type):
         raise TypeError(f"{policy.__name__} is a class: write {policy.__name__}(...)")
@@ -265,7 +264,7 @@ class first_of:
     """The answer of the first policy that has one: `first_of(save_by_name("*.attn"), recompute_everything)`.
 
     Raises:
-        TypeError: what is no policy; see `check_policy`.
+        TypeError: an argument is no policy; see `check_policy`.
     """
 
     policies: tuple[Policy, ...]
@@ -298,7 +297,7 @@ def _first_of_two_matmuls(op: OpInfo, graph: Graph) -> Action:
 
 
 def save_between_layers(op: OpInfo, graph: Graph) -> Action:
-    """Keep what each layer hands to the next, so that layers are computed again one at a time; leave the rest."""
+    """Keep the values that each layer passes to the next, so that layers are recomputed one at a time."""
     return Action.KEEP if op.handed_on else Action.AUTO
 
 
@@ -317,15 +316,15 @@ torchtitan's selective checkpointing does."""
 
 @dataclass(frozen=True, init=False)
 class save_by_name:
-    """Keep what the named parts of the program make, and leave the rest to others.
+    """Keep the results of the named parts of the program, and leave the rest to other policies.
 
     Args:
-        names: each the path of a module ("transformer.h.0.mlp", with * and ? as in file names: "*.attn"),
-            which covers all inside it; or a word of patterns ("Gelu" or "Gelu+"); or, where the trace knows no
-            modules, a line of source ("model.py:120").
+        names: each the path of a module ("transformer.h.0.mlp", with * and ? as in file names: "*.attn"), which
+            covers all operations inside; or a word of patterns ("Gelu" or "Gelu+"); or, if the trace has no
+            modules, a source line ("model.py:120").
 
     Raises:
-        RecomputeError: when compiling: a name matches nothing.
+        RecomputeError: at compilation: a name has no match.
 
     Example:
         >>> keeps_mlps = first_of(save_by_name("h.*.mlp"), recompute_everything)
