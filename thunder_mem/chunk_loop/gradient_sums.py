@@ -25,8 +25,8 @@ class Accumulator:
     A float32 accumulator of a large 16-bit input is kept in two parts. `finish` writes the 16-bit result over
     the first part and frees the second, so the float32 sum and the 16-bit result never exist together.
 
-    Every chunk would round a plain 16-bit sum to 8 or 11 bits. A `finer` one holds the upper halves of float32
-    numbers while chunks run, and one further byte of each number, so it is rounded once, at the end.
+    Every chunk would round a plain 16-bit sum to 8 or 11 bits. While chunks run, a `finer` one holds the upper
+    half of each float32 number and one further byte. So it is rounded once, at the end.
     """
 
     def __init__(self, spec: Spec, dtype: torch.dtype, finer: bool):
@@ -177,8 +177,8 @@ def _round_into(out: Tensor, part: Tensor, scale: Tensor | None) -> None:
 def _round_in_place(spec: Spec, parts: list[Tensor], scale: Tensor | None) -> Tensor:
     """The 16-bit result over the first part's memory.
 
-    Element i of the result lies where element i / 2 of the part was, so a stretch [k, 2k) of the
-    part lands on [k / 2, k), which has been read already; stretches double from a small first one.
+    Element i of the result lies where element i / 2 of the part was. So a stretch [k, 2k) of the part lands on
+    [k / 2, k), which has been read already. Stretches double from a small first one.
     """
     first, second = parts
     result = first.view(-1).view(spec.dtype)[: math.prod(spec.shape)]

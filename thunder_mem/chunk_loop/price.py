@@ -1,7 +1,7 @@
 """The cost of a chunk loop on a GPU: the work of the device by a roofline, and the host's calls to start it.
 
-A loop of small blocks makes the GPU wait for Python. So a block has at least 512 rows, or temporaries of 32 MiB, and
-enough rows for the host to need at most a twentieth of the device's time.
+A loop of small blocks makes the GPU wait for Python. So a block has at least 512 rows, or temporaries of 32 MiB. It
+also has enough rows for the host to need at most a twentieth of the device's time.
 """
 
 from __future__ import annotations

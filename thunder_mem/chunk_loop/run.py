@@ -1,7 +1,7 @@
 """Running a chunk loop: plain torch on plain tensors, one chunk after another, into buffers that stay.
 
 A chunk has two levels. The matrix products work on `chunk_rows` rows at once, so that they run at full speed. All
-operations between them work on `block_rows` rows, so that their temporaries are small and in cache, and write the
+operations between them work on `block_rows` rows, so that their temporaries are small and in cache. They write the
 gradient of the logits over the logits themselves.
 """
 

@@ -127,8 +127,8 @@ class MeasuredCosts:
 def measured_cpu(path: str | os.PathLike[str] | None = None, timer: Timer | None = None) -> DeviceModel:
     """This machine's CPU as a `DeviceModel`, measured once and remembered in a file (``cpu.json``).
 
-    The bandwidth comes from a copy of 64 MiB, the product rate from 1024 x 1024 matrices, the vector rate from
-    a polynomial of a small tensor, and the launch time from an addition of one element.
+    The bandwidth comes from a copy of 64 MiB, and the product rate from 1024 x 1024 matrices. The vector rate
+    comes from a polynomial of a small tensor, and the launch time from an addition of one element.
 
     Raises:
         ValueError: the file exists but is not such a file.

@@ -6,9 +6,9 @@ hashes. This all-gather has a timeout, and cannot be mistaken for a collective o
 that differ then publish the texts behind the hashes, so that all of them name the same first difference.
 
 Plans are compared only between equal programs: a rank with another batch size may have another plan, but communicates
-like the others. A function is checked at its first compilation, which happens on all ranks at once, and later only if
-it would communicate in a new way. A rank that compiles it for another batch size communicates as before, so the others
-need not wait.
+like the others. A function is checked at its first compilation, which happens on all ranks at once. Later it is checked
+only if it would communicate in a new way. A rank that compiles it for another batch size communicates as before, so the
+others need not wait.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
     """The trace with new values in place of writes to intermediate values, where that is equivalent.
 
     Two conditions make it equivalent. No argument of the trace may share the memory. And after the write the
-    memory is read only through the written view, through younger views, and through older views that are
-    certainly views of the written one, which are taken again. Any other write stays.
+    memory is read only through the written view, through younger views, and through certain older ones. These
+    must be views of the written one under all strides, and are taken again. Any other write stays.
 
     Args:
         trace: a computation trace before autograd.

@@ -44,8 +44,8 @@ class WithDuplicates:
 def duplicate_cheap_producers(
     graph: Graph, fuse: FusionCapabilities, *, fused_late: bool = False, joining: bool = False
 ) -> WithDuplicates:
-    """Give every fusible op its own copies of the cheap chains that feed it, wherever materialising
-    them would hold more bytes than recomputing them keeps alive.
+    """Give every fusible op its own copies of the cheap chains that feed it, if materialising them would hold
+    more bytes than recomputing them keeps alive.
 
     The bytes of a chain's value are compared with those of the storages that the chain reads. A storage
     that is alive until the last consumer anyway (held by the caller, or used later) costs nothing. A value

@@ -1,9 +1,9 @@
 """The memory model's only data structure: operations over storages.
 
 A `Graph` says which storages each operation reads, overwrites and allocates, and which operations
-must stay in order. Nothing here knows Thunder: `trace/reading.py` reads a trace into this form,
-`live_ranges.py` prices an order of it, and `Graph.contract` turns ops into fusion regions of the
-same form, so that one algorithm serves both levels.
+must stay in order. Nothing here knows Thunder: `trace/reading.py` reads a trace into this form, and
+`live_ranges.py` prices an order of it. `Graph.contract` turns ops into fusion regions of the same form,
+so that one algorithm serves both levels.
 """
 
 from __future__ import annotations

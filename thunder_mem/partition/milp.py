@@ -12,8 +12,8 @@ op at every step. Here a value is recomputed at most once, just before its first
 own steps whether that has happened.
 
 Equal layers keep separate variables, although the ladder (`tradeoff_curve.py`), which knows no steps, decides them
-once. A step distinguishes an early layer from a late one. Under the constraint that later layers keep what an earlier
-layer keeps, the 32 layers of a LLaMA took HiGHS up to twice as long, for plans of the same cost.
+once. A step distinguishes an early layer from a late one. A constraint that later layers keep what an earlier layer
+keeps was tried: the 32 layers of a LLaMA took HiGHS up to twice as long, for plans of the same cost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The program as Thunder alone compiles it, used after a failure of this package.
 
 Loss heads become loops before autograd, and most failures happen after it. So the computation from before the loops
-is kept. After a failure Thunder's own steps run once more, up to the place of the failure, on a trace in which only
-writes and checkpoints are rewritten.
+is kept. After a failure Thunder's own steps run once more, up to the place of the failure. In their trace only writes
+and checkpoints are rewritten.
 """
 
 from __future__ import annotations

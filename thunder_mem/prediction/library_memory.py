@@ -2,7 +2,7 @@
 
 PyTorch's caching allocator gives cuBLAS one workspace for each handle and stream that runs a product, for the life of
 the process: `getNewWorkspace` and `parseChosenWorkspaceSize` in `aten/src/ATen/cuda/CublasHandlePool.cpp` of PyTorch
-2.11. A handle belongs to a thread, and autograd runs CUDA's backward in a thread of its own, so a training step holds
+2.11. A handle belongs to a thread, and autograd runs CUDA's backward in a thread of its own. So a training step holds
 two workspaces. cuBLASLt shares them (`unified_cublas_and_lt_workspaces` in the same file). They are part of
 `torch.cuda.max_memory_allocated`.
 """

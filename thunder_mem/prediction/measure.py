@@ -1,7 +1,7 @@
 """Measure the memory of a call: tests compare predictions and plans with it.
 
-On a CPU the allocator reports every allocation and release to PyTorch's profiler, so the running sum over these events
-is exact and repeatable to the byte. On CUDA the caching allocator keeps the same sum itself, before its rounding, as
+On a CPU the allocator reports every allocation and release to PyTorch's profiler. The running sum over these events is
+exact and repeatable to the byte. On CUDA the caching allocator keeps the same sum itself, before its rounding, as
 `requested_bytes`.
 
 A measurement does not count:

@@ -1,7 +1,7 @@
 """The peak of a whole training step: forward, loss, backward and optimizer, with all gradients.
 
 `training_step` is the step, as plain code. `predict_step` runs the same code on fake tensors under PyTorch's own
-autograd engine and optimizer, so the real code decides which tensors are held, and for how long. Only the compiled
+autograd engine and optimizer. So the real code decides which tensors are held, and for how long. Only the compiled
 forward and backward are replaced by a replay of their traces. Autograd does not run on fake CUDA tensors. So on a
 simulated GPU all code outside the traces works on CPU twins, and a block of memory lives as long as either twin.
 """

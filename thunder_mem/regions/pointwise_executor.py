@@ -160,7 +160,7 @@ def _leaves(bsyms: Sequence[BoundSymbol]) -> Iterator[BoundSymbol]:
         if _is_fusible_leaf(bsym):
             yield bsym
         elif bsym.subsymbols and is_dense_function(bsym) and isinstance(out := bsym.output, TensorProxy):
-            # What it comes down to would lie like its operand, and `dropout` draws in the order of the memory.
+            # Its parts would have the operand's layout, and `dropout` draws in memory order.
             computed = {out.name: under(out, f"{out.name}_as_computed")}
             yield from _leaves([renamed(b, computed) for b in bsym.subsymbols])
             yield ltorch.contiguous.bind(computed[out.name], output=out)

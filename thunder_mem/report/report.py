@@ -265,8 +265,10 @@ class Report:
         }
 
     def dataflow_svg(self, most: int = 200) -> str:
-        """A picture of a small program as SVG: one box for each operation or region in execution order, coloured
-        by live bytes, and one lane for each tensor from its birth to its last use.
+        """A picture of a small program as SVG.
+
+        It has one box for each operation or region in execution order, coloured by live bytes. Each tensor has a
+        lane from its birth to its last use.
 
         Args:
             most: the most operations to draw; for a longer program those around the peak.

@@ -1,8 +1,8 @@
 """Write results of fused regions over inputs that die there.
 
 The pass works on the fused joint trace in its final order, where every name, its aliases and its last use are known. A
-region of `mem_pointwise` may overwrite an input that is dense and whole, that the caller does not hold, and that nobody
-reads any more under any name. `region_reuse.py` says which result may be written over which input. An executor that
+region of `mem_pointwise` may overwrite an input that is dense and whole and not held by the caller. Nobody may read the
+input any more, under any name. `region_reuse.py` says which result may be written over which input. An executor that
 aliases by itself (nvFuser) keeps its own aliasing.
 """
 

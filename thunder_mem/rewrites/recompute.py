@@ -81,8 +81,8 @@ def repeat_late(
 ) -> TraceCtx:
     """The trace whose late readers of some storages read recomputed ones.
 
-    The bound symbols that make them are repeated under new names just before their first late use, once each, with
-    the views that are used late. Repeated random draws give the same numbers (`runtime/rng_replay.py`).
+    The bound symbols that make them are repeated under new names, once each, just before their first late use. So
+    are the views that are used late. Repeated random draws give the same numbers (`runtime/rng_replay.py`).
 
     Args:
         source: the reading of `trace`.

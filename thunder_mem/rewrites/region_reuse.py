@@ -1,8 +1,8 @@
 """The outputs of a fused region that may be written over its dying inputs.
 
-The conditions make a write safe for any loops that the compiler makes of the region. Every operation that reads the
-input, also through elementwise ops, reads it element by element in memory order, or sums it up before the overwriting
-value exists. And all these readers can become operands of the write; see `regions/inplace_outputs.py`. A broadcast,
+The conditions make a write safe for any loops that the compiler makes of the region. Operations that read the input,
+also through elementwise ops, read it element by element in memory order, or sum it up before the overwriting value
+exists. And all these readers can become operands of the write; see `regions/inplace_outputs.py`. A broadcast,
 permutation, slice or concatenation of the input, or of a value computed from it, prevents the write.
 """
 

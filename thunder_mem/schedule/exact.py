@@ -1,6 +1,6 @@
 """Search over the sets of ops that have run: the exact order of a short stretch, or a proof.
 
-A state is the set of a stretch's ops that have run. Its live bytes do not depend on the path to it, so the least peak
+A state is the set of a stretch's ops that have run. Its live bytes do not depend on the path to it. So the least peak
 is a bottleneck shortest path from the empty set to the full one. Two facts keep the search small. A ready op that fits
 under the level already paid for, and adds no bytes, is the only move worth trying (`sift.py` gives the argument). The
 same problem in reversed time often has far fewer states, so both directions advance in turn.

@@ -2,7 +2,7 @@
 
 The live bytes outside a window do not depend on the order inside it. So a better order of a window can be spliced in
 at once. Windows grow until one helps or the widest is exhausted. The idea follows Kayaaslan et al., "Scheduling
-series-parallel task graphs to minimize peak memory" (2018), but the exact step here is a search, for any graph.
+series-parallel task graphs to minimize peak memory" (2018). But the exact step here is a search, for any graph.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sums of gradients in the weights' own 16-bit dtype, where a budget has no room for float32.
 
 A float32 sum of the gradient of a (V, D) weight takes 2VD bytes more than the gradient itself. On a joint trace, loops
-whose dtype the user did not set get the narrower one, and so do the values passed from their forward to their backward.
+whose dtype the user did not set get the narrower one. So do the values passed from their forward to their backward.
 """
 
 from __future__ import annotations

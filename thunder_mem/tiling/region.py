@@ -1,7 +1,7 @@
 """The region around an amplifying matrix product that can run in chunks with it.
 
 A region starts at products whose results are far larger than their inputs. It takes in every operation that touches
-such a result, and grows while rows stay apart, up to totals over rows or a few numbers a row. Small side inputs
+such a result. It grows while rows stay apart, up to totals over rows or a few numbers a row. Small side inputs
 (labels, masks, weights) are computed before the loop. Side inputs as large as the logits (a one-hot target, a
 teacher's logits) are pulled in.
 """

@@ -38,8 +38,9 @@ def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
     - a chunk loop states its own;
     - a 16-bit matrix product on a CPU adds up in a float32 copy of its result, unless the CPU
       multiplies bfloat16 itself;
-    - the backward of fused attention holds two blocks of scores on a CPU, and on a GPU adds up the query's
-      gradient in float32, of flash attention with the padding that `prediction/scratch.py` states, too.
+    - the backward of fused attention holds two blocks of scores on a CPU;
+    - on a GPU it adds up the query's gradient in float32, for flash attention with the padding that
+      `prediction/scratch.py` also states.
     """
     outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
     if not outs:
