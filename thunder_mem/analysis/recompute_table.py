@@ -83,7 +83,7 @@ def _check_dims(dims: Dims, source: TraceGraph) -> None:
         if clash := dims.clashes(shape) if fixed else dims.repeated(shape):
             warnings.warn(
                 f"{clash} has a size that {p.name} {shape} has {'too' if fixed else 'twice'}: the table writes "
-                f"{dims.shape(shape)}, and so wherever that size occurs. An example of other sizes tells them apart",
+                f"{dims.shape(shape)}, and likewise every equal size. Choose an example with other sizes",
                 stacklevel=3,
             )
             return

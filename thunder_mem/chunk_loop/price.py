@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 HOST_SHARE = 0.05
-"""Of the time that a loop takes a GPU, the host may take this share to start its kernels."""
+"""The largest share of a loop's time on a GPU that the host may take to start its kernels."""
 
 _FLOOR_ROWS, _FLOOR_BYTES = 512, 32 << 20
 

@@ -73,7 +73,7 @@ def predict_tables(found: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]
     lines = [
         f"Peak {size(p.peak_bytes)} ({p.peak_bytes:,} bytes){where}",
         *verdict(found),
-        f"held by the caller throughout: {size(p.held_bytes)} (parameters, inputs and what else it keeps)",
+        f"held by the caller throughout: {size(p.held_bytes)} (parameters, inputs and other tensors)",
     ]
     if event is not None and p.scratch_bytes:
         lines.append(f"scratch: {size(p.scratch_bytes)}, which {event.name} #{event.index} holds while it runs")

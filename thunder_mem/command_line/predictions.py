@@ -153,7 +153,7 @@ def survey(
     _check_options(program, options or {})
     if program.is_fx:
         raise UsageError(
-            "a frontier is of what thunder.jit compiles, and this is a program of ThunderFX: name the model"
+            "a frontier needs a program for thunder.jit, and this is a program of ThunderFX: name the model"
         )
     model: Any = program.model
     if not program.is_jitted:
@@ -230,7 +230,7 @@ _PACKAGE = str(pathlib.Path(__file__).parents[1])
 
 def _answered(program: Program, question: Question) -> Outcome:
     if question.plain and program.is_jitted:
-        raise UsageError("the program is jitted already: what thunder.jit got there decides how it is compiled")
+        raise UsageError("the program is jitted already: the arguments of that thunder.jit decide how it is compiled")
     _check_options(program, question.options)
     found = _compiled(program, question, None)
     if found.fits or question.plain or program.is_jitted or found.limit_bytes is None:
@@ -244,8 +244,8 @@ def _answered(program: Program, question: Question) -> Outcome:
         return found
     best, budget_bytes = found, found.limit_bytes - outside_bytes
     for attempt in range(_ATTEMPTS + 1):
-        # What a plan holds may differ from what the step needs by where their peaks are: then the budget is lowered
-        # by what is too much, and at the end to nothing, so that the least there is decides whether it fits.
+        # A plan and the step may peak at different places. Then the budget is lowered by the excess, and at last to
+        # nothing, so that the smallest plan decides whether the step fits.
         leanest = attempt == _ATTEMPTS or budget_bytes <= 0
         bought = _compiled(program, question, 1 if leanest else budget_bytes)
         best = min(best, bought, key=lambda o: o.peak_bytes)

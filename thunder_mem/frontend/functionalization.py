@@ -61,14 +61,13 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
     if missed is not None:
         _warn(
             missed,
-            "it goes through a view, and what it is a view of is read afterwards. Gradients through it are wrong",
+            "it goes through a view, and the view's base is read afterwards. Gradients through it are wrong",
             "Index the tensor itself (x[1] = ...), or compute a new one (torch.cat, torch.where)",
         )
     if (lost := _write_to_a_diagonal(trace, memory)) is not None:
         _warn(
             lost,
-            "it goes to a torch.diagonal, which is a copy where anything has a gradient. The tensor keeps its old "
-            "values",
+            "it goes to a torch.diagonal, which is a copy in programs with gradients. The tensor keeps its old values",
             "Compute a new one (torch.where with a mask of the diagonal)",
         )
     rewriter = _Rewriter(from_trace(trace), memory, replaceable, recipes, arguments)

@@ -75,7 +75,7 @@ def device_spec(name: str) -> DeviceSpec:
         (9, 0)
     """
     if not isinstance(name, str):
-        raise ValueError(f"a device is asked for by name, one of {', '.join(DEVICES)}, not by {quoted(name)}")
+        raise ValueError(f"a device is given by its name, one of {', '.join(DEVICES)}, not by {quoted(name)}")
     for known, spec in DEVICES.items():
         if known.lower() == name.lower():
             return spec

@@ -30,7 +30,7 @@ _PRODUCTS = {
 }  # fmt: skip
 _CONVOLUTIONS = {"convolution", "convolution_backward", "conv1d", "conv2d", "conv3d"}
 
-CUDNN = "what cuDNN's convolutions hold while they run is not counted"
+CUDNN = "the workspaces of cuDNN's convolutions are not counted"
 NCCL = (
     "NCCL's buffers are not counted: 9.2 MiB for each of its channels and peers, outside of PyTorch's allocator "
     "(4096 KiB of NCCL_BUFFSIZE, 4800 and 512 KiB for its protocols LL128 and LL)"

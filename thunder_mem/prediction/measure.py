@@ -148,7 +148,7 @@ def measure_peak(
 
 def _check_callable(fn: object) -> None:
     if not callable(fn):
-        raise TypeError(f"the first argument is what to call, but {type(fn).__name__} is not callable")
+        raise TypeError(f"the first argument is the function to measure, but {type(fn).__name__} is not callable")
 
 
 def _tensors_of(fn: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

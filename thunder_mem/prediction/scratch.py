@@ -121,7 +121,7 @@ class ProbingRunner:
         self, bsym: BoundSymbol, run: Run, env: dict[str, Any], inputs: dict[str, torch.Tensor]
     ) -> Probe | _Failed:
         if any(t.device.type != "cpu" for t in inputs.values()) or _communicates(bsym):
-            return _Failed(f"{bsym.sym.name}: only what fake tensors show of it is counted, not its kernels' scratch")
+            return _Failed(f"{bsym.sym.name}: its tensors are counted, but not its kernels' scratch")
         # A mode left standing, such as the one that watches a training step, would change what is measured.
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), collector_off():
             try:
@@ -146,14 +146,14 @@ def _describes(probe: Probe, bsym: BoundSymbol) -> bool:
 
 
 KERNELS = (
-    "regions of mem_pointwise run as the kernels that this version of Inductor writes for the device, and hold what "
-    "these keep between them"
+    "regions of mem_pointwise run as the kernels that this version of Inductor writes for the device, and hold the "
+    "values between these kernels"
 )
 REGIONS = (
     "a fused region of another executor holds what goes in and what comes out: what nvFuser or torch.compile would "
     "keep between two kernels of one region is not counted"
 )
-PRODUCTS = "some fused regions have matrix products or attention inside, whose operands and results are such"
+PRODUCTS = "some fused regions have matrix products or attention inside, whose operands and results are not counted"
 
 
 class SimulatedRunner:

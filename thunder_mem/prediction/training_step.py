@@ -97,7 +97,7 @@ def predict_step(
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     if any(not t.is_leaf for t in tensors):
         raise ValueError(
-            "an argument was computed from what has a gradient, so the step is only a part of one: "
+            "an argument was computed from a tensor with a gradient, so the step is only a part of one: "
             "give predict_step t.detach().requires_grad_(), or ask predict about this call"
         )
     simulated = device_type_of(inputs) == "cuda"

@@ -64,7 +64,9 @@ def kernel_figures(
     if device is None or device.devicetype is not DeviceType.CUDA:
         return None
     if not can_write():
-        return NotWritten("what the kernels of regions keep is not counted, as there is neither a GPU nor Triton here")
+        return NotWritten(
+            "values between the kernels of regions are not counted, as there is neither a GPU nor Triton here"
+        )
     args = tuple(tensors[p.name] if isinstance(p, TensorProxy) else pyval(p) for p in bsym.args)
     layouts = tuple(
         (tuple(a.shape), a.stride(), str(a.dtype)) if isinstance(a, torch.Tensor) else repr(a) for a in args
@@ -86,7 +88,7 @@ def _recalled(function: RegionFunction, args: tuple[Any, ...], text: str, name: 
         module = kernel_module(function, args)
     except Exception as error:
         cause = next(iter(str(error).strip().splitlines()), "")
-        return NotWritten(f"{name}: what its kernels keep is not counted ({type(error).__name__}: {cause})")
+        return NotWritten(f"{name}: values between its kernels are not counted ({type(error).__name__}: {cause})")
     figures = _NOTHING
     if module is not None:
         figures = KernelFigures(len(module.launches), module.scratch_bytes, module.moved_bytes)

@@ -68,7 +68,7 @@ def _held(report: Report) -> Iterator[tuple[int, str]]:
         state_bytes,
         "the optimizer's state: others keep less, or in fewer bits, or sharded",
     )
-    yield kept_bytes, "gradients from before: zero_grad(set_to_none=True) lets go of them"
+    yield kept_bytes, "gradients from before: zero_grad(set_to_none=True) frees them"
 
 
 def _gradients(report: Report) -> Iterator[tuple[int, str]]:
@@ -76,7 +76,7 @@ def _gradients(report: Report) -> Iterator[tuple[int, str]]:
     yield (
         gradient_bytes,
         "gradients that wait for the optimizer: one that steps in the backward "
-        "(register_post_accumulate_grad_hook) lets go of each at once",
+        "(register_post_accumulate_grad_hook) frees each at once",
     )
 
 
@@ -86,7 +86,7 @@ def _optimizer(report: Report) -> Iterator[tuple[int, str]]:
         nbytes = _of(report, CATEGORIES[3])
         yield (
             nbytes,
-            "what the optimizer works with: fused=True needs none, foreach=False less",
+            "the optimizer's temporaries: fused=True needs none, foreach=False fewer",
         )
 
 

@@ -26,7 +26,7 @@ _ROW, _BOX, _TOP, _LANE, _PHASE = 30, 22, 58, 14, 22
 _BOX_WIDTH, _BAR, _RIGHT = 420, 120, 430
 _LEAST_WIDTH = 1220  # the key has to fit
 _CHARACTER = 6.9  # a safe width of one, in the units of the picture
-# From pale to dark, told apart in grey and by people who see no red or no green; the last ones take white text.
+# From pale to dark, distinguishable in grey and without red or green; the last ones take white text.
 _RAMP = ("#f1eef6", "#d7d7ea", "#bdc0de", "#9dafd2", "#74a0c6", "#478fb9", "#2379a5", "#0a618d", "#044b70", "#023552")
 _WHITE_FROM = 5
 _STYLE = """.flow { font: 12px system-ui, sans-serif; background: #fff } .flow text { fill: #1b1f24 }

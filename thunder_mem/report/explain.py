@@ -22,10 +22,10 @@ from thunder_mem.runtime.device_memory import device_memory_bytes
 
 __all__ = ["explain"]
 
-FAILED = "MemEfficient could not plan this function, and this is the memory of what Thunder compiled instead: "
+FAILED = "MemEfficient could not plan this function, and this is the memory of Thunder's own program instead: "
 NEVER_CALLED = "the jitted function has never been called, so there is nothing to explain: call it once"
 LATE = "ThunderFX compiles when it runs: call the program once"
-OLDER = "these arguments were compiled for earlier than others: what MemEfficient decided then is not kept"
+OLDER = "other arguments were compiled after these: MemEfficient's decisions for these are no longer known"
 
 
 def explain(

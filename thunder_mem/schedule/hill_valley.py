@@ -124,7 +124,7 @@ class Segments:
         return climbing
 
     def _joined(self, first: Segment, then: Segment, backwards: bool = False) -> Segment:
-        """One segment of two; `backwards` if both are, so that `then` is what runs first."""
+        """One segment of two; `backwards` if both are, so that `then` runs first."""
         if backwards:
             self._next[then.head] = first.tail
         else:

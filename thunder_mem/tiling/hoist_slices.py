@@ -223,7 +223,7 @@ class _Writer:
         finally:
             del self.new.scopes[depth:]
         if not self.product:
-            raise RuleError("what it picks from does not depend on the product")
+            raise RuleError("its operand does not depend on the product")
         self._check_writes(picker)
         scope = [b.from_bsym_swap_proxies({variableify(moved): result}) for b in self.scope]
         product = result.name if moved.name == self.product else self.product
@@ -297,7 +297,7 @@ class _Writer:
             effects = effects_of(leaf.bsym)
             stays = leaf.outputs or has_tags(leaf.bsym, {OpTags.DONT_DCE})  # `ltorch.dim` has neither
             if effects.writes or (effects.barrier and stays):
-                raise RuleError(f"{leaf.name} stands between, which may write to what the product reads")
+                raise RuleError(f"{leaf.name} stands between and may overwrite operands of the product")
 
     def _place(self, leaf: Leaf) -> None:
         """Let the operations written since the last call replace `leaf`, with its source line and marks."""

@@ -22,7 +22,7 @@ from thunder_mem.tiling.leaves import PRODUCTS, Leaf, Program, effects, numel, s
 __all__ = ["RETURNED_WHOLE", "Amplifier", "Refused", "Region", "Value", "amplifying_products", "grow"]
 
 RETURNED_WHOLE = "is returned whole"
-"""How the reason of a refusal ends where the program, or what is compiled of it, returns the value."""
+"""The end of a refusal's reason if the program, or its compiled part, returns the value."""
 
 
 class Refused(Exception):

@@ -54,7 +54,7 @@ def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> tuple[TraceCtx, 
     after = [b for b in items[place:] if b is not None]
     moved = _makers(after, needed)
     if moved and not all(effects_of(b).pure for b in after[: moved[-1] + 1]):
-        raise Refused(first, "what the loop needs is computed after an op that writes in place or has other effects")
+        raise Refused(first, "an operand of the loop is computed after an op that writes in place or has other effects")
     rest = (b for i, b in enumerate(after) if i not in moved)
     new.bound_symbols = [*before, *(after[i] for i in moved), bsym, *rest]
     leaves = sorted((*region.members, *(a.leaf for a in region.amplifiers)), key=lambda leaf: leaf.index)

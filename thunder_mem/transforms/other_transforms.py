@@ -28,7 +28,7 @@ __all__ = ["behind", "check_compile_options", "check_sort", "composed", "rewriti
 
 SORT_OPTION = "mem_efficient_sort"
 _SORT_HELP = (
-    "Algorithm by which thunder_mem.MemEfficient orders the program, where it was made without sort=: "
+    "Algorithm by which thunder_mem.MemEfficient orders the program, if it was made without sort=: "
     "a name of thunder_mem.SORTS, or a function (Graph) -> Sequence[int]."
 )
 
@@ -38,7 +38,7 @@ NO_CUDA = (
 )
 
 LEFT_AUTOCAST = (
-    "Thunder keeps the torch.autocast of an earlier call: this call is outside of it and was traced as within, "
+    "Thunder keeps the torch.autocast of an earlier call: this call is outside of it but was traced as inside, "
     "so its results have the lower precision; use a thunder.jit of its own for calls without autocast"
 )
 

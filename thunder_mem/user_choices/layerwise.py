@@ -23,8 +23,8 @@ def layerwise_choices(source: TraceGraph) -> Constraints:
     layer = _layers(source)
     if all(number is None for number in layer):
         raise RecomputeError(
-            '"layerwise" finds no layers here: it goes by modules whose parameters\' names differ in nothing but a '
-            "number, such as h.0.mlp.weight and h.1.mlp.weight"
+            '"layerwise" finds no layers here: it needs modules whose parameters\' names differ only in a number, '
+            "such as h.0.mlp.weight and h.1.mlp.weight"
         )
     handed_on = handed_between_layers(source)
     inside = {

@@ -302,7 +302,7 @@ def save_between_layers(op: OpInfo, graph: Graph) -> Action:
 
 
 save_only_matmul_outputs: Policy = first_of(_matmul_outputs, recompute_everything)
-"""Keep what products of matrices and convolutions make; compute everything else again."""
+"""Keep the results of matrix products and convolutions; recompute everything else."""
 
 save_only_attention_outputs: Policy = first_of(_attention_outputs, recompute_everything)
 """Keep what attention kernels make, which is costly; compute everything else again. Everything: without what
