@@ -45,6 +45,7 @@ def test_a_points_budget_gives_its_plan(frontier):
         assert plan.budget.recompute_ms <= point.recompute_ms
 
 
+@pytest.mark.slow
 def test_with_offload_the_frontier_goes_further_down(frontier):
     further = memory_time_frontier(stack(), torch.zeros(4096, 64), executors=[], points=4, offload=True)
     last = further.points[-1]

@@ -253,6 +253,7 @@ def test_the_frontier_is_data_a_table_and_a_picture(run):
     assert code == 1 and "nothing fits into" in out
 
 
+@pytest.mark.slow
 def test_the_frontier_may_use_the_hosts_memory(run):
     asked = ["frontier", "train.py:deep", "--json", "--points", 2, "--device", "H100-80GB"]
     alone, with_copies = (json.loads(run(*asked, *more)[1])["points"] for more in ([], ["--offload"]))

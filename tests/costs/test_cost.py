@@ -214,6 +214,7 @@ def bought(x, **options):
     return last_plan(jitted).budget, torch.rand(()).item()
 
 
+@pytest.mark.slow
 def test_a_budget_by_measured_times(monkeypatch):
     x, asked = torch.zeros(2048, 64), []
 

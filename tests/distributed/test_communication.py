@@ -167,6 +167,7 @@ def test_planning_keeps_the_order(zero3, replicated):
         assert schedule_of(forward).steps + schedule_of(backward[-1]).steps == schedule_of(case.planned).steps
 
 
+@pytest.mark.slow
 def test_batches_of_other_lengths_communicate_in_the_same_order(zero3):
     for rows, options in ((40, {}), (8, {"budget": "1GiB"})):
         other = compiled(sharded(), rows=rows, **options)

@@ -85,6 +85,7 @@ def test_float16_with_a_grad_scaler_keeps_small_gradients():
     assert relative(dw.double() / scale, ew) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype,accumulate", [(torch.float32, "input"), (torch.bfloat16, "input"), (torch.bfloat16, "float32")]
 )

@@ -222,7 +222,8 @@ def block(x, w, scale, cos, sin):
     return torch.nn.functional.silu(h @ w.t()) * x + torch.nn.functional.gelu(x)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_as_exact_as_eager(dtype):
     args = [torch.randn(s, dtype=torch.float64) for s in [(2, 24, 16), (16, 16), (16,), (24, 16), (24, 16)]]
     args = [a.to(dtype).requires_grad_() for a in args]

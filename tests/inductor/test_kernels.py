@@ -163,6 +163,7 @@ class Small(nn.Module):
         return F.gelu(self.layer(c(x))).softmax(-1)
 
 
+@pytest.mark.slow
 def test_peaks_are_predicted_and_below_eager_and_thunder():
     model, x = Small(), torch.randn(4, 4, 16, 16)
 

@@ -200,6 +200,7 @@ def step(model, compiled, x):
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_smaller_budgets_measure_smaller_and_keep_every_gradient():
     x = torch.randn(4096, 64)
     model = stack()

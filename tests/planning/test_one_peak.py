@@ -148,6 +148,7 @@ def figures():
     return last_plan(jitted).candidate.peak_bytes, report, frontier
 
 
+@pytest.mark.slow
 def test_a_report_and_the_frontier_name_the_plans_figure(figures):
     peak, report, frontier = figures
     assert report.prediction.scratch_bytes > 0 and peak == report.peak_bytes == frontier.points[0].peak_bytes
@@ -156,6 +157,7 @@ def test_a_report_and_the_frontier_name_the_plans_figure(figures):
     assert "scratch" in parts and "held by the caller" in parts
 
 
+@pytest.mark.slow
 def test_a_budget_is_judged_by_the_frontiers_figure(figures):
     smallest = figures[2].points[-1].peak_bytes
     with simulate("H100-80GB"), torch.device("cuda"):
@@ -168,6 +170,7 @@ def test_a_budget_is_judged_by_the_frontiers_figure(figures):
     assert caught.value.smallest_peak_bytes == smallest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beyond", (0, 1))
 def test_so_it_is_on_the_command_line(figures, beyond, tmp_path, capsys):
     peak, _, frontier = figures

@@ -226,6 +226,7 @@ def choices_of(source, seed: int) -> list[frozenset[int]]:
     return [min_cut_partition(graph, fusibility(source, [mem_pointwise_ex])), some]
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_bit_for_bit(traces):
     changed = 0
     for k, (trace, inputs, text, ran) in enumerate(traces):

@@ -232,7 +232,8 @@ def test_shared_storage_is_held_once():
     assert held_bytes(optimizer, model, model.weight[0], torch.zeros(2)) == 4 * 4 * 4 + 8
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", pytest.param("bert-base-mlm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2-124m", "bert-base-mlm"])
 def test_models_that_litgpt_lacks_compile_with_checkpoints(name):
     options = Options(device="simulate:A100-40GB", scale=0.25)
     how = {"model_name": name, "n_layers": 1, "block_size": 64, "checkpoint_activations": True}

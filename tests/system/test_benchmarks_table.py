@@ -64,6 +64,7 @@ def test_the_compiler_gets_the_options():
     assert done.perf_metrics["memory_used_GB"] == done.loop_peak.peak_bytes / 1e9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["nvfuser", "mem_pointwise"])
 def test_who_fuses_is_asked_for(fusion):
     options = Options(device="simulate:A100-40GB", mem_efficient=True, fusion=fusion)

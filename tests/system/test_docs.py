@@ -62,7 +62,11 @@ def name_of(page: Path) -> str:
 
 def _by_time(page: Path):
     """What compiles many regions is slow."""
-    return pytest.param(page, marks=pytest.mark.slow) if page.name == "integration.md" else page
+    return (
+        pytest.param(page, marks=pytest.mark.slow)
+        if page.name in ("integration.md", "prediction.md", "saving.md")
+        else page
+    )
 
 
 WITH_PYTHON = [page for page in PAGES if any(b.kind == "python" for b in blocks(page))]

@@ -67,7 +67,7 @@ def report(result: Campaign) -> str:
 
 
 @settings(
-    max_examples=30,
+    max_examples=16,
     phases=(Phase.generate,),  # `shrink` knows programs, hypothesis does not
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
 )
@@ -95,7 +95,7 @@ def test_seeded_programs(start: int):
 
 @pytest.mark.parametrize("profile", ["checkpoint", "overwritten"])
 def test_programs_that_thunder_alone_gets_wrong(profile: str):
-    result = run_campaign(30, 0, PROFILES[profile], [MEM], excuse=False, whole_share=0.1)
+    result = run_campaign(20, 0, PROFILES[profile], [MEM], excuse=False, whole_share=0.1)
     assert not result.failures, report(result)
 
 

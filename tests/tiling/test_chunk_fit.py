@@ -255,6 +255,7 @@ def test_a_tight_budget_takes_smaller_chunks_before_it_is_refused():
         compiled_with(head, MemEfficient(budget=peak_bytes - FLOOR * rows_bytes), *args)
 
 
+@pytest.mark.slow
 def test_a_budget_without_room_for_float32_sums_takes_the_weights_own():
     x, w, t = inputs(512, 256, 4096, torch.bfloat16)
     free, _ = compiled_with(head, MemEfficient(), x, w, t)
@@ -281,6 +282,7 @@ def test_a_budget_without_room_for_float32_sums_takes_the_weights_own():
     assert loops_of(ample)[0].grad_dtypes == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.slow
 def test_sums_of_a_recomputing_head_are_priced_and_narrowed_too():
     def vector(x, w, t):
         return torch.logsumexp(F.linear(x, w), 0).square().mean()

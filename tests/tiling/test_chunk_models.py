@@ -36,7 +36,8 @@ class LitgptLoss(torch.nn.Module):
         return chunked_cross_entropy(logits[..., :-1, :], tokens[..., 1:], chunk_size=0)
 
 
-@pytest.mark.parametrize("style", ["reshape", pytest.param("litgpt.utils", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["reshape", "litgpt.utils"])
 def test_litgpt_model(style):
     config = Config.from_name("pythia-14m", n_layer=1, n_embd=32, n_head=2, padded_vocab_size=VOCAB, block_size=64)
     model = LitgptLoss(GPT(config), style)

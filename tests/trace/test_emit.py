@@ -204,6 +204,7 @@ def close(trace: TraceCtx, actual: Run, expected: Run, text: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_emitted_traces_compute_the_same(plans):
     for trace, new, inputs, text in plans:
         close(trace, run(new, inputs), run(trace, inputs), text)

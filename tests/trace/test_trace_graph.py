@@ -48,6 +48,7 @@ def partition(key_of: dict[str, int]) -> set[frozenset[str]]:
     return set(map(frozenset, groups.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("claim", [False, True], ids=["open", "claimed"])
 def test_storages_are_those_of_real_tensors(dense, claim):
     for traced in dense:

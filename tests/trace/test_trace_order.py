@@ -39,6 +39,7 @@ def values(trace, source, order, inputs):
     return [*ran.returned, *(ran.tensors[p.name] for p in trace.args if isinstance(p, TensorProxy))]
 
 
+@pytest.mark.slow
 def test_any_legal_order_computes_the_same(anyhow):
     moved = 0
     for k, traced in enumerate(anyhow):

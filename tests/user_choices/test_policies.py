@@ -106,6 +106,7 @@ def test_save_between_layers(plain):
     assert set(kept) == {"mem_attention_forward", "sin"} and kept.count("sin") == 1
 
 
+@pytest.mark.slow
 def test_every_second_matmul(plain):
     grads, saved = run(every_second_matmul)
     same_bits(grads, plain)
@@ -122,6 +123,7 @@ def test_everything_kept_and_everything_recomputed(plain):
     assert all(map(is_mask, saved)) and len(saved) < len(kept)
 
 
+@pytest.mark.slow
 def test_save_by_name(plain):
     grads, saved = run(first_of(save_by_name("h.1.up", "Attention"), recompute_everything))
     same_bits(grads, plain)
