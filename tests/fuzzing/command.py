@@ -37,8 +37,8 @@ PROFILES = {
     "checkpoint": Profile(regions=("checkpoint",), in_checkpoint=Profile().families, scalars_meet_larger=True),
     "overwritten": Profile(regions=(), overwrites_needed=True, scalars_meet_larger=True),
     # What ThunderFX splits into parts that Thunder compiles and parts that it does not. Under Dynamo Thunder cannot
-    # trace a torch.autograd.Function; see `defects.py`.
-    "split": Profile(families=(*(f for f in Profile().families if f != "function"), "split")),
+    # trace a torch.autograd.Function (see `defects.py`), and spends minutes on a checkpoint in a checkpoint.
+    "split": Profile(families=(*(f for f in Profile().families if f != "function"), "split"), nested=False),
 }
 
 

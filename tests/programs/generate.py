@@ -61,6 +61,7 @@ class Profile:
         aliases: an input may be a view of another, or be passed twice.
         layouts: inputs may be non-contiguous.
         kits: inputs may be drawn that fit a loss head, attention, a norm or an embedding.
+        nested: a checkpoint may hold another.
     """
 
     steps: int = 12
@@ -75,6 +76,7 @@ class Profile:
     aliases: bool = True
     layouts: tuple[str, ...] = LAYOUTS
     kits: bool = True
+    nested: bool = True
 
 
 def _dims(t: torch.Tensor) -> zip[tuple[int, int]]:
@@ -278,21 +280,22 @@ class _Builder:
                 families = tuple(f for f in families if f != "random")
                 self.tensors = {name: t for name, t in before.items() if name in outside}
         with context():
-            body = self.block(self.rng.randint(1, 5), families, regions if kind == "checkpoint" else ())
+            inner = tuple(r for r in regions if self.profile.nested or r != "checkpoint")
+            body = self.block(self.rng.randint(1, 5), families, inner if kind == "checkpoint" else ())
         self.outside = outside
         made = [name for name in defined(body) if name not in before and name not in self.missed]
-        inner = self.tensors
+        inside = self.tensors
         lost = self.frozen - {storage(t) for t in before.values()}
-        self.alive.append(inner)
+        self.alive.append(inside)
         self.tensors, self.frozen = before, frozen | lost
         if not made or (kind == "checkpoint" and not free(body)):
             return None
         results = tuple(dict.fromkeys(self.rng.choice(made[-4:]) for _ in range(self.rng.randint(1, 2))))
         for name in results:
-            self.tensors[name] = inner[name]
+            self.tensors[name] = inside[name]
         if kind == "checkpoint":
             # Nor may what the region read be written afterwards.
-            self.frozen |= {storage(inner[name]) for name in free(body)} | {storage(inner[name]) for name in results}
+            self.frozen |= {storage(inside[name]) for name in free(body)} | {storage(inside[name]) for name in results}
         return Region(kind, body, results)
 
 
