@@ -96,7 +96,7 @@ def test_seeded_programs(start: int):
 
 @pytest.mark.parametrize("profile", ["checkpoint", "overwritten"])
 def test_programs_that_thunder_alone_gets_wrong(profile: str):
-    result = run_campaign(30, 0, PROFILES[profile], [MEM], excuse=False, whole_share=0.1)
+    result = run_campaign(25, 0, PROFILES[profile], [MEM], excuse=False, whole_share=0.1)
     assert not result.failures, report(result)
 
 
