@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from tests.programs.program_functions import FUNCTIONS
 from tests.programs.programs import Input, Program, Region, Step
 
-__all__ = ["BEYOND", "DEFECTS", "UNSUPPORTED", "WRONG", "Defect", "defect_of"]
+__all__ = ["BEYOND", "DEFECTS", "UNSUPPORTED", "UNSUPPORTED_UNDER_DYNAMO", "WRONG", "Defect", "defect_of"]
 
 
 @dataclass(frozen=True)
@@ -383,6 +384,11 @@ DEFECTS |= {
         "the backward makes zeros of no shape",
         r"zeros\(\) received an invalid combination of arguments - got \(dtype=",
     ),
+    "a value twice in a torch.autograd.Function": Defect(
+        Program((_G,), (Step("apply_Product", ("v0",), ("x0", "x0")),), ("v0",)),
+        "the function's trace has two parameters of one name",
+        r"SyntaxError: duplicate argument '\w+' in function definition \(thunder\._Product_",
+    ),
     "lerp beside a gradient": Defect(
         Program(
             (_x(shape=(1,), grad=True), _x("x1")),
@@ -457,6 +463,12 @@ UNSUPPORTED: dict[str, Callable[[torch.Tensor], object]] = {
     "log_softmax over an empty dim": lambda x: torch.log_softmax(x[:0], 0),
     "tril of an empty matrix": lambda x: torch.tril(x[:0, :0]),
     "split of an empty dim": lambda x: torch.split(x[:0], 1, 0)[0],
+}
+
+# What plain ThunderFX cannot compile though `thunder.jit` does, and a pattern of what it raises.
+UNSUPPORTED_UNDER_DYNAMO: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    # Dynamo of PyTorch 2.11 hands the function's arguments over without the keyword that Thunder reads.
+    "torch.autograd.Function": (FUNCTIONS["SineA"].apply, "KeyError: 'args_tensor_mask'"),
 }
 
 # Calls whose gradient plain Thunder gets wrong, likewise, and that no operation of the generator makes.

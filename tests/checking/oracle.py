@@ -307,6 +307,7 @@ def check(
 
 def describe(error: Exception) -> str:
     """An exception in one line: type, message, and the innermost place outside torch where it came from."""
+    error = getattr(error, "inner_exception", error)  # of Dynamo, whose backend raised
     lines = str(error).splitlines() or [""]
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename.replace("thunder/torch", "")

@@ -32,6 +32,7 @@ from thunder_mem.memory.device_models import DEVICE_MODELS
 from thunder_mem.memory.plan import Arrangement, Plan, PlannedRegion
 from thunder_mem.planning import pipeline, stages
 from thunder_mem.planning.plan_file import plan_json
+from thunder_mem.rewrites.regathered_values import gathered_twice
 from thunder_mem.trace.collectives import awaited_futures, is_gather, is_reduction, starts
 from thunder_mem.trace.reading import read_trace
 from thunder_mem.transforms import mem_efficient
@@ -205,6 +206,21 @@ def test_zero3_saves_no_gathered_parameter(zero3, world):
         t[-1].bound_symbols for t in (thunder.last_traces(zero3.jitted), thunder.last_backward_traces(zero3.jitted))
     )
     assert sum(map(is_gather, forward)) == 20 and sum(map(is_gather, backward)) >= 10
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_the_backward_gathers_again_is_free_to_save(world, checkpointed):
+    """Each weight that both halves gather, by the shard that they gather it from."""
+    case = compiled(sharded(), layers=1, checkpointed=checkpointed)
+    source = read_trace(case.prepared)
+    shards: dict[bool, set[str]] = {False: set(), True: set()}
+    for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
+        if is_gather(bsym):
+            shards[op.backward].add(bsym.flat_proxy_args[0].name)
+    free = gathered_twice(source)
+    assert len(free) >= len(shards[False] & shards[True]) > 0
+    first = {s for s in free if not source.graph.ops[source.graph.allocator[s]].backward}
+    assert first == free
 
 
 def test_a_gathered_parameter_is_released_after_its_last_use(zero3):

@@ -209,6 +209,7 @@ def campaign(
         whole_share: of the programs that take Thunder's own way, through its interpreter, instead of `quickly`.
     """
     result = Campaign(seed)
+    splits = "split" in profile.families
     while True:
         seed, result.next_seed = result.next_seed, result.next_seed + 1
         program = generate(Random(seed), profile)
@@ -219,7 +220,7 @@ def campaign(
             continue
         result.programs += 1
         rng = Random(f"options {seed}")
-        options = [draw_options(rng, program, compiled_share) for _ in range(drawn)]
+        options = [draw_options(rng, program, compiled_share, splits) for _ in range(drawn)]
         # `ChunkLossHead` alone leaves to Thunder what only `MemEfficient` gets right.
         more = [configured(replace(o, alone=o.alone and excuse)) for o in options]
         fn = function(source(program))
@@ -227,7 +228,7 @@ def campaign(
         if in_turn:
             named = [(name, c) for name, c in named if (name == "drawn") == bool(seed % 2)]
         result.whole += (whole := rng.random() < whole_share)
-        with nullcontext() if whole else quickly(), traced_once():
+        with nullcontext() if whole else quickly(directly=not splits), nullcontext() if splits else traced_once():
             found = [(name, c, *verdict(program, c, expected, excuse, fn)) for name, c in named]
         for name, config, came_to, differences in found:
             if name == "drawn":
@@ -244,7 +245,7 @@ def campaign(
             result.verdicts[name, came_to] += 1
             if came_to in ("raises", "wrong", "excuse without a name"):
                 _keep(result, name, Failure(seed, program, config, differences, kind(differences[0])))
-        if result.programs % 200 == 0:
+        if result.programs % (20 if splits else 200) == 0:
             torch._dynamo.reset()
         yield result
 

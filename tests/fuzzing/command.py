@@ -36,6 +36,9 @@ PROFILES = {
     # What plain Thunder gets wrong and MemEfficient must get right; see `defects.py`.
     "checkpoint": Profile(regions=("checkpoint",), in_checkpoint=Profile().families, scalars_meet_larger=True),
     "overwritten": Profile(regions=(), overwrites_needed=True, scalars_meet_larger=True),
+    # What ThunderFX splits into parts that Thunder compiles and parts that it does not. Under Dynamo Thunder cannot
+    # trace a torch.autograd.Function (see `defects.py`), and spends minutes on a checkpoint in a checkpoint.
+    "split": Profile(families=(*(f for f in Profile().families if f != "function"), "split"), nested=False),
 }
 
 
@@ -44,7 +47,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--programs", type=int, default=1000, help="how many valid programs to run")
     parser.add_argument("--seed", type=int, default=0, help="the first program's seed; the next has the next seed")
     parser.add_argument("--profile", choices=sorted(PROFILES), default="thunder")
-    parser.add_argument("--configs", default="mem", help="comma separated, for every program (default: %(default)s)")
+    parser.add_argument("--configs", help="comma separated, for every program (default: mem; fx for the profile split)")
     parser.add_argument("--drawn", type=int, default=1, help="option sets that are drawn for each program")
     parser.add_argument("--in-turn", action="store_true", help="each program through --configs or what is drawn for it")
     parser.add_argument("--whole-share", type=float, default=0.1, help="of programs that Thunder's interpreter traces")
@@ -60,7 +63,8 @@ def _arguments() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _arguments()
     options = parser.parse_args(arguments)
-    names = [name for name in options.configs.split(",") if name]
+    default = "fx" if options.profile == "split" else "mem"
+    names = [name for name in (default if options.configs is None else options.configs).split(",") if name]
     known = [c.name for c in available()]
     if unknown := [name for name in names if name not in known]:
         parser.error(f"--configs got {unknown[0]!r}; available here: {', '.join(known)}")
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
     faulthandler.enable()
     torch.set_num_threads(1)  # tensors are tiny
-    excuse = options.profile == "thunder"
+    excuse = options.profile in ("thunder", "split")
     configs = tuple(CONFIGS[name] for name in names)
     drawn = f"{options.drawn} drawn" if options.drawn else ""
     print(

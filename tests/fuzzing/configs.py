@@ -18,8 +18,9 @@ from typing import Any
 import thunder
 import torch
 from thunder.core.trace import TraceCtx, TraceResults
+from thunder.dynamo import thunderfx
 from thunder.executors import torch_compile
-from thunder.extend import FusionExecutor
+from thunder.extend import FusionExecutor, TemporaryExecutor
 
 from tests.checking.orders import at_random, latest_first
 from tests.programs.programs import Program, Step, walk
@@ -55,6 +56,7 @@ class Options:
         alone: `ChunkLossHead` without `MemEfficient`.
         retain: go backward twice.
         compiled: fusion regions are really compiled.
+        fx: by ThunderFX, which leaves to Inductor what Thunder lacks.
     """
 
     sort: str = "auto"
@@ -68,6 +70,7 @@ class Options:
     alone: bool = False
     retain: bool = False
     compiled: bool = False
+    fx: bool = False
 
     def __repr__(self) -> str:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
@@ -138,7 +141,7 @@ def _jit(fn: Callable, options: Options, transforms: list) -> Callable:
     more: dict[str, Any] = {} if names is None else {"executors": list(names)}
     if fusion_type is not None:
         more["fusion_type"] = fusion_type
-    return thunder.jit(fn, transforms=transforms, **more)
+    return (thunderfx if options.fx else thunder.jit)(fn, transforms=transforms, **more)
 
 
 def plain(options: Options) -> Callable[[Callable], Callable]:
@@ -174,7 +177,7 @@ def _compile(options: Options) -> Callable[[Callable], Callable]:
 
 def configured(options: Options) -> Config:
     """The configuration of drawn options."""
-    return Config(repr(options), _compile(options), (_MEM,), "thunder", options)
+    return Config(repr(options), _compile(options), (_MEM,), "thunderfx" if options.fx else "thunder", options)
 
 
 def _pointwise(fusion_type: str | None = None) -> Callable[[Callable], Callable]:
@@ -199,6 +202,8 @@ CONFIGS = {
         Config("dataflow", _pointwise("dataflow"), (_POINTWISE,), "thunder"),
         Config("mem", _compile(Options()), (_MEM,), "thunder"),
         Config("mem-no-fusion", _compile(Options(executors="none")), (_MEM,), "thunder"),
+        Config("thunderfx", plain(Options(fx=True))),
+        Config("fx", _compile(Options(fx=True)), (_MEM,), "thunderfx"),
     )
 }
 
@@ -215,8 +220,8 @@ def available() -> tuple[Config, ...]:
     return tuple(c for c in CONFIGS.values() if all(map(exists, c.needs)))
 
 
-def draw_options(rng: Random, program: Program, compiled_share: float = 0.0) -> Options:
-    """Some options for a program: usually two or three that are not the default."""
+def draw_options(rng: Random, program: Program, compiled_share: float = 0.0, fx: bool = False) -> Options:
+    """Some options for a program: usually two or three that are not the default; by ThunderFX if `fx`."""
     from thunder_mem import SORTS
 
     ops = [item.op for item in walk(program.body) if isinstance(item, Step)]
@@ -246,6 +251,7 @@ def draw_options(rng: Random, program: Program, compiled_share: float = 0.0) -> 
         alone=not isinstance(chunk, bool) and rng.random() < 0.2 and "torchcompile" not in executors,
         retain=rng.random() < 0.3,
         compiled=rng.random() < compiled_share,
+        fx=fx,
     )
 
 
@@ -253,11 +259,11 @@ def draw_options(rng: Random, program: Program, compiled_share: float = 0.0) -> 
 def uncompiled_regions() -> Iterator[None]:
     """Fusion regions run one operation at a time: a compilation takes seconds, and planning can err without it.
 
-    Those of Thunder's `torchcompile` too.
+    Those of Thunder's `torchcompile` too, and what ThunderFX gives to Inductor.
     """
     from thunder_mem.regions import compiled_region
 
-    ours, theirs = compiled_region._compile, torch_compile.torch
+    ours, theirs, inductor = compiled_region._compile, torch_compile.torch, torch._inductor.compile
 
     class Uncompiled:
         """`torch`, but that `torch.compile` gives back the function."""
@@ -267,10 +273,11 @@ def uncompiled_regions() -> Iterator[None]:
 
     compiled_region._compile = lambda unfused, args: unfused
     torch_compile.torch = Uncompiled()
+    torch._inductor.compile = lambda graph, *args, **options: graph
     try:
         yield
     finally:
-        compiled_region._compile, torch_compile.torch = ours, theirs
+        compiled_region._compile, torch_compile.torch, torch._inductor.compile = ours, theirs, inductor
 
 
 @contextmanager
@@ -299,13 +306,15 @@ def _copied(trace: TraceCtx) -> TraceCtx:
 def traced_once() -> Iterator[None]:
     """`thunder.jit` of one and the same function traces it once, and hands out copies of its traces."""
     general_jit = thunder.thunder_general_jit
-    last: dict[Callable, TraceResults] = {}
+    last: dict[Callable, tuple[TraceResults, TemporaryExecutor]] = {}
 
-    def once(fn: Callable, *args: Any, **options: Any) -> Any:
+    def once(fn: Callable, *args: Any, ad_hoc_executor: TemporaryExecutor, **options: Any) -> Any:
         if fn not in last:
             last.clear()
-            last[fn] = general_jit(fn, *args, **options)
-        traced = last[fn]
+            last[fn] = general_jit(fn, *args, ad_hoc_executor=ad_hoc_executor, **options), ad_hoc_executor
+        traced, traced_with = last[fn]
+        # It alone knows the backward of a `torch.autograd.Function`; without it Thunder differentiates the forward.
+        ad_hoc_executor.implmap.update(traced_with.implmap)
         traces = map(_copied, (traced.prologue_trace, traced.computation_trace, traced.epilogue_trace))
         return TraceResults(*traces, traced.interpreter_log)
 

@@ -8,7 +8,7 @@ what runs in which order, stays; `tests/system/test_fuzz.py` compares.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import thunder
@@ -23,10 +23,13 @@ __all__ = ["quickly"]
 
 
 @contextmanager
-def quickly() -> Iterator[None]:
-    """Within, programs compile in about a third of the time; for small programs on one process alone."""
+def quickly(directly: bool = True) -> Iterator[None]:
+    """Within, programs compile in about a third of the time; for small programs on one process alone.
+
+    Without `directly` through Thunder's interpreter, as the graphs of ThunderFX must be.
+    """
     with ExitStack() as stack:
-        for context in (_directly_traced, _stepwise_regions, looked_up_once, claimed_once):
+        for context in (_directly_traced if directly else nullcontext, _stepwise_regions, looked_up_once, claimed_once):
             stack.enter_context(context())
         yield
 

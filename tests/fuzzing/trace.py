@@ -15,11 +15,21 @@ from typing import Any
 import torch
 from thunder.core import jit_ext
 from thunder.core.compile_data import get_compile_data
-from thunder.core.interpreter import interpreter_needs_wrap
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    ProvenanceRecord,
+    PseudoInst,
+    interpreter_needs_wrap,
+    unwrap,
+    wrap,
+    wrap_const,
+)
 from thunder.core.proxies import Proxy, ProxyTag
 from thunder.core.pytree import tree_iter
 from thunder.core.trace import get_tracectx
 from thunder.torch import _torch_to_thunder_function_map as SYMBOLS
+
+from tests.programs.program_functions import FUNCTIONS
 
 __all__ = ["called"]
 
@@ -69,7 +79,28 @@ def _checkpoint(function: Callable, *args: Any, use_reentrant: bool) -> Any:
     return result
 
 
-_SCOPE = {"torch": _Torch(torch), "F": _Module(torch.nn.functional), "checkpoint": _checkpoint}
+class _Function:
+    """A `torch.autograd.Function`, whose forward and backward Thunder's own lookaside for `apply` traces."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self._function = function
+
+    def apply(self, *args: Any) -> Any:
+        made_here = ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[])
+        wrapped = [wrap(x, provenance=made_here) for x in args]
+        result = _APPLY(wrap_const(self._function), *wrapped)
+        if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            raise RuntimeError(f"Thunder's interpreter cannot trace {self._function.__name__}")
+        return unwrap(result)
+
+
+_APPLY = jit_ext._general_jit_lookaside_map[torch.autograd.function.Function.apply.__func__]
+_SCOPE = {
+    "torch": _Torch(torch),
+    "F": _Module(torch.nn.functional),
+    "checkpoint": _checkpoint,
+    **{name: _Function(function) for name, function in FUNCTIONS.items()},
+}
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import torch
 from tests.programs.program_effects import OVERWRITES
 from tests.programs.program_inputs import KITS, LAYOUTS, draw_inputs, materialise, storage
 from tests.programs.program_ops import FAMILIES, OPS
-from tests.programs.program_table import Values, shown_twice
-from tests.programs.programs import Program, Region, Step, constructs, defined, free, walk
+from tests.programs.program_table import Values, filled, shown_twice
+from tests.programs.programs import SCOPE, Program, Region, Step, constructs, defined, free, walk
 
 __all__ = ["Profile", "generate", "prune", "validate"]
 
@@ -30,11 +30,15 @@ WEIGHTS = {
     "view": 5,
     "join": 2,
     "loss": 1,
+    "head": 1,
     "norm": 1,
     "attention": 1,
     "in-place": 3,
     "random": 1,
+    "function": 1,
+    "split": 3,
 }
+DEFAULT = tuple(f for f in WEIGHTS if f != "split")
 KIT_WEIGHT = 12  # of the family that the inputs were drawn for
 REPEATS = 0.06  # of the statements are one that stands there already
 
@@ -57,20 +61,22 @@ class Profile:
         aliases: an input may be a view of another, or be passed twice.
         layouts: inputs may be non-contiguous.
         kits: inputs may be drawn that fit a loss head, attention, a norm or an embedding.
+        nested: a checkpoint may hold another.
     """
 
     steps: int = 12
-    families: tuple[str, ...] = tuple(WEIGHTS)
+    families: tuple[str, ...] = DEFAULT
     ops_without: tuple[str, ...] = ()
     regions: tuple[str, ...] = ("checkpoint", "no_grad", "autocast")
-    in_checkpoint: tuple[str, ...] = tuple(f for f in WEIGHTS if f not in ("in-place", "random"))
-    in_no_grad: tuple[str, ...] = tuple(f for f in WEIGHTS if f not in ("in-place", "view", "cast", "random"))
+    in_checkpoint: tuple[str, ...] = tuple(f for f in DEFAULT if f not in ("in-place", "random"))
+    in_no_grad: tuple[str, ...] = tuple(f for f in DEFAULT if f not in ("in-place", "view", "cast", "random"))
     overwrites_needed: bool = False
     scalars_meet_larger: bool = False
     input_writes: bool = True
     aliases: bool = True
     layouts: tuple[str, ...] = LAYOUTS
     kits: bool = True
+    nested: bool = True
 
 
 def _dims(t: torch.Tensor) -> zip[tuple[int, int]]:
@@ -96,7 +102,7 @@ class _Builder:
     missed: set[str] = field(default_factory=set)  # shows a write that Thunder's autograd does not see there
     outside: frozenset[str] | None = None  # in a checkpoint's body: the names from before the outermost
     alive: list = field(default_factory=list)  # so that no storage's address is used twice
-    scope: dict = field(default_factory=lambda: {"torch": torch, "F": torch.nn.functional})
+    scope: dict = field(default_factory=lambda: dict(SCOPE))
 
     def writable(self, name: str) -> bool:
         return storage(self.tensors[name]) not in self.frozen
@@ -256,7 +262,9 @@ class _Builder:
         if kind == "no_grad":
             families = tuple(f for f in families if f in self.profile.in_no_grad)
         if kind == "autocast":
-            families = tuple(f for f in families if f != "loss")  # as "prod", float32 in eager, which Thunder ignores
+            families = tuple(
+                f for f in families if f not in ("loss", "head")
+            )  # as "prod", float32 in eager, which Thunder ignores
         context = {
             "checkpoint": torch.enable_grad,
             "no_grad": torch.no_grad,
@@ -272,27 +280,28 @@ class _Builder:
                 families = tuple(f for f in families if f != "random")
                 self.tensors = {name: t for name, t in before.items() if name in outside}
         with context():
-            body = self.block(self.rng.randint(1, 5), families, regions if kind == "checkpoint" else ())
+            inner = tuple(r for r in regions if self.profile.nested or r != "checkpoint")
+            body = self.block(self.rng.randint(1, 5), families, inner if kind == "checkpoint" else ())
         self.outside = outside
         made = [name for name in defined(body) if name not in before and name not in self.missed]
-        inner = self.tensors
+        inside = self.tensors
         lost = self.frozen - {storage(t) for t in before.values()}
-        self.alive.append(inner)
+        self.alive.append(inside)
         self.tensors, self.frozen = before, frozen | lost
         if not made or (kind == "checkpoint" and not free(body)):
             return None
         results = tuple(dict.fromkeys(self.rng.choice(made[-4:]) for _ in range(self.rng.randint(1, 2))))
         for name in results:
-            self.tensors[name] = inner[name]
+            self.tensors[name] = inside[name]
         if kind == "checkpoint":
             # Nor may what the region read be written afterwards.
-            self.frozen |= {storage(inner[name]) for name in free(body)} | {storage(inner[name]) for name in results}
+            self.frozen |= {storage(inside[name]) for name in free(body)} | {storage(inside[name]) for name in results}
         return Region(kind, body, results)
 
 
 def generate(rng: Random, profile: Profile = Profile()) -> Program:
     """Draw one program. It may still be refused by `validate`, or by eager's backward."""
-    kit = rng.choice(list(KITS)) if profile.kits and rng.random() < 0.35 else ""
+    kit = rng.choice(["loss head", *KITS]) if profile.kits and rng.random() < 0.4 else ""
     inputs = draw_inputs(rng, profile.aliases, profile.layouts, kit)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
@@ -307,9 +316,7 @@ def generate(rng: Random, profile: Profile = Profile()) -> Program:
             # Thunder mixes up the arguments. It takes all empty ones for aliases, having no address.
             families = tuple(f for f in families if f != "in-place")
         frozen = set() if profile.input_writes else set(storages)
-        builder = _Builder(
-            rng, profile, tensors, frozen, storages, writable, "attention" if kit == "embedding" else kit
-        )
+        builder = _Builder(rng, profile, tensors, frozen, storages, writable, KITS[kit][0] if kit else "")
         body = builder.block(rng.randint(1, profile.steps), families, profile.regions)
     made = [name for name in defined(body) if name not in builder.missed]
     used = {name for item in body for name in (item.args if isinstance(item, Step) else free(item.body))}
@@ -325,7 +332,12 @@ def generate(rng: Random, profile: Profile = Profile()) -> Program:
     fitting = [name for name in fitting if name not in builder.missed]
     if fitting and rng.random() < 0.8:
         outputs.append(rng.choice(fitting))
-    return prune(Program(inputs, body, tuple(builder.once(outputs))), keep_dead=rng.random() < 0.1)
+    outputs = builder.once(outputs)
+    ranked = [name for name in made if filled(builder.tensors[name]) and builder.tensors[name].dim()]
+    if ranked and rng.random() < 0.15:  # an output that no gradient comes back through
+        body += (Step("argmax", (f"v{builder.count}",), (rng.choice(ranked),), (-1,)),)
+        outputs.append(f"v{builder.count}")
+    return prune(Program(inputs, body, tuple(outputs)), keep_dead=rng.random() < 0.1)
 
 
 def prune(program: Program, keep_dead: bool = False) -> Program:

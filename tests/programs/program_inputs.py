@@ -99,7 +99,7 @@ def _indices(rng: Random) -> Kit:
 
 # By name, the family of operations that they fit, and their shapes.
 KITS: dict[str, tuple[str, Callable[[Random], Kit]]] = {
-    "loss head": ("loss", _head),
+    "loss head": ("head", _head),
     "attention": ("attention", _attention),
     "norm": ("norm", _norm),
     "embedding": ("attention", _embedding),

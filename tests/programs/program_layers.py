@@ -1,92 +1,17 @@
-"""Operations of random programs that models are made of: losses, norms, attention, embeddings.
+"""Operations of random programs that models are made of: norms, attention, embeddings.
 
 Their arguments rarely fit by chance: `program_inputs.KITS` draws inputs that belong together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
 import torch
 
-from tests.programs.program_table import Drawn, Values, add, filled, is_bool, is_float, one, shown_twice, two
+from tests.programs.program_table import Drawn, Values, add, filled, is_bool, is_float, shown_twice
 
 __all__: list[str] = []
-
-
-# Losses.
-def _indices(values: Values, rng: Random, shape: torch.Size, below: int) -> str | None:
-    def fits(t: torch.Tensor) -> bool:
-        return t.dtype == torch.int64 and t.shape == shape and bool(((t >= 0) & (t < below)).all())
-
-    return values.pick(rng, fits)
-
-
-def _classes(*more: Callable[[Random], object]):
-    """Rows of logits and their classes."""
-
-    def draw(rng: Random, values: Values) -> Drawn | None:
-        a = values.pick(rng, lambda t: filled(t) and t.dim() == 2)
-        t = values.tensors[a] if a else None
-        classes = a and _indices(values, rng, t.shape[:1], t.shape[1])
-        return classes and ((a, classes), tuple(m(rng) for m in more))
-
-    return draw
-
-
-def _head(*more: Callable[[Random], object]):
-    """Hidden states, a weight of (classes, width) and the classes: a loss head."""
-
-    def draw(rng: Random, values: Values) -> Drawn | None:
-        rows = {t.shape for t in values.tensors.values() if t.dtype == torch.int64}
-        a = values.pick(rng, lambda t: filled(t) and t.dim() in (2, 3) and t.shape[:-1] in rows)
-        t = values.tensors[a] if a else None
-        w = a and values.pick(rng, lambda u: u.dim() == 2 and u.dtype == t.dtype and u.shape[1] == t.shape[-1])
-        classes = w and _indices(values, rng, t.shape[:-1], values.tensors[w].shape[0])
-        return classes and ((a, w, classes), tuple(m(rng) for m in more))
-
-    return draw
-
-
-def _reduction(rng: Random) -> str:
-    return rng.choice(["mean", "mean", "sum", "none"])
-
-
-def _options(rng: Random) -> str:
-    return rng.choice(["", "", ", ignore_index=1", ", label_smoothing=0.125"])
-
-
-add(
-    "loss",
-    "cross_entropy",
-    "fresh",
-    "F.cross_entropy({0}, {1}, reduction={p[0]!r}{p[1]})",
-    _classes(_reduction, _options),
-)
-add(
-    "loss", "nll_loss", "fresh", "F.nll_loss(torch.log_softmax({0}, -1), {1}, reduction={p[0]!r})", _classes(_reduction)
-)
-_LOGITS = "F.linear({0}, {1})"
-_ROWS = ".reshape(-1, {1}.shape[0])"
-for _name, _text in {
-    "head": f"F.cross_entropy({_LOGITS}{_ROWS}, {{2}}.reshape(-1), reduction={{p[0]!r}}{{p[1]}})",
-    "head_float": f"F.cross_entropy({_LOGITS}.float(){_ROWS}, {{2}}.reshape(-1), reduction={{p[0]!r}}{{p[1]}})",
-    "head_softcap": f"F.cross_entropy((torch.tanh({_LOGITS} / 4.0) * 4.0){_ROWS}, {{2}}.reshape(-1){{p[1]}})",
-    "head_by_hand": f"-torch.log_softmax({_LOGITS}{_ROWS}, -1).gather(1, {{2}}.reshape(-1, 1)).mean()",
-    "head_z_loss": f"F.cross_entropy({_LOGITS}{_ROWS}, {{2}}.reshape(-1))"
-    f" + 0.25 * (torch.logsumexp({_LOGITS}, -1) ** 2).mean()",
-}.items():
-    add(
-        "loss",
-        _name,
-        "fresh",
-        _text,
-        _head(_reduction, _options),
-        _text.replace(f"{_LOGITS}.float()", f"_to({_LOGITS}, 'float32')"),
-    )
-add("loss", "mse_loss", "fresh", "F.mse_loss({0}, {0}.detach() * 0.5 + 0.25)", one(filled))
-add("loss", "mse_of", "fresh", "(({0} - {1}) ** 2).mean()", two(filled, both=True))
 
 
 # Norms.

@@ -6,7 +6,14 @@ from random import Random
 
 import torch
 
-from tests.programs import program_effects, program_layers, program_views  # noqa: F401 - each fills the table
+from tests.programs import (  # noqa: F401 - each fills the table
+    program_effects,
+    program_functions,
+    program_layers,
+    program_losses,
+    program_splits,
+    program_views,
+)
 from tests.programs.program_table import (
     FAMILIES,
     OPS,

@@ -2,7 +2,7 @@
 
 A row says how the op prints and how its arguments are drawn from the values at hand. The drawing may
 propose what torch refuses (a bad shape or dtype): whoever builds the program tries it and drops it.
-The rows stand in `program_ops.py`, `program_views.py`, `program_layers.py` and `program_effects.py`.
+The rows stand in `program_ops.py`, and in `program_views.py` and others beside it.
 """
 
 from __future__ import annotations

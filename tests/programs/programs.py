@@ -16,11 +16,16 @@ from itertools import count
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tests.programs.program_functions import FUNCTIONS
 from tests.programs.program_ops import OPS
+from tests.programs.program_splits import parted
 
-__all__ = ["Input", "Program", "Region", "Step", "constructs", "function", "reference_source", "source"]
+__all__ = ["SCOPE", "Input", "Program", "Region", "Step", "constructs", "function", "reference_source", "source"]
 
 INDENT = "    "
+
+# What a printed program refers to.
+SCOPE = {"torch": torch, "F": torch.nn.functional, "checkpoint": checkpoint, "parted": parted, **FUNCTIONS}
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,7 @@ def _print(program: Program, reference: bool) -> str:
 
 
 def source(program: Program) -> str:
-    """The program as a Python function `program`; it needs `torch`, `F` and `checkpoint` in scope."""
+    """The program as a Python function `program`; it needs `SCOPE`."""
     return _print(program, reference=False)
 
 
@@ -174,7 +179,7 @@ _files = count()
 def function(text: str, **extra: object) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Compile printed source into the function `program`, with its lines known to tracebacks."""
     file = f"<program {next(_files)}>"
-    scope: dict = {"torch": torch, "F": torch.nn.functional, "checkpoint": checkpoint, **extra}
+    scope: dict = {**SCOPE, **extra}
     exec(compile(text, file, "exec"), scope)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     return scope["program"]

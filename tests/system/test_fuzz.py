@@ -19,8 +19,9 @@ import thunder
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
+from thunder.dynamo import thunderfx
 
-from tests.checking.defects import DEFECTS, UNSUPPORTED, WRONG, defect_of
+from tests.checking.defects import DEFECTS, UNSUPPORTED, UNSUPPORTED_UNDER_DYNAMO, WRONG, defect_of
 from tests.checking.oracle import Invalid, check, differences, expect, run
 from tests.fuzzing import campaign as fuzz_campaign
 from tests.fuzzing import configs as fuzz_configs
@@ -44,8 +45,8 @@ from tests.fuzzing.shrink import regression, shrink
 from tests.programs.generate import Profile, generate, prune, validate
 from tests.programs.program_inputs import materialise
 from tests.programs.program_ops import FAMILIES
-from tests.programs.programs import Input, Program, Region, Step, constructs, function, source
-from thunder_mem import SORTS, MemEfficient
+from tests.programs.programs import Input, Program, Region, Step, constructs, function, source, walk
+from thunder_mem import SORTS, MemEfficient, fx
 
 MEM = CONFIGS["mem"]
 SMALL = Profile(steps=7)
@@ -132,6 +133,15 @@ def test_thunder_still_refuses(name: str):
         thunder.jit(UNSUPPORTED[name])(x)
 
 
+@pytest.mark.parametrize("name", UNSUPPORTED_UNDER_DYNAMO)
+def test_thunder_still_refuses_under_dynamo(name: str):
+    fn, words = UNSUPPORTED_UNDER_DYNAMO[name]
+    x = torch.ones(4, 3, requires_grad=True)
+    thunder.jit(fn)(x)
+    with pytest.raises(Exception, match=words):
+        thunderfx(lambda x: fn(x) * 2)(x)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_thunder_still_gets_wrong(name: str):
     x = torch.ones(4, 3, requires_grad=True)
@@ -160,12 +170,16 @@ def test_programs_are_valid_and_varied():
         *("view", "fresh", "in-place", "random", "checkpoint", "no_grad", "autocast", "gradient"),
         *("transposed input", "strided input", "offset input", "expanded input", "aliased inputs", "zero-size input"),
         *("bfloat16 input", "float16 input", "float64 input", "int64 input", "bool input"),
-        *(f"{family} op" for family in FAMILIES),
+        *(f"{family} op" for family in FAMILIES if family != "split"),
         *("input is output", "repeated output", "view in checkpoint", "checkpoint in checkpoint"),
     }
     assert "random in checkpoint" not in seen and "in-place in checkpoint" not in seen
     beyond = {c for seed in range(200) for c in constructs(generate(Random(seed), PROFILES["checkpoint"]))}
     assert {"random in checkpoint", "in-place in checkpoint"} <= beyond
+    apart = {c for seed in range(50) for c in constructs(generate(Random(seed), PROFILES["split"]))}
+    assert "split op" in apart and "function op" not in apart
+    ops = {item.op for program in drawn for item in walk(program.body) if isinstance(item, Step)}
+    assert "head_predictions" in ops and sum(op.startswith("sliced_head") for op in ops) > 6
 
 
 def test_inputs_alias_as_they_say():
@@ -301,10 +315,42 @@ def final_traces(fn, program: Program) -> list[str]:
     return [re.sub(r"\b[tvx]\d+\b", lambda m: names.setdefault(m[0], f"n{len(names)}"), line) for line in lines]
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+FUNCTIONS_IN_A_ROW = Program(
+    (Input("x0", (4, 3), grad=True), Input("x1", (4, 3), grad=True)),
+    (
+        Step("apply_SineA", ("v0",), ("x0",)),
+        Step("apply_SineB", ("v1",), ("v0",)),
+        Step("apply_Product", ("v2",), ("v1", "x1")),
+        Step("apply_Squash", ("v3",), ("v2",)),
+        Step("apply_Straight", ("v4",), ("v3",)),
+    ),
+    ("v4", "v1"),
+)
+
+
+def test_each_function_has_its_own_backward():
+    """In a trace of its own, in one that was traced before, and without the interpreter."""
+    assert judge(FUNCTIONS_IN_A_ROW, MEM) == []
+    expected, fn = expect(FUNCTIONS_IN_A_ROW), function(source(FUNCTIONS_IN_A_ROW))
+    with quickly(), traced_once():
+        assert [verdict(FUNCTIONS_IN_A_ROW, MEM, expected, fn=fn) for _ in range(2)] == [("right", [])] * 2
+
+
+def test_a_program_runs_through_thunderfx():
+    body = (Step("sin", ("v0",), ("x0",)), Step("sinc", ("v1",), ("v0",)), Step("parted", ("v2",), ("v1",)))
+    program = Program((Input("x0", (4,), grad=True),), (*body, Step("cos", ("v3",), ("v2",))), ("v3",))
+    compiled = CONFIGS["fx"].compile(function(source(program)))
+    with uncompiled_regions():
+        compiled(*materialise(program.inputs).values())
+    parts = [(part.compiler, part.operations) for part in fx.subgraphs(compiled)]
+    assert [who for who, _ in parts] == ["thunder", "inductor", "thunder", "thunder"], parts
+    assert verdict(program, CONFIGS["fx"]) == ("right", [])
+
+
+@pytest.mark.parametrize("profile", [name for name in PROFILES if name != "split"])
 def test_the_quick_way_compiles_to_the_same(profile: str):
-    for seed in range(5):
-        program = generate(Random(seed), PROFILES[profile])
+    programs = [generate(Random(seed), PROFILES[profile]) for seed in range(5)]
+    for program in (*programs, FUNCTIONS_IN_A_ROW):
         alone = final_traces(function(source(program)), program)
         with quickly():
             assert final_traces(function(source(program)), program) == alone, source(program)
