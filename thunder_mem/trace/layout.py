@@ -298,7 +298,6 @@ class Layout:
             return torch.empty_strided(shape, strides, dtype=to_torch_dtype(p.dtype), device="meta")
         return _empty(p)
 
-
     def _of_cpu_attention(self, bsym: BoundSymbol, p: TensorProxy) -> torch.Tensor:
         """What the CPU's flash kernels return, as `aten/src/ATen/native/transformers/attention.cpp` makes it.
 
