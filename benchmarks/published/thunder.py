@@ -28,24 +28,23 @@ def _eager(device: str, options: str) -> Predicted:
     return Predicted(peak.peak_bytes, peak.library_bytes)
 
 
-def _case(where: str, day: str, device: str, published: float, options: str, *, simulated: str) -> Case:
-    predict = partial(_eager, simulated, options)
+def _case(where: str, when: str, published: float, options: str, *, simulated: str) -> Case:
+    predict, device = partial(_eager, simulated, options), f"not named; {simulated} assumed"
     configuration = f"benchmark_litgpt, eager, checkpointing, `{options}`"
-    return Case(f"lightning-thunder, {day}", f"{_ISSUES}/{where}", configuration, device, published, "GB", predict)
+    return Case(f"lightning-thunder, {when}", f"{_ISSUES}/{where}", configuration, device, published, "GB", predict)
 
 
-_A_GEFORCE = {"device": "GeForce 30", "simulated": "RTX3090"}  # the pull request before names a 3080
 CASES = (
     _case(
-        "issues/1337", "2024-10-22", "H100-80GB", 10.55, "--model_name longchat-7b-16k --n_layers 2",
+        "issues/1337", "2024-10", 10.55, "--model_name longchat-7b-16k --n_layers 2",
         simulated="H100-80GB",
     ),
     _case(
-        "pull/1616", "2025-01-08", published=17.55,
-        options="--model_name Qwen2.5-7B --n_layers 4 --block_size 4096", **_A_GEFORCE,
+        "pull/1616", "2025-01-08", 17.55, "--model_name Qwen2.5-7B --n_layers 4 --block_size 4096",
+        simulated="A100-80GB",
     ),
     _case(
-        "pull/1616", "2025-01-08", published=10.37,
-        options="--model_name stablecode-completion-alpha-3b --n_layers 4", **_A_GEFORCE,
+        "pull/1616", "2025-01-08", 10.37, "--model_name stablecode-completion-alpha-3b --n_layers 4",
+        simulated="A100-80GB",
     ),
 )  # fmt: skip
