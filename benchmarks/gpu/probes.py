@@ -71,14 +71,23 @@ def head(name: str) -> dict[str, Any]:
 def predicted_head(device: str, name: str) -> dict[str, Any]:
     """The same peak for a GPU that is not there."""
     if name == "eager":
-        n, d, v = _SHAPE
-        x, w = (torch.empty(rows, d, dtype=torch.bfloat16, device="meta", requires_grad=True) for rows in (n, v))
-        t = torch.empty(n, dtype=torch.long, device="meta")
-        found = estimate(lambda: step(eager, x, w, t), None, None, device=device).prediction
+        inputs = _shapes("meta")
+
+        def whole() -> None:
+            step(eager, *inputs)
+
+        found = estimate(whole, None, None, device=device).prediction
     else:
         with simulate(device):
-            found = predict(HEADS[name](), *make_inputs(_SHAPE, torch.bfloat16, "cuda"))
-    return {"peak_bytes": found.total_peak_bytes - found.held_bytes}
+            found = predict(HEADS[name](), *_shapes("cuda"))
+    return {"peak_bytes": found.peak_bytes - found.held_bytes}
+
+
+def _shapes(device: str) -> tuple[torch.Tensor, ...]:
+    """Inputs of which only shapes matter."""
+    n, d, v = _SHAPE
+    x, w = (torch.zeros(rows, d, dtype=torch.bfloat16, device=device, requires_grad=True) for rows in (n, v))
+    return x, w, torch.zeros(n, dtype=torch.long, device=device)
 
 
 def workspace() -> dict[str, Any]:

@@ -202,8 +202,10 @@ def _subclass(module: ModuleType) -> Any:
             if self.compile == "inductor":
                 from benchmarks.litgpt.inductor_loop import inductor_peak
 
+                how["device"] = self.options.simulated
                 self.loop_peak = inductor_peak(self.model, self.optimizer, self._batch(), **how)
             elif self.compile == "eager":
+                how["device"] = self.options.simulated
                 self.loop_peak = fake_peak(self.model, self.optimizer, self._batch(), **how)
             else:
                 self.loop_peak = predicted_peak(self.model, self.optimizer, self._batch(), **how)

@@ -28,6 +28,7 @@ def inductor_peak(
     *,
     loss_inside: bool,
     microbatches: int = 1,
+    device: str = "H100-80GB",
 ) -> LoopPeak:
     """`fake_peak` of `torch.compile(module)`; arguments as there, to be called within `fake_cpu`.
 
@@ -37,7 +38,8 @@ def inductor_peak(
     arguments = batch if loss_inside else batch[:1]
     with _kernels_left_out():
         compiled = _compiled(module, arguments)
-        return fake_peak(module, optimizer, batch, loss_inside=loss_inside, microbatches=microbatches, call=compiled)
+        how: dict[str, Any] = {"loss_inside": loss_inside, "microbatches": microbatches, "device": device}
+        return fake_peak(module, optimizer, batch, call=compiled, **how)
 
 
 def _compiled(module: nn.Module, arguments: tuple[Tensor, ...]) -> Callable[..., Tensor]:

@@ -106,7 +106,7 @@ def load(path: Path) -> list[Row]:
 
 
 def save(path: Path, row: Row, **about: Any) -> None:
-    """Put a row into a results file, in the matrix's order, in place of the row of the same command.
+    """Put a row into a results file, in the matrix's order, in place of the row of the same case.
 
     Args:
         path: the file; it is replaced in one step, so that a run that is stopped leaves a whole one.
@@ -116,7 +116,7 @@ def save(path: Path, row: Row, **about: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     record = json.loads(path.read_text()) if path.exists() else {}
     order = {case: i for i, case in enumerate(cases())}
-    rows = [r for r in record.get("rows", []) if r["command"] != row["command"]] + [row]
+    rows = [r for r in record.get("rows", []) if _case(r) != _case(row)] + [row]
     rows.sort(key=lambda r: order.get(_case(r), len(order)))
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps({**record, **about, "rows": rows}, indent=1) + "\n")

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.published import liger, litgpt, thunder
 from benchmarks.published.case import UNITS, Case
-from benchmarks.published.liger import CASES
 
-__all__ = ["main", "page"]
+__all__ = ["CASES", "main", "page"]
+
+CASES = (*liger.CASES, *litgpt.CASES, *thunder.CASES)
 
 RESULTS = Path(__file__).parents[1] / "results" / "published.json"
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "published.md"

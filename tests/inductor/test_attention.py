@@ -5,6 +5,7 @@ import thunder
 import torch
 from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, tracectx
 from thunder.extend import get_executor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,6 +16,7 @@ from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime import cpu_attention
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.trace.kernel_scratch import estimated_scratch_bytes
+from thunder_mem.trace.layout import Layout
 
 
 def attend(q, k, v, mask=None, is_causal=False, scale=None):
@@ -234,3 +236,34 @@ def test_the_planner_knows_what_the_backward_holds_inside(t, s, dtype):
 
 def test_it_stands_in_the_registry():
     assert get_executor("mem_attention") is mem_attention_ex
+
+
+QUERIES = {
+    "contiguous": lambda b, h, t, d: torch.randn(b, h, t, d),
+    "a view of (B, T, H, D)": lambda b, h, t, d: torch.randn(b, t, h, d).transpose(1, 2),
+    "a part of a projection": lambda b, h, t, d: torch.randn(b, t, 3, h, d)[:, :, 0].transpose(1, 2),
+    "one head for all": lambda b, h, t, d: torch.randn(b, 1, t, d).expand(b, h, t, d),
+    "a transposed matrix": lambda b, h, t, d: torch.randn(b, h, d, t).mT,
+}
+
+
+@pytest.mark.parametrize("make_query", QUERIES.values(), ids=QUERIES.keys())
+def test_plans_know_how_results_lie_in_memory(make_query):
+    query = make_query(2, 3, 5, 8)
+    key, value = torch.randn(2, 7, 3, 8).transpose(1, 2), torch.randn(2, 3, 7, 8)
+    results = cpu_attention._forward(query, key, value, None, False, None)
+    results += cpu_attention._backward(torch.randn(2, 3, 5, 8), query, key, value, *results, None, False, None)
+    trace = TraceCtx()
+    with tracectx(trace):
+        q, k, v = proxies = [
+            TensorProxy(shape=tuple(t.shape), device=devices.cpu, dtype=dtypes.float32, requires_grad=False)
+            for t in (query, key, value)
+        ]
+        out, logsumexp = cpu_attention.attention_forward(q, k, v, None, False, None)
+        grads = cpu_attention.attention_backward(out, q, k, v, out, logsumexp, None, False, None)
+    layout = Layout.of({p.name: t.to("meta") for p, t in zip(proxies, (query, key, value), strict=True)})
+    for bsym in trace.bound_symbols:
+        layout.run(bsym)
+    planned = [layout[p.name] for p in (out, logsumexp, *grads)]
+    assert [t.stride() for t in planned] == [t.stride() for t in results]
+    assert [t.untyped_storage().nbytes() for t in planned] == [t.untyped_storage().nbytes() for t in results]

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.gpu import run, steps
 from benchmarks.gpu.book import FAILED, NEEDS_GPU, OUT_OF_TIME, PASSED, Step, load, run_book, save
 from benchmarks.gpu.longchat import COLUMNS, compared
-from benchmarks.gpu.probes import hidden_share
+from benchmarks.gpu.probes import hidden_share, predicted_head
 from benchmarks.litgpt import command
 from benchmarks.litgpt.matrix import Case
 
@@ -140,6 +140,12 @@ def test_copies_are_hidden_by_the_union_of_kernels():
     assert hidden_share([(0, 2), (1, 3)], [(0, 3)]) == 1
 
 
+def test_heads_are_predicted_for_a_gpu_that_is_not_there():
+    eager, chunked = (predicted_head("H100-80GB", name)["peak_bytes"] for name in ("eager", "rows=512"))
+    logits_bytes = 16384 * 32000 * 2
+    assert eager >= 3 * logits_bytes > 3 * chunked
+
+
 def test_without_a_gpu_one_line_says_what_runs(capsys):
     assert run.main([]) == 2
     assert "--device simulate" in capsys.readouterr().err
@@ -148,11 +154,11 @@ def test_without_a_gpu_one_line_says_what_runs(capsys):
 @pytest.mark.slow
 def test_what_needs_no_gpu_runs_to_its_end(tmp_path):
     out = tmp_path / "out.json"
-    arguments = ["--device", "simulate", "--out", str(out), "--only", "versions", "workspace", "nvfuser"]
+    arguments = ["--device", "simulate", "--out", str(out), "--only", "versions", "head", "workspace", "nvfuser"]
     done = subprocess.run([sys.executable, "-m", "benchmarks.gpu.run", *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     record = load(out)
-    expected = {"versions": PASSED, "nvfuser": NEEDS_GPU, "workspace": PASSED}
+    expected = {"versions": PASSED, "head": PASSED, "nvfuser": NEEDS_GPU, "workspace": PASSED}
     assert {name: verdict["verdict"] for name, verdict in record["verdicts"].items()} == expected
     assert record["found"]["workspace"]["predicted"] == {"predicted_bytes": 32 * 2**20}
     assert record["found"]["versions"]["versions"]["versions"]["torch"]

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from benchmarks.published.__main__ import PAGE, RESULTS, page
-from benchmarks.published.liger import CASES
+from benchmarks.published import liger, litgpt
+from benchmarks.published.__main__ import CASES, PAGE, RESULTS, page
 
 ROWS = json.loads(RESULTS.read_text())["rows"]
 
 
 def test_every_row_is_within_two_percent_or_has_a_cause():
-    assert len(ROWS) == len(CASES) >= 20
+    assert len(ROWS) == len(CASES) >= 40
     assert all(abs(row["difference"]) <= 0.02 or row["cause"] for row in ROWS)
 
 
@@ -19,7 +19,19 @@ def test_the_page_is_made_from_the_rows():
     assert PAGE.read_text() == page(ROWS)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[9], CASES[10]], ids=lambda case: case.configuration)
-def test_what_was_measured_is_predicted(case):
+@pytest.mark.parametrize("case", [liger.CASES[i] for i in (0, 2, 9, 10)], ids=lambda case: case.configuration)
+def test_a_layer_is_predicted(case):
     """Of each kind: steady, the mean of ten runs, a gradient that is held, a workspace of one thread alone."""
     assert case.predict().nbytes == pytest.approx(case.published_bytes, rel=1e-4)
+
+
+def test_finetuning_is_predicted():
+    """The smallest model of a recipe: its gradients, AdamW's state and the logits before are there."""
+    (case,) = (case for case in litgpt.CASES if "recipe stablelm" in case.configuration)
+    assert case.predict().nbytes == pytest.approx(case.published_bytes, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row, case", [*zip(ROWS, CASES, strict=True)], ids=[row["configuration"] for row in ROWS])
+def test_rows_are_what_is_predicted(row, case):
+    assert case.predict().nbytes == row["predicted_bytes"]

@@ -12,6 +12,7 @@ The epilogue, which runs outside the function, gives the argument that view's hi
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -80,7 +81,7 @@ def with_histories(
     if epilogue is None or not result.args or not isinstance(result.args[0], dict):
         return prologue, computation, epilogue
     whole = _whole_names(computation)
-    written = [p for p in _tensors(computation.args) if _is_written(p, computation, whole)]
+    written = _written(computation, whole)
     if not written:
         return prologue, computation, epilogue
     with_grad = {whole[leaf.args[1].name] for _, leaf in _copies(computation) if leaf.kwargs["grad_enabled"]}
@@ -121,23 +122,31 @@ def _whole_names(trace: TraceCtx) -> dict[str, str]:
     return known
 
 
-def _is_written(p: TensorProxy, trace: TraceCtx, whole: Mapping[str, str]) -> bool:
-    """Whether an argument with a gradient is written as a whole; a warning names any other write to it."""
-    if not p.requires_grad or not dtypes.is_inexact_dtype(p.dtype):
-        return False
-    memory = Aliases(trace.bound_symbols)
-    here = memory(p.name)
-    copies = [(bsym, leaf.args[1].name) for bsym, leaf in _copies(trace) if memory(leaf.args[1].name) == here]
+def _written(trace: TraceCtx, whole: Mapping[str, str]) -> list[TensorProxy]:
+    """The arguments with a gradient that are written as a whole; of one written in another way, a warning says so."""
+    copies = _copies(trace)
     if not copies:
-        return False
-    if any(memory(other.name) == here for other in _tensors(trace.args) if other.name != p.name):
-        why = "another argument may share its memory"
-    elif any(whole.get(name) != p.name for _, name in copies):
-        why = "it goes through a view"
-    else:
-        return True
-    warnings.warn(LOST.format(line=source_of(copies[0][0]) or copies[0][0].sym.name, why=why), stacklevel=4)
-    return False
+        return []
+    memory = Aliases(trace.bound_symbols)
+    copies_to: dict[str, list[tuple[BoundSymbol, str]]] = {}
+    for bsym, leaf in copies:
+        copies_to.setdefault(memory(leaf.args[1].name), []).append((bsym, leaf.args[1].name))
+    sharers = Counter(memory(name) for name in {p.name for p in _tensors(trace.args)})
+    found = []
+    for p in _tensors(trace.args):
+        here = memory(p.name)
+        if not p.requires_grad or not dtypes.is_inexact_dtype(p.dtype) or here not in copies_to:
+            continue
+        if sharers[here] > 1:
+            why = "another argument may share its memory"
+        elif any(whole.get(name) != p.name for _, name in copies_to[here]):
+            why = "it goes through a view"
+        else:
+            found.append(p)
+            continue
+        first = copies_to[here][0][0]
+        warnings.warn(LOST.format(line=source_of(first) or first.sym.name, why=why), stacklevel=3)
+    return found
 
 
 def _past_no_grad(trace: TraceCtx, whole: Mapping[str, str], written: Collection[str]) -> TraceCtx:

@@ -65,6 +65,7 @@ _DENSE_NAMES = frozenset(
 )
 _NORMS = frozenset({"batch_norm", "group_norm", "instance_norm"})  # of images they keep the memory format
 _IMAGE_DIMS = 4
+_CPU_ATTENTION = ("mem_attention_forward", "mem_attention_backward")
 # Claimed symbols without subsymbols, by the name of the torch function that runs.
 _VIEW_NAMES: dict[str, Callable] = {
     "shallow_copy": lambda a: a,
@@ -280,9 +281,8 @@ class Layout:
             for a in bsym.flat_proxy_args
             if isinstance(a, TensorProxy) and a.name in self._tensors and tuple(a.shape) == shape
         ]
-        if bsym.sym.name.startswith("mem_attention") and len(shape) == 4:
-            # The CPU kernel lays its results out as (B, T, H, E) and shows them as (B, H, T, E).
-            return _empty(p).transpose(1, 2).contiguous().transpose(1, 2)
+        if bsym.sym.name in _CPU_ATTENTION:
+            return self._of_cpu_attention(bsym, p)
         if is_dense_function(bsym):
             return _empty(p)
         follows = bsym.sym.name.endswith("_like")  # its decomposition does not
@@ -296,6 +296,19 @@ class Layout:
             strides = compute_elementwise_output_strides(*operands)
             return torch.empty_strided(shape, strides, dtype=to_torch_dtype(p.dtype), device="meta")
         return _empty(p)
+
+    def _of_cpu_attention(self, bsym: BoundSymbol, p: TensorProxy) -> torch.Tensor:
+        """What the CPU's flash kernels return, as `aten/src/ATen/native/transformers/attention.cpp` makes it.
+
+        The output lies as the query does. The log-sum-exp, shown as (B, H, T), lies as (B, T, H), and gradients,
+        shown as (B, H, T, D), lie as (B, T, H, D).
+        """
+        if bsym.sym.name == _CPU_ATTENTION[0] and p.name == bsym.output[0].name:
+            query = self._tensors[bsym.args[0].name]
+            return torch.empty_like(query if query.stride(-1) == 1 else query.contiguous())
+        batch, heads, rows, *size = map(int, p.shape)
+        of_kernel = torch.empty((batch, rows, heads, *size), dtype=to_torch_dtype(p.dtype), device="meta")
+        return of_kernel.transpose(1, 2)
 
 
 def _in_place_target(bsym: BoundSymbol) -> TensorProxy | None:
