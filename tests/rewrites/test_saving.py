@@ -7,6 +7,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+import thunder
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -18,8 +19,10 @@ from torch.nn import functional as F
 
 from tests.checking.graphs import Builder, graphs, scaled
 from tests.checking.traces import run, traced_programs, unfused
+from tests.fuzzing.configs import uncompiled_regions
 from tests.programs.fusible import fusible
 from tests.programs.generate import Profile
+from thunder_mem import MemEfficient
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.graph import Graph
 from thunder_mem.partition.constraints import Constraints
@@ -361,3 +364,20 @@ def test_views_of_what_is_rebuilt_are_read_as_views_of_the_copy():
     source = read_trace(trace)
     new = recompute_in_backward(source, trace, min_cut_partition(source.graph, fusibility(source, [mem_pointwise_ex])))
     assert read_trace(new, earlier=source).graph == read_trace(new).graph
+
+
+def test_half_of_a_composite_that_nobody_reads_is_left_out():
+    """`torch.max` gives two results; its dead one would read its input in the backward, which nothing saves."""
+
+    def program(x, y):
+        with torch.no_grad():
+            _, index = torch.max(x, -2, keepdim=True)
+        return index, torch.cat([-y[..., 2:], y[..., :2]], -1)
+
+    x, y = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
+    jitted = thunder.jit(program, executors=["torchcompile"], transforms=[MemEfficient(strict=True, verify=True)])
+    with uncompiled_regions():
+        index, out = jitted(x, y)
+    assert torch.equal(index, x.argmax(-2, keepdim=True))
+    (grad,) = torch.autograd.grad(out.sum(), y)
+    assert torch.equal(grad, torch.tensor([[1.0, 1.0, -1.0, -1.0]] * 3))

@@ -51,6 +51,7 @@ from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_word
 from thunder_mem.runtime.scratch_cache import save_tables
 from thunder_mem.tiling.chunk_narrowing import narrow_sums
 from thunder_mem.tiling.chunk_resizing import leanest_loops
+from thunder_mem.trace.dead_halves import without_dead_halves
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.trace.verification import is_verified, verify_final, verify_rewrite
 from thunder_mem.user_choices.offload import moves_for
@@ -83,7 +84,7 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
         from thunder.core.rematerialization import replace_uniform
 
         given = replace_uniform(given)
-    trace = prepared(without_unread_gradients(given))
+    trace = prepared(without_dead_halves(without_unread_gradients(given)))
     planned = _fitting(trace, executors, options, given, start)
     assert planned.arranged is not None and planned.final is not None
     if is_verified(planned.original, planned.plan.fingerprint, options.verify):

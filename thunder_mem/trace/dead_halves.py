@@ -1,0 +1,33 @@
+"""Open composites of which only some results are read, where no executor takes them whole.
+
+Thunder opens them after planning, and what makes their dead results is left behind then: an operation that nobody
+reads. Thunder's split takes it for one of the backward, and the forward saves its inputs for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.transform_common import dce
+from thunder.extend import get_always_executors
+
+__all__ = ["without_dead_halves"]
+
+
+def without_dead_halves(trace: TraceCtx) -> TraceCtx:
+    """The trace with such composites replaced by the operations in them that are read."""
+    read = {p.name for bsym in trace.bound_symbols for p in bsym.flat_proxy_args}
+    new = from_trace(trace)
+    new.bound_symbols = [part for bsym in trace.bound_symbols for part in _parts(bsym, read)]
+    return dce(new)
+
+
+def _parts(bsym: BoundSymbol, read: set[str]) -> Sequence[BoundSymbol]:
+    names = {p.name for p in bsym.flat_proxy_outs}
+    if names <= read or names.isdisjoint(read) or not bsym.subsymbols or bsym.sym.executor is not None:
+        return (bsym,)
+    if any(executor.can_execute(bsym) for executor in get_always_executors()):
+        return (bsym,)
+    return bsym.subsymbols
