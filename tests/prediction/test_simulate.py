@@ -50,7 +50,7 @@ def test_unknown_names_list_the_known():
         simulate("T4", fusion="xla"),
     ):
         pass
-    with pytest.raises(ValueError, match="by name"):
+    with pytest.raises(ValueError, match="by its name"):
         device_spec(3)
     with simulate("T4"), pytest.raises(ValueError, match="T4 is being simulated already"), simulate("L4"):
         pass
