@@ -119,6 +119,11 @@ class LoopPlan:
         return -(-self.n // self.chunk_rows)
 
     @property
+    def device(self) -> str:
+        """Where it runs, as torch prints it."""
+        return self.outputs[0].device
+
+    @property
     def log_sums(self) -> tuple[int, ...]:
         """Indices of the outputs whose gradient in one chunk needs their value over all chunks."""
         return tuple(i for i in self.differentiable if self.outputs[i].sharding.partial == "logsumexp")
@@ -145,7 +150,7 @@ class LoopPlan:
         the peak, which would rise by the difference.
         """
         share_bytes = scratch_bytes_of(self.logits_bytes)
-        if self.gemms[0].out.device.startswith("cuda"):  # which waits for the host if tiles are small
+        if self.device.startswith("cuda"):  # which waits for the host if tiles are small
             share_bytes = max(share_bytes, _GPU_TILES_BYTES)
         return share_bytes if self.sized == "asked" else max(share_bytes, block_bytes)
 
@@ -191,6 +196,10 @@ class LoopPlan:
         for g in self.gemms:
             dtypes = {g.out.dtype, sums.get(g.w, g.out.dtype)}
             needed.append(gemm_scratch_bytes(g.out.device, g.out.dtype, dtypes, self.chunk_rows, tiles))
+        for i, dtype in sums.items():
+            spec = self.inputs[i]
+            if i in self.sides and not spec.sharding.split and len(spec.shape) == 2:
+                needed.append(gemm_scratch_bytes(spec.device, spec.dtype, {dtype}, self.chunk_rows, tiles))
         return max(needed)
 
     def to_json(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> tuple[TraceCtx, 
     new = from_trace(trace)
     with tracectx(new):
         bsym = bind_loop(loop, [v.proxy for v in region.inputs], outputs)
-    first = region.amplifiers[0].leaf
+    first = region.first
     origin = first.parents[0] if first.parents else first.bsym
     bsym.source_filename, bsym.source_positions, bsym.header = (
         origin.source_filename, origin.source_positions, origin.header,
