@@ -342,3 +342,11 @@ def test_a_proxy_from_nowhere_is_refused_by_name():
     (sin,) = (b for b in trace.bound_symbols if b.sym.name == "sin")
     with pytest.raises(ValueError, match=f"uses {sin.output.name}, which nothing produces"):
         read_trace(replaced(trace, [b for b in trace.bound_symbols if b is not sin]))
+
+
+def test_an_einsum_lies_as_its_last_step_leaves_it():
+    """Thunder permutes a product; in which order depends on the hash seed."""
+    trace = unfused(lambda a: torch.einsum("...ij,...kj->...ik", a, a).contiguous() * 2, torch.randn(8, 1))
+    (made,) = (b.output.name for b in trace.bound_symbols if b.sym.name == "einsum")
+    ran = run(trace, {p.name: torch.randn(8, 1) for p in trace.args})
+    assert read_trace(trace).layout[made].stride() == ran.tensors[made].stride()

@@ -283,6 +283,10 @@ class Layout:
         ]
         if bsym.sym.name in _CPU_ATTENTION:
             return self._of_cpu_attention(bsym, p)
+        if bsym.sym.name == "einsum" and bsym.sym.executor is None:  # no executor takes it whole
+            for sub in bsym.subsymbols:
+                self.run(sub)
+            return self._tensors[p.name]
         if is_dense_function(bsym):
             return _empty(p)
         follows = bsym.sym.name.endswith("_like")  # its decomposition does not
