@@ -47,11 +47,6 @@ class Capacity:
     def __bool__(self) -> bool:
         return self.fits
 
-    @property
-    def may_fragment(self) -> bool:
-        """The step fits, but the simulated allocator needs more segments than the device has room for."""
-        return self.fits and self.allocation.reserved_peak_bytes > self.usable_bytes
-
 
 @dataclass(frozen=True)
 class Largest:
