@@ -1,6 +1,5 @@
 """The runtime model: operations and bytes by hand, rooflines, and the measured mode's cache."""
 
-import json
 import warnings
 
 import pytest
@@ -254,18 +253,3 @@ def test_where_nothing_can_be_measured(monkeypatch):
     monkeypatch.setattr(cost_measure.distributed, "get_world_size", lambda: 4)
     with pytest.raises(cost_measure.MeasuringError, match="each of the 4 ranks other times"):
         cost_measure.check_measurable()
-
-
-def test_this_cpu_is_measured_once(tmp_path):
-    calls = []
-
-    def timer(fn, args):
-        calls.append(fn)
-        return 1e-3
-
-    first = cost_measure.measured_cpu(tmp_path / "cpu.json", timer)
-    assert calls and first.matmul_flops("float32") == pytest.approx(2 * 1024**3 / 1e-3)
-    count = len(calls)
-    assert cost_measure.measured_cpu(tmp_path / "cpu.json", timer) == first
-    assert len(calls) == count
-    assert json.loads((tmp_path / "cpu.json").read_text())["version"] == 1

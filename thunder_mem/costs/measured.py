@@ -42,7 +42,6 @@ __all__ = [
     "cache_directory",
     "check_measurable",
     "costs_of",
-    "measured_cpu",
 ]
 
 COSTS = ("roofline", "measured")
@@ -122,46 +121,6 @@ class MeasuredCosts:
                 raise MeasuringError(f"{bsym.sym.name} cannot be measured: {type(error).__name__}: {error}") from error
             _save(self.path, self._seconds)
         return self._seconds[key]
-
-
-def measured_cpu(path: str | os.PathLike[str] | None = None, timer: Timer | None = None) -> DeviceModel:
-    """This machine's CPU as a `DeviceModel`, measured once and remembered in a file (``cpu.json``).
-
-    The bandwidth comes from a copy of 64 MiB, and the product rate from 1024 x 1024 matrices. The vector rate
-    comes from a polynomial of a small tensor, and the launch time from an addition of one element.
-
-    Raises:
-        ValueError: the file exists but is not such a file.
-    """
-    file = Path(path) if path is not None else cache_directory() / "cpu.json"
-    timer = timer or _time
-    seconds = _load(file)
-    known = dict(seconds)
-
-    def measure(what: str, fn: Callable[..., Any], *args: Any) -> float:
-        key = f"{what} {_machine('cpu')}"
-        if key not in seconds:
-            seconds[key] = max(timer(fn, args), 1e-9)
-        return seconds[key]
-
-    block = torch.zeros(2**24)
-    n = 1024
-    peaks = {}
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        square = torch.ones(n, n, dtype=dtype)
-        peaks[str(dtype).removeprefix("torch.")] = 2 * n**3 / measure(f"matmul {dtype}", torch.matmul, square, square)
-    row = torch.ones(2**14)
-    model = DeviceModel(
-        "cpu",
-        0,
-        2 * block.nbytes / measure("copy", torch.Tensor.copy_, block, torch.ones(2**24)),
-        peaks,
-        row.numel() / measure("vector", torch.sin, row),
-        measure("launch", torch.add, torch.ones(1), 1.0),
-    )
-    if seconds != known:
-        _save(file, seconds)
-    return model
 
 
 def _time(fn: Callable[..., Any], args: Sequence[Any]) -> float:
