@@ -1,7 +1,7 @@
 """Open composites of which only some results are read, where no executor takes them whole.
 
-Thunder opens them after planning, and what makes their dead results is left behind then: an operation that nobody
-reads. Thunder's split takes it for one of the backward, and the forward saves its inputs for it.
+Thunder opens such a composite only after planning. The operation that makes its dead result is then left in the trace.
+Thunder's split moves this operation into the backward, and the forward saves its inputs for nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ __all__ = ["without_dead_halves"]
 
 
 def without_dead_halves(trace: TraceCtx) -> TraceCtx:
-    """The trace with such composites replaced by the operations in them that are read."""
+    """The trace with such composites replaced by the operations in them that are read; the same object without any."""
     read = {p.name for bsym in trace.bound_symbols for p in bsym.flat_proxy_args}
+    parts = [part for bsym in trace.bound_symbols for part in _parts(bsym, read)]
+    if parts == trace.bound_symbols:
+        return trace
     new = from_trace(trace)
-    new.bound_symbols = [part for bsym in trace.bound_symbols for part in _parts(bsym, read)]
+    new.bound_symbols = parts
     return dce(new)
 
 
