@@ -109,7 +109,7 @@ def looked_up_once() -> Iterator[None]:
 
     def quick_flatten_dataclasses(tree: Any) -> Any:
         leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=pytree.OPTREE_NAMESPACE)
-        return flatten_dataclasses(tree) if any(is_dataclass(type(x)) for x in leaves) else (leaves, spec)
+        return flatten_dataclasses(tree) if any(map(is_dataclass, set(map(type, leaves)))) else (leaves, spec)
 
     def quick_normalize(self: Symbol, *args: Any, **kwargs: Any) -> Any:
         bound = signature(self.meta).bind(*args, **kwargs)

@@ -146,7 +146,13 @@ def test_a_head_that_fails_is_whole_and_says_why(stage, exact, monkeypatch):
     assert any("planted" in r.reason for r in last_plan(jitted).refused)
 
 
-@pytest.mark.parametrize("executors", [(), (mem_pointwise_ex,)], ids=["no fusion", "pointwise"])
+@pytest.mark.parametrize(
+    "executors",
+    [
+        pytest.param((), id="no fusion", marks=pytest.mark.slow),
+        pytest.param((mem_pointwise_ex,), id="pointwise"),
+    ],
+)
 @pytest.mark.parametrize("stage", PLANNING)
 def test_what_fails_in_planning_runs_without_loops(stage, executors, exact, monkeypatch):
     """The loops were in the trace long before; Thunder alone has none."""
