@@ -241,6 +241,59 @@ def test_convolutions_equal_eager_ones(last):
     assert backward.count("mem_convolution_backward(") == backward.count("_weight_backward(") == len(CONVOLUTIONS)
 
 
+LOSSES = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "rows": {"reduction": "none"},
+    "ignored": {"ignore_index": 3},
+    "smoothed": {"label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_losses_equal_eager_ones(dtype):
+    """With weights and without; the default's ignored target is no class. Smoothed ones are not by the kernel."""
+    some, all_count = torch.tensor([0, 3, -100, 6, 3]), torch.tensor([0, 3, 1, 6, 3])
+
+    def all_of_them(weight, row, *xs):
+        losses = [F.cross_entropy(row, all_count[1])]
+        for i, given in enumerate(LOSSES.values()):
+            targets = all_count if "ignore_index" in given else some
+            losses.append(F.cross_entropy(xs[2 * i], targets, **given))
+            losses.append(F.cross_entropy(xs[2 * i + 1], targets, weight, **given))
+        return tuple(losses)
+
+    rows = [torch.randn(5, 7).to(dtype).requires_grad_() for _ in range(2 * len(LOSSES))]
+    args = [torch.linspace(0.2, 3, 7).to(dtype), torch.randn(7).to(dtype).requires_grad_(), *rows]
+    jitted = assert_like_eager(all_of_them, args)
+    assert str(thunder.last_traces(jitted)[-1]).count(" = mem_nll_loss(") == 1 + 2 * (len(LOSSES) - 1)
+
+
+def test_a_loss_copies_no_probabilities():
+    x, targets = torch.randn(256, 500, requires_grad=True), torch.randint(0, 500, (256,))
+
+    def eager(x):
+        return F.cross_entropy(x, targets)
+
+    def peak(call):
+        call(x).backward()
+        x.grad = None
+        used_bytes = measure_peak(lambda: call(x).backward())
+        x.grad = None
+        return used_bytes
+
+    jitted = planned(eager)
+    assert peak(jitted) <= peak(eager)
+    assert predict(jitted, x).phase("forward").measured_bytes < 1.1 * x.nbytes
+
+
+def test_losses_of_images_are_left_to_thunder():
+    x, targets = torch.randn(2, 3, 4, 4, requires_grad=True), torch.randint(0, 3, (2, 4, 4))
+    jitted = planned(lambda x: F.cross_entropy(x, targets))
+    torch.testing.assert_close(jitted(x), F.cross_entropy(x, targets))
+    assert "mem_nll_loss" not in traces(jitted)
+
+
 def test_only_gradients_that_something_reads_are_made():
     norm = nn.LayerNorm(6)
     norm.weight.requires_grad_(False)

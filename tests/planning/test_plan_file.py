@@ -191,6 +191,20 @@ def test_a_folder_is_no_file_and_nothing_is_left_behind(tmp_path):
 # ---- torch.autograd.Function ----
 
 
+def test_programs_that_differ_in_a_constant_are_others(tmp_path):
+    """Also in one that neither shapes nor dtypes show, such as a memory format."""
+
+    def digest(memory_format):
+        jitted = thunder.jit(
+            lambda x: x.contiguous(memory_format=memory_format).sin(), executors=[], transforms=[MemEfficient()]
+        )
+        jitted(randn(2, 3, 4, 4))
+        save_plan(jitted, tmp_path / "plan.json")
+        return json.loads((tmp_path / "plan.json").read_text())["program"]["digest"]
+
+    assert digest(torch.contiguous_format) != digest(torch.channels_last)
+
+
 def gate(factor):
     """A function by its own rule for gradients, whose class has the same name whatever that rule is."""
 

@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ import thunder_mem
 from benchmarks.scale import SHAPES, count, joint_trace, planned
 from tests.fuzzing.configs import uncompiled_regions
 from tests.programs.cases import randn
-from thunder_mem import MemEfficient, last_plan
+from thunder_mem import BudgetError, MemEfficient, last_plan
 from thunder_mem.frontend.functionalization import without_writes
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
@@ -251,3 +251,19 @@ def test_nothing_keeps_tensors_alive():
         seen = once()
         assert tensors() == before
     assert all(ref() is None for ref in seen)
+
+
+@pytest.mark.parametrize("options", ({}, {"budget": "1GiB"}, {"budget": 1}), ids=str)
+def test_a_compiled_function_dies_with_its_last_name(options):
+    """Without the collector, also where no plan fits: no cycle of ours keeps the program and its tensors."""
+    gc.collect()
+    gc.disable()
+    try:
+        jitted = thunder.jit(small(), executors=[], transforms=[MemEfficient(strict=True, **options)])
+        with nullcontext() if options.get("budget") != 1 else pytest.raises(BudgetError):
+            jitted(randn(5, 6, grad=False))
+        seen = weakref.ref(jitted)
+        del jitted
+        assert seen() is None
+    finally:
+        gc.enable()

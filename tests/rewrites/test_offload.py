@@ -9,6 +9,7 @@ import torch
 from tests.programs.offload_cases import PROGRAMS, compiled, stack, step, tightest, transfers
 from thunder_mem import MemEfficient, explain, last_plan, measure_peak, predict, predict_step, simulate
 from thunder_mem.partition.constraints import RecomputeError
+from thunder_mem.trace.reading import read_trace
 from thunder_mem.user_choices.offload import OffloadOption, parse_offload
 
 # ---- what is asked for ----
@@ -44,6 +45,19 @@ def test_a_pattern_that_matches_nothing_names_those_that_do():
         compiled(stack(), 1000, offload="only:Sofmax")(torch.randn(512, 64))
 
 
+def assert_copies_end_before_writes(forward):
+    """No op writes to a value between the start and the end of its copy to the host; its end still reads the value."""
+    source = read_trace(forward)
+    ends = {b.args[0].name: i for i, b in enumerate(source.bsyms) if b.sym.name == "offload_wait"}
+    starts = {i: b for i, b in enumerate(source.bsyms) if b.sym.name == "offload"}
+    assert len(starts) == len(ends) > 0
+    for start, bsym in starts.items():
+        copied = source.storage_of[bsym.args[0].name]
+        end = ends[bsym.output.name]
+        assert copied in source.graph.ops[end].reads
+        assert not any(copied in op.writes for op in source.graph.ops[start:end])
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_are_those_of_eager_and_bytes_are_those_predicted(name):
     make, executors = PROGRAMS[name]
@@ -51,6 +65,7 @@ def test_gradients_are_those_of_eager_and_bytes_are_those_predicted(name):
     tight, found = tightest(make, x, executors)
     plan = last_plan(tight)
     assert plan.budget.offloaded and plan.budget.host_bytes > 0
+    assert_copies_end_before_writes(thunder.last_traces(tight)[-1])
     exact = make().double()
     for ours, theirs in zip(found, step(exact, exact, x.double()), strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-5 * theirs.abs().max().item())

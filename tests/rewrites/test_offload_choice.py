@@ -18,6 +18,7 @@ from thunder_mem.partition.min_cut_partition import saved_storages
 from thunder_mem.partition.offload_on_graph import move_in_backward
 from thunder_mem.partition.offload_search import fit_with_offload
 from thunder_mem.partition.recompute_on_graph import recompute_on_graph
+from thunder_mem.planning.budget_loop import within_budget
 from thunder_mem.rewrites.offload import offload_obstacle
 from thunder_mem.rewrites.transfer_scheduling import schedule_transfers
 from thunder_mem.trace.renaming import renamed
@@ -195,6 +196,23 @@ def test_whatever_the_link_nothing_is_dearer_than_recomputing_and_all_fits(deep)
                 assert not fit.offloaded
             elif link == 1e12:
                 assert fit.offloaded and fit.seconds == 0
+
+
+@pytest.mark.parametrize("late_ms", (0, 1e6))
+def test_copies_that_turn_out_dearer_than_recomputing_are_given_up(deep, late_ms):
+    """The final schedule may have less room beside the copies than the search assumed."""
+    problem = moving(deep, device_model("cpu"), link_bytes_per_s=1e12, copy_s=1e-9)
+    free = deep.plan(frozenset())
+    budget = (free.peak_bytes + fit_budget(deep.problem, 1).peak_bytes) // 2
+
+    def finish(planned):
+        bought = planned.plan.budget
+        late = replace(bought, exposed_ms=late_ms) if bought and bought.offloaded else bought
+        return replace(planned, plan=replace(planned.plan, budget=late))
+
+    found = within_budget(free, problem, budget, deep.plan, finish)
+    assert found.peak_bytes <= budget
+    assert bool(found.plan.budget.offloaded) == (late_ms == 0)
 
 
 def test_what_a_row_says_of_its_trial_is_what_is_alive(deep):

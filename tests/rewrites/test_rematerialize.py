@@ -131,6 +131,18 @@ def test_the_value_is_not_there_at_the_peak():
     assert decision.how == "1 idle value made again after the peak"
 
 
+def test_a_value_made_in_another_way_is_left():
+    def beside(x, w, m):
+        y = x.cos() + 3
+        return idle(x, w, m) + (y @ m).t() @ y
+
+    jitted = compiled(beside)
+    args = arguments()
+    torch.testing.assert_close(jitted(*args), beside(*args))
+    (decision,) = decided(jitted)
+    assert decision.how == "1 idle value made again after the peak"
+
+
 def test_all_that_are_made_and_used_alike():
     def layers(x, w, m):
         for _ in range(4):

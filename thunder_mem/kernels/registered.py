@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from thunder_mem.kernels import activation_kernels, convolution_kernel, norm_kernels
+from thunder_mem.kernels import activation_kernels, convolution_kernel, loss_kernels, norm_kernels
 from thunder_mem.kernels.kernel_executor import mem_kernels_ex, without_unread_gradients
 from thunder_mem.kernels.running_statistics import with_statistics_apart
 
 __all__ = [
     "activation_kernels",
     "convolution_kernel",
+    "loss_kernels",
     "mem_kernels_ex",
     "norm_kernels",
     "with_statistics_apart",

@@ -115,15 +115,21 @@ def _fitting(
         if outcome is None or (outcome.peak_bytes <= outcome.budget_bytes and seen is None):
             return found[-1]
     best = min(found, key=attrgetter("peak_bytes"))
-    assert outcome is not None and options.budget is not None and best.final is not None
+    assert outcome is not None
     if best.peak_bytes <= outcome.budget_bytes:
         return best
-    share = share_in_words(options.budget, device_of(best.source))
-    error = BudgetError(outcome.budget_bytes, best.peak_bytes, peak_in_words(best.final, best.source), share)
+    # Without a local name for the error: its traceback holds this frame, and the cycle would keep the program.
     if options.on_infeasible == "error":
-        raise error
-    warnings.warn(str(error), stacklevel=2)
+        raise _over_budget(best, options, outcome.budget_bytes)
+    warnings.warn(str(_over_budget(best, options, outcome.budget_bytes)), stacklevel=2)
     return best
+
+
+def _over_budget(best: Planned, options: PlanningOptions, budget_bytes: int) -> BudgetError:
+    """The error that even the smallest plan found exceeds the budget."""
+    assert options.budget is not None and best.final is not None
+    share = share_in_words(options.budget, device_of(best.source))
+    return BudgetError(budget_bytes, best.peak_bytes, peak_in_words(best.final, best.source), share)
 
 
 def _variants(trace: TraceCtx) -> Iterator[TraceCtx]:

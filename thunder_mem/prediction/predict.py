@@ -33,6 +33,7 @@ from thunder_mem.prediction.tangents import checked_tangents, fill_with_zeros, p
 from thunder_mem.regions.fake_regions import empty_like_proxy
 from thunder_mem.runtime.scratch_cache import save_tables
 from thunder_mem.runtime.simulated_device import simulated_device
+from thunder_mem.trace.missing_tangents import makes_missing_tangents
 
 __all__ = ["Held", "Prediction", "PredictionError", "predict"]
 
@@ -195,8 +196,8 @@ def predict(
         tangents: gradients of the outputs, made after the forward, which the caller holds during the backward:
             one for each distinct returned tensor, in the order of the result (dicts by insertion), with that
             tensor's shape, dtype and device. None for an output without a gradient (integers), or one that
-            the loss does not use: autograd makes zeros for it. The default is dense tangents that only the
-            backward holds, so that it may free them.
+            the loss does not use: autograd, or the backward of `MemEfficient`, makes zeros for it. The default
+            is dense tangents that only the backward holds, so that it may free them.
         keep_outputs: whether the caller also holds the outputs during the backward. The frame of
             `torch.autograd.backward(outputs, tangents)` does; `loss_of(outputs).backward()` does not.
 
@@ -282,7 +283,8 @@ def run_prediction(
         del outputs, theirs, kept
         return ledger, runner, assumptions
     missing = [i for i, t in enumerate(given) if t is None]
-    fill_with_zeros(given, layouts, mode)
+    if not makes_missing_tangents(backward):
+        fill_with_zeros(given, layouts, mode)
     _add_all(ledger, [f"zeros{i}" for i in missing], [given[i] for i in missing], "tangent")
     # As the trace calls them; an output that has no gradient has no name there.
     named = [(p.name, t) for p, t in zip(backward.args[1], given, strict=True) if p is not None]

@@ -22,6 +22,7 @@ from thunder_mem.prediction.fake_twins import Leaves, Twins, Watch
 from thunder_mem.prediction.predict import Prediction, compiled_entry, device_type_of, finish, mode_of
 from thunder_mem.prediction.replay import Ledger, replay
 from thunder_mem.prediction.scratch import ProbingRunner, SimulatedRunner
+from thunder_mem.trace.missing_tangents import makes_missing_tangents, without_zeros_for
 
 __all__ = ["instead_of_optimizer", "predict_step", "training_step"]
 
@@ -205,6 +206,8 @@ class _Model:
                 disable_split_autograd=False,
                 is_differentiable_outputs=None,
             )
+            if makes_missing_tangents(self.entry.backward_traces[-1]):
+                without_zeros_for(flat_output)
         del saved, other, flat_output
         self.watch.phase = "loss"
         return _returned(self.entry, output)

@@ -82,7 +82,6 @@ def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None, given: Collec
             continue
         swap[id(bsym)] = new = _with_reuse(bsym, reuse)
         for name, arg in inplace_outputs(new).items():
-            memory.join(name, arg.name)
             memory_of[source.storage_of[name]] = source.storage_of[arg.name]
             results += 1
             nbytes += source.layout.nbytes(arg.name)
@@ -215,16 +214,6 @@ class _Memory:
     def saved(self, name: str) -> bool:
         """Whether the forward made it."""
         return self._aliases(name) in self._forward
-
-    def join(self, a: str, b: str) -> None:
-        """Both share one memory from now on."""
-        old = (self._aliases(a), self._aliases(b))
-        self._aliases.join(a, b)
-        new = self._aliases(a)
-        self._last[new] = max(self._last.get(m, -1) for m in old)
-        for group in (self._kept, self._forward):
-            if not group.isdisjoint(old):
-                group.add(new)
 
 
 def _reuse(source: TraceGraph, memory: _Memory, index: int) -> InplacePlan | None:

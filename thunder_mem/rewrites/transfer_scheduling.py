@@ -195,18 +195,19 @@ class _Schedule:
         return ops
 
     def _leaving(self) -> dict[_Copy, tuple[int, int]]:
-        """Copies to the host: from the value's making to the copy's end, if its memory may wait."""
+        """Copies to the host: from the value's making to the copy's end, if its memory may wait.
+
+        No op overwrites the value meanwhile: the copy's end reads it, after all other ops that do.
+        """
         begins = _starting_times(self.seconds, self.others[0])
         live, delay = self.live[0], [0.0] * len(begins)
-        writers = self._first_writes()
         free_s = 0.0
         at = {}
         for c in self._copies(False):
             start_s = max(begins[c.first] + delay[c.first], free_s)
             free_s = start_s + self.copy_s[c.start]
-            latest = min(len(begins) - 1, writers.get(c.start, len(begins)))
             wait = c.last
-            while wait < latest and begins[wait] + delay[wait] < free_s:
+            while wait < len(begins) - 1 and begins[wait] + delay[wait] < free_s:
                 if live[wait] + c.nbytes > self.limit_bytes:
                     break
                 live[wait] += c.nbytes
@@ -217,18 +218,6 @@ class _Schedule:
                     delay[j] += stall_s
             at[c] = (c.first, wait)
         return at
-
-    def _first_writes(self) -> dict[int, int]:
-        """Per copy to the host, the slot of the first later op that overwrites the value, if there is one."""
-        source, graph = self.source, self.source.graph
-        slot = {op: j for j, op in enumerate(self.others[0])}
-        found = {}
-        for start in self.copy_s:
-            s = source.storage_of[source.bsyms[start].args[0].name]
-            late = [slot[op] for op in graph.users[s] if op > start and op in slot and s in graph.ops[op].writes]
-            if late:
-                found[start] = late[0]
-        return found
 
     def _coming(self) -> dict[_Copy, tuple[int, int]]:
         """Copies back: early enough to end before the value is used, if there is memory by then."""

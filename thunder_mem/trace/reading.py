@@ -24,6 +24,7 @@ from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.effects import Effects, effects_of
 from thunder_mem.trace.kernel_scratch import empty_outputs, estimated_scratch_bytes, region_scratch_bytes
 from thunder_mem.trace.layout import Layout, dense_bytes
+from thunder_mem.trace.missing_tangents import takes_none
 from thunder_mem.trace.op_traits import traits_of
 from thunder_mem.trace.origins import symbol_name
 
@@ -193,7 +194,7 @@ def _storages(
 
 
 def _zeros_for_outputs(body: Sequence[BoundSymbol], result: BoundSymbol, count: int) -> list[Storage]:
-    """The zeros that autograd passes to the backward for outputs without a gradient (integers).
+    """The zeros that autograd passes to the backward for outputs without a gradient (integers), unless it accepts None.
 
     Args:
         body: of a joint trace, whose backward starts with the gradients of outputs; a single half has none.
@@ -205,6 +206,8 @@ def _zeros_for_outputs(body: Sequence[BoundSymbol], result: BoundSymbol, count: 
         return []
     asked = {b.args[0].name for b in body if b.sym == prims.get_grad}
     outputs = {p.name: p for p in returned["fw_flat_out"] if isinstance(p, TensorProxy)}
+    if takes_none(outputs.values()):
+        return []
     without = [p for p in outputs.values() if p.name not in asked] if asked else []
     return [
         Storage(count + i, block_bytes(dense_bytes(p), device), f"zeros for {p.name}", device)

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
-from thunder.core.trace import TraceCtx
+from thunder.core.trace import TraceCtx, TraceTag
 from thunder.core.transform_common import Transform
 from thunder.extend import TemporaryExecutor, get_always_executors, get_default_executors
 
@@ -42,12 +42,20 @@ from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.tiling.find import ChunkingError, chunk_trace
 from thunder_mem.tiling.rows_per_chunk import lean_rows, leanest_rows
+from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
 from thunder_mem.trace.origins import name_origins
 from thunder_mem.trace.shared_parameters import tag_shared_parameters
 from thunder_mem.trace.verification import verify_final
 from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
-from thunder_mem.transforms.other_transforms import behind, check_sort, composed, rewriting_after, with_whole_heads
+from thunder_mem.transforms.other_transforms import (
+    accepts_missing_tangents,
+    behind,
+    check_sort,
+    composed,
+    rewriting_after,
+    with_whole_heads,
+)
 from thunder_mem.user_choices.config import Written, from_environment, parse_config
 from thunder_mem.user_choices.offload import parse_offload
 from thunder_mem.user_choices.partition_policy import PartitionPolicy
@@ -201,13 +209,18 @@ class MemEfficient(ListedTransform):
             original = Original(prologue_trace, prepared, epilogue_trace, behind(self, compile_data.transforms))
         compile_data.executors_list = install_planner(executors, options, original)
         prologue_trace = pruned(compile_data, prologue_trace, computation_trace, epilogue_trace)
+        if epilogue_trace is not None and accepts_missing_tangents(compile_data.transforms):
+            epilogue_trace = asks_for_none(epilogue_trace, computation_trace)
         return prologue_trace, computation_trace, epilogue_trace
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs) -> TraceCtx | None:
         if self._plan is not None:
             self._plan.check_plan(*current_record())
         # Checked for traces of any length, because the check is cheap.
-        return computation_trace if self._options.verify is False else final_trace(computation_trace, self)
+        final = computation_trace if self._options.verify is False else final_trace(computation_trace, self)
+        if final is None or TraceTag.BACKWARD not in final.tags:
+            return final
+        return with_missing_tangents(final) if accepts_missing_tangents(get_compile_data().transforms) else final
 
     def _is_alone_in(self, transforms: Sequence[Transform]) -> None:
         """Refuse a second `MemEfficient` with other options: only the last one's options would count."""

@@ -24,7 +24,15 @@ from thunder_mem.schedule.registry import SORTS, SortFunction
 from thunder_mem.tiling.find import ChunkingError
 from thunder_mem.tiling.marks import strip_marks
 
-__all__ = ["behind", "check_compile_options", "check_sort", "composed", "rewriting_after", "with_whole_heads"]
+__all__ = [
+    "accepts_missing_tangents",
+    "behind",
+    "check_compile_options",
+    "check_sort",
+    "composed",
+    "rewriting_after",
+    "with_whole_heads",
+]
 
 SORT_OPTION = "mem_efficient_sort"
 _SORT_HELP = (
@@ -112,6 +120,11 @@ def composed(options: PlanningOptions, data: Any, trace: TraceCtx) -> PlanningOp
         why = f"the plan is for the sizes of the example ({sizes}) and runs at all{kept}"
         refused.append(Refusal("symbolic sizes", why))
     return replace(options, refused=(*options.refused, *refused))
+
+
+def accepts_missing_tangents(transforms: Sequence[Any]) -> bool:
+    """Whether a backward may receive None: a recorded CUDA graph reads the same tensors each time."""
+    return not any(isinstance(t, CUDAGraphTransform) for t in transforms)
 
 
 def _asked_sort(own: str | SortFunction) -> str | SortFunction:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checking.graphs import graphs, layered, oracle_bytes, oracle_optimum, renamed, scaled, shuffled, training
-from thunder_mem.memory.graph import GraphError, Op, Storage, make_graph
+from thunder_mem.memory.graph import Graph, GraphError, Op, Storage, make_graph
 from thunder_mem.memory.live_ranges import price_order
 from thunder_mem.memory.min_cut import CutNetwork
 from thunder_mem.memory.running_set import liveness, profile
@@ -96,6 +96,29 @@ def test_training_shapes_are_proven_optimal(seed, layers, recompute):
     graph = training(seed, layers, recompute)
     result = sort_graph(graph)
     assert certify(result.peak_bytes, lower_bound(graph, result.order)).proven
+
+
+def tree(seed: int, count: int) -> Graph:
+    """Each value is read once, by a later op, which frees it; so no order is obvious."""
+    rng = random.Random(seed)
+    readers: list[list[int]] = [[] for _ in range(count)]
+    for op in range(count - 1):
+        readers[rng.randrange(op + 1, min(count, op + 30))].append(op)
+    storages = [Storage(i, rng.choice((1, 3, 10, 40, 100)), f"v{i}", "cpu") for i in range(count)]
+    ops = [Op(i, "op", tuple(readers[i]), (), (i,), scratch_bytes=rng.choice((0, 0, 50))) for i in range(count)]
+    edges = [(before, i) for i, reads in enumerate(readers) for before in reads]
+    return make_graph(ops, storages, edges, {count - 1})
+
+
+@pytest.mark.parametrize("count", (8, 120, 300, 800))
+def test_trees_of_any_size_are_proven_optimal(count):
+    """By the algorithm of Liu (1987); greedy orders are above it, the more the longer the tree."""
+    for seed in range(3):
+        graph = shuffled(tree(seed, count), random.Random(seed))
+        result = sort_graph(graph)
+        assert result.optimal and result.peak_bytes == max(oracle_bytes(graph, result.order))
+        if count == 8:
+            assert result.peak_bytes == oracle_optimum(graph)
 
 
 def test_random_layered_graphs_are_mostly_proven_by_the_default_effort():
