@@ -24,7 +24,7 @@ test-notebooks: $(STAMP)  ## run all, and compare with what is committed: 4 minu
 NVFUSER := .venv-nvfuser
 PYTHON312 ?= $(shell for v in system $$(pyenv versions --bare 2>/dev/null | grep '^3\.12'); do \
   PYENV_VERSION=$$v python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
-test-nvfuser: $(NVFUSER)/.installed  ## what the real nvFuser makes of plans, without a GPU: 2 minutes, once 5 GB
+test-nvfuser: $(NVFUSER)/.installed  ## what the real nvFuser makes of plans, without a GPU: 2 minutes, once 8 GB
 	$(NVFUSER)/bin/python -m pytest --confcutdir=tests/with_nvfuser -n 2 --dist load tests/with_nvfuser
 
 ARGS ?=
@@ -98,4 +98,5 @@ $(NVFUSER)/.installed:
 	$(NVFUSER)/bin/python -m pip install --quiet torch==2.10.0
 	$(NVFUSER)/bin/python -m pip install --quiet nvfuser-cu128-torch210 lightning-thunder==0.2.6 \
 	  litgpt==0.5.13 "transformers>=4.50,<5" scipy rich pytest pytest-xdist
+	$(NVFUSER)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@

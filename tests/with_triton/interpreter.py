@@ -19,8 +19,8 @@ import torch
 
 from tests.inductor.test_reuse import REGIONS, one_region, values
 from thunder_mem import simulate
-from thunder_mem.executors import region_function
 from thunder_mem.regions.kernel_module import IN_PLACE_OF, load_call
+from thunder_mem.regions.pointwise_executor import region_function
 from thunder_mem.regions.region_kernels import kernel_module
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.litgpt.matrix import MODELS
+from tests.with_triton import interpreter
 from tests.with_triton.modules import DEVICE, collected, compiling, cubin, misread, modules_of
 from thunder_mem import MemEfficient, last_plan, predict, simulate
 from thunder_mem.prediction.scratch import KERNELS, REGIONS
@@ -64,7 +65,7 @@ def test_kernels_compute_what_the_operations_do():
     """On CPU tensors, against float64, without and with results written over inputs, in any order of programs."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.with_triton.interpreter"],
+        [sys.executable, "-m", interpreter.__name__],
         env=environment,
         capture_output=True,
         text=True,

@@ -10,6 +10,7 @@ supplies it separately.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
@@ -110,6 +111,18 @@ class Ran(NamedTuple):
     launches: int = 0
 
 
+class _Followed(NamedTuple):
+    """A storage that is alive, or was at the last sweep.
+
+    The weak reference to it keeps its key from being used again. The notice is a second one: PyTorch keeps one Python
+    object for each storage, whose death is the storage's.
+    """
+
+    storage: StorageWeakRef
+    block: Block
+    notice: weakref.ref[torch.UntypedStorage] | None
+
+
 class Runner(Protocol):
     """Runs one operation on fake tensors and returns its scratch, see `scratch.py`."""
 
@@ -133,8 +146,8 @@ class Ledger:
         self.live_bytes = 0
         self._ignored: dict[int, StorageWeakRef] = {}
         self._on_host: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._alive: dict[int, tuple[StorageWeakRef, Block]] = {}
-        self._mortal: dict[int, None] = {}
+        self._alive: dict[int, _Followed] = {}
+        self._died: set[int] = set()
         self._refs: dict[int, int] = {}
 
     def add(self, name: str, tensor: torch.Tensor, kind: str, *, held: bool = False) -> int:
@@ -146,8 +159,8 @@ class Ledger:
             return 0
         known = self._alive.get(storage._cdata)
         if known is not None:
-            if name not in known[1].names:
-                known[1].names.append(name)
+            if name not in known.block.names:
+                known.block.names.append(name)
             return 0
         born = -1 if held else len(self.events)
         block = Block(storage.nbytes(), [name], tuple(tensor.shape), tensor.dtype, tensor.device, kind, born, held=held)
@@ -178,29 +191,32 @@ class Ledger:
         return sum(nbytes for _, nbytes in self._on_host.values())
 
     def _follow(self, storage: torch.UntypedStorage, block: Block) -> None:
-        self._alive[storage._cdata] = (StorageWeakRef(storage), block)
-        if not block.held:
-            self._mortal[storage._cdata] = None
+        key, died = storage._cdata, self._died
+        # The caller's storages cannot die.
+        notice = None if block.held else weakref.ref(storage, lambda _: died.add(key))
+        self._alive[key] = _Followed(StorageWeakRef(storage), block, notice)
         self._refs[id(block)] = self._refs.get(id(block), 0) + 1
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The live block of `tensor`, if this ledger has it."""
         known = self._alive.get(tensor.untyped_storage()._cdata)
-        return None if known is None else known[1]
+        return None if known is None else known.block
 
     def keys(self, values: Iterable[Any]) -> list[int]:
         """The argument of `sweep` if only the tensors among `values` may have died."""
         return [v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
 
     def sweep(self, keys: Iterable[int] | None = None) -> int:
-        """Drop the storages (of `keys`, by default all) without live tensors; return the bytes freed."""
-        # The caller's storages cannot have died.
-        candidates = self._mortal if keys is None else [key for key in dict.fromkeys(keys) if key in self._alive]
-        dead = [key for key in candidates if self._alive[key][0].expired()]
+        """Drop the storages (of `keys`, by default all) without live tensors; return the bytes freed.
+
+        It looks only at `keys`, or at the storages that died since they were last looked at.
+        """
+        candidates = list(self._died) if keys is None else set(keys)
+        dead = [key for key in candidates if key in self._alive and self._alive[key].storage.expired()]
+        self._died.difference_update(dead)
         freed_bytes = 0
         for key in dead:
-            _, block = self._alive.pop(key)
-            self._mortal.pop(key, None)
+            block = self._alive.pop(key).block
             self._refs[id(block)] -= 1
             if not self._refs[id(block)]:
                 block.last = len(self.events) - 1
