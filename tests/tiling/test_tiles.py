@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.programs.chunk_cases import CASES
+from tests.tiling.test_chunk_losses import loss_and_grads, prepare
 from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict, tiled
 from thunder_mem.tiling.tiles import TilingError
 
@@ -351,3 +353,19 @@ def test_a_budget_keeps_tiles_that_fit():
     jitted = compiled(module, True, budget=int(0.9 * peak))
     jitted(x).backward()
     assert last_plan(jitted).candidate.peak_bytes <= 0.9 * peak
+
+
+def heads_as_stretches():
+    """Loss heads end in totals over rows; a few are always run."""
+    few = {"ce_sum", "ce_none", "mse_head", "grpo", "dpo"}
+    return [pytest.param(c, id=str(c), marks=() if c.name in few else pytest.mark.slow) for c in CASES]
+
+
+@pytest.mark.parametrize("case", heads_as_stretches())
+def test_losses_as_stretches(case):
+    jitted = compiled(case.fn, Tiles(rows=41), chunk=False)
+    values, found = loss_and_grads(jitted, prepare(case, torch.float32), case.grads)
+    exact_values, exact = loss_and_grads(case.fn, prepare(case, torch.float64), case.grads)
+    for value, wanted in zip(values, exact_values, strict=True):
+        torch.testing.assert_close(value.double(), wanted.double(), rtol=2e-5, atol=1e-6)
+    assert max(errors(found, exact)) < 2e-5

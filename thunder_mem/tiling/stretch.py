@@ -101,9 +101,9 @@ class _Closure:
         found = propagate_leaf(leaf, known, self.n)
         tensors = [*enumerate(leaf.inputs), *((-1 - j, o) for j, o in enumerate(leaf.outputs))]
         for slot, t in tensors:
-            if found[slot].partial is not None:
+            if found[slot].partial not in (None, "sum") or (found[slot].partial and slot >= 0):
                 raise RuleError("it combines rows")
-            if slot < 0 and not found[slot].split:
+            if slot < 0 and found[slot].whole:
                 raise RuleError("its result does not depend on rows")
             if found[slot].split and not found[slot].complete(self.n):
                 raise RuleError("it carries only a part of the row dims")
@@ -131,14 +131,20 @@ def grow_stretch(program: Program, leaf: Leaf, rows: int) -> Stretch:
     closure.narrow = _NARROW * closure.row_bytes(leaf.inputs[rows])
     _take_wide(closure, leaf)
     core = frozenset(closure.members)
-    found = []
+    found, cuts = [], False
     aboves, belows = [core, *_above(closure, core)], [core, *_below(closure, core)]
     for up, above in enumerate(aboves):
         for down, below in enumerate(belows):
-            if _is_convex(program, above | below) and not _cuts_composite(closure, above | below):
-                found.append((closure.crossing(above | below, leaf.index), up, -down, above | below))
+            inside = above | below
+            if not _is_convex(program, inside):
+                continue
+            if _cuts_composite(closure, inside):
+                cuts = True
+                continue
+            found.append((closure.crossing(inside, leaf.index), up, -down, inside))
     if not found:
-        raise Refused(leaf, "a value leaves it and comes back to it, or its border lies inside another operation")
+        why = "its border would lie inside another operation" if cuts else "a value leaves it and comes back to it"
+        raise Refused(leaf, why)
     crossing_bytes, _, _, inside = min(found, key=itemgetter(0, 1, 2))
     return Stretch(_region(closure, inside), crossing_bytes)
 
