@@ -23,7 +23,8 @@ from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import predict_step
 from thunder_mem.report import explain
 from thunder_mem.sorting import SORTS, register_sort
-from thunder_mem.tiling.marks import chunked
+from thunder_mem.tiling.marks import chunked, tiled
+from thunder_mem.tiling.tiles import Tiles
 from thunder_mem.trace.reordering import sort_bound_symbols
 from thunder_mem.transforms import ChunkLossHead, MemEfficient
 from thunder_mem.transforms.last_compilation import save_plan, why_no_plan
@@ -43,6 +44,7 @@ __all__ = [
     "RanksDifferError",
     "RecomputeError",
     "Storage",
+    "Tiles",
     "WhatIf",
     "chunked",
     "estimate",
@@ -62,5 +64,6 @@ __all__ = [
     "save_plan",
     "simulate",
     "sort_bound_symbols",
+    "tiled",
     "why_no_plan",
 ]

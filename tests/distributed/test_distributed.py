@@ -91,6 +91,17 @@ def test_heads_are_chunked_under_ddp_and_fsdp(ranks):
         assert any(what == "loss head" and "4 chunks" in how for what, how in ranks[0][name]["decisions"])
 
 
+def test_stretches_run_in_tiles_under_ddp_and_fsdp(ranks):
+    """Tiles of a layer share its gathered weights, and each gradient is reduced once."""
+    for name in ("ddp_tiles", "zero3_tiles"):
+        found = [how for what, how in ranks[0][name]["decisions"] if what == "tiles"]
+        assert len(found) == 2 and all("in 5 tiles of 5 rows" in how for how in found)
+    parameters = 2 * 6 + 2  # of the blocks; an embedding and a head
+    assert ranks[0]["ddp_tiles"]["backward"].count("all_reduce") == parameters
+    assert ranks[0]["zero3_tiles"]["backward"].count("reduce_scatter") == parameters
+    assert ranks[0]["zero3_tiles"]["forward"].count("all_gather") == parameters
+
+
 def test_a_head_whose_vocabulary_is_shared_out_runs_in_chunks_and_parts(ranks):
     """Of its logits, 24 rows of 64, nothing is gathered, and no rank ever has more than its own part of a chunk."""
     found = ranks[0]["tensor_parallel_head"]

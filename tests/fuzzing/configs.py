@@ -57,6 +57,7 @@ class Options:
         retain: go backward twice.
         compiled: fusion regions are really compiled.
         fx: by ThunderFX, which leaves to Inductor what Thunder lacks.
+        tile: the rows of a tile of every stretch; 0 for the default, which tiles none as small as these.
     """
 
     sort: str = "auto"
@@ -71,6 +72,7 @@ class Options:
     retain: bool = False
     compiled: bool = False
     fx: bool = False
+    tile: int = 0
 
     def __repr__(self) -> str:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
@@ -151,7 +153,7 @@ def plain(options: Options) -> Callable[[Callable], Callable]:
 
 def _compile(options: Options) -> Callable[[Callable], Callable]:
     def compile(fn: Callable) -> Callable:
-        from thunder_mem import ChunkLossHead, MemEfficient
+        from thunder_mem import ChunkLossHead, MemEfficient, Tiles
 
         chunk = options.chunk if isinstance(options.chunk, bool) else ChunkLossHead(**dict(options.chunk))
         if options.alone:
@@ -162,6 +164,7 @@ def _compile(options: Options) -> Callable[[Callable], Callable]:
         transform = MemEfficient(
             sort=SORT_FUNCTIONS.get(options.sort, options.sort),
             chunk=chunk,
+            tile=Tiles(rows=options.tile) if options.tile else True,
             budget=options.budget,
             on_infeasible=options.on_infeasible,
             offload=options.offload,
@@ -201,6 +204,7 @@ CONFIGS = {
         Config("pointwise", _pointwise(), (_POINTWISE,), "thunder"),
         Config("dataflow", _pointwise("dataflow"), (_POINTWISE,), "thunder"),
         Config("mem", _compile(Options()), (_MEM,), "thunder"),
+        *(Config(f"tiles-of-{n}", _compile(Options(tile=n, chunk=n > 3)), (_MEM,), "thunder") for n in (3, 5, 7)),
         Config("mem-no-fusion", _compile(Options(executors="none")), (_MEM,), "thunder"),
         Config("thunderfx", plain(Options(fx=True))),
         Config("fx", _compile(Options(fx=True)), (_MEM,), "thunderfx"),
@@ -252,6 +256,7 @@ def draw_options(rng: Random, program: Program, compiled_share: float = 0.0, fx:
         retain=rng.random() < 0.3,
         compiled=rng.random() < compiled_share,
         fx=fx,
+        tile=rng.choice([3, 5, 7]) if rng.random() < 0.3 else 0,
     )
 
 

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzzing.quick_thunder import looked_up_once
-from thunder_mem import ChunkLossHead, MemEfficient, last_plan, measure_peak
+from thunder_mem import ChunkLossHead, MemEfficient, Tiles, last_plan, measure_peak
 from thunder_mem.distributed.agreement import RanksDifferError, schedule_of
 from thunder_mem.trace.collectives import starts
 
@@ -229,6 +229,14 @@ def ddp_whole() -> dict:
 
 def ddp_chunked() -> dict:
     return step(ddp, sharded=False, options={"chunk": ChunkLossHead(chunks=4)}, original=model(tied=True))
+
+
+def ddp_tiles() -> dict:
+    return step(ddp, sharded=False, options={"tile": Tiles(rows=5)}, original=model(layers=2))
+
+
+def zero3_tiles() -> dict:
+    return step(sharding(ZERO3, LAYER), options={"tile": Tiles(rows=5)}, original=model(layers=2, checkpointed=True))
 
 
 def zero2() -> dict:
@@ -469,6 +477,8 @@ CASES: dict[str, Callable[[], dict]] = {
     f.__name__: f
     for f in (
         ddp_chunked,
+        ddp_tiles,
+        zero3_tiles,
         zero2,
         zero3_layer,
         zero3_block_chunked_late,

@@ -26,6 +26,7 @@ class Body:
         tangents: indices of the region's outputs whose tangents it takes.
         peak_bytes: the most bytes that it holds beyond its inputs, by the sizes of its tensors.
         over: the logits, by number, that their gradients overwrite (`tiling/gradients_in_place.py`).
+        pairs: the sides, by number, whose gradients it gives as the two operands of a matrix product.
         launches: kernels that it starts; 0 on a CPU, where they are not counted.
     """
 
@@ -37,6 +38,7 @@ class Body:
     peak_bytes: int
     over: tuple[int, ...] = ()
     launches: int = 0
+    pairs: tuple[int, ...] = ()
 
     @property
     def wants_gradients(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_mem.chunk_loop.matmul import gemm
-from thunder_mem.chunk_loop.plan import Gemm, LoopPlan, Spec
+from thunder_mem.chunk_loop.plan import LoopPlan, Spec
 
 __all__ = ["Accumulator", "finish", "part_bounds", "sole_owner", "sum_calls"]
 
@@ -48,17 +48,16 @@ class Accumulator:
                 part.add_(mine) if self.begun else part.copy_(mine)
         self.begun = True
 
-    def add_product(self, plan: Gemm, dlogits: Tensor, x: Tensor, scratch_bytes: int) -> None:
-        """Add dlogits^T x, (V, rows) x (rows, D), in the layout of the weight, without a temporary of its size."""
+    def add_product(self, left: Tensor, right: Tensor, scratch_bytes: int) -> None:
+        """Add left (V, rows) x right (rows, D), in the layout of the weight, without a temporary of its size."""
         if self.bytes is not None:
             targets: Iterable[tuple[Tensor, int, int]] = self._stretches(scratch_bytes * 4 // 7)
             add, scratch_bytes = True, scratch_bytes * 3 // 7
         else:
             targets = [(part, lo, hi) for part, (lo, hi) in zip(self.parts, self.bounds, strict=True)]
             add = self.begun
-        left, right = (dlogits, x) if plan.w_rows_first else (x, dlogits)
         for part, lo, hi in targets:
-            gemm(part, left[:, lo:hi].t(), right, add=add, scratch_bytes=scratch_bytes)
+            gemm(part, left[lo:hi], right, add=add, scratch_bytes=scratch_bytes)
             del part  # before the next one is made
         self.begun = True
 

@@ -14,7 +14,7 @@ from thunder_mem.memory.plan import Decision
 from thunder_mem.memory.units import counted
 from thunder_mem.sharding.propagation import Sharding
 
-__all__ = ["ChunkRecord", "Gemm", "Head", "HeadRefusal", "LoopPlan", "Spec", "about_chunks"]
+__all__ = ["ChunkRecord", "Gemm", "Head", "HeadRefusal", "LoopPlan", "Spec", "StretchRefusal", "about_chunks"]
 
 ACCUMULATE = ("float32", "input")
 _GPU_TILES_BYTES = 32 << 20
@@ -65,7 +65,10 @@ class Gemm:
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """A chunk loop.
+    """A chunk loop: a loss head in chunks, or a stretch of the program in tiles.
+
+    A loss head begins with products that see a whole chunk, its `gemms`. A stretch has none: its products are inside
+    the block, and a tile is a chunk of one block.
 
     Attributes:
         name: unique in the trace.
@@ -74,8 +77,8 @@ class LoopPlan:
         n: rows in all.
         chunk_rows: rows a matrix product sees at once; the last chunk has the rest.
         block_rows: rows that the operations between the products see at once.
-        sized: the origin of `chunk_rows`: "asked" (the user), "head" (the head alone) or "timeline" (the
-            whole program's plan). Only rows that the user did not set may change.
+        sized: the origin of `chunk_rows`: "asked" (the user), "head" (the head alone), "timeline" (the
+            whole program's plan) or "tile" (the device). Only rows of heads that the user did not set may change.
         mode: "forward" (no gradient), "grads-in-forward" or "recompute-in-backward".
         why: the reason for this mode.
         inputs, outputs: the loop's border.
@@ -88,6 +91,8 @@ class LoopPlan:
         differentiable: indices of the outputs that carry a gradient.
         forward_block_bytes, backward_block_bytes: the most bytes that a block holds beyond its inputs.
         forward_block_calls, backward_block_calls: the host's calls to start a block; 0 on a CPU, which is the host.
+        wide_row_bytes: of a stretch: bytes of one row of the results of its products.
+        row_flops: of a stretch: operations of its products for one row, forwards.
     """
 
     name: str
@@ -112,11 +117,23 @@ class LoopPlan:
     backward_block_bytes: int
     forward_block_calls: int = 0
     backward_block_calls: int = 0
+    wide_row_bytes: int = 0
+    row_flops: int = 0
+
+    @property
+    def is_stretch(self) -> bool:
+        """Whether it is a stretch in tiles, and no loss head."""
+        return not self.gemms
 
     @property
     def chunks(self) -> int:
         """The number of chunks."""
         return -(-self.n // self.chunk_rows)
+
+    @property
+    def device(self) -> str:
+        """Where it runs, as torch prints it."""
+        return self.outputs[0].device
 
     @property
     def log_sums(self) -> tuple[int, ...]:
@@ -145,7 +162,7 @@ class LoopPlan:
         most of the peak, which would rise by the difference.
         """
         share_bytes = scratch_bytes_of(self.logits_bytes)
-        if self.gemms[0].out.device.startswith("cuda"):  # which waits for the host if tiles are small
+        if self.device.startswith("cuda"):  # which waits for the host if tiles are small
             share_bytes = max(share_bytes, _GPU_TILES_BYTES)
         return share_bytes if self.sized == "asked" else max(share_bytes, block_bytes)
 
@@ -191,6 +208,10 @@ class LoopPlan:
         for g in self.gemms:
             dtypes = {g.out.dtype, sums.get(g.w, g.out.dtype)}
             needed.append(gemm_scratch_bytes(g.out.device, g.out.dtype, dtypes, self.chunk_rows, tiles))
+        for i, dtype in sums.items():
+            spec = self.inputs[i]
+            if i in self.sides and not spec.sharding.split and len(spec.shape) == 2:
+                needed.append(gemm_scratch_bytes(spec.device, spec.dtype, {dtype}, self.chunk_rows, tiles))
         return max(needed)
 
     def to_json(self) -> dict[str, Any]:
@@ -255,11 +276,35 @@ class HeadRefusal:
 
 
 @dataclass(frozen=True)
+class StretchRefusal:
+    """A stretch around a product that stays whole.
+
+    Attributes:
+        product: as the user wrote it.
+        product_source: its ``file:line``.
+        op: the operation that prevents tiles.
+        source: its ``file:line``.
+        reason: in words.
+    """
+
+    product: str
+    product_source: str
+    op: str
+    source: str
+    reason: str
+
+    def __str__(self) -> str:
+        at = f" at {self.source}" if self.source else ""
+        product = f"the stretch around {self.product} ({self.product_source or 'no source'})"
+        return f"{product} does not run in tiles because of {self.op}{at}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class ChunkRecord:
-    """The record of `chunk_trace`: the loops it made and the heads it refused."""
+    """The record of `chunk_trace` or `tile_trace`: the loops it made, and the heads or stretches it refused."""
 
     loops: tuple[LoopPlan, ...] = ()
-    refusals: tuple[HeadRefusal, ...] = field(default=())
+    refusals: tuple[HeadRefusal | StretchRefusal, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a report."""
@@ -277,15 +322,13 @@ def _plain(x: Any) -> Any:
 
 
 def about_chunks(loops: Iterable[LoopPlan]) -> tuple[Decision, ...]:
-    """The decisions about chunked loss heads: bytes of the logits that exist at once."""
-    return tuple(
-        Decision(
-            "loss head",
-            f"{loop.op} in {counted(loop.chunks, 'chunk')} of {loop.chunk_rows:,} rows, {loop.mode}: {loop.why}",
-            "logits",
-            loop.whole_logits_bytes,
-            loop.logits_bytes,
-            loop.source,
-        )
-        for loop in loops
-    )
+    """The decisions about loops: bytes that exist at once of a head's logits, or of a stretch's products' results."""
+    return tuple(map(_about_loop, loops))
+
+
+def _about_loop(loop: LoopPlan) -> Decision:
+    what, part, held = ("tiles", "tile", "products") if loop.is_stretch else ("loss head", "chunk", "logits")
+    row_bytes = loop.wide_row_bytes if loop.is_stretch else loop.row_bytes
+    sizes = f"{counted(loop.chunks, part)} of {loop.chunk_rows:,} rows"
+    text = f"{loop.op} in {sizes}, {loop.mode}: {loop.why}"
+    return Decision(what, text, held, loop.n * row_bytes, loop.chunk_rows * row_bytes, loop.source)

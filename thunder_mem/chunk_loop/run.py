@@ -38,8 +38,9 @@ class ChunkLoop:
 
     def __init__(self, plan: LoopPlan, forward: dict[int, Body], backward: dict[int, Body]):
         self.plan, self.forward, self.backward = plan, forward, backward
-        for g in plan.gemms:
-            adds_to_float32(g.out.device.split(":")[0], g.out.dtype)  # now, as no loop may wait for it
+        halves = {(s.device, s.dtype) for s in (*plan.inputs, *(g.out for g in plan.gemms)) if s.dtype.itemsize == 2}
+        for device, dtype in halves:
+            adds_to_float32(device.split(":")[0], dtype)  # now, as no loop may wait for it
 
     @cached_property
     def group(self) -> ProcessGroup | None:
@@ -110,7 +111,7 @@ def run(
         for at in range(0, rows, plan.block_rows):
             end = min(at + plan.block_rows, rows)
             body = bodies[end - at]
-            _run_block(plan, body, inputs, tangents, log_sums, chunk, (at, end), start, totals, grads, fake)
+            _run_block(plan, body, inputs, tangents, log_sums, chunk, (at, end), start, totals, grads, fake, tiles)
             if fake:
                 break
         if tangents is not None:
@@ -139,7 +140,7 @@ def _new_grads(plan: LoopPlan, inputs: Sequence[Tensor]) -> dict[int, Tensor | A
     return grads
 
 
-def _run_block(plan, body, inputs, tangents, log_sums, chunk, span, start, totals, grads, fake) -> None:
+def _run_block(plan, body, inputs, tangents, log_sums, chunk, span, start, totals, grads, fake, tiles) -> None:
     at, end = span
     lo, hi = start + at, start + end
     blocks = [_block_view(buffer[at:end], g, end - at) for buffer, g in zip(chunk, plan.gemms, strict=True)]
@@ -166,9 +167,12 @@ def _run_block(plan, body, inputs, tangents, log_sums, chunk, span, start, total
                 block.zero_()
             elif not _lies_in(g, block):
                 block.copy_(g)
-    for i in plan.sides:
+    for k, i in enumerate(plan.sides):
         if i in plan.grads:
             g, grad = found.pop(0), grads[i]
+            if k in body.pairs:
+                grad.add_product(g, found.pop(0), tiles)
+                continue
             if not isinstance(grad, Accumulator):
                 zero = torch.zeros((), dtype=grad.dtype, device=grad.device)
                 write_rows(grad, plan.inputs[i].sharding, lo, hi, zero if g is None else g)
@@ -198,7 +202,8 @@ def _multiply_back(plan, inputs, grads, xs, chunk, start, stop, tiles) -> None:
     """
     for g, x, dlogits in zip(plan.gemms, xs, chunk, strict=True):
         if g.flows and g.w in plan.grads:
-            grads[g.w].add_product(g, dlogits, x, tiles)
+            left, right = (dlogits, x) if g.w_rows_first else (x, dlogits)
+            grads[g.w].add_product(left.t(), right, tiles)
     written = {i for i in plan.sides if i in plan.grads}
     for g, dlogits in zip(plan.gemms, chunk, strict=True):
         if not g.flows or g.x not in plan.grads:
@@ -267,8 +272,14 @@ def _pretend(plan: LoopPlan, body: Body, inputs: Sequence[Tensor], blocks: Seque
     for i, (block, want) in enumerate(zip(blocks, _wanted_gemms(plan), strict=True)):
         if want:
             out.append(block if i in body.over else torch.empty_like(block))
-    for i in plan.sides:
+    for k, i in enumerate(plan.sides):
         if i in plan.grads:
             s = plan.inputs[i]
+            if k in body.pairs:
+                out += [
+                    torch.empty(side, dtype=s.dtype, device=s.device)
+                    for side in ((s.shape[0], rows), (rows, s.shape[1]))
+                ]
+                continue
             out.append(torch.empty(local_shape(s.shape, s.sharding, rows), dtype=s.dtype, device=s.device))
     return out

@@ -100,7 +100,7 @@ class Decision:
     """One decision and its gain.
 
     Attributes:
-        what: "loss head", "saved for the backward", "regions", "order" or "budget".
+        what: "loss head", "tiles", "saved for the backward", "regions", "order" or "budget".
         how: the decision in words.
         figure: the counted quantity: "peak" (all bytes alive at once), "saved" or "logits".
         before_bytes, after_bytes: that quantity without the decision, and with it.

@@ -25,7 +25,7 @@ from thunder_mem.partition.budget import BudgetError
 from thunder_mem.partition.constraints import RecomputeError
 from thunder_mem.planning.fallback import Original, final_halves
 from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.pipeline import planned_trace
+from thunder_mem.planning.pipeline import lower_plan
 from thunder_mem.planning.program import with_checkpoints
 from thunder_mem.planning.record import note_plan, noted_program
 from thunder_mem.trace.verification import VerificationError, verify_final, verify_rewrite
@@ -42,14 +42,16 @@ class _Session:
     """One compilation: the executors that share its plan, whether planning failed, and the fallback.
 
     Attributes:
-        original: the computation before its heads became loops; None if no head did.
+        original: the computation before any loop; None if there is none.
+        whole: the computation before stretches became tiles; None if there are none, or if the user asked for them.
         given: the trace to plan.
         halves: Thunder's own forward and backward, which replace broken ones.
     """
 
-    def __init__(self, options: PlanningOptions, original: Original | None) -> None:
+    def __init__(self, options: PlanningOptions, original: Original | None, whole: Original | None) -> None:
         self.options = options
         self.original = original
+        self.whole = whole
         self.given: TraceCtx | None = None
         self.halves: tuple[TraceCtx, TraceCtx | None] | None = None
         self.executors: list[FusionExecutor] = []
@@ -108,7 +110,8 @@ class PlanningExecutor(FusionExecutor):
 
 def _planned(trace: TraceCtx, session: _Session) -> TraceCtx:
     start = time.perf_counter_ns()
-    planned = planned_trace(trace, session.executors, session.options)
+    whole = None if session.whole is None else session.whole.unfused(get_compile_data())
+    planned = lower_plan(trace, whole, session.executors, session.options)
     session.plan = planned.plan
     note_plan(planned.plan, took_ms=(time.perf_counter_ns() - start) // 1_000_000)
     assert planned.final is not None
@@ -132,7 +135,10 @@ def _unplanned(session: _Session, error: Exception) -> TraceCtx:
 
 
 def install_planner(
-    executors: Sequence[Executor], options: PlanningOptions, original: Original | None = None
+    executors: Sequence[Executor],
+    options: PlanningOptions,
+    original: Original | None = None,
+    whole: Original | None = None,
 ) -> tuple[Executor, ...]:
     """The executors with a planner in place of each fusion executor. Without a fusion executor, one planner
     stands before the last two, Thunder's own. New planners replace those of an earlier compilation.
@@ -140,9 +146,10 @@ def install_planner(
     Args:
         executors: the user's.
         options: of the plan.
-        original: the computation before its heads became loops.
+        original: the computation before any loop.
+        whole: the computation before stretches became tiles, if the plan may choose.
     """
-    session = _Session(options, original)
+    session = _Session(options, original, whole)
     seated: list[Executor] = [
         PlanningExecutor(e, session) if isinstance(e, FusionExecutor) else e for e in user_executors(executors)
     ]
@@ -189,5 +196,5 @@ def final_trace(trace: TraceCtx, transform: Transform) -> TraceCtx | None:
         before = data.transforms[: data.transforms.index(transform)]
         session.halves = final_halves(_unplanned(session, error), own, before)
         trace = session.halves[0]
-    session.given = session.original = None
+    session.given = session.original = session.whole = None
     return trace

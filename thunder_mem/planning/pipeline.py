@@ -56,7 +56,7 @@ from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.trace.verification import is_verified, verify_final, verify_rewrite
 from thunder_mem.user_choices.offload import moves_for
 
-__all__ = ["choose_partition", "plan_joint_trace", "plan_partition", "planned_trace", "programs_seen"]
+__all__ = ["choose_partition", "lower_plan", "plan_joint_trace", "plan_partition", "planned_trace", "programs_seen"]
 
 # While the caller computes a loss and its gradient, so many times the gradient's bytes are alive.
 _LOSS_COPIES = 3
@@ -95,6 +95,31 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
     plan = with_kernels(plan, planned.final)
     save_tables()
     return replace(planned, plan=plan)
+
+
+def lower_plan(
+    tiled: TraceCtx, whole: TraceCtx | None, executors: Sequence[FusionExecutor], options: PlanningOptions
+) -> Planned:
+    """The plan of a joint trace with tiles, or of the same program without, whichever has the lower peak.
+
+    Under a budget tiles stay if they fit.
+
+    Args:
+        tiled: the trace as Thunder has it, before fusion.
+        whole: the same program with whole stretches; None if there is no choice.
+        executors, options: as for `planned_trace`, and so are the errors.
+    """
+    if whole is None:
+        return planned_trace(tiled, executors, options)
+    untiled = replace(options, decisions=tuple(d for d in options.decisions if d.what != "tiles"))
+    try:
+        with_tiles = planned_trace(tiled, executors, options)
+    except BudgetError:
+        return planned_trace(whole, executors, untiled)
+    if options.budget is not None:
+        return with_tiles
+    without = planned_trace(whole, executors, untiled)
+    return with_tiles if with_tiles.peak_bytes < without.peak_bytes else without
 
 
 def _fitting(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import thunder.torch as ltorch
@@ -36,7 +37,13 @@ __all__ = ["build_body"]
 
 
 def build_body(
-    region: Region, sides: Sequence[Value], wanted: Sequence[bool], rows: int, executors: Sequence[Any], outputs: bool
+    region: Region,
+    sides: Sequence[Value],
+    wanted: Sequence[bool],
+    rows: int,
+    executors: Sequence[Any],
+    outputs: bool,
+    products: bool = False,
 ) -> Body:
     """Trace, differentiate and compile the region for a block of `rows` rows.
 
@@ -47,6 +54,8 @@ def build_body(
         rows: rows in the block.
         executors: the user's executors, in order of preference.
         outputs: whether the region's outputs are also needed (always, without gradients).
+        products: whether the gradient of a whole matrix may be given as the two operands of its product. Not where
+            there are amplifiers.
 
     Raises:
         Refused: an op does not replay at the block's size.
@@ -69,15 +78,41 @@ def build_body(
         elif region.outputs[j := position[bsym.args[0].name]].proxy.name in differentiable:
             tangents[j] = bsym.output
     order = tuple(sorted(tangents))
+    pairs: tuple[int, ...] = ()
     fits: list[BoundSymbol] = []
     joint.push_scope(fits)
     with tracectx(joint), langctx_torch():
         grads = [_summed_to(g, a) for g, a, want in zip(returned["output"], forward.args, wanted, strict=False) if want]
     del joint.scopes[1:]
     body += fits
+    results = grads
+    if products:
+        results, pairs = _as_products(body, grads, [i for i, want in enumerate(wanted) if want], sides)
     kept = list(returned["fw_flat_out"]) if outputs else []
     args += [tangents[i] for i in order]
-    return _compile(args, body, [*kept, *grads], rows, executors, len(kept), order)
+    compiled = _compile(args, body, [*kept, *results], rows, executors, len(kept), order)
+    return replace(compiled, pairs=pairs)
+
+
+def _as_products(
+    bsyms: Sequence[BoundSymbol], grads: Sequence[TensorProxy | None], which: Sequence[int], sides: Sequence[Value]
+) -> tuple[list[TensorProxy | None], tuple[int, ...]]:
+    """Gradients of whole matrices as the two operands of their products, which the loop adds to the sum itself.
+
+    Returns:
+        the results, two for each that is a product, and which sides these are.
+    """
+    made = {o.name: leaf for b in bsyms for leaf, _ in walk(b) for o in leaf.flat_proxy_outs}
+    results: list[TensorProxy | None] = []
+    pairs = []
+    for i, grad in zip(which, grads, strict=True):
+        leaf = None if grad is None or sides[i].sharding.split else made.get(grad.name)
+        if leaf is not None and leaf.sym.id == PrimIDs.MATMUL and all(a.ndim == 2 for a in leaf.flat_proxy_args):
+            results += leaf.flat_proxy_args
+            pairs.append(i)
+        else:
+            results.append(grad)
+    return results, tuple(pairs)
 
 
 def _summed_to(grad: TensorProxy | None, arg: TensorProxy) -> TensorProxy | None:

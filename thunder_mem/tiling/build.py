@@ -26,13 +26,13 @@ from thunder_mem.tiling.leaves import PRODUCTS, Leaf
 from thunder_mem.tiling.region import Amplifier, Refused, Region, Value
 from thunder_mem.tiling.rows_per_chunk import floor_rows
 
-__all__ = ["build_loop", "head_label"]
+__all__ = ["Blocks", "build_loop", "differentiable_of", "head_label", "spec_of", "sum_dtype"]
 
 # The rows of the block that is built to measure its memory. On a GPU Inductor's kernels depend on the rows.
 _PROBE_ROWS, _GPU_PROBE_ROWS = 8, 512
 
 
-def _spec(value: Value) -> Spec:
+def spec_of(value: Value) -> Spec:
     p = value.proxy
     return Spec(p.name, tuple(p.shape), dtypes.to_torch_dtype(p.dtype), str(p.device.device_str()), value.sharding)
 
@@ -61,19 +61,19 @@ def build_loop(
     first = region.amplifiers[0].leaf
     inputs = region.inputs
     index = {v.key: i for i, v in enumerate(inputs)}
-    specs = tuple(map(_spec, inputs))
-    outputs = tuple(map(_spec, region.outputs))
+    specs = tuple(map(spec_of, inputs))
+    outputs = tuple(map(spec_of, region.outputs))
     gemms = tuple(_gemm(region, a, index) for a in region.amplifiers)
     sides = _sides(region, index)
-    differentiable = _differentiable(region)
+    differentiable = differentiable_of(region)
     reached = {i for g in gemms if g.flows for i in (g.x, g.w)} | set(sides)
     grads = tuple(i for i in sorted(reached) if inputs[i].proxy.name in program.needs_grad) if differentiable else ()
     mode, why = _mode(outputs, differentiable, gemms)
 
     def sums(chunks: int) -> tuple[torch.dtype, ...]:
-        return tuple(_sum_dtype(specs[i], accumulate, chunks > 1 or i in sides) for i in grads)
+        return tuple(sum_dtype(specs[i], accumulate, chunks > 1 or i in sides) for i in grads)
 
-    blocks = _Blocks(region, [inputs[i] for i in sides], executors)
+    blocks = Blocks(region, [inputs[i] for i in sides], executors)
     wanted = [g.wanted(grads) for g in gemms] + [i in grads for i in sides]
     nothing = [False] * len(wanted)
 
@@ -176,10 +176,10 @@ def head_label(leaf: Leaf) -> str:
 
 
 def _on_gpu(region: Region) -> bool:
-    return region.amplifiers[0].out.proxy.device.devicetype is DeviceType.CUDA
+    return region.first.outputs[0].device.devicetype is DeviceType.CUDA
 
 
-class _Blocks:
+class Blocks:
     """The region's compiled blocks, each built once."""
 
     def __init__(self, region: Region, sides: Sequence[Value], executors: Sequence[Any]):
@@ -187,11 +187,13 @@ class _Blocks:
         self.built: dict[tuple[int, bool, bool], Body] = {}
 
     def __call__(self, sizes: Sequence[int], wanted: Sequence[bool], outputs: bool) -> dict[int, Body]:
-        first = self.region.amplifiers[0].leaf
+        first = self.region.first
         try:
             for size in sizes:
                 if (size, any(wanted), outputs) not in self.built:
-                    body = build_body(self.region, self.sides, wanted, size, self.executors, outputs)
+                    body = build_body(
+                        self.region, self.sides, wanted, size, self.executors, outputs, not self.region.amplifiers
+                    )
                     if _on_gpu(self.region):
                         body = with_gradients_over_logits(body, wanted[: len(self.region.amplifiers)])
                     self.built[size, any(wanted), outputs] = body
@@ -204,14 +206,14 @@ class _Blocks:
         return {size: self.built[size, any(wanted), outputs] for size in sizes}
 
 
-def _differentiable(region: Region) -> tuple[int, ...]:
+def differentiable_of(region: Region) -> tuple[int, ...]:
     cd = get_compile_data()
     if cd is not None and not cd.is_grad_enabled:
         return ()
     return tuple(i for i, v in enumerate(region.outputs) if v.proxy.name in region.program.needs_grad)
 
 
-def _sum_dtype(spec: Spec, accumulate: str | None, adds_up: bool) -> torch.dtype:
+def sum_dtype(spec: Spec, accumulate: str | None, adds_up: bool) -> torch.dtype:
     """The dtype in which a gradient is collected: float32 for a 16-bit gradient with several parts."""
     wide = adds_up and not spec.sharding.split and accumulate != "input" and spec.dtype.itemsize < 4
     return torch.float32 if wide else spec.dtype
@@ -275,7 +277,7 @@ def _gemm(region: Region, a: Amplifier, index: dict) -> Gemm:
         w_rows_first=w_rows_first,
         x_rows_last=a.rows == 1,
         flows=a.out.proxy.name in region.program.needs_grad,
-        out=_spec(a.out),
+        out=spec_of(a.out),
     )
 
 

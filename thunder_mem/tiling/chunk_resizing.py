@@ -113,7 +113,7 @@ def _scratch_bytes(plan: LoopPlan) -> int:
 
 def with_fitted_loops(plan: Plan, fitted: ResizedLoops) -> Plan:
     """The plan with the present peaks and chunks of its trace."""
-    others = (d for d in plan.decisions if d.what != "loss head")
+    others = (d for d in plan.decisions if d.what not in ("loss head", "tiles"))
     return replace(
         plan.with_peaks(fitted.forward_peak_bytes, fitted.backward_peak_bytes),
         decisions=(*about_chunks(fitted.loops), *others),
@@ -132,7 +132,7 @@ def _with_loops(trace: TraceCtx, swap: dict[int, ChunkLoop]) -> TraceCtx:
 
 def _fitted(plan: LoopPlan, uses: Sequence[tuple[BoundSymbol, int]], peak_bytes: int, budget_bytes: int) -> LoopPlan:
     """The plan with more rows, if there is room; `uses` are its bound symbols with the other bytes alive there."""
-    if plan.sized == "asked" or plan.chunk_rows >= plan.n:
+    if plan.sized in ("asked", "tile") or plan.chunk_rows >= plan.n:
         return plan
     device = plan.gemms[0].out.device
 

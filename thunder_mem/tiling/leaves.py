@@ -67,6 +67,11 @@ class Leaf:
         return symbol_name(self.bsym.sym)
 
     @property
+    def is_product(self) -> bool:
+        """A matrix product."""
+        return self.bsym.sym.id in PRODUCTS
+
+    @property
     def label(self) -> str:
         """The op as the user wrote it: the outermost composite, and the leaf if that adds information."""
         if not self.parents:

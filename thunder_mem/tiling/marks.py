@@ -1,7 +1,7 @@
-"""``with thunder_mem.chunked():`` in user code, and its marks in the trace.
+"""``with thunder_mem.chunked():`` and ``with thunder_mem.tiled():`` in user code, and their marks in the trace.
 
-Thunder's interpreter runs the context manager's own code. The two functions that it calls become bound symbols, which
-the chunker removes again. Without a chunker they do nothing.
+Thunder's interpreter runs the context managers' own code. The functions that they call become bound symbols, which
+the search for heads or for stretches removes again. Without such a search they do nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from thunder.core.interpreter import interpreter_needs_wrap
 from thunder.core.jit_ext import _general_jit_lookaside_map, record_source_loc_in_symbol_header
 from thunder.core.prims import OpTags
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
 from thunder_mem.chunk_loop.symbols import executor
 from thunder_mem.trace.source_lines import place_of
 
-__all__ = ["Mark", "chunked", "strip_marks", "with_products"]
+__all__ = ["Mark", "chunked", "strip_marks", "strip_tile_marks", "tiled", "with_products"]
 
 
 def _begin() -> None:
@@ -29,14 +29,27 @@ def _end() -> None:
     """Outside a trace: nothing."""
 
 
+def _begin_tiles() -> None:
+    """Outside a trace: nothing."""
+
+
+def _end_tiles() -> None:
+    """Outside a trace: nothing."""
+
+
 def _no_result() -> None:
     return None
 
 
-_begin_symbol = executor.register_operator("chunked_begin", meta=_no_result, fn=_begin, tags=[OpTags.DONT_DCE])
-_end_symbol = executor.register_operator("chunked_end", meta=_no_result, fn=_end, tags=[OpTags.DONT_DCE])
-for _fn, _symbol in ((_begin, _begin_symbol), (_end, _end_symbol)):
-    _general_jit_lookaside_map[_fn] = interpreter_needs_wrap(record_source_loc_in_symbol_header(_symbol))
+def _register(name: str, fn: Any) -> Symbol:
+    """The symbol that a call of `fn` becomes in a trace."""
+    symbol = executor.register_operator(name, meta=_no_result, fn=fn, tags=[OpTags.DONT_DCE])
+    _general_jit_lookaside_map[fn] = interpreter_needs_wrap(record_source_loc_in_symbol_header(symbol))
+    return symbol
+
+
+_CHUNKED = (_register("chunked_begin", _begin), _register("chunked_end", _end))
+_TILED = (_register("tiled_begin", _begin_tiles), _register("tiled_end", _end_tiles))
 
 
 class chunked:  # lower case, as `torch.no_grad` is
@@ -58,6 +71,26 @@ class chunked:  # lower case, as `torch.no_grad` is
         _end()
 
 
+class tiled:  # lower case, as `torch.no_grad` is
+    """Mark a stretch that must run in tiles: if it cannot, compilation is an error.
+
+    Every product in it whose result is wider than its input joins a tile. The mark does nothing in eager mode, or
+    without `MemEfficient`.
+
+    Example:
+        >>> import torch
+        >>> with tiled():
+        ...     y = torch.relu(torch.ones(8, 2) @ torch.ones(2, 16)) @ torch.ones(16, 2)
+    """
+
+    def __enter__(self) -> tiled:
+        _begin_tiles()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        _end_tiles()
+
+
 class Mark:
     """A marked stretch of a trace.
 
@@ -76,16 +109,25 @@ def with_products(marks: Sequence[Mark], name: str, products: Collection[str]) -
 
 
 def strip_marks(trace: TraceCtx) -> tuple[TraceCtx, tuple[Mark, ...]]:
-    """The trace without marks (the same object if it has none), and the stretches they marked."""
-    if not any(b.sym is _begin_symbol or b.sym is _end_symbol for b in trace.bound_symbols):
+    """The trace without marks of heads (the same object if it has none), and the stretches they marked."""
+    return _strip(trace, *_CHUNKED)
+
+
+def strip_tile_marks(trace: TraceCtx) -> tuple[TraceCtx, tuple[Mark, ...]]:
+    """The trace without marks of tiles (the same object if it has none), and the stretches they marked."""
+    return _strip(trace, *_TILED)
+
+
+def _strip(trace: TraceCtx, begin: Symbol, end: Symbol) -> tuple[TraceCtx, tuple[Mark, ...]]:
+    if not any(b.sym is begin or b.sym is end for b in trace.bound_symbols):
         return trace, ()
     marks: list[Mark] = []
     opened: list[list[BoundSymbol]] = []
     kept: list[BoundSymbol] = []
     for b in trace.bound_symbols:
-        if b.sym is _begin_symbol:
+        if b.sym is begin:
             opened.append([])
-        elif b.sym is _end_symbol:
+        elif b.sym is end:
             if opened:
                 inside = opened.pop()
                 source = next(filter(None, map(place_of, inside)), "")

@@ -19,7 +19,17 @@ from thunder.core.proxies import TensorProxy
 from thunder_mem.sharding.propagation import RULES, Relation, RowDim, RuleError, Sharding, propagate
 from thunder_mem.tiling.leaves import PRODUCTS, Leaf, Program, effects, numel, size_bytes, symbolic
 
-__all__ = ["RETURNED_WHOLE", "Amplifier", "Refused", "Region", "Value", "amplifying_products", "grow"]
+__all__ = [
+    "RETURNED_WHOLE",
+    "Amplifier",
+    "Refused",
+    "Region",
+    "Value",
+    "amplifying_products",
+    "grow",
+    "propagate_leaf",
+    "rows_of",
+]
 
 RETURNED_WHOLE = "is returned whole"
 """The end of a refusal's reason if the program, or its compiled part, returns the value."""
@@ -90,6 +100,11 @@ class Region:
     values: Mapping[str, Value]
     derived: frozenset[str]
 
+    @property
+    def first(self) -> Leaf:
+        """The product that it grew from, or its first leaf."""
+        return self.amplifiers[0].leaf if self.amplifiers else self.members[0]
+
     @cached_property
     def inside(self) -> frozenset[int]:
         """Indices of all leaves of the region."""
@@ -152,7 +167,7 @@ def amplifying_products(program: Program, ratio: float, min_bytes: int) -> list[
     return sorted(found, key=lambda c: (-size_bytes(c[0].outputs[0]), c[0].index, c[1]))
 
 
-def _rows_of(leaf: Leaf, rows: int) -> Sharding:
+def rows_of(leaf: Leaf, rows: int) -> Sharding:
     """The sharding of the row operand that makes its leading (or, on the right, last) dims the row space."""
     shape = leaf.inputs[rows].shape
     if rows == 1:
@@ -191,7 +206,7 @@ def relation(leaf: Leaf) -> Relation:
     return found
 
 
-def _propagate(leaf: Leaf, known: Mapping[int, Sharding], n: int) -> dict[int, Sharding]:
+def propagate_leaf(leaf: Leaf, known: Mapping[int, Sharding], n: int) -> dict[int, Sharding]:
     shapes = [tuple(t.shape) for t in leaf.inputs], [tuple(t.shape) for t in leaf.outputs]
     return propagate(relation(leaf), *shapes, known, n)
 
@@ -226,7 +241,7 @@ class _Growth:
         rows, out = self.seeds[leaf.index]
         if any(t.name in self.values or t.name in self.late for t in leaf.inputs):
             raise Refused(leaf, "one large matrix product feeds on the result of another")
-        shardings = _propagate(leaf, {-1: out}, self.n)
+        shardings = propagate_leaf(leaf, {-1: out}, self.n)
         if not shardings[rows].complete(self.n) or not shardings[1 - rows].whole:
             raise Refused(leaf, "its rows are not those of the other large matrix products")
         self.shardings[leaf.index] = shardings
@@ -245,7 +260,7 @@ class _Growth:
                 raise RuleError(f"it needs {late[0]}, which depends on all rows and is known only after the last chunk")
             if effects(leaf):
                 raise RuleError("it writes into a tensor in place")
-            shardings = _propagate(leaf, known, self.n)
+            shardings = propagate_leaf(leaf, known, self.n)
             self._check_outputs(leaf, shardings)
             for slot, t in enumerate(leaf.inputs):
                 if slot not in known:
@@ -293,13 +308,13 @@ class _Growth:
             return
         slot = -1 - [o.name for o in producer.outputs].index(t.name)
         if producer.bsym.sym.id in PRODUCTS:
-            operands = _propagate(producer, {slot: sharding}, self.n)
+            operands = propagate_leaf(producer, {slot: sharding}, self.n)
             rows = [s for s in (0, 1) if operands[s].split]
             if len(rows) == 1 and operands[1 - rows[0]].whole and producer.inputs[1 - rows[0]].ndim == 2:
                 self.seeds[producer.index] = (rows[0], sharding)
                 raise _Regrow
         try:
-            shardings = _propagate(producer, {slot: sharding}, self.n)
+            shardings = propagate_leaf(producer, {slot: sharding}, self.n)
             for s, x in enumerate(producer.inputs):
                 self._demand(producer, x, shardings[s])
         except RuleError:
@@ -318,10 +333,10 @@ def grow(program: Program, leaf: Leaf, rows: int) -> Region:
     """
     if any(map(symbolic, (*leaf.inputs, *leaf.outputs))):
         raise Refused(leaf, 'its sizes are symbols (cache="symbolic values"), and chunks need numbers')
-    x = _rows_of(leaf, rows)
+    x = rows_of(leaf, rows)
     n = math.prod(d.extent for d in x.dims if d is not None)
     try:
-        out = _propagate(leaf, {rows: x}, n)[-1]
+        out = propagate_leaf(leaf, {rows: x}, n)[-1]
     except RuleError as e:
         raise Refused(leaf, str(e)) from None
     width = leaf.outputs[0].numel // n

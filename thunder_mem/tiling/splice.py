@@ -45,7 +45,7 @@ def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> tuple[TraceCtx, 
     new = from_trace(trace)
     with tracectx(new):
         bsym = bind_loop(loop, [v.proxy for v in region.inputs], outputs)
-    first = region.amplifiers[0].leaf
+    first = region.first
     origin = first.parents[0] if first.parents else first.bsym
     bsym.source_filename, bsym.source_positions, bsym.header = (
         origin.source_filename, origin.source_positions, origin.header,
@@ -77,12 +77,14 @@ def unchunked(
     for trace in (before, after):
         leaves = (leaf for root in read_program(trace).roots for leaf, _ in walk(root))
         new = from_trace(trace)
-        new.bound_symbols = [b for leaf in leaves for b in (_whole(leaf, replaced) if is_chunk_loop(leaf) else (leaf,))]
+        new.bound_symbols = [b for leaf in leaves for b in _opened(leaf, replaced)]
         flat.append(dce(new))
     return flat[0], flat[1]
 
 
-def _whole(bsym: BoundSymbol, replaced: Mapping[str, Sequence[BoundSymbol]]) -> Sequence[BoundSymbol]:
+def _opened(bsym: BoundSymbol, replaced: Mapping[str, Sequence[BoundSymbol]]) -> Sequence[BoundSymbol]:
+    if not is_chunk_loop(bsym) or loop_of(bsym).plan.name not in replaced:
+        return (bsym,)
     plan = loop_of(bsym).plan
     names = tuple(p.name for p in (*bsym.args[1:], *bsym.output))
     if names != tuple(spec.name for spec in (*plan.inputs, *plan.outputs)):

@@ -42,6 +42,7 @@ from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.tiling.find import ChunkingError, chunk_trace
 from thunder_mem.tiling.rows_per_chunk import lean_rows, leanest_rows
+from thunder_mem.tiling.tiles import Tiles, TilingError, tile_trace
 from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
 from thunder_mem.trace.origins import name_origins
 from thunder_mem.trace.shared_parameters import tag_shared_parameters
@@ -55,6 +56,7 @@ from thunder_mem.transforms.other_transforms import (
     composed,
     rewriting_after,
     with_whole_heads,
+    with_whole_stretches,
 )
 from thunder_mem.user_choices.config import Written, from_environment, parse_config
 from thunder_mem.user_choices.offload import parse_offload
@@ -80,6 +82,10 @@ class MemEfficient(ListedTransform):
         chunk: run large loss heads in chunks, so that logits never exist whole. Chunks are as large as the
             rest of the program's peak allows. A `thunder_mem.ChunkLossHead` sets the chunks instead:
             ``chunk=ChunkLossHead(rows=1024, accumulate="input")``.
+        tile: run stretches whose rows do not see each other, such as an MLP with its norm and its residual sum, a few
+            rows at a time, so that their wide values never exist whole. By default where this costs no time: inside
+            checkpoints, or without a gradient. A `thunder_mem.Tiles` sets the rows, and runs every possible stretch
+            in tiles: ``tile=Tiles(rows=2048)``.
         budget: the most bytes that may be alive at once in the forward or the backward: an int, a size such
             as "40GiB", or "80%" of the device's memory. It includes arguments and results, but nothing
             outside the compiled function, such as an optimizer's state. If the free decisions do not
@@ -130,6 +136,7 @@ class MemEfficient(ListedTransform):
         *,
         sort: str | SortFunction = "auto",
         chunk: bool | ChunkLossHead = True,
+        tile: bool | Tiles = True,
         budget: int | str | None = None,
         recompute: Written | Policy | None = None,
         offload: bool | str = False,
@@ -144,6 +151,8 @@ class MemEfficient(ListedTransform):
         check_sort(sort)
         if not isinstance(chunk, bool | ChunkLossHead):
             raise TypeError(f"chunk is True or False, or a ChunkLossHead, not {quoted(chunk)}")
+        if not isinstance(tile, bool | Tiles):
+            raise TypeError(f"tile is True or False, or a Tiles, not {quoted(tile)}")
         if not isinstance(strict, bool):
             raise TypeError(f"strict is True or False, not {quoted(strict)}")
         if not isinstance(reuse, bool):
@@ -174,6 +183,7 @@ class MemEfficient(ListedTransform):
             verify=verify,
         )
         self._chunk = chunk
+        self._tile = tile
         watch_calls(lambda transform: isinstance(transform, MemEfficient))
         self._recompute = recompute
         self._plan = None if plan is None else read_plan(plan)
@@ -198,16 +208,25 @@ class MemEfficient(ListedTransform):
         kernels = mem_kernels_ex in executors
         computation_trace = prepared = self._prepared(computation_trace, prologue_trace, kernels=kernels)
         options = self._options
-        if self._chunk and (other := rewriting_after(self, compile_data.transforms)):
+        other = rewriting_after(self, compile_data.transforms)
+        if self._chunk and other:
             computation_trace, reason = with_whole_heads(computation_trace, type(self).__name__, other)
             options = replace(options, refused=(Refusal("loss heads", reason),))
         elif self._chunk:
             computation_trace, options = self._chunked(computation_trace, user_executors(executors))
+        untiled = computation_trace
+        if self._tile and not other:
+            computation_trace, options = self._tiled(computation_trace, options, user_executors(executors))
+        else:
+            computation_trace = with_whole_stretches(computation_trace, type(self).__name__, other)
         options = composed(options, compile_data, computation_trace)
-        original = None
+        later = behind(self, compile_data.transforms)
+        original = whole = None
         if computation_trace is not prepared:
-            original = Original(prologue_trace, prepared, epilogue_trace, behind(self, compile_data.transforms))
-        compile_data.executors_list = install_planner(executors, options, original)
+            original = Original(prologue_trace, prepared, epilogue_trace, later)
+        if self._tile is True and any(d.what == "tiles" for d in options.decisions):
+            whole = Original(prologue_trace, untiled, epilogue_trace, later)
+        compile_data.executors_list = install_planner(executors, options, original, whole)
         prologue_trace = pruned(compile_data, prologue_trace, computation_trace, epilogue_trace)
         if epilogue_trace is not None and accepts_missing_tangents(compile_data.transforms):
             epilogue_trace = asks_for_none(epilogue_trace, computation_trace)
@@ -251,6 +270,7 @@ class MemEfficient(ListedTransform):
         return {
             "sort": sort if isinstance(sort, str) else getattr(sort, "__qualname__", type(sort).__qualname__),
             "chunk": repr(self._chunk),
+            "tile": repr(self._tile),
             "budget": repr(options.budget),
             "on_infeasible": options.on_infeasible,
             "recompute": getattr(recompute, "__qualname__", type(recompute).__qualname__)
@@ -310,9 +330,29 @@ class MemEfficient(ListedTransform):
         refused = tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals)
         return trace, replace(self._options, refused=refused, decisions=about_chunks(record.loops))
 
+    def _tiled(self, trace: TraceCtx, options: PlanningOptions, executors: tuple) -> tuple[TraceCtx, PlanningOptions]:
+        """The trace with stretches in tiles (unchanged after a failure), and the options with a record of it."""
+        tiles = self._tile if isinstance(self._tile, Tiles) else Tiles()
+        try:
+            verify = options.verify is not False
+            trace, record = tile_trace(trace, tiles, executors_list=executors, verify=verify)
+        except TilingError:  # the user marked this stretch by `with tiled():`
+            raise
+        except Exception as error:
+            if options.strict:
+                raise
+            cause = f"{type(error).__name__}: {error}"
+            warnings.warn(f"MemEfficient left stretches whole: {cause}", stacklevel=2)
+            return trace, replace(options, refused=(*options.refused, Refusal("tiles", cause)))
+        refused = (
+            tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals) if tiles.rows != "auto" else ()
+        )
+        decisions = (*options.decisions, *about_chunks(record.loops))
+        return trace, replace(options, refused=(*options.refused, *refused), decisions=decisions)
+
     def __repr__(self) -> str:
         return (
-            f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, "
+            f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, tile={self._tile}, "
             f"budget={self._options.budget!r}, recompute={self._recompute!r}, offload={self._offload!r}, "
             f"costs={self._options.costs!r}, reuse={self._options.reuse}, verify={self._options.verify}, "
             f"strict={self._options.strict}" + (f", plan={self._plan.path!r})" if self._plan else ")")

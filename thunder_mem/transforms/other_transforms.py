@@ -22,7 +22,8 @@ from thunder_mem.memory.plan import Refusal
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.schedule.registry import SORTS, SortFunction
 from thunder_mem.tiling.find import ChunkingError
-from thunder_mem.tiling.marks import strip_marks
+from thunder_mem.tiling.marks import strip_marks, strip_tile_marks
+from thunder_mem.tiling.tiles import TilingError
 
 __all__ = [
     "accepts_missing_tangents",
@@ -32,6 +33,7 @@ __all__ = [
     "composed",
     "rewriting_after",
     "with_whole_heads",
+    "with_whole_stretches",
 ]
 
 SORT_OPTION = "mem_efficient_sort"
@@ -179,3 +181,22 @@ def with_whole_heads(trace: TraceCtx, mine: str, other: str) -> tuple[TraceCtx, 
         at = f" at {mark.source}" if mark.source else ""
         raise ChunkingError(f"a head marked by thunder_mem.chunked(){at} is not chunked: {reason}")
     return trace, reason
+
+
+def with_whole_stretches(trace: TraceCtx, mine: str, other: str) -> TraceCtx:
+    """Leave all stretches whole: tiles are switched off, or transform `other` stands behind `mine`.
+
+    Raises:
+        TilingError: one of the stretches is marked by ``with tiled():``.
+    """
+    trace, marks = strip_tile_marks(trace)
+    for mark in marks:
+        reason = f"tile=False in {mine}"
+        if other:
+            reason = (
+                f"{other} stands behind {mine} in transforms= and would not see the products "
+                f"in a tile: put {mine} behind it"
+            )
+        at = f" at {mark.source}" if mark.source else ""
+        raise TilingError(f"a stretch marked by thunder_mem.tiled(){at} stays whole: {reason}")
+    return trace

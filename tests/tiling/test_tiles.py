@@ -1,0 +1,371 @@
+"""Stretches in tiles: values and gradients against float64 eager, peaks, and what must not run in tiles."""
+
+import copy
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.programs.chunk_cases import CASES
+from tests.tiling.test_chunk_losses import loss_and_grads, prepare
+from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict, tiled
+from thunder_mem.tiling.tiles import TilingError
+
+WIDTH, WIDE = 16, 64
+
+
+class Block(nn.Module):
+    """A gated MLP with its norm and its residual sum, as LLaMA has it."""
+
+    def __init__(self, bias=False, width=WIDTH, wide=WIDE):
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up = nn.Linear(width, wide, bias), nn.Linear(width, wide, bias)
+        self.down = nn.Linear(wide, width, bias)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Stack(nn.Module):
+    """Blocks under checkpoints, and a loss."""
+
+    def __init__(self, blocks=2, checkpoints=True, **options):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(blocks))
+        self.checkpoints = checkpoints
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x.square().mean()
+
+
+def made(module, shape, dtype=torch.float32):
+    torch.manual_seed(0)
+    return module.to(dtype), torch.randn(shape, dtype=dtype)
+
+
+def compiled(fn, tile, **options):
+    return thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True, verify=True, tile=tile, **options)])
+
+
+def tiles_of(jitted):
+    return [d for d in last_plan(jitted).decisions if d.what == "tiles"]
+
+
+def gradients(fn, module, x):
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    fn(x).backward()
+    return [x.grad, *(p.grad for p in module.parameters() if p.requires_grad)]
+
+
+def errors(found, exact):
+    return [((a.double() - b).norm() / b.norm().clamp_min(1e-12)).item() for a, b in zip(found, exact, strict=True)]
+
+
+def assert_as_exact_as_eager(module, x, tile, count, factor=2.0):
+    double = copy.deepcopy(module).double()
+    exact = gradients(double, double, x.double())
+    eager = errors(gradients(module, module, x), exact)
+    jitted = compiled(module, tile)
+    ours = errors(gradients(jitted, module, x), exact)
+    assert len(tiles_of(jitted)) == count
+    floor = torch.finfo(x.dtype).eps
+    for mine, theirs in zip(ours, eager, strict=True):
+        assert mine <= factor * theirs + floor
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 12, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_as_exact_as_eagers_in_any_number_of_tiles(rows, dtype):
+    module, x = made(Stack(blocks=1), (2, 12, WIDTH), dtype)
+    assert_as_exact_as_eager(module, x, Tiles(rows=rows), 1)
+
+
+@pytest.mark.parametrize("accumulate", ["float32", "input"])
+def test_sums_of_gradients_in_either_dtype(accumulate):
+    module, x = made(Stack(blocks=1), (2, 12, WIDTH), torch.bfloat16)
+    assert_as_exact_as_eager(module, x, Tiles(rows=5, accumulate=accumulate), 1)
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_stretch_takes_in_norm_and_residual_sum(checkpoints, bias):
+    module, x = made(Stack(blocks=2, checkpoints=checkpoints, bias=bias), (3, 8, WIDTH))
+    assert_as_exact_as_eager(module, x, Tiles(rows=5), 2)
+    jitted = compiled(module, Tiles(rows=5))
+    jitted(x)
+    forward = thunder.last_traces(jitted)[-1].bound_symbols
+    loop = next(b.args[0] for b in forward if b.sym.name == "chunk_loop")
+    split = [s for s in loop.plan.inputs if s.sharding.split]
+    assert [s.shape for s in (*split, *loop.plan.outputs)] == [x.shape, x.shape]
+
+
+def test_the_peak_falls_and_is_predicted_to_the_byte():
+    module, x = made(Stack(blocks=2), (1, 512, WIDTH))
+    peaks, loss_bytes = {}, 8  # the loss and its gradient
+    for tile in (False, Tiles(rows=64)):
+        jitted = compiled(module, tile)
+
+        def step(jitted=jitted):
+            jitted(x).backward()
+
+        step()
+        peaks[tile] = measure_peak(step)
+        assert 0 <= peaks[tile] - predict(jitted, x).measured_bytes <= loss_bytes
+    assert peaks[Tiles(rows=64)] < 0.7 * peaks[False]
+
+
+def test_by_default_checkpoints_are_tiled_where_the_plan_has_a_lower_peak():
+    module, x = made(Stack(blocks=2, width=64, wide=256), (1, 1024, 64))
+    jitted, whole = compiled(module, True), compiled(module, False)
+    for fn in (jitted, whole):
+        fn(x).backward()
+    assert len(tiles_of(jitted)) == 2
+    assert not tiles_of(whole)
+    assert last_plan(jitted).candidate.peak_bytes < last_plan(whole).candidate.peak_bytes
+
+
+@pytest.mark.parametrize("rows", [64, 300])
+def test_by_default_too_few_rows_stay_whole(rows):
+    module, x = made(Stack(blocks=1, width=64, wide=256), (1, rows, 64))
+    jitted = compiled(module, True)
+    jitted(x).backward()
+    assert not tiles_of(jitted)
+
+
+def test_by_default_nothing_is_computed_twice_that_was_not():
+    module, x = made(Stack(blocks=1, checkpoints=False, width=64, wide=256), (1, 1024, 64))
+    jitted = compiled(module, True)
+    jitted(x).backward()
+    assert not tiles_of(jitted)
+
+
+def test_a_forward_alone_runs_in_tiles():
+    module, x = made(Stack(blocks=2, checkpoints=False, width=64, wide=256), (1, 1024, 64))
+    peaks = []
+    for tile in (True, False):
+        jitted = compiled(module, tile)
+        with torch.no_grad():
+            torch.testing.assert_close(jitted(x), module(x))
+            peaks.append(measure_peak(lambda jitted=jitted: jitted(x)))
+        assert len(tiles_of(jitted)) == 2 * tile
+    assert peaks[0] < 0.5 * peaks[1]
+
+
+def test_a_mark_demands_tiles():
+    module, x = made(Block(width=32, wide=128), (1, 512, 32))
+
+    def marked(x):
+        with tiled():
+            y = module(x)
+        return y.sum()
+
+    jitted = compiled(marked, True)
+    found = torch.autograd.grad(jitted(x.requires_grad_()), x)[0]
+    torch.testing.assert_close(found, torch.autograd.grad(marked(x), x)[0])
+    (decision,) = tiles_of(jitted)
+    assert "in 3 tiles of 192 rows" in decision.how
+    assert "tiled_begin" not in str(thunder.last_traces(jitted)[-1])
+
+
+def batch_normed(x, w):
+    with tiled():
+        wide = F.linear(x, w)
+        return F.batch_norm(wide, None, None, training=True).relu().sum()
+
+
+def summed_up(x, w):
+    with tiled():
+        return torch.cumsum(F.linear(x, w), 0).sum()
+
+
+def scores(x, w):
+    with tiled():
+        wide = F.linear(x, w)
+        return (wide @ wide.t()).relu().sum()
+
+
+def without_products(x, w):
+    with tiled():
+        return torch.relu(x).sum() + w.sum()
+
+
+@pytest.mark.parametrize("fn", [batch_normed, summed_up, scores, without_products])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_mark_around_what_cannot_be_is_an_error_with_its_line(fn, strict):
+    x, w = torch.randn(32, 8).requires_grad_(), torch.randn(64, 8).requires_grad_()
+    jitted = thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=strict)])
+    line = fn.__code__.co_firstlineno + 2
+    with pytest.raises(TilingError, match=rf"test_tiles.py:{line} stays whole: ."):
+        jitted(x, w)
+    fn(x, w)
+
+
+def test_a_mark_without_tiles_is_an_error():
+    x, w = torch.randn(32, 8), torch.randn(64, 8)
+    with pytest.raises(TilingError, match="stays whole: tile=False in MemEfficient"):
+        compiled(summed_up, False)(x, w)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Tiles(rows=0), ValueError, "rows must be at least 1, but got 0"),
+        (lambda: Tiles(rows=True), TypeError, 'rows is a positive int or "auto", but got True'),
+        (lambda: Tiles(rows="many"), TypeError, 'rows is a positive int or "auto"'),
+        (lambda: Tiles(accumulate="float16"), ValueError, "accumulate is one of 'float32', 'input'"),
+        (lambda: MemEfficient(tile="yes"), TypeError, "tile is True or False, or a Tiles, not 'yes'"),
+        (lambda: MemEfficient(tile=8), TypeError, "tile is True or False, or a Tiles, not 8"),
+    ],
+)
+def test_bad_arguments(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def with_wide_result(x, w, v):
+    wide = F.linear(x, w).relu()
+    return (wide @ v).sum(), wide
+
+
+def with_another_reader(x, w, v):
+    wide = F.linear(x, w).relu()
+    return (wide @ v).sum() + wide.t().matmul(x).sum()
+
+
+def with_narrow_readers(x, w, v):
+    y = F.linear(x.sin(), w).relu() @ v
+    return (y * x).sum() + y.cumsum(0).sum()
+
+
+def written_before(x, w, v):
+    y = x * 1
+    y.mul_(2)
+    return (F.linear(y, w).relu() @ v).sum() + y.sum()
+
+
+def written_between(x, w, v):
+    y = x * 1
+    wide = F.linear(y, w.detach())
+    y.add_(1)
+    return (wide.relu() @ v).sum() + y.sum() + w.sum()
+
+
+def of_a_view(x, w, v):
+    y = x.t().contiguous().t()
+    return (F.linear(y[::2], w).relu() @ v).sum() + y.sum()
+
+
+def statistics(x, w, v):
+    y = F.linear(x, w).relu()
+    return (y.mean(-1) * (y @ v).sum(-1)).sum()
+
+
+def total(x, w, v):
+    y = F.linear(x, w).sigmoid() @ v
+    return y.logsumexp(-1).mean()
+
+
+def masked(x, w, v):
+    mask = torch.arange(x.shape[0])[:, None] > 7
+    return (F.linear(x, w).masked_fill(mask, 0.5).relu() @ v).sum()
+
+
+def same_weight_twice(x, w, v):
+    return (F.linear(F.linear(x, w).relu() @ v, w).relu() @ v).sum()
+
+
+def frozen(x, w, v):
+    return ((F.linear(x, w.detach()) + x @ v.t()).relu() @ v).sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "count"),
+    [
+        (with_wide_result, 0),
+        (with_another_reader, 0),
+        (with_narrow_readers, 1),
+        (written_before, 1),
+        (written_between, None),
+        (of_a_view, 1),
+        (statistics, 1),
+        (total, 1),
+        (masked, 1),
+        (same_weight_twice, 2),
+        (frozen, 1),
+    ],
+)
+@pytest.mark.parametrize("rows", [3, 5])
+def test_programs_around_a_stretch(fn, count, rows):
+    g = torch.Generator().manual_seed(0)
+    shapes = (26, 8), (32, 8), (32, 8)
+    x, w, v = (torch.randn(shape, generator=g).requires_grad_() for shape in shapes)
+    jitted = compiled(fn, Tiles(rows=rows))
+    found, expected = jitted(x, w, v), fn(x, w, v)
+    torch.testing.assert_close(found, expected)
+    ours, theirs = (r if isinstance(r, torch.Tensor) else r[0] + r[1].sum() for r in (found, expected))
+    given = (x, w, v)
+    for a, b in zip(
+        torch.autograd.grad(ours, given, allow_unused=True, materialize_grads=True),
+        torch.autograd.grad(theirs, given, allow_unused=True, materialize_grads=True),
+        strict=True,
+    ):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+    if count is not None:
+        assert len(tiles_of(jitted)) == count
+
+
+def test_two_backwards_of_one_forward():
+    module, x = made(Stack(blocks=1), (1, 24, WIDTH))
+    jitted = compiled(module, Tiles(rows=5))
+    x.requires_grad_()
+    loss = jitted(x)
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+
+
+def test_dropout_draws_the_same_numbers_with_and_without_tiles():
+    module, x = made(Stack(blocks=1), (1, 24, WIDTH))
+
+    def dropped(x):
+        return F.dropout(module(x[0]).sum() + F.dropout(module.blocks[0](x), 0.5), 0.5).sum()
+
+    found = []
+    for tile in (False, Tiles(rows=5)):
+        torch.manual_seed(3)
+        found.append(compiled(dropped, tile)(x))
+    torch.testing.assert_close(*found)
+
+
+def test_a_budget_keeps_tiles_that_fit():
+    module, x = made(Stack(blocks=2, width=64, wide=256), (1, 1024, 64))
+    whole = compiled(module, False)
+    whole(x).backward()
+    peak = last_plan(whole).candidate.peak_bytes
+    jitted = compiled(module, True, budget=int(0.9 * peak))
+    jitted(x).backward()
+    assert last_plan(jitted).candidate.peak_bytes <= 0.9 * peak
+
+
+def heads_as_stretches():
+    """Loss heads end in totals over rows; a few are always run."""
+    few = {"ce_sum", "ce_none", "mse_head", "grpo", "dpo"}
+    return [pytest.param(c, id=str(c), marks=() if c.name in few else pytest.mark.slow) for c in CASES]
+
+
+@pytest.mark.parametrize("case", heads_as_stretches())
+def test_losses_as_stretches(case):
+    jitted = compiled(case.fn, Tiles(rows=41), chunk=False)
+    values, found = loss_and_grads(jitted, prepare(case, torch.float32), case.grads)
+    exact_values, exact = loss_and_grads(case.fn, prepare(case, torch.float64), case.grads)
+    for value, wanted in zip(values, exact_values, strict=True):
+        torch.testing.assert_close(value.double(), wanted.double(), rtol=2e-5, atol=1e-6)
+    assert max(errors(found, exact)) < 2e-5

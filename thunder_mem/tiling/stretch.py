@@ -1,0 +1,280 @@
+"""From an amplifying product inside the program to the token-wise stretch around it that can run tile by tile.
+
+A stretch starts at products whose results are wide per row and ends at values that are narrow per row: an MLP with
+its norm and its residual sum reads one narrow value and gives one, and everything between exists for a few rows at a
+time. It grows downwards until every wide value is consumed, and from there, and upwards from its products, through
+narrow values to where the fewest bytes a row cross its border. What couples rows (attention's scores, a sum over
+tokens) ends it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+
+from thunder.core.proxies import TensorProxy
+
+from thunder_mem.sharding.propagation import RuleError, Sharding
+from thunder_mem.tiling.leaves import PRODUCTS, Leaf, Program, effects, numel, symbolic
+from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, propagate_leaf, rows_of
+
+__all__ = ["Stretch", "grow_stretch"]
+
+_NARROW = 1.25
+"""A value is wide if a row of it takes this many times what a row of the product's operand takes."""
+
+_REACH = 48
+"""Operations that a stretch takes in beyond its products, upwards and downwards."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """A region that runs tile by tile, and what one row of it takes.
+
+    Attributes:
+        region: without amplifiers: its products are members.
+        crossing_bytes: of one row of what is alive beside a tile: its inputs and outputs, and what passes it by.
+    """
+
+    region: Region
+    crossing_bytes: int
+
+
+class _Closure:
+    """Leaves whose rows stay apart, with the sharding of every value that they read and make."""
+
+    def __init__(self, program: Program, n: int):
+        self.program, self.n = program, n
+        self.narrow = 0.0  # bytes of a row at most
+        self.values: dict[str, Sharding] = {}
+        self.members: dict[int, dict[int, Sharding]] = {}
+
+    def row_bytes(self, t: TensorProxy) -> int:
+        return numel(t) * t.dtype.bytes // self.n
+
+    def is_wide(self, t: TensorProxy) -> bool:
+        return self.row_bytes(t) > self.narrow
+
+    def splits(self, t: TensorProxy) -> bool:
+        return t.name in self.values and self.values[t.name].split
+
+    def takes_narrow(self, leaf: Leaf, known: Mapping[int, Sharding]) -> bool:
+        """Whether the leaf costs little to repeat, and its rows stay apart; then it is taken."""
+        if leaf.bsym.sym.id in PRODUCTS:
+            return False
+        try:
+            self.take(leaf, known)
+        except RuleError:
+            return False
+        return True
+
+    def crossing(self, inside: frozenset[int], at: int) -> int:
+        """Bytes of one row of what is alive while the members run, of the values that some member or reader touches."""
+        program = self.program
+        made = {o.name for i in inside for o in program.leaves[i].outputs}
+        alive = {}
+        for i in self.members:
+            for t in (*program.leaves[i].inputs, *program.leaves[i].outputs):
+                if not self.splits(t):
+                    continue
+                readers = {r.index for r in program.consumers.get(t.name, ())}
+                outside = t.name in program.returned or not readers <= inside
+                if t.name in made:
+                    alive[t.name] = t if outside else None
+                else:
+                    producer = program.producer.get(t.name)
+                    before = producer is None or producer.index < at
+                    later = t.name in program.returned or any(r > at and r not in inside for r in readers)
+                    alive[t.name] = t if readers & inside or (before and later) else None
+        return sum(self.row_bytes(t) for t in alive.values() if t is not None)
+
+    def take(self, leaf: Leaf, known: Mapping[int, Sharding]) -> None:
+        """Add a leaf.
+
+        Raises:
+            RuleError: its rows depend on one another, or on rows in two ways.
+        """
+        if effects(leaf):
+            raise RuleError("it writes into a tensor in place")
+        found = propagate_leaf(leaf, known, self.n)
+        tensors = [*enumerate(leaf.inputs), *((-1 - j, o) for j, o in enumerate(leaf.outputs))]
+        for slot, t in tensors:
+            if found[slot].partial not in (None, "sum") or (found[slot].partial and slot >= 0):
+                raise RuleError("it combines rows")
+            if slot < 0 and found[slot].whole:
+                raise RuleError("its result does not depend on rows")
+            if found[slot].split and not found[slot].complete(self.n):
+                raise RuleError("it carries only a part of the row dims")
+            if t.name in self.values and self.values[t.name] != found[slot]:
+                raise RuleError(f"it needs {t.name} split in two ways")
+        self.members[leaf.index] = dict(found)
+        self.values.update({t.name: found[slot] for slot, t in tensors if found[slot].split or slot < 0})
+
+
+def grow_stretch(program: Program, leaf: Leaf, rows: int) -> Stretch:
+    """The stretch around the product `leaf`, whose operand `rows` carries the row space.
+
+    Raises:
+        Refused: a wide value of it is needed whole.
+    """
+    if any(map(symbolic, (*leaf.inputs, *leaf.outputs))):
+        raise Refused(leaf, 'its sizes are symbols (cache="symbolic values"), and tiles need numbers')
+    start = rows_of(leaf, rows)
+    n = math.prod(d.extent for d in start.dims if d is not None)
+    closure = _Closure(program, n)
+    try:
+        closure.take(leaf, {rows: start})
+    except RuleError as e:
+        raise Refused(leaf, str(e)) from None
+    closure.narrow = _NARROW * closure.row_bytes(leaf.inputs[rows])
+    _take_wide(closure, leaf)
+    core = frozenset(closure.members)
+    found, cuts = [], False
+    aboves, belows = [core, *_above(closure, core)], [core, *_below(closure, core)]
+    for up, above in enumerate(aboves):
+        for down, below in enumerate(belows):
+            inside = above | below
+            if not _is_convex(program, inside):
+                continue
+            if _cuts_composite(closure, inside):
+                cuts = True
+                continue
+            found.append((closure.crossing(inside, leaf.index), up, -down, inside))
+    if not found:
+        why = "its border would lie inside another operation" if cuts else "a value leaves it and comes back to it"
+        raise Refused(leaf, why)
+    crossing_bytes, _, _, inside = min(found, key=itemgetter(0, 1, 2))
+    return Stretch(_region(closure, inside), crossing_bytes)
+
+
+def _take_wide(closure: _Closure, seed: Leaf) -> None:
+    """Take in all readers of wide values, and what makes the wide values that they take beside."""
+    program = closure.program
+    wide, done = [*seed.outputs], set[str]()
+    while wide:
+        t = wide.pop(0)
+        if t.name in done or not closure.is_wide(t):
+            continue
+        done.add(t.name)
+        if t.name in program.returned:
+            raise Refused(seed, f"its result {t.name}, one wide value a row, {RETURNED_WHOLE}")
+        for reader in program.consumers.get(t.name, ()):
+            if reader.index in closure.members:
+                continue
+            known = {s: closure.values[x.name] for s, x in enumerate(reader.inputs) if x.name in closure.values}
+            try:
+                closure.take(reader, known)
+            except RuleError as e:
+                raise Refused(reader, f"it needs {t.name}, one wide value a row, whole: {e}") from None
+            wide += reader.outputs
+            wide += _take_makers(closure, reader)
+
+
+def _take_makers(closure: _Closure, reader: Leaf) -> list[TensorProxy]:
+    """Take in what makes the reader's wide operands; returns the values that this makes."""
+    made: list[TensorProxy] = []
+    pending = list(reader.inputs)
+    while pending:
+        t = pending.pop()
+        producer = closure.program.producer.get(t.name)
+        if producer is None or producer.index in closure.members or not (closure.splits(t) and closure.is_wide(t)):
+            continue
+        slot = -1 - [o.name for o in producer.outputs].index(t.name)
+        try:
+            closure.take(producer, {slot: closure.values[t.name]})
+        except RuleError:
+            continue  # it exists anyway, and is read tile by tile
+        made += producer.outputs
+        pending += producer.inputs
+    return made
+
+
+def _above(closure: _Closure, core: frozenset[int]) -> Iterator[frozenset[int]]:
+    """The core with more and more of the narrow values that it is made of, the latest first."""
+    program, now, refused = closure.program, set(core), set[int]()
+    while len(now) < len(core) + _REACH:
+        read = (t.name for i in now for t in program.leaves[i].inputs if closure.splits(t))
+        makers = {program.producer[name].index for name in read if name in program.producer} - now - refused
+        if not makers:
+            return
+        leaf = program.leaves[max(makers)]
+        known = {-1 - j: closure.values[o.name] for j, o in enumerate(leaf.outputs) if closure.splits(o)}
+        if not closure.takes_narrow(leaf, known):
+            refused.add(leaf.index)
+            continue
+        now.add(leaf.index)
+        yield frozenset(now)
+
+
+def _below(closure: _Closure, core: frozenset[int]) -> Iterator[frozenset[int]]:
+    """The core with more and more of what its narrow results go into, the earliest first."""
+    program, now, refused = closure.program, set(core), set[int]()
+    while len(now) < len(core) + _REACH:
+        made = (o.name for i in now for o in program.leaves[i].outputs)
+        readers = {r.index for name in made for r in program.consumers.get(name, ())} - now - refused
+        if not readers:
+            return
+        leaf = program.leaves[min(readers)]
+        known = {s: closure.values[t.name] for s, t in enumerate(leaf.inputs) if closure.splits(t)}
+        if not closure.takes_narrow(leaf, known):
+            refused.add(leaf.index)
+            continue
+        now.add(leaf.index)
+        now.update(_sides_of(closure, leaf, min(core)))
+        yield frozenset(now)
+
+
+def _sides_of(closure: _Closure, leaf: Leaf, start: int) -> Iterator[int]:
+    """What makes the leaf's other operands after the stretch has begun, such as a conversion: it comes along."""
+    pending = list(leaf.inputs)
+    while pending:
+        t = pending.pop()
+        producer = closure.program.producer.get(t.name)
+        if producer is None or producer.index < start or not closure.splits(t):
+            continue
+        slot = -1 - [o.name for o in producer.outputs].index(t.name)
+        if producer.index not in closure.members and closure.takes_narrow(producer, {slot: closure.values[t.name]}):
+            yield producer.index
+            pending += producer.inputs
+
+
+def _is_convex(program: Program, inside: frozenset[int]) -> bool:
+    """Nothing that is computed from its results goes into it."""
+    reached: set[str] = set()
+    for leaf in program.leaves[min(inside) : max(inside) + 1]:
+        if leaf.index in inside:
+            if any(t.name in reached for t in leaf.inputs):
+                return False
+        elif any(t.name in reached or _made_in(program, t, inside) for t in leaf.inputs):
+            reached.update(o.name for o in leaf.outputs)
+    return True
+
+
+def _cuts_composite(closure: _Closure, inside: frozenset[int]) -> bool:
+    """Whether a value by rows crosses the border inside a composite, which executors could then not run whole."""
+    program = closure.program
+    touched = {t.name: t for i in inside for t in (*program.leaves[i].inputs, *program.leaves[i].outputs)}
+    for t in filter(closure.splits, touched.values()):
+        producer = program.producer.get(t.name)
+        if producer is None or not producer.parents:
+            continue
+        for reader in program.consumers.get(t.name, ()):
+            crosses = (producer.index in inside) != (reader.index in inside)
+            if crosses and reader.parents and reader.parents[0] is producer.parents[0]:
+                return True
+    return False
+
+
+def _made_in(program: Program, t: TensorProxy, inside: frozenset[int]) -> bool:
+    producer = program.producer.get(t.name)
+    return producer is not None and producer.index in inside
+
+
+def _region(closure: _Closure, inside: frozenset[int]) -> Region:
+    program = closure.program
+    members = tuple(program.leaves[i] for i in sorted(inside))
+    values = {o.name: Value(o, closure.members[m.index][-1 - j]) for m in members for j, o in enumerate(m.outputs)}
+    shardings = {i: closure.members[i] for i in inside}
+    return Region(program, closure.n, (), members, shardings, values, frozenset(values))

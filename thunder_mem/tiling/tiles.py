@@ -1,0 +1,221 @@
+"""Find token-wise stretches in a computation trace, and run each a few rows at a time.
+
+    computation trace -> Program (leaves) -> Stretch (what runs tile by tile) -> LoopPlan -> bound symbol
+
+Without the user's word only such stretches become tiles that cost no time: inside a checkpoint, whose one repetition is
+tiled, or without a gradient. The products' results must take more than a tile and its sums of gradients, and the plan
+with tiles must have a lower peak than the one without (`planning/executor.py`). A stretch that the user asked for
+becomes tiles anyway; outside of a checkpoint its backward computes it once more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import thunder
+from thunder.core import dtypes
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance
+
+from thunder_mem.chunk_loop.plan import ACCUMULATE, ChunkRecord, LoopPlan, StretchRefusal
+from thunder_mem.chunk_loop.run import ChunkLoop
+from thunder_mem.chunk_loop.symbols import check_autograd, is_chunk_loop, loop_of
+from thunder_mem.frontend.checkpoint_tags import CHECKPOINTED
+from thunder_mem.frontend.missing_gradients import register_missing
+from thunder_mem.memory.outside_input import quoted
+from thunder_mem.tiling.build import head_label
+from thunder_mem.tiling.leaves import Leaf, Program, read_program
+from thunder_mem.tiling.marks import Mark, strip_tile_marks
+from thunder_mem.tiling.region import Refused, amplifying_products
+from thunder_mem.tiling.rows_per_chunk import floor_rows
+from thunder_mem.tiling.splice import splice, unchunked
+from thunder_mem.tiling.stretch import Stretch, grow_stretch
+from thunder_mem.tiling.tile_build import build_tiles, tile_gain_bytes
+from thunder_mem.trace.verification import VerificationError, verify_rewrite
+
+__all__ = ["Tiles", "TilingError", "tile_trace"]
+
+WIDE_RATIO = 1.25
+"""A product may begin a stretch when a row of its result has more than this many numbers for one of its operand."""
+
+AUTO_MIN_BYTES = 1 << 20
+"""Without the user's word smaller results are left alone."""
+
+_TILES, _MOST_FLOORS = 8, 2
+"""As many tiles, unless a tile would then have fewer rows than products need, or more than twice these."""
+
+
+class TilingError(ValueError):
+    """A stretch that the user marked cannot run in tiles; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Which stretches of a program run in tiles, and how.
+
+    Attributes:
+        rows: the rows of a tile of every stretch that can run in tiles, whether or not the backward then computes it
+            once more. "auto": only stretches that cost no time, with the rows that the device's products need.
+        accumulate: dtype in which gradients of 16-bit weights add up over tiles: "float32" or "input", as for
+            `ChunkLossHead`. None is "float32", or "input" under a budget that has no room for float32.
+
+    Raises:
+        ValueError, TypeError: `rows` or `accumulate` is not accepted.
+    """
+
+    rows: int | str = "auto"
+    accumulate: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rows, bool) or not (isinstance(self.rows, int) or self.rows == "auto"):
+            raise TypeError(f'rows is a positive int or "auto", but got {quoted(self.rows)}')
+        if isinstance(self.rows, int) and self.rows < 1:
+            raise ValueError(f"rows must be at least 1, but got {self.rows}")
+        if self.accumulate is not None and self.accumulate not in ACCUMULATE:
+            known = ", ".join(map(repr, ACCUMULATE))
+            raise ValueError(f"accumulate is one of {known}, but got {quoted(self.accumulate)}")
+
+
+def tile_trace(
+    trace: TraceCtx, tiles: Tiles = Tiles(), *, executors_list: Sequence[Any] = (), verify: bool = True
+) -> tuple[TraceCtx, ChunkRecord]:
+    """Replace stretches of a computation trace (before autograd) by loops of tiles.
+
+    Args:
+        trace: the computation trace, with `CHECKPOINTED` on what may be repeated. It is not changed.
+        tiles: which stretches, and how.
+        executors_list: the executors of the tiles; Thunder's own if empty.
+        verify: check that the new trace computes the same values, apart from the inside of loops.
+
+    Returns:
+        the new trace (the same object if nothing changed) and the record.
+
+    Raises:
+        TilingError: a stretch marked by `with thunder_mem.tiled():` cannot run in tiles.
+        VerificationError: the new trace is another program.
+    """
+    register_missing()
+    start = time.perf_counter_ns()
+    new, marks = strip_tile_marks(trace)
+    tiler = _Tiler(tiles, tuple(executors_list) or tuple(thunder.get_default_executors()), marks)
+    whole = new
+    while (found := tiler.next_loop(new)) is not None:
+        new = found
+    if verify and new is not whole:
+        try:
+            verify_rewrite(*unchunked(whole, new, tiler.replaced))
+        except VerificationError as error:
+            if marks:
+                raise TilingError(f"a stretch marked by thunder_mem.tiled() stays whole: {error}") from error
+            raise
+    tiler.check_marks()
+    if new is not whole:
+        millis = (time.perf_counter_ns() - start) // 1_000_000
+        new.set_provenance(TraceProvenance(f"Stretches in tiles (took {millis} milliseconds)"))
+    return new, ChunkRecord(tuple(tiler.loops), tuple(dict.fromkeys(tiler.refusals.values())))
+
+
+class _Tiler:
+    """The search for stretches: what was tried, refused and replaced."""
+
+    def __init__(self, tiles: Tiles, executors: tuple[Any, ...], marks: Sequence[Mark]):
+        self.tiles, self.executors, self.marks = tiles, executors, marks
+        self.marked = frozenset[str]().union(*(m.names for m in marks))
+        self.tried: set[str] = set()
+        self.done: set[str] = set()
+        self.loops: list[LoopPlan] = []
+        self.refusals: dict[str, StretchRefusal] = {}  # by the name of the product's result
+        self.replaced: dict[str, tuple[BoundSymbol, ...]] = {}  # by a loop's name, the leaves that it replaces
+
+    def next_loop(self, trace: TraceCtx) -> TraceCtx | None:
+        """The trace with one more stretch in tiles; None if there is no other."""
+        program = read_program(trace)
+        for leaf, rows in self._candidates(program):
+            name = leaf.outputs[0].name
+            self.tried.add(name)
+            try:
+                stretch = grow_stretch(program, leaf, rows)
+                loop = self._loop(leaf, stretch)
+                if loop is None:
+                    continue
+                check_autograd(loop)
+                new, gone = splice(program.trace, stretch.region, loop)
+            except Refused as e:
+                self._refuse(leaf, e)
+                continue
+            except Exception as e:  # unknown kinds of traces must still compile
+                self._refuse(leaf, Refused(leaf, f"the search for tiles does not understand it: {e!r}"))
+                continue
+            _keep_checkpoint(new, loop, stretch)
+            self.loops.append(loop.plan)
+            self.replaced[loop.plan.name] = gone
+            self.done.update(stretch.region.values)
+            return new
+        return None
+
+    def check_marks(self) -> None:
+        """Raise if a stretch that the user marked stays whole."""
+        for mark in self.marks:
+            why = dict.fromkeys(str(r) for name, r in self.refusals.items() if name in mark.names)
+            if self.done & mark.names and not why:
+                continue
+            reason = "; ".join(why) or "there is no matrix product in it whose result is wider than its input"
+            at = f" at {mark.source}" if mark.source else ""
+            raise TilingError(f"a stretch marked by thunder_mem.tiled(){at} stays whole: {reason}")
+
+    def _candidates(self, program: Program) -> Iterator[tuple[Leaf, int]]:
+        for leaf, rows in amplifying_products(program, WIDE_RATIO, 1):
+            name = leaf.outputs[0].name
+            large = leaf.outputs[0].numel * leaf.outputs[0].dtype.bytes >= AUTO_MIN_BYTES
+            if name not in self.tried and name not in self.done and (self._is_asked(name) or large):
+                yield leaf, rows
+
+    def _is_asked(self, name: str) -> bool:
+        return self.tiles.rows != "auto" or name in self.marked
+
+    def _loop(self, leaf: Leaf, stretch: Stretch) -> ChunkLoop | None:
+        """The stretch's loop, or None if it should stay whole."""
+        region, asked = stretch.region, self._is_asked(leaf.outputs[0].name)
+        if not asked and not _is_free(stretch):
+            return None
+        if region.n < 2:
+            raise Refused(leaf, "it has a single row")
+        out = leaf.outputs[0]
+        if isinstance(self.tiles.rows, int):
+            rows, sized = self.tiles.rows, "asked"
+        else:
+            floor = floor_rows(str(out.device.device_str()), dtypes.to_torch_dtype(out.dtype))
+            rows, sized = min(max(floor, region.n // _TILES), _MOST_FLOORS * floor), "tile"
+        if not asked and region.n < 2 * rows:
+            return None
+        loop = build_tiles(region, rows, sized, self.tiles.accumulate, self.executors, f"tiles{len(self.loops)}")
+        return loop if asked or tile_gain_bytes(loop.plan) > 0 else None
+
+    def _refuse(self, leaf: Leaf, e: Refused) -> None:
+        name = leaf.outputs[0].name
+        self.refusals[name] = StretchRefusal(head_label(leaf), leaf.source, e.leaf.label, e.leaf.source, e.reason)
+
+
+def _is_free(stretch: Stretch) -> bool:
+    """Whether tiles repeat nothing that would not be repeated anyway."""
+    region = stretch.region
+    if not any(v.proxy.name in region.program.needs_grad for v in region.outputs):
+        return True
+    return all(CHECKPOINTED in m.bsym.tags for m in region.members if m.is_product and not _makes_output(m, stretch))
+
+
+def _makes_output(leaf: Leaf, stretch: Stretch) -> bool:
+    outputs = {v.proxy.name for v in stretch.region.outputs}
+    return any(o.name in outputs for o in leaf.outputs)
+
+
+def _keep_checkpoint(trace: TraceCtx, loop: ChunkLoop, stretch: Stretch) -> None:
+    """Mark the loop if the checkpoint lets the backward recompute all its results. Otherwise they are kept."""
+    producer = stretch.region.program.producer
+    if all(CHECKPOINTED in producer[v.proxy.name].bsym.tags for v in stretch.region.outputs):
+        for bsym in trace.bound_symbols:
+            if is_chunk_loop(bsym) and loop_of(bsym) is loop:
+                bsym.tags.add(CHECKPOINTED)
