@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.programs.chunk_cases import CASES
 from tests.tiling.test_chunk_losses import loss_and_grads, prepare
-from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict, tiled
+from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, predict, tiled
 from thunder_mem.tiling.tiles import TilingError
 
 WIDTH, WIDE = 16, 64
@@ -75,7 +75,7 @@ def assert_as_exact_as_eager(module, x, tile, count, factor=2.0):
     eager = errors(gradients(module, module, x), exact)
     jitted = compiled(module, tile)
     ours = errors(gradients(jitted, module, x), exact)
-    assert len(tiles_of(jitted)) == count
+    assert len(tiles_of(jitted)) == count or count is None
     floor = torch.finfo(x.dtype).eps
     for mine, theirs in zip(ours, eager, strict=True):
         assert mine <= factor * theirs + floor
@@ -309,7 +309,7 @@ def test_programs_around_a_stretch(fn, count, rows):
     x, w, v = (torch.randn(shape, generator=g).requires_grad_() for shape in shapes)
     jitted = compiled(fn, Tiles(rows=rows))
     found, expected = jitted(x, w, v), fn(x, w, v)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     ours, theirs = (r if isinstance(r, torch.Tensor) else r[0] + r[1].sum() for r in (found, expected))
     given = (x, w, v)
     for a, b in zip(
@@ -369,3 +369,104 @@ def test_losses_as_stretches(case):
     for value, wanted in zip(values, exact_values, strict=True):
         torch.testing.assert_close(value.double(), wanted.double(), rtol=2e-5, atol=1e-6)
     assert max(errors(found, exact)) < 2e-5
+
+
+def looked_up_in_a_table_of_its_own(x, w, v):
+    h = F.linear(x, w)
+    table = h.sin().cos()
+    return F.linear(h * F.embedding((torch.arange(x.shape[0]) > 7).long(), table), v.t()).sum()
+
+
+def indexed_by_itself(x, w, v):
+    h = F.linear(x, w)
+    return (h + h.cos().index_select(0, torch.zeros(x.shape[0], dtype=torch.long))).matmul(v).sum()
+
+
+def added_to_its_own_sums(x, w, v):
+    h = F.linear(x, w)  # as many rows as numbers in a row
+    return ((h + h.sum(-1)) @ v).sum()
+
+
+def gated_by_its_own_means(x, w, v):
+    h = F.linear(x, w).relu()
+    return ((h * (h.mean(-1) + 1)) @ v).sum()
+
+
+@pytest.mark.parametrize(
+    "fn", [looked_up_in_a_table_of_its_own, indexed_by_itself, added_to_its_own_sums, gated_by_its_own_means]
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_that_other_tiles_compute_are_not_read(fn, rows):
+    g = torch.Generator().manual_seed(0)
+    x, w, v = (torch.randn(shape, generator=g).requires_grad_() for shape in ((32, 8), (32, 8), (32, 8)))
+    jitted = compiled(fn, Tiles(rows=rows))
+    found, expected = jitted(x, w, v), fn(x, w, v)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    exact = torch.autograd.grad(expected, (x, w, v))
+    assert max(errors(torch.autograd.grad(found, (x, w, v)), [e.double() for e in exact])) < 1e-5
+
+
+def test_a_mark_is_kept_where_the_peak_is_elsewhere():
+    module, x = made(Block(width=32, wide=128), (1, 512, 32))
+
+    def marked(x):
+        with tiled():
+            y = module(x)
+        return (y.sum() + torch.zeros(4000, 1000)).sin().sum()
+
+    jitted = compiled(marked, True)
+    jitted(x)
+    assert len(tiles_of(jitted)) == 1
+
+
+def test_each_marked_product_needs_tiles():
+    w, u = torch.randn(32, 8), torch.randn(8, 8)
+
+    def marked(x):
+        y = F.linear(F.linear(x, w).relu(), w.t())
+        with tiled():
+            z = F.linear(y + x, u)
+        return z.cumsum(0).sum()
+
+    with pytest.raises(TilingError, match="there is no matrix product in it whose result is wider than its input"):
+        compiled(marked, Tiles(rows=5))(torch.randn(32, 8))
+
+
+@pytest.mark.parametrize("tile", [True, Tiles(rows=5)])
+def test_symbolic_sizes_stay_whole_without_a_word(tile, recwarn):
+    def fn(x, w):
+        return (F.linear(x, w).relu() @ w).sum()
+
+    x, w = torch.randn(24, 8), torch.randn(32, 8)
+    jitted = thunder.jit(fn, executors=[], cache="symbolic values", transforms=[MemEfficient(strict=True, tile=tile)])
+    torch.testing.assert_close(jitted(x, w), fn(x, w))
+    assert not [w for w in recwarn if "MemEfficient" in str(w.message)]
+
+
+def test_a_budget_that_nothing_fits_names_the_smallest_peak_of_all_plans():
+    module, x = made(Stack(blocks=2, width=64, wide=256), (1, 1024, 64))
+    with pytest.raises(BudgetError) as caught:
+        compiled(module, True, budget=1000)(x)
+    with pytest.warns(UserWarning, match="no plan keeps the peak"):
+        jitted = compiled(module, True, budget=1000, on_infeasible="warn")
+        jitted(x)
+    assert last_plan(jitted).candidate.peak_bytes == caught.value.smallest_peak_bytes
+
+
+@pytest.mark.parametrize("activation", [F.silu, F.gelu])
+def test_activations_in_16_bits_are_as_exact_in_tiles(activation):
+    class Gated(Block):
+        def forward(self, x):
+            return super().forward(x) + activation(self.gate(x)) @ self.up.weight
+
+    module, x = made(Gated(), (1, 44, WIDTH), torch.bfloat16)
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = module
+
+        def forward(self, x):
+            return self.block(x).square().mean()
+
+    assert_as_exact_as_eager(Loss(), x, Tiles(rows=11), None, factor=2.0)

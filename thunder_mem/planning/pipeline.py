@@ -102,7 +102,7 @@ def lower_plan(
 ) -> Planned:
     """The plan of a joint trace with tiles, or of the same program without, whichever has the lower peak.
 
-    Under a budget tiles stay if they fit.
+    Under a budget the plan with tiles stays if it fits.
 
     Args:
         tiled: the trace as Thunder has it, before fusion.
@@ -114,9 +114,13 @@ def lower_plan(
     untiled = replace(options, decisions=tuple(d for d in options.decisions if d.what != "tiles"))
     try:
         with_tiles = planned_trace(tiled, executors, options)
-    except BudgetError:
-        return planned_trace(whole, executors, untiled)
-    if options.budget is not None:
+    except BudgetError as error:
+        try:
+            return planned_trace(whole, executors, untiled)
+        except BudgetError as other:
+            raise min(error, other, key=attrgetter("smallest_peak_bytes")) from None
+    outcome = with_tiles.plan.budget
+    if outcome is not None and with_tiles.peak_bytes <= outcome.budget_bytes:
         return with_tiles
     without = planned_trace(whole, executors, untiled)
     return with_tiles if with_tiles.peak_bytes < without.peak_bytes else without

@@ -19,6 +19,7 @@ from thunder.core.proxies import TensorProxy
 from thunder_mem.sharding.propagation import RuleError, Sharding
 from thunder_mem.tiling.leaves import PRODUCTS, Leaf, Program, effects, numel, symbolic
 from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, propagate_leaf, rows_of
+from thunder_mem.trace.origins import symbol_name
 
 __all__ = ["Stretch", "grow_stretch"]
 
@@ -131,20 +132,17 @@ def grow_stretch(program: Program, leaf: Leaf, rows: int) -> Stretch:
     closure.narrow = _NARROW * closure.row_bytes(leaf.inputs[rows])
     _take_wide(closure, leaf)
     core = frozenset(closure.members)
-    found, cuts = [], False
+    found, cut = [], ""
     aboves, belows = [core, *_above(closure, core)], [core, *_below(closure, core)]
     for up, above in enumerate(aboves):
         for down, below in enumerate(belows):
             inside = above | below
-            if not _is_convex(program, inside):
-                continue
-            if _cuts_composite(closure, inside):
-                cuts = True
-                continue
-            found.append((closure.crossing(inside, leaf.index), up, -down, inside))
+            if _is_convex(program, inside) and not _obstacle(closure, inside):
+                found.append((closure.crossing(inside, leaf.index), up, -down, inside))
+            else:
+                cut = cut or _obstacle(closure, inside)
     if not found:
-        why = "its border would lie inside another operation" if cuts else "a value leaves it and comes back to it"
-        raise Refused(leaf, why)
+        raise Refused(leaf, cut or "a value leaves it and comes back to it")
     crossing_bytes, _, _, inside = min(found, key=itemgetter(0, 1, 2))
     return Stretch(_region(closure, inside), crossing_bytes)
 
@@ -252,8 +250,24 @@ def _is_convex(program: Program, inside: frozenset[int]) -> bool:
     return True
 
 
-def _cuts_composite(closure: _Closure, inside: frozenset[int]) -> bool:
-    """Whether a value by rows crosses the border inside a composite, which executors could then not run whole."""
+def _obstacle(closure: _Closure, inside: frozenset[int]) -> str:
+    """Why these members cannot run by rows, or ""."""
+    return _read_otherwise(closure, inside) or _cut_composite(closure, inside)
+
+
+def _read_otherwise(closure: _Closure, inside: frozenset[int]) -> str:
+    """A member's result that another member reads whole, or by other rows, such as a table that it indexes."""
+    program = closure.program
+    made = {o.name: closure.members[i][-1 - j] for i in inside for j, o in enumerate(program.leaves[i].outputs)}
+    for i in sorted(inside):
+        for slot, t in enumerate(program.leaves[i].inputs):
+            if t.name in made and made[t.name] != closure.members[i][slot]:
+                return f"{program.leaves[i].label} in it needs rows of {t.name} that other tiles compute"
+    return ""
+
+
+def _cut_composite(closure: _Closure, inside: frozenset[int]) -> str:
+    """A composite in which a value by rows crosses the border, so that executors could not run it whole."""
     program = closure.program
     touched = {t.name: t for i in inside for t in (*program.leaves[i].inputs, *program.leaves[i].outputs)}
     for t in filter(closure.splits, touched.values()):
@@ -263,8 +277,8 @@ def _cuts_composite(closure: _Closure, inside: frozenset[int]) -> bool:
         for reader in program.consumers.get(t.name, ()):
             crosses = (producer.index in inside) != (reader.index in inside)
             if crosses and reader.parents and reader.parents[0] is producer.parents[0]:
-                return True
-    return False
+                return f"only a part of {symbol_name(reader.parents[0].sym)} could run in tiles"
+    return ""
 
 
 def _made_in(program: Program, t: TensorProxy, inside: frozenset[int]) -> bool:

@@ -3,9 +3,9 @@
     computation trace -> Program (leaves) -> Stretch (what runs tile by tile) -> LoopPlan -> bound symbol
 
 Without the user's word only such stretches become tiles that cost no time: inside a checkpoint, whose one repetition is
-tiled, or without a gradient. The products' results must take more than a tile and its sums of gradients, and the plan
-with tiles must have a lower peak than the one without (`planning/executor.py`). A stretch that the user asked for
-becomes tiles anyway; outside of a checkpoint its backward computes it once more.
+tiled, or without a gradient. The products' results must take more than a tile and its sums of gradients. The plan with
+tiles must have a lower peak than the one without, or fit the budget (`planning/pipeline.py: lower_plan`). A stretch
+that the user asked for becomes tiles anyway; outside of a checkpoint its backward computes it once more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thunder_mem.frontend.checkpoint_tags import CHECKPOINTED
 from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.tiling.build import head_label
-from thunder_mem.tiling.leaves import Leaf, Program, read_program
+from thunder_mem.tiling.leaves import Leaf, Program, read_program, size_bytes
 from thunder_mem.tiling.marks import Mark, strip_tile_marks
 from thunder_mem.tiling.region import Refused, amplifying_products
 from thunder_mem.tiling.rows_per_chunk import floor_rows
@@ -95,7 +95,6 @@ def tile_trace(
 
     Raises:
         TilingError: a stretch marked by `with thunder_mem.tiled():` cannot run in tiles.
-        VerificationError: the new trace is another program.
     """
     register_missing()
     start = time.perf_counter_ns()
@@ -110,7 +109,10 @@ def tile_trace(
         except VerificationError as error:
             if marks:
                 raise TilingError(f"a stretch marked by thunder_mem.tiled() stays whole: {error}") from error
-            raise
+            plan = tiler.loops[0]
+            return whole, ChunkRecord(
+                (), (StretchRefusal(plan.op, plan.source, "the program around it", "", str(error)),)
+            )
     tiler.check_marks()
     if new is not whole:
         millis = (time.perf_counter_ns() - start) // 1_000_000
@@ -134,8 +136,7 @@ class _Tiler:
         """The trace with one more stretch in tiles; None if there is no other."""
         program = read_program(trace)
         for leaf, rows in self._candidates(program):
-            name = leaf.outputs[0].name
-            self.tried.add(name)
+            self.tried.add(f"{leaf.outputs[0].name}/{rows}")
             try:
                 stretch = grow_stretch(program, leaf, rows)
                 loop = self._loop(leaf, stretch)
@@ -152,7 +153,9 @@ class _Tiler:
             _keep_checkpoint(new, loop, stretch)
             self.loops.append(loop.plan)
             self.replaced[loop.plan.name] = gone
-            self.done.update(stretch.region.values)
+            self.done.update(m.outputs[0].name for m in stretch.region.members if m.is_product)
+            for name in self.done:
+                self.refusals.pop(name, None)
             return new
         return None
 
@@ -169,8 +172,9 @@ class _Tiler:
     def _candidates(self, program: Program) -> Iterator[tuple[Leaf, int]]:
         for leaf, rows in amplifying_products(program, WIDE_RATIO, 1):
             name = leaf.outputs[0].name
-            large = leaf.outputs[0].numel * leaf.outputs[0].dtype.bytes >= AUTO_MIN_BYTES
-            if name not in self.tried and name not in self.done and (self._is_asked(name) or large):
+            large = size_bytes(leaf.outputs[0]) >= AUTO_MIN_BYTES
+            tried = f"{name}/{rows}" in self.tried or name in self.done
+            if not tried and (self._is_asked(name) or large):
                 yield leaf, rows
 
     def _is_asked(self, name: str) -> bool:

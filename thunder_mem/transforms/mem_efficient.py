@@ -41,6 +41,7 @@ from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.tiling.find import ChunkingError, chunk_trace
+from thunder_mem.tiling.marks import strip_tile_marks
 from thunder_mem.tiling.rows_per_chunk import lean_rows, leanest_rows
 from thunder_mem.tiling.tiles import Tiles, TilingError, tile_trace
 from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
@@ -83,9 +84,9 @@ class MemEfficient(ListedTransform):
             rest of the program's peak allows. A `thunder_mem.ChunkLossHead` sets the chunks instead:
             ``chunk=ChunkLossHead(rows=1024, accumulate="input")``.
         tile: run stretches whose rows do not see each other, such as an MLP with its norm and its residual sum, a few
-            rows at a time, so that their wide values never exist whole. By default where this costs no time: inside
-            checkpoints, or without a gradient. A `thunder_mem.Tiles` sets the rows, and runs every possible stretch
-            in tiles: ``tile=Tiles(rows=2048)``.
+            rows at a time, so that their wide values never exist whole. By default where this costs no time (inside
+            checkpoints, or without a gradient) and lowers the peak. With ``tile=Tiles(rows=2048)`` every possible
+            stretch runs in tiles.
         budget: the most bytes that may be alive at once in the forward or the backward: an int, a size such
             as "40GiB", or "80%" of the device's memory. It includes arguments and results, but nothing
             outside the compiled function, such as an optimizer's state. If the free decisions do not
@@ -214,8 +215,9 @@ class MemEfficient(ListedTransform):
             options = replace(options, refused=(Refusal("loss heads", reason),))
         elif self._chunk:
             computation_trace, options = self._chunked(computation_trace, user_executors(executors))
-        untiled = computation_trace
+        untiled, marks = strip_tile_marks(computation_trace)
         if self._tile and not other:
+            compile_data.executors_list = executors  # a tile is differentiated with the gradients of the same kernels
             computation_trace, options = self._tiled(computation_trace, options, user_executors(executors))
         else:
             computation_trace = with_whole_stretches(computation_trace, type(self).__name__, other)
@@ -224,7 +226,8 @@ class MemEfficient(ListedTransform):
         original = whole = None
         if computation_trace is not prepared:
             original = Original(prologue_trace, prepared, epilogue_trace, later)
-        if self._tile is True and any(d.what == "tiles" for d in options.decisions):
+        may_choose = not marks and _tiles_of(self._tile).rows == "auto"
+        if may_choose and any(d.what == "tiles" for d in options.decisions):
             whole = Original(prologue_trace, untiled, epilogue_trace, later)
         compile_data.executors_list = install_planner(executors, options, original, whole)
         prologue_trace = pruned(compile_data, prologue_trace, computation_trace, epilogue_trace)
@@ -332,7 +335,7 @@ class MemEfficient(ListedTransform):
 
     def _tiled(self, trace: TraceCtx, options: PlanningOptions, executors: tuple) -> tuple[TraceCtx, PlanningOptions]:
         """The trace with stretches in tiles (unchanged after a failure), and the options with a record of it."""
-        tiles = self._tile if isinstance(self._tile, Tiles) else Tiles()
+        tiles = _tiles_of(self._tile)
         try:
             verify = options.verify is not False
             trace, record = tile_trace(trace, tiles, executors_list=executors, verify=verify)
@@ -357,6 +360,10 @@ class MemEfficient(ListedTransform):
             f"costs={self._options.costs!r}, reuse={self._options.reuse}, verify={self._options.verify}, "
             f"strict={self._options.strict}" + (f", plan={self._plan.path!r})" if self._plan else ")")
         )
+
+
+def _tiles_of(asked: bool | Tiles) -> Tiles:
+    return asked if isinstance(asked, Tiles) else Tiles()
 
 
 def _chooser(recompute: Written | Policy) -> PartitionPolicy:
