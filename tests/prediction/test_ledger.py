@@ -3,6 +3,7 @@
 import gc
 import random
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,7 +27,15 @@ def test_a_sweep_looks_only_at_what_died(monkeypatch):
     assert ledger.live_bytes == 29_700
 
 
-def test_storages_die_with_whatever_held_them_last():
+@pytest.fixture
+def quick_collections():
+    """Collections look only at what the test makes: other tests in the process leave millions of objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_storages_die_with_whatever_held_them_last(quick_collections):
     """Names, views, autograd's graph, containers and cycles, against all storages asked after every step."""
     draw = random.Random(0)
     ledger, known, held = Ledger("cpu"), [], []
