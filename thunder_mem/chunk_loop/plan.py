@@ -270,33 +270,20 @@ class HeadRefusal:
     reason: str
 
     def __str__(self) -> str:
+        return self._sentence("the loss head", "is not chunked")
+
+    def _sentence(self, part: str, verdict: str) -> str:
         at = f" at {self.source}" if self.source else ""
-        head = f"the loss head {self.head} ({self.head_source or 'no source'})"
-        return f"{head} is not chunked because of {self.op}{at}: {self.reason}"
+        head = f"{part} {self.head} ({self.head_source or 'no source'})"
+        return f"{head} {verdict} because of {self.op}{at}: {self.reason}"
 
 
 @dataclass(frozen=True)
-class StretchRefusal:
-    """A stretch around a product that stays whole.
-
-    Attributes:
-        product: as the user wrote it.
-        product_source: its ``file:line``.
-        op: the operation that prevents tiles.
-        source: its ``file:line``.
-        reason: in words.
-    """
-
-    product: str
-    product_source: str
-    op: str
-    source: str
-    reason: str
+class StretchRefusal(HeadRefusal):
+    """A stretch that stays whole; `head` is the product from which it was grown."""
 
     def __str__(self) -> str:
-        at = f" at {self.source}" if self.source else ""
-        product = f"the stretch around {self.product} ({self.product_source or 'no source'})"
-        return f"{product} does not run in tiles because of {self.op}{at}: {self.reason}"
+        return self._sentence("the stretch around", "does not run in tiles")
 
 
 @dataclass(frozen=True)
@@ -304,7 +291,7 @@ class ChunkRecord:
     """The record of `chunk_trace` or `tile_trace`: the loops it made, and the heads or stretches it refused."""
 
     loops: tuple[LoopPlan, ...] = ()
-    refusals: tuple[HeadRefusal | StretchRefusal, ...] = field(default=())
+    refusals: tuple[HeadRefusal, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a report."""

@@ -102,7 +102,7 @@ class Decision:
     Attributes:
         what: "loss head", "tiles", "saved for the backward", "regions", "order" or "budget".
         how: the decision in words.
-        figure: the counted quantity: "peak" (all bytes alive at once), "saved" or "logits".
+        figure: the counted quantity: "peak" (all bytes alive at once), "saved", "logits" or "products".
         before_bytes, after_bytes: that quantity without the decision, and with it.
         source: the "file:line" that it concerns, or "".
     """

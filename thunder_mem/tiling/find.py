@@ -159,6 +159,11 @@ def check_options(chunks: Any, rows: Any, accumulate: Any) -> None:
             raise ValueError(f"{name} must be at least 1, but got {value}")
     if chunks is not None and rows is not None and (chunks, rows) != ("auto", "auto"):
         raise ValueError(f"chunks={chunks!r} and rows={rows!r} both say how large a chunk is; give one of them")
+    check_accumulate(accumulate)
+
+
+def check_accumulate(accumulate: Any) -> None:
+    """Raise if a loop cannot add up gradients so."""
     if accumulate is not None and accumulate not in ACCUMULATE:
         raise ValueError(f"accumulate is one of {', '.join(map(repr, ACCUMULATE))}, but got {accumulate!r}")
 

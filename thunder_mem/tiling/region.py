@@ -28,7 +28,7 @@ __all__ = [
     "amplifying_products",
     "grow",
     "propagate_leaf",
-    "rows_of",
+    "row_space",
 ]
 
 RETURNED_WHOLE = "is returned whole"
@@ -167,7 +167,24 @@ def amplifying_products(program: Program, ratio: float, min_bytes: int) -> list[
     return sorted(found, key=lambda c: (-size_bytes(c[0].outputs[0]), c[0].index, c[1]))
 
 
-def rows_of(leaf: Leaf, rows: int) -> Sharding:
+def row_space(leaf: Leaf, rows: int, parts: str) -> tuple[Sharding, int]:
+    """The sharding of the row operand of a product, and the number of its rows.
+
+    Args:
+        leaf: the product.
+        rows: the operand with the rows.
+        parts: the noun for parts of the rows, for the message.
+
+    Raises:
+        Refused: a size is a symbol.
+    """
+    if any(map(symbolic, (*leaf.inputs, *leaf.outputs))):
+        raise Refused(leaf, f'its sizes are symbols (cache="symbolic values"), and {parts} need numbers')
+    sharding = _rows_of(leaf, rows)
+    return sharding, math.prod(d.extent for d in sharding.dims if d is not None)
+
+
+def _rows_of(leaf: Leaf, rows: int) -> Sharding:
     """The sharding of the row operand that makes its leading (or, on the right, last) dims the row space."""
     shape = leaf.inputs[rows].shape
     if rows == 1:
@@ -331,10 +348,7 @@ def grow(program: Program, leaf: Leaf, rows: int) -> Region:
     Raises:
         Refused: something large cannot be computed chunk by chunk.
     """
-    if any(map(symbolic, (*leaf.inputs, *leaf.outputs))):
-        raise Refused(leaf, 'its sizes are symbols (cache="symbolic values"), and chunks need numbers')
-    x = rows_of(leaf, rows)
-    n = math.prod(d.extent for d in x.dims if d is not None)
+    x, n = row_space(leaf, rows, "chunks")
     try:
         out = propagate_leaf(leaf, {rows: x}, n)[-1]
     except RuleError as e:

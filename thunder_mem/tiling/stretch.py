@@ -9,38 +9,23 @@ tokens) ends it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from operator import itemgetter
 
 from thunder.core.proxies import TensorProxy
 
 from thunder_mem.sharding.propagation import RuleError, Sharding
-from thunder_mem.tiling.leaves import PRODUCTS, Leaf, Program, effects, numel, symbolic
-from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, propagate_leaf, rows_of
+from thunder_mem.tiling.leaves import PRODUCTS, Leaf, Program, effects, numel
+from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, propagate_leaf, row_space
 from thunder_mem.trace.origins import symbol_name
 
-__all__ = ["Stretch", "grow_stretch"]
+__all__ = ["WIDE_RATIO", "grow_stretch"]
 
-_NARROW = 1.25
-"""A value is wide if a row of it takes this many times what a row of the product's operand takes."""
+WIDE_RATIO = 1.25
+"""A value is wide if a row of it takes more than this many times what a row of the product's operand takes."""
 
 _REACH = 48
 """Operations that a stretch takes in beyond its products, upwards and downwards."""
-
-
-@dataclass(frozen=True, eq=False)
-class Stretch:
-    """A region that runs tile by tile, and what one row of it takes.
-
-    Attributes:
-        region: without amplifiers: its products are members.
-        crossing_bytes: of one row of what is alive beside a tile: its inputs and outputs, and what passes it by.
-    """
-
-    region: Region
-    crossing_bytes: int
 
 
 class _Closure:
@@ -114,22 +99,21 @@ class _Closure:
         self.values.update({t.name: found[slot] for slot, t in tensors if found[slot].split or slot < 0})
 
 
-def grow_stretch(program: Program, leaf: Leaf, rows: int) -> Stretch:
+def grow_stretch(program: Program, leaf: Leaf, rows: int) -> Region:
     """The stretch around the product `leaf`, whose operand `rows` carries the row space.
+
+    It is a region without amplifiers: its products are members.
 
     Raises:
         Refused: a wide value of it is needed whole.
     """
-    if any(map(symbolic, (*leaf.inputs, *leaf.outputs))):
-        raise Refused(leaf, 'its sizes are symbols (cache="symbolic values"), and tiles need numbers')
-    start = rows_of(leaf, rows)
-    n = math.prod(d.extent for d in start.dims if d is not None)
+    start, n = row_space(leaf, rows, "tiles")
     closure = _Closure(program, n)
     try:
         closure.take(leaf, {rows: start})
     except RuleError as e:
         raise Refused(leaf, str(e)) from None
-    closure.narrow = _NARROW * closure.row_bytes(leaf.inputs[rows])
+    closure.narrow = WIDE_RATIO * closure.row_bytes(leaf.inputs[rows])
     _take_wide(closure, leaf)
     core = frozenset(closure.members)
     found, cut = [], ""
@@ -137,14 +121,14 @@ def grow_stretch(program: Program, leaf: Leaf, rows: int) -> Stretch:
     for up, above in enumerate(aboves):
         for down, below in enumerate(belows):
             inside = above | below
-            if _is_convex(program, inside) and not _obstacle(closure, inside):
+            obstacle = _obstacle(closure, inside)
+            cut = cut or obstacle
+            if not obstacle and _is_convex(program, inside):
                 found.append((closure.crossing(inside, leaf.index), up, -down, inside))
-            else:
-                cut = cut or _obstacle(closure, inside)
     if not found:
         raise Refused(leaf, cut or "a value leaves it and comes back to it")
-    crossing_bytes, _, _, inside = min(found, key=itemgetter(0, 1, 2))
-    return Stretch(_region(closure, inside), crossing_bytes)
+    *_, inside = min(found, key=itemgetter(0, 1, 2))
+    return _region(closure, inside)
 
 
 def _take_wide(closure: _Closure, seed: Leaf) -> None:

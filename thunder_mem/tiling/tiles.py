@@ -20,29 +20,24 @@ from thunder.core import dtypes
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance
 
-from thunder_mem.chunk_loop.plan import ACCUMULATE, ChunkRecord, LoopPlan, StretchRefusal
+from thunder_mem.chunk_loop.plan import ChunkRecord, LoopPlan, StretchRefusal
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import check_autograd, is_chunk_loop, loop_of
 from thunder_mem.frontend.checkpoint_tags import CHECKPOINTED
 from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.tiling.build import head_label
+from thunder_mem.tiling.find import AUTO_MIN_BYTES, check_accumulate
 from thunder_mem.tiling.leaves import Leaf, Program, read_program, size_bytes
 from thunder_mem.tiling.marks import Mark, strip_tile_marks
-from thunder_mem.tiling.region import Refused, amplifying_products
+from thunder_mem.tiling.region import Refused, Region, amplifying_products
 from thunder_mem.tiling.rows_per_chunk import floor_rows
 from thunder_mem.tiling.splice import splice, unchunked
-from thunder_mem.tiling.stretch import Stretch, grow_stretch
+from thunder_mem.tiling.stretch import WIDE_RATIO, grow_stretch
 from thunder_mem.tiling.tile_build import build_tiles, tile_gain_bytes
 from thunder_mem.trace.verification import VerificationError, verify_rewrite
 
 __all__ = ["Tiles", "TilingError", "tile_trace"]
-
-WIDE_RATIO = 1.25
-"""A product may begin a stretch when a row of its result has more than this many numbers for one of its operand."""
-
-AUTO_MIN_BYTES = 1 << 20
-"""Without the user's word smaller results are left alone."""
 
 _TILES, _MOST_FLOORS = 8, 2
 """As many tiles, unless a tile would then have fewer rows than products need, or more than twice these."""
@@ -74,9 +69,7 @@ class Tiles:
             raise TypeError(f'rows is a positive int or "auto", but got {quoted(self.rows)}')
         if isinstance(self.rows, int) and self.rows < 1:
             raise ValueError(f"rows must be at least 1, but got {self.rows}")
-        if self.accumulate is not None and self.accumulate not in ACCUMULATE:
-            known = ", ".join(map(repr, ACCUMULATE))
-            raise ValueError(f"accumulate is one of {known}, but got {quoted(self.accumulate)}")
+        check_accumulate(self.accumulate)
 
 
 def tile_trace(
@@ -138,22 +131,22 @@ class _Tiler:
         for leaf, rows in self._candidates(program):
             self.tried.add(f"{leaf.outputs[0].name}/{rows}")
             try:
-                stretch = grow_stretch(program, leaf, rows)
-                loop = self._loop(leaf, stretch)
+                region = grow_stretch(program, leaf, rows)
+                loop = self._loop(leaf, region)
                 if loop is None:
                     continue
                 check_autograd(loop)
-                new, gone = splice(program.trace, stretch.region, loop)
+                new, gone = splice(program.trace, region, loop)
             except Refused as e:
                 self._refuse(leaf, e)
                 continue
             except Exception as e:  # unknown kinds of traces must still compile
                 self._refuse(leaf, Refused(leaf, f"the search for tiles does not understand it: {e!r}"))
                 continue
-            _keep_checkpoint(new, loop, stretch)
+            _keep_checkpoint(new, loop, region)
             self.loops.append(loop.plan)
             self.replaced[loop.plan.name] = gone
-            self.done.update(m.outputs[0].name for m in stretch.region.members if m.is_product)
+            self.done.update(m.outputs[0].name for m in region.members if m.is_product)
             for name in self.done:
                 self.refusals.pop(name, None)
             return new
@@ -180,14 +173,14 @@ class _Tiler:
     def _is_asked(self, name: str) -> bool:
         return self.tiles.rows != "auto" or name in self.marked
 
-    def _loop(self, leaf: Leaf, stretch: Stretch) -> ChunkLoop | None:
+    def _loop(self, leaf: Leaf, region: Region) -> ChunkLoop | None:
         """The stretch's loop, or None if it should stay whole."""
-        region, asked = stretch.region, self._is_asked(leaf.outputs[0].name)
-        if not asked and not _is_free(stretch):
+        out = leaf.outputs[0]
+        asked = self._is_asked(out.name)
+        if not asked and not _is_free(region):
             return None
         if region.n < 2:
             raise Refused(leaf, "it has a single row")
-        out = leaf.outputs[0]
         if isinstance(self.tiles.rows, int):
             rows, sized = self.tiles.rows, "asked"
         else:
@@ -203,23 +196,23 @@ class _Tiler:
         self.refusals[name] = StretchRefusal(head_label(leaf), leaf.source, e.leaf.label, e.leaf.source, e.reason)
 
 
-def _is_free(stretch: Stretch) -> bool:
-    """Whether tiles repeat nothing that would not be repeated anyway."""
-    region = stretch.region
-    if not any(v.proxy.name in region.program.needs_grad for v in region.outputs):
+def _is_free(region: Region) -> bool:
+    """Whether tiles repeat no product that would not be repeated anyway.
+
+    A product whose result leaves the stretch need not be marked: a checkpoint keeps its own result, so it does not
+    mark the operation that makes it.
+    """
+    if not region.differentiable:
         return True
-    return all(CHECKPOINTED in m.bsym.tags for m in region.members if m.is_product and not _makes_output(m, stretch))
+    outputs = {v.proxy.name for v in region.outputs}
+    inner = (m for m in region.members if m.is_product and m.outputs[0].name not in outputs)
+    return all(CHECKPOINTED in m.bsym.tags for m in inner)
 
 
-def _makes_output(leaf: Leaf, stretch: Stretch) -> bool:
-    outputs = {v.proxy.name for v in stretch.region.outputs}
-    return any(o.name in outputs for o in leaf.outputs)
-
-
-def _keep_checkpoint(trace: TraceCtx, loop: ChunkLoop, stretch: Stretch) -> None:
+def _keep_checkpoint(trace: TraceCtx, loop: ChunkLoop, region: Region) -> None:
     """Mark the loop if the checkpoint lets the backward recompute all its results. Otherwise they are kept."""
-    producer = stretch.region.program.producer
-    if all(CHECKPOINTED in producer[v.proxy.name].bsym.tags for v in stretch.region.outputs):
+    producer = region.program.producer
+    if all(CHECKPOINTED in producer[v.proxy.name].bsym.tags for v in region.outputs):
         for bsym in trace.bound_symbols:
             if is_chunk_loop(bsym) and loop_of(bsym) is loop:
                 bsym.tags.add(CHECKPOINTED)

@@ -172,10 +172,7 @@ def with_whole_heads(trace: TraceCtx, mine: str, other: str) -> tuple[TraceCtx, 
     Raises:
         ChunkingError: one of the heads is marked by ``with chunked():``.
     """
-    reason = (
-        f"{other} stands behind {mine} in transforms= and would not see the products "
-        f"in a chunk loop: put {mine} behind it"
-    )
+    reason = _hidden_from(other, mine, "a chunk loop")
     trace, marks = strip_marks(trace)
     for mark in marks:
         at = f" at {mark.source}" if mark.source else ""
@@ -191,12 +188,13 @@ def with_whole_stretches(trace: TraceCtx, mine: str, other: str) -> TraceCtx:
     """
     trace, marks = strip_tile_marks(trace)
     for mark in marks:
-        reason = f"tile=False in {mine}"
-        if other:
-            reason = (
-                f"{other} stands behind {mine} in transforms= and would not see the products "
-                f"in a tile: put {mine} behind it"
-            )
+        reason = _hidden_from(other, mine, "a tile") if other else f"tile=False in {mine}"
         at = f" at {mark.source}" if mark.source else ""
         raise TilingError(f"a stretch marked by thunder_mem.tiled(){at} stays whole: {reason}")
     return trace
+
+
+def _hidden_from(other: str, mine: str, place: str) -> str:
+    return (
+        f"{other} stands behind {mine} in transforms= and would not see the products in {place}: put {mine} behind it"
+    )
