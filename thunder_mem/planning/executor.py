@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.symbol import BoundSymbol
@@ -110,7 +111,7 @@ class PlanningExecutor(FusionExecutor):
 
 def _planned(trace: TraceCtx, session: _Session) -> TraceCtx:
     start = time.perf_counter_ns()
-    whole = None if session.whole is None else session.whole.unfused(get_compile_data())
+    whole = None if session.whole is None else partial(session.whole.unfused, get_compile_data())
     planned = lower_plan(trace, whole, session.executors, session.options)
     session.plan = planned.plan
     note_plan(planned.plan, took_ms=(time.perf_counter_ns() - start) // 1_000_000)

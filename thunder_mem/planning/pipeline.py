@@ -98,7 +98,7 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
 
 
 def lower_plan(
-    tiled: TraceCtx, whole: TraceCtx | None, executors: Sequence[FusionExecutor], options: PlanningOptions
+    tiled: TraceCtx, whole: Callable[[], TraceCtx] | None, executors: Sequence[FusionExecutor], options: PlanningOptions
 ) -> Planned:
     """The plan of a joint trace with tiles, or of the same program without, whichever has the lower peak.
 
@@ -106,7 +106,7 @@ def lower_plan(
 
     Args:
         tiled: the trace as Thunder has it, before fusion.
-        whole: the same program with whole stretches; None if there is no choice.
+        whole: gives the same program with whole stretches, which takes autograd once more. None if there is no choice.
         executors, options: as for `planned_trace`, and so are the errors.
     """
     if whole is None:
@@ -116,13 +116,13 @@ def lower_plan(
         with_tiles = planned_trace(tiled, executors, options)
     except BudgetError as error:
         try:
-            return planned_trace(whole, executors, untiled)
+            return planned_trace(whole(), executors, untiled)
         except BudgetError as other:
             raise min(error, other, key=attrgetter("smallest_peak_bytes")) from None
     outcome = with_tiles.plan.budget
     if outcome is not None and with_tiles.peak_bytes <= outcome.budget_bytes:
         return with_tiles
-    without = planned_trace(whole, executors, untiled)
+    without = planned_trace(whole(), executors, untiled)
     return with_tiles if with_tiles.peak_bytes < without.peak_bytes else without
 
 
