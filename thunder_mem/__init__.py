@@ -13,6 +13,7 @@ from thunder_mem.analysis.recompute_table import recompute_table
 from thunder_mem.distributed.agreement import RanksDifferError
 from thunder_mem.memory.graph import Graph, GraphError, Op, Storage
 from thunder_mem.memory.what_if import WhatIf
+from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.partition.budget import BudgetError
 from thunder_mem.partition.constraints import RecomputeError
 from thunder_mem.planning.plan_file import PlanFileError
@@ -43,6 +44,7 @@ __all__ = [
     "PlanFileError",
     "RanksDifferError",
     "RecomputeError",
+    "StepInBackward",
     "Storage",
     "Tiles",
     "WhatIf",

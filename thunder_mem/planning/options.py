@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thunder_mem.memory.plan import Decision, Refusal
+from thunder_mem.rewrites.updates import Optimized
 from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.user_choices.offload import OffloadOption
 from thunder_mem.user_choices.partition_policy import PartitionPolicy
@@ -27,5 +28,6 @@ class PlanningOptions:
     redraw: bool = True
     verify: bool | None = None
     named: bool = False  # operations always keep the names that the program gives them
+    optimized: Optimized | None = None  # parameters that the backward updates
     refused: tuple[Refusal, ...] = ()  # by earlier passes
     decisions: tuple[Decision, ...] = ()  # of earlier passes

@@ -47,6 +47,7 @@ from thunder_mem.planning.program import (
 )
 from thunder_mem.planning.refine import refined
 from thunder_mem.planning.stages import carried_out
+from thunder_mem.rewrites.updates import with_updates
 from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_words
 from thunder_mem.runtime.scratch_cache import save_tables
 from thunder_mem.tiling.chunk_narrowing import narrow_sums
@@ -84,7 +85,8 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
         from thunder.core.rematerialization import replace_uniform
 
         given = replace_uniform(given)
-    trace = prepared(without_dead_halves(without_unread_gradients(given)))
+    optimized = given if options.optimized is None else with_updates(given, options.optimized)
+    trace = prepared(without_dead_halves(without_unread_gradients(optimized)))
     planned = _fitting(trace, executors, options, given, start)
     assert planned.arranged is not None and planned.final is not None
     if is_verified(planned.original, planned.plan.fingerprint, options.verify):

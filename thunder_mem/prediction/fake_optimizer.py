@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
+from thunder_mem.optimizer.one_parameter import bare_copy
 from thunder_mem.prediction.fake_twins import Scalars, Twins
 from thunder_mem.prediction.replay import Ledger
 
@@ -17,7 +18,7 @@ __all__ = ["hold_state", "make_state", "next_scalars", "twin_optimizer"]
 
 def twin_optimizer(optimizer: torch.optim.Optimizer, twins: Twins, simulated: bool) -> torch.optim.Optimizer:
     """The same optimizer over the parameters' twins, with twins of its state."""
-    twin = _bare_copy(optimizer)
+    twin = bare_copy(optimizer)
     twin.param_groups = [
         {**group, **_on_device(type(optimizer), group, simulated), "params": [twins.of(p) for p in group["params"]]}
         for group in optimizer.param_groups
@@ -85,7 +86,7 @@ def _rehearse(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]
             options = {k: 1e-3 if isinstance(v, FakeTensor) else v for k, v in group.items()}
             if "capturable" in options:
                 options["capturable"] = False  # which is for GPUs, and changes no scalar
-            small = _bare_copy(optimizer)
+            small = bare_copy(optimizer)
             small.param_groups = [
                 {**options, "params": [p], **({"capturable": False} if "capturable" in group else {})}
             ]
@@ -96,16 +97,6 @@ def _rehearse(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]
                 small.state.clear()
             scalars.append({k: t for k, t in small.state[p].items() if isinstance(t, torch.Tensor) and t.dim() == 0})
     return scalars
-
-
-def _bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer without attributes that other code added; its groups and state are still to be replaced."""
-    copy = object.__new__(type(optimizer))
-    copy.__dict__.update(optimizer.__dict__)
-    copy.__dict__.pop("step", None)  # a learning-rate scheduler binds the original's
-    copy.__dict__.pop("zero_grad", None)
-    copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    return copy
 
 
 def hold_state(ledger: Ledger, name: str, t: torch.Tensor, group: dict[str, Any], simulated: bool) -> None:

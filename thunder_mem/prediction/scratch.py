@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +32,7 @@ from thunder_mem.chunk_loop.price import host_calls
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.memory.collector import collector_off
 from thunder_mem.memory.kernel_figures import KernelFigures
+from thunder_mem.optimizer.update import UpdateOnZeros, is_update, rehearsed, update_of
 from thunder_mem.prediction.measure import record_curve
 from thunder_mem.prediction.replay import Ran, proxies, tensor_proxies
 from thunder_mem.regions.fake_regions import run_region
@@ -123,7 +125,8 @@ class ProbingRunner:
         if any(t.device.type != "cpu" for t in inputs.values()) or _communicates(bsym):
             return _Failed(f"{bsym.sym.name}: its tensors are counted, but not its kernels' scratch")
         # A mode left standing, such as the one that watches a training step, would change what is measured.
-        with _disable_current_modes(), torch.random.fork_rng(devices=[]), collector_off():
+        alone = rehearsed(UpdateOnZeros(update_of(bsym))) if is_update(bsym) else nullcontext()
+        with _disable_current_modes(), torch.random.fork_rng(devices=[]), collector_off(), alone:
             try:
                 run({**env, **with_valid_state(bsym, _real_like(inputs))})  # what a first call does once does not count
                 real = with_valid_state(bsym, _real_like(inputs))
@@ -169,6 +172,10 @@ class SimulatedRunner:
     def __call__(self, bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> Ran:
         if bsym.sym.is_fusion:
             return self._region(bsym, env)
+        if is_update(bsym):
+            run(env)
+            figures = update_of(bsym).figures
+            return Ran(figures.temporary_bytes, figures.operations)
         ran = _run_tracked(bsym, run, env)
         if is_chunk_loop(bsym) and bsym.sym.name != "chunk_loop_finish":  # which runs a single block on fake tensors
             plan, backward = loop_of(bsym).plan, bsym.sym.name != "chunk_loop"

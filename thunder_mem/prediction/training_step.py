@@ -8,7 +8,8 @@ simulated GPU all code outside the traces works on CPU twins, and a block of mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from thunder.executors.torch_autograd import connect_to_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from thunder_mem.optimizer.step_in_backward import StepInBackward
+from thunder_mem.optimizer.update import is_update, rehearsed, update_of
 from thunder_mem.prediction.fake_optimizer import hold_state, make_state, next_scalars, twin_optimizer
 from thunder_mem.prediction.fake_twins import Leaves, Twins, Watch
 from thunder_mem.prediction.predict import Prediction, compiled_entry, device_type_of, finish, mode_of
+from thunder_mem.prediction.rehearsed_updates import RehearsedUpdates
 from thunder_mem.prediction.replay import Ledger, replay
 from thunder_mem.prediction.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.trace.missing_tangents import makes_missing_tangents, without_zeros_for
@@ -45,12 +49,14 @@ def training_step(
         accumulate: number of microbatches.
         set_to_none: drop the gradients at the end; otherwise they stay, filled with zeros.
     """
-    for _ in range(accumulate):
-        if loss_fn is None:
-            loss = model(*args, **(kwargs or {}))
-        else:
-            loss = loss_fn(model(*args, **(kwargs or {})))
-        loss.backward()
+    for left in reversed(range(accumulate)):
+        # An optimizer that steps in the backward has to know which backward is the last.
+        with optimizer.accumulate() if left and isinstance(optimizer, StepInBackward | _Phases) else nullcontext():
+            if loss_fn is None:
+                loss = model(*args, **(kwargs or {}))
+            else:
+                loss = loss_fn(model(*args, **(kwargs or {})))
+            loss.backward()
     if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -94,6 +100,12 @@ def predict_step(
     entry, inputs, assumptions = compiled_entry(model, args, dict(kwargs or {}), call=True)
     if entry.backward_fn is None:
         raise ValueError("nothing that the model takes or owns requires a gradient, so there is no step to predict")
+    updates = [update_of(b) for b in entry.backward_traces[-1].bound_symbols if is_update(b)]
+    if updates and updates[0].updates.optimizer is not optimizer:
+        raise ValueError(
+            "the compiled backward updates its parameters itself: give predict_step the StepInBackward with which the "
+            "model was compiled"
+        )
 
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     if any(not t.is_leaf for t in tensors):
@@ -115,7 +127,9 @@ def predict_step(
         twins.hold(t, "argument")
     watch = Watch(ledger, probe=not simulated, twins=twins)
     stand_in = _Model(entry, inputs, mode, ledger, runner, watch, twins)
+    optimizer = optimizer.wrapped if isinstance(optimizer, StepInBackward) else optimizer
     twin = None if optimizer is None else twin_optimizer(optimizer, twins, simulated)
+    rehearsal = RehearsedUpdates(twin, twins, watch, first)
 
     def watched_loss(output: Any) -> torch.Tensor:
         with Leaves(twins):
@@ -139,10 +153,10 @@ def predict_step(
                     for name, t in twin.state.get(p, {}).items():
                         if isinstance(t, torch.Tensor):
                             hold_state(ledger, name, t, group, simulated)
-        with watch:
+        with watch, rehearsed(rehearsal):
             training_step(
                 stand_in,
-                None if twin is None else _Phases(twin, watch),
+                None if twin is None else _Phases(twin, watch, rehearsal),
                 watched_loss,
                 kwargs=None,
                 accumulate=accumulate,
@@ -257,8 +271,14 @@ def _returned(entry: Any, output: Any) -> Any:
 class _Phases:
     """The twin optimizer, which reports its phase to the watch."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
-        self.optimizer, self.watch = optimizer, watch
+    def __init__(self, optimizer: torch.optim.Optimizer, watch: Watch, rehearsal: RehearsedUpdates) -> None:
+        self.optimizer, self.watch, self.rehearsal = optimizer, watch, rehearsal
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        self.rehearsal.waits = True
+        yield
+        self.rehearsal.waits = False
 
     def step(self) -> None:
         self.watch.phase = "optimizer"

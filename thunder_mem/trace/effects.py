@@ -190,7 +190,7 @@ def _is_barrier(bsym: BoundSymbol) -> bool:
         return False
     produces = {p.name for p in bsym.flat_proxy_outs} - {p.name for p in bsym.flat_proxy_args}
     # Without a result it runs for its effect; a known write is ordered by its storage alone.
-    return not produces and _written(bsym) is None
+    return not produces and _written(bsym) is None and not traits_of(bsym).writes(bsym)
 
 
 def _device(bsym: BoundSymbol) -> str:

@@ -49,7 +49,7 @@ class TraceGraph:
         producer_of: proxy name -> op index; arguments of the trace have none.
         pinned: names that must exist under their own name at the end: the trace's results.
         overwritten: storages that an op overwrites, or may overwrite through a view that is a view only for
-            some strides of the arguments.
+            some strides of the arguments. Storages that are written only after their last use are left out.
         layout: the meta tensor behind each proxy.
     """
 
@@ -322,7 +322,13 @@ def _possible_aliases(
                 writer[memory] = i
             else:
                 readers.setdefault(memory, []).append(i)
-    return edges, frozenset(s for name, s in storage_of.items() if aliases(name) in written)
+    early = {
+        aliases(name)
+        for b, effect in zip(body, effects, strict=True)
+        for name in effect.writes
+        if not traits_of(b).last_write
+    }
+    return edges, frozenset(s for name, s in storage_of.items() if aliases(name) in early)
 
 
 def proxies_in(tree: object) -> list[Proxy]:

@@ -28,6 +28,7 @@ from thunder_mem.frontend.written_arguments import with_histories
 from thunder_mem.kernels.registered import mem_kernels_ex, with_statistics_apart
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.memory.plan import Refusal
+from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.partition.budget import parse_budget
 from thunder_mem.planning.executor import final_trace, install_planner, user_executors
 from thunder_mem.planning.fallback import Original
@@ -50,6 +51,7 @@ from thunder_mem.trace.shared_parameters import tag_shared_parameters
 from thunder_mem.trace.verification import verify_final
 from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
+from thunder_mem.transforms.optimizer_step import check_optimizer, with_forward_noted, with_optimizer
 from thunder_mem.transforms.other_transforms import (
     accepts_missing_tangents,
     behind,
@@ -113,6 +115,8 @@ class MemEfficient(ListedTransform):
             compiled as by Thunder alone.
         plan: a file of `thunder_mem.save_plan`: compile this plan or raise. Another program, other versions or
             options, and a plan that differs from the file are errors.
+        optimizer: the backward updates each parameter of this optimizer when its gradient is complete, and the
+            gradient's memory is free again. See `StepInBackward`.
 
     Raises:
         ValueError: `sort` is an unknown name, or `budget`, `recompute`, `offload`, `on_infeasible` or `costs` is none
@@ -147,9 +151,11 @@ class MemEfficient(ListedTransform):
         verify: bool | None = None,
         strict: bool = False,
         plan: str | os.PathLike[str] | None = None,
+        optimizer: StepInBackward | None = None,
     ) -> None:
         super().__init__()
         check_sort(sort)
+        check_optimizer(optimizer)
         if not isinstance(chunk, bool | ChunkLossHead):
             raise TypeError(f"chunk is True or False, or a ChunkLossHead, not {quoted(chunk)}")
         if not isinstance(tile, bool | Tiles):
@@ -189,6 +195,7 @@ class MemEfficient(ListedTransform):
         self._recompute = recompute
         self._plan = None if plan is None else read_plan(plan)
         self._offload = offload
+        self._optimizer = optimizer
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
@@ -222,6 +229,7 @@ class MemEfficient(ListedTransform):
         else:
             computation_trace = with_whole_stretches(computation_trace, type(self).__name__, other)
         options = composed(options, compile_data, computation_trace)
+        options = with_optimizer(options, self._optimizer, computation_trace, prologue_trace, compile_data.fn)
         later = behind(self, compile_data.transforms)
         original = whole = None
         if computation_trace is not prepared:
@@ -241,7 +249,7 @@ class MemEfficient(ListedTransform):
         # Checked for traces of any length, because the check is cheap.
         final = computation_trace if self._options.verify is False else final_trace(computation_trace, self)
         if final is None or TraceTag.BACKWARD not in final.tags:
-            return final
+            return final if final is None or self._optimizer is None else with_forward_noted(final)
         return with_missing_tangents(final) if accepts_missing_tangents(get_compile_data().transforms) else final
 
     def _is_alone_in(self, transforms: Sequence[Transform]) -> None:
@@ -283,6 +291,7 @@ class MemEfficient(ListedTransform):
             "costs": options.costs,
             "reuse": repr(options.reuse),
             "executors": ", ".join(str(e.name) for e in given),
+            "optimizer": "None" if self._optimizer is None else type(self._optimizer.wrapped).__qualname__,
         }
 
     @property
@@ -358,7 +367,8 @@ class MemEfficient(ListedTransform):
             f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, tile={self._tile}, "
             f"budget={self._options.budget!r}, recompute={self._recompute!r}, offload={self._offload!r}, "
             f"costs={self._options.costs!r}, reuse={self._options.reuse}, verify={self._options.verify}, "
-            f"strict={self._options.strict}" + (f", plan={self._plan.path!r})" if self._plan else ")")
+            f"strict={self._options.strict}, optimizer={self._optimizer}"
+            + (f", plan={self._plan.path!r})" if self._plan else ")")
         )
 
 

@@ -1,0 +1,276 @@
+"""Let an optimizer of `torch.optim` update one parameter, with the gradient given.
+
+The optimizer's own `step` runs on a group of that parameter alone, so the numbers are its own. Where every element is
+updated by itself, it runs slice by slice: its temporaries then have a slice's size instead of the parameter's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["StepFigures", "bare_copy", "step_alone", "step_figures", "unchanging", "unhooked"]
+
+_SLICE_BYTES = {"cpu": 4 << 20}  # a slice with its state stays in a CPU's cache
+_SLICE_BYTES_ELSEWHERE = 32 << 20  # enough work for a kernel of a GPU
+_ROUND = 64  # rows: slices of whole vectors, whose elements all take the same path through a kernel
+
+_BY_ELEMENT = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    )
+)  # fmt: skip
+"""Optimizers whose update of an element depends on no other element."""
+
+
+def step_alone(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    clip_value: float | None = None,
+    device_type: str | None = None,
+) -> None:
+    """Update one parameter of an optimizer, as its `step` would do with all others left out.
+
+    Step hooks do not run. Where the group leaves open whether many parameters are updated by one call
+    (``foreach=None``), single-tensor code runs.
+
+    Args:
+        optimizer: its state for `p` is updated, too.
+        group: the parameter group of `p`.
+        p: the parameter; no gradient is left on it.
+        grad: its gradient, which does not change.
+        clip_value: the gradient counts as clipped to [-clip_value, clip_value].
+        device_type: the device for which slices are sized, "cpu" or "cuda"; by default the parameter's.
+    """
+    options = {**group, **({"foreach": False} if group.get("foreach", False) is None else {})}
+    bounds = _slices(optimizer, options, p, grad, device_type or p.device.type)
+    if bounds:
+        _step_by_slices(optimizer, options, p, grad, bounds, clip_value)
+        return
+    with _only(optimizer, options, p, optimizer.state):
+        _step(optimizer, p, _own(optimizer, p, grad), clip_value)
+
+
+def _own(optimizer: torch.optim.Optimizer, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient with the parameter's strides, as autograd gives it to an optimizer, which may change it.
+
+    PyTorch's own optimizers leave gradients as they are. In a trace other values may share the gradient's memory.
+    """
+    if grad.stride() == p.stride() and type(optimizer).__module__.startswith("torch.optim."):
+        return grad
+    return torch.empty_like(p, requires_grad=False).copy_(grad)
+
+
+def _slices(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], p: torch.Tensor, grad: torch.Tensor, device_type: str
+) -> list[tuple[int, int]]:
+    """Bounds of slices along the flat parameter, or along its rows if the gradient has other strides; [] for none."""
+    if type(optimizer) not in _BY_ELEMENT or options.get("fused") or not p.is_contiguous():
+        return []
+    least = _slice_elements(p.dtype, device_type)
+    if p.numel() <= least:
+        return []
+    if grad.is_contiguous():
+        count, each = p.numel(), least
+    else:
+        count, each = p.shape[0], -(-least // (p.numel() // p.shape[0]) // _ROUND) * _ROUND
+    return [(start, min(start + each, count)) for start in range(0, count, each)]
+
+
+def _slice_elements(dtype: torch.dtype, device: str) -> int:
+    return _SLICE_BYTES.get(device, _SLICE_BYTES_ELSEWHERE) // dtype.itemsize
+
+
+def _step_by_slices(
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    bounds: Sequence[tuple[int, int]],
+    clip_value: float | None,
+) -> None:
+    """A step by slices. The state of a slice is a view of the parameter's, or a copy if it is one number for all."""
+    flat = grad.is_contiguous()
+    state = optimizer.state[p]
+    before = dict(state)  # empty in the first step, in which each slice makes its state
+    numbers: dict[str, Any] = {}
+    for start, stop in bounds:
+
+        def part(t: torch.Tensor, start: int = start, stop: int = stop) -> torch.Tensor:
+            return (t.detach().view(-1) if flat else t.detach())[start:stop]
+
+        piece = part(p)
+        own = {name: part(v) if _is_like(v, p) else _copied(v) for name, v in before.items()}
+        with _only(optimizer, options, piece, defaultdict(dict, {piece: own})):
+            _step(optimizer, piece, part(grad).contiguous(), clip_value)
+            own = optimizer.state[piece]
+        for name, v in own.items():
+            if not _is_like(v, piece):
+                numbers[name] = v
+                continue
+            if not _is_like(state.get(name), p):
+                state[name] = torch.empty_like(p, dtype=v.dtype, requires_grad=False)
+            if v.untyped_storage()._cdata != (target := part(state[name])).untyped_storage()._cdata:
+                target.copy_(v)
+    state.update(numbers)
+
+
+def _is_like(v: Any, p: torch.Tensor) -> bool:
+    return isinstance(v, torch.Tensor) and v.shape == p.shape and v.dim() > 0
+
+
+def _copied(v: Any) -> Any:
+    return v.clone() if isinstance(v, torch.Tensor) else v
+
+
+@contextmanager
+def _only(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], p: torch.Tensor, state: defaultdict[torch.Tensor, Any]
+) -> Iterator[None]:
+    """The optimizer over one parameter and with another state, for the moment."""
+    groups, whole = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = [{**options, "params": [p]}], state
+    try:
+        yield
+    finally:
+        optimizer.param_groups, optimizer.state = groups, whole
+
+
+def _step(optimizer: torch.optim.Optimizer, p: torch.Tensor, grad: torch.Tensor, clip_value: float | None) -> None:
+    p.grad = grad if clip_value is None else grad.clamp(-clip_value, clip_value)
+    try:
+        unhooked(optimizer)()
+    finally:
+        p.grad = None
+
+
+def unhooked(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The optimizer's `step` as its class has it: without step hooks, and without what schedulers bound to it."""
+    step: Any = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", None) else step
+    return lambda: step(optimizer)
+
+
+def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer without attributes that other code added; its groups and state are still to be replaced."""
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.__dict__.pop("step", None)  # a learning-rate scheduler binds the original's
+    copy.__dict__.pop("zero_grad", None)
+    copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return copy
+
+
+def unchanging(optimizer: torch.optim.Optimizer) -> str | None:
+    """The option that a step changes in its parameter group, so that parameters share it; None if there is none.
+
+    Each group's step is tried on a parameter of one element.
+    """
+    for group in optimizer.param_groups:
+        p = torch.nn.Parameter(torch.ones(1, 1))
+        before = {**group, "params": [p], **({"capturable": False} if "capturable" in group else {})}
+        small = bare_copy(optimizer)
+        small.param_groups, small.state = [dict(before)], defaultdict(dict)
+        p.grad = torch.ones(1, 1)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                unhooked(small)()
+        except Exception:  # it takes no such parameter, and shows when it runs
+            continue
+        (after,) = small.param_groups
+        changed = [k for k, v in after.items() if k != "params" and v is not before.get(k) and v != before.get(k)]
+        if changed:
+            return str(changed[0])
+    return None
+
+
+class StepFigures(NamedTuple):
+    """What a step of one parameter takes, once its state exists.
+
+    Attributes:
+        temporary_bytes: held at most beyond parameter, gradient and state.
+        operations: PyTorch's operations that write memory.
+    """
+
+    temporary_bytes: int
+    operations: int
+
+
+def step_figures(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device_type: str,
+    clip_value: float | None,
+) -> StepFigures:
+    """The figures of `step_alone`, from a step on meta tensors; zeros if the optimizer does not run on them.
+
+    The gradient counts as laid out like the parameter.
+    """
+    p = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    slices = 1.0
+    if type(optimizer) in _BY_ELEMENT and not group.get("fused"):
+        some = p.view(-1)[: 2 * _slice_elements(dtype, device_type)]  # all slices are alike
+        slices, p = p.numel() / max(1, some.numel()), some
+    meta = bare_copy(optimizer)
+    meta.state = defaultdict(dict)
+    options = {**group, **({"capturable": False} if "capturable" in group else {})}
+    if isinstance(options.get("lr"), torch.Tensor):
+        options["lr"] = 1e-3
+    grad = torch.empty_like(p)
+    seen = _Temporaries(("meta", "cpu") if device_type == "cpu" else ("meta",))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            step_alone(meta, options, p, grad, clip_value=clip_value, device_type=device_type)
+            with seen:
+                step_alone(meta, options, p, grad, clip_value=clip_value, device_type=device_type)
+    except Exception:
+        return StepFigures(0, 0)
+    return StepFigures(seen.peak_bytes, round(seen.operations * slices))
+
+
+class _Temporaries(TorchDispatchMode):
+    """The most bytes of tensors made inside that are alive together, on some devices, and the operations."""
+
+    def __init__(self, device_types: Sequence[str]) -> None:
+        super().__init__()
+        self.device_types = device_types
+        self.peak_bytes = self.live_bytes = self.operations = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for t in tree_leaves((args, kwargs)):
+            if isinstance(t, torch.Tensor):
+                self._known.add(t.untyped_storage()._cdata)
+        out = func(*args, **(kwargs or {}))
+        self.operations += bool(func._schema.is_mutable)
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.device.type in self.device_types:
+                self._follow(t.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return out
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.operations += 1
+        self.live_bytes += nbytes
+        weakref.finalize(storage, self._release, key, nbytes)
+
+    def _release(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live_bytes -= nbytes

@@ -1,0 +1,289 @@
+"""`StepInBackward`: an optimizer whose updates run inside the compiled backward.
+
+A compiled backward hands over all gradients at its end, so they are all alive together. As operations of the backward,
+the updates use each gradient when it is complete, and its memory is free again. (torchtune's `optimizer_in_bwd` and
+PyTorch's tutorial on `register_post_accumulate_grad_hook` do this in eager mode.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from thunder_mem.memory.outside_input import quoted
+from thunder_mem.optimizer.one_parameter import step_alone, unchanging, unhooked
+
+__all__ = ["StepInBackward", "Updates"]
+
+_NAMED = 3  # so many parameters are named in a message
+
+
+class Updates:
+    """The parameters that one compiled backward updates; opaque to Thunder, which would print a dataclass.
+
+    Attributes:
+        optimizer: updates them.
+        parameters: each once.
+        names: their names in the program.
+    """
+
+    def __init__(self, optimizer: StepInBackward, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        self.optimizer, self.parameters, self.names = optimizer, tuple(parameters), tuple(names)
+
+
+@dataclass
+class _Backward:
+    """A backward with updates, from its first update to its last.
+
+    Attributes:
+        updates: of its program.
+        task: PyTorch's number of the pass through the autograd graph.
+        wait: the updates whose gradients wait for `step`.
+        groups: by a parameter's `id`, its parameter group.
+        left: the updates that have not run.
+    """
+
+    updates: Updates
+    task: int
+    wait: frozenset[int]
+    groups: dict[int, dict[str, Any]]
+    left: set[int] = field(default_factory=set)
+
+
+class StepInBackward(Optimizer):
+    """An optimizer that updates each parameter inside the backward, as soon as its gradient is complete.
+
+    Pass it to the transform and use it as the optimizer of the training loop. `loss.backward()` then updates the
+    parameters. `step` updates the parameters whose gradients the backward handed over in the usual way, such as those
+    of a part that Thunder does not compile, and checks the rest. `.grad` stays None where the backward updates.
+
+    Between two calls of `step` each parameter is updated once. To add up gradients of several backwards, run all but
+    the last under `accumulate`. Hooks of parameters do not see gradients that the backward uses itself, nor does
+    `torch.nn.utils.clip_grad_norm_`: see `clip_value`.
+
+    Args:
+        optimizer: any optimizer of `torch.optim` but LBFGS, or one whose `step` treats each parameter by itself.
+        clip_value: gradients are clipped to [-clip_value, clip_value], as `torch.nn.utils.clip_grad_value_` does.
+
+    Attributes:
+        wrapped: the given optimizer. Its parameter groups and state are this object's, too.
+
+    Raises:
+        TypeError: `optimizer` is no optimizer, or cannot update one parameter alone.
+        ValueError: `clip_value` is not positive, or the optimizer is made for `differentiable=True`.
+
+    Example:
+        >>> import torch, thunder
+        >>> from thunder_mem import MemEfficient, StepInBackward
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = StepInBackward(torch.optim.AdamW(model.parameters()))
+        >>> compiled = thunder.jit(model, transforms=[MemEfficient(optimizer=optimizer)])
+        >>> compiled(torch.ones(4, 8)).sum().backward()
+        >>> model.weight.grad is None
+        True
+        >>> optimizer.step()
+    """
+
+    def __init__(self, optimizer: Optimizer, *, clip_value: float | None = None) -> None:
+        _check(optimizer, clip_value)
+        self.wrapped = optimizer
+        self.clip_value = clip_value
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start with nothing updated and no forward pending."""
+        self._updated: dict[int, torch.Tensor] = {}
+        self._pending: Counter[Updates] = Counter()
+        self._backward: _Backward | None = None
+        self._accumulating = False
+        self._warned = False
+
+    # ---- the optimizer for the loop around ----
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":  # while the object is being made
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    @property
+    def consistent(self) -> bool:
+        """False after a backward that ended in the middle of its updates; `load_state_dict` makes it True again."""
+        return self._backward is None or self._backward.task == torch._C._current_graph_task_id() != -1
+
+    @Optimizer.profile_hook_step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Finish a training step: update the parameters whose gradients the backward handed over, if there are any.
+
+        Args:
+            closure: computes the loss and its gradients; it is called first.
+
+        Returns:
+            What `closure` returns.
+
+        Raises:
+            RuntimeError: no backward ran since the last call; the backward ended in the middle; a parameter got a
+                gradient from elsewhere after its update; or gradients are being accumulated.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._check_whole()
+        if self._accumulating:
+            raise RuntimeError("step() inside accumulate(): leave the context before the last backward")
+        waiting = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not waiting and not self._updated:
+            raise RuntimeError("no backward gave a gradient since the last step(): call loss.backward() before it")
+        if late := [p for p in waiting if id(p) in self._updated]:
+            raise RuntimeError(
+                f"{len(late)} parameters, the first of shape {tuple(late[0].shape)}, got a gradient from outside of "
+                "the compiled program after the backward had updated them: keep each parameter inside of it"
+            )
+        if waiting:
+            if self.clip_value is not None:
+                torch.nn.utils.clip_grad_value_(waiting, self.clip_value)
+            unhooked(self.wrapped)()
+        self._updated.clear()
+        self._pending.clear()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that wait for `step`, or fill them with zeros."""
+        self.wrapped.zero_grad(set_to_none=set_to_none)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, backwards add to `.grad` and update nothing; the next backward outside uses the sums."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        self._check_whole()
+        return self.wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the wrapped optimizer; parameters are to be loaded with it."""
+        self.wrapped.load_state_dict(state_dict)
+        self._forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; programs that are compiled already leave its parameters to `step`."""
+        self.wrapped.add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"wrapped": self.wrapped, "clip_value": self.clip_value}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def __repr__(self) -> str:
+        return f"StepInBackward({self.wrapped!r})"
+
+    # ---- for the compiled programs ----
+
+    def note_forward(self, updates: Updates) -> None:
+        """Record a forward whose backward will update parameters."""
+        self._pending[updates] += 1
+
+    def update(self, updates: Updates, index: int, grad: torch.Tensor) -> None:
+        """Update one parameter of a compiled backward with its complete gradient, or let the gradient wait.
+
+        A gradient waits under `accumulate`, and if another forward that used the parameter waits for its backward:
+        this gradient may be a part of the whole. `step` then updates the parameter.
+
+        Raises:
+            RuntimeError: before anything changes: a parameter was updated since the last `step`, or the last
+                backward ended in the middle.
+        """
+        backward = self._backward or self._begin(updates)
+        task = torch._C._current_graph_task_id()
+        if backward.updates is not updates or backward.task != task or index not in backward.left:
+            self._check_whole(again=True)
+        p = updates.parameters[index]
+        if index in backward.wait:
+            _add_gradient(p, grad)
+        else:
+            if p.grad is not None:
+                grad, p.grad = p.grad.add_(grad), None
+            step_alone(self.wrapped, backward.groups[id(p)], p, grad, clip_value=self.clip_value)
+            self._updated[id(p)] = p
+        backward.left.discard(index)
+        if not backward.left:
+            self._pending[updates] -= 1
+            self._backward = None
+
+    def _begin(self, updates: Updates) -> _Backward:
+        others = self._pending - Counter({updates: 1})
+        shared = {id(p) for other in others for p in other.parameters}
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        waits = [self._accumulating or id(p) in shared or id(p) not in groups for p in updates.parameters]
+        pairs = zip(updates.parameters, updates.names, waits, strict=True)
+        if twice := [name for p, name, wait in pairs if not wait and id(p) in self._updated]:
+            raise RuntimeError(
+                f"a second backward since the last step() would update {_named(twice)} again: call step() after each "
+                "backward, or run all but the last under `with optimizer.accumulate():`"
+            )
+        if any(waits) and not self._accumulating and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "another forward of the same parameters has had no backward yet, so gradients wait for "
+                "optimizer.step(); run evaluations under torch.no_grad()",
+                stacklevel=2,
+            )
+        wait = frozenset(i for i, waiting in enumerate(waits) if waiting)
+        left = set(range(len(updates.parameters)))
+        self._backward = _Backward(updates, torch._C._current_graph_task_id(), wait, groups, left)
+        return self._backward
+
+    def _check_whole(self, again: bool = False) -> None:
+        if again or not self.consistent:
+            assert self._backward is not None
+            count = len(self._backward.updates.parameters)
+            raise RuntimeError(
+                f"the last backward ended with {len(self._backward.left)} of {count} parameters not updated: "
+                "load the parameters and the optimizer's state from before it (load_state_dict)"
+            )
+
+
+def _add_gradient(p: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add to a parameter's gradient, which is memory of its own: in a trace, two gradients may share theirs."""
+    if p.grad is None:
+        p.grad = torch.empty_like(p, requires_grad=False).copy_(grad)
+    else:
+        p.grad.add_(grad)
+
+
+def _check(optimizer: Any, clip_value: Any) -> None:
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        name = optimizer.__name__
+        raise TypeError(f"{name} is a class: call it with the parameters, {name}(model.parameters())")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"StepInBackward takes an optimizer of torch.optim, not {quoted(optimizer)}")
+    if isinstance(optimizer, StepInBackward):
+        raise TypeError("the optimizer is a StepInBackward already")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS looks at all gradients together and calls the model again, so no backward can step it")
+    if (option := unchanging(optimizer)) is not None:
+        kind = type(optimizer).__name__
+        raise TypeError(f"{kind} changes {option!r} of its parameter group in a step, so it cannot update one alone")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("an optimizer with differentiable=True is for steps under autograd, not for a backward")
+    if clip_value is not None and not (isinstance(clip_value, int | float) and clip_value > 0):
+        raise ValueError(f"clip_value is a number above 0, not {quoted(clip_value)}")
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,166 @@
+"""The update of a parameter as an operation of a trace."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from thunder.core.prims import OpTags
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.extend import OperatorExecutor
+
+from thunder_mem.optimizer.one_parameter import StepFigures, bare_copy, step_alone
+from thunder_mem.optimizer.step_in_backward import Updates
+from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
+
+__all__ = [
+    "Rehearsal",
+    "Update",
+    "UpdateOnZeros",
+    "is_update",
+    "note_forward",
+    "rehearsal_now",
+    "rehearsed",
+    "update_of",
+    "update_parameter",
+]
+
+executor = OperatorExecutor("thunder_mem_optimizer", version="0.1")
+"""Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
+
+
+class Update:
+    """One update of a program; opaque to Thunder, which passes it through as an object.
+
+    Attributes:
+        updates: all of the program's.
+        index: of the parameter among them.
+        figures: of the optimizer's step.
+    """
+
+    def __init__(self, updates: Updates, index: int, figures: StepFigures) -> None:
+        self.updates, self.index, self.figures = updates, index, figures
+
+    @property
+    def label(self) -> str:
+        """The parameter's name in the program."""
+        return self.updates.names[self.index]
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The parameter itself."""
+        return self.updates.parameters[self.index]
+
+    def __repr__(self) -> str:  # the same for updates that do the same
+        optimizer = self.updates.optimizer
+        group = next(g for g in optimizer.param_groups if any(q is self.parameter for q in g["params"]))
+        options = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
+        return f"{type(optimizer.wrapped).__name__}({options}, clip_value={optimizer.clip_value})"
+
+
+class Rehearsal:
+    """Takes the place of updates while a trace runs on fake tensors. This one does nothing.
+
+    Attributes:
+        waits: gradients wait, so no step runs.
+    """
+
+    waits = False
+
+    def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor) -> None:
+        """Take the place of an update of `p`, the trace's tensor for the parameter."""
+
+    def finish(self) -> None:
+        """The update has ended."""
+
+
+class UpdateOnZeros(Rehearsal):
+    """Runs updates for real, by a copy of the optimizer with a state of its own, to measure them."""
+
+    def __init__(self, update: Update) -> None:
+        optimizer = update.updates.optimizer
+        self.clip_value = optimizer.clip_value
+        self.group = next(g for g in optimizer.param_groups if any(q is update.parameter for q in g["params"]))
+        self.copy = bare_copy(optimizer.wrapped)
+        self.copy.state = defaultdict(dict)
+        self.state: Any = None
+
+    def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor) -> None:
+        if self.state is not None:
+            self.copy.state = defaultdict(dict, {p: self.state})
+        step_alone(self.copy, self.group, p, grad, clip_value=self.clip_value)
+        self.state = self.copy.state[p]
+        self.copy.state = defaultdict(dict)  # nothing of this run may be released in the next
+
+
+_rehearsal: ContextVar[Rehearsal | None] = ContextVar("thunder_mem_rehearsal", default=None)
+
+
+@contextmanager
+def rehearsed(rehearsal: Rehearsal) -> Iterator[None]:
+    """Let traces inside run without touching the optimizer."""
+    token = _rehearsal.set(rehearsal)
+    try:
+        yield
+    finally:
+        _rehearsal.reset(token)
+
+
+def rehearsal_now() -> Rehearsal | None:
+    """The rehearsal that takes the place of updates now."""
+    return _rehearsal.get()
+
+
+def _update_meta(update: Update, p: TensorProxy, grad: TensorProxy) -> None:
+    return None
+
+
+def _update(update: Update, p: torch.Tensor, grad: torch.Tensor) -> None:
+    if (rehearsal := _rehearsal.get()) is not None:
+        rehearsal.update(update, p, grad)
+    else:
+        update.updates.optimizer.update(update.updates, update.index, grad)
+
+
+update_parameter = executor.register_operator(
+    "update_parameter", meta=_update_meta, fn=_update, tags=(OpTags.DONT_DCE,)
+)
+
+
+def _note_meta(updates: Updates) -> None:
+    return None
+
+
+def _note(updates: Updates) -> None:
+    if _rehearsal.get() is None:
+        updates.optimizer.note_forward(updates)
+
+
+note_forward = executor.register_operator("note_forward", meta=_note_meta, fn=_note, tags=(OpTags.DONT_DCE,))
+
+
+def is_update(bsym: BoundSymbol) -> bool:
+    """Whether the bound symbol updates a parameter."""
+    return bsym.sym is update_parameter
+
+
+def update_of(bsym: BoundSymbol) -> Update:
+    """The update behind its bound symbol."""
+    return bsym.args[0]
+
+
+def _written(bsym: BoundSymbol) -> tuple[TensorProxy, ...]:
+    return (bsym.args[1],)
+
+
+def _scratch_bytes(bsym: BoundSymbol) -> int:
+    return update_of(bsym).figures.temporary_bytes
+
+
+_UPDATE = MemoryTraits(writes=_written, scratch_bytes=_scratch_bytes, last_write=True)
+declare(executor, lambda name: _UPDATE if name == "update_parameter" else PLAIN)

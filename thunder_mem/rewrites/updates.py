@@ -1,0 +1,102 @@
+"""Update parameters in the joint trace, where their gradients are complete.
+
+The updates stand last; the plan moves each to where its gradient is complete and its parameter was read for the last
+time. The backward then returns None for the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from thunder.core import prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+
+from thunder_mem.optimizer.one_parameter import StepFigures, step_figures
+from thunder_mem.optimizer.step_in_backward import StepInBackward, Updates
+from thunder_mem.optimizer.update import Update, update_parameter
+from thunder_mem.trace.aliases import Aliases
+from thunder_mem.trace.reading import BACKWARD
+
+__all__ = ["Optimized", "with_updates"]
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """The parameters of a program that its backward is to update.
+
+    Attributes:
+        optimizer: updates them.
+        parameters: by the name of the computation's argument; several names may be one parameter.
+    """
+
+    optimizer: StepInBackward
+    parameters: Mapping[str, torch.Tensor]
+
+
+def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
+    """The joint trace that updates its parameters; unchanged if it gives none of them a gradient.
+
+    Args:
+        trace: a joint trace before fusion.
+        optimized: its parameters.
+    """
+    *body, result = trace.bound_symbols
+    returned = result.args[0] if result.args else None
+    if not (isinstance(returned, dict) and "fw_flat_out" in returned):
+        return trace
+    pairs = list(zip(returned["flat_args"], returned["output"], strict=True))
+    gradients: dict[int, list[tuple[TensorProxy, TensorProxy]]] = {}  # per parameter, its arguments and their gradients
+    for p, grad in pairs:
+        if isinstance(p, TensorProxy) and isinstance(grad, TensorProxy) and p.name in optimized.parameters:
+            gradients.setdefault(id(optimized.parameters[p.name]), []).append((p, grad))
+    if not gradients:
+        return trace
+    firsts = [parts[0][0] for parts in gradients.values()]
+    parameters, names = [optimized.parameters[p.name] for p in firsts], [p.name for p in firsts]
+    updates = Updates(optimized.optimizer, parameters, names)
+    new = from_trace(trace)
+    new.bound_symbols = [*body]
+    memory = Aliases(body)
+    written = {memory(p.name) for p in firsts}
+    with tracectx(new):
+        start = len(new.bound_symbols)
+        figures = _Figures(optimized.optimizer)
+        for index, parts in enumerate(gradients.values()):
+            # A gradient that is a parameter's own memory must not change when that parameter is updated.
+            own = [prims.clone(grad) if memory(grad.name) in written else grad for _, grad in parts]
+            update = Update(updates, index, figures.of(updates.parameters[index]))
+            update_parameter(update, parts[0][0], reduce(prims.add, own))
+        for bsym in new.bound_symbols[start:]:
+            bsym.tags.add(BACKWARD)
+        done = {p.name for parts in gradients.values() for p, _ in parts}
+        kept = tuple(None if isinstance(p, TensorProxy) and p.name in done else grad for p, grad in pairs)
+        new.bound_symbols.append(_returning(result, {**returned, "output": kept}))
+    new.set_provenance(TraceProvenance("Update parameters in the backward"))
+    return new
+
+
+def _returning(result: BoundSymbol, value: dict[str, Any]) -> BoundSymbol:
+    return result.from_bsym(args=(value, *result.args[1:]))
+
+
+class _Figures:
+    """Figures of updates, found once for all parameters alike."""
+
+    def __init__(self, optimizer: StepInBackward) -> None:
+        self.optimizer = optimizer
+        self.group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self.known: dict[Any, StepFigures] = {}
+
+    def of(self, p: torch.Tensor) -> StepFigures:
+        group = self.group_of[id(p)]
+        key = id(group), tuple(p.shape), p.dtype
+        if key not in self.known:
+            clip_value = self.optimizer.clip_value
+            self.known[key] = step_figures(self.optimizer.wrapped, group, p.shape, p.dtype, p.device.type, clip_value)
+        return self.known[key]

@@ -1,0 +1,71 @@
+"""The part of `MemEfficient` that lets the backward update parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from thunder.core.compile_data import _compile_data
+from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, tracectx
+
+from thunder_mem.frontend.optimized_parameters import optimized_parameters
+from thunder_mem.memory.outside_input import quoted
+from thunder_mem.memory.plan import Refusal
+from thunder_mem.optimizer.step_in_backward import StepInBackward
+from thunder_mem.optimizer.update import is_update, note_forward, update_of
+from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.rewrites.updates import Optimized
+
+__all__ = ["check_optimizer", "with_forward_noted", "with_optimizer"]
+
+_NOT_FOUND = (
+    "the program has no parameter of this optimizer that a module or a closure holds, so step() updates them: "
+    "compile the module whose parameters the optimizer has"
+)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise when `optimizer` is neither None nor a `StepInBackward`.
+
+    Raises:
+        TypeError: it is another object; the message says what to write.
+    """
+    if isinstance(optimizer, StepInBackward | None):
+        return
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"wrap the optimizer: MemEfficient(optimizer=StepInBackward({type(optimizer).__name__}(...)))")
+    raise TypeError(f"optimizer is a StepInBackward or None, not {quoted(optimizer)}")
+
+
+def with_optimizer(
+    options: PlanningOptions,
+    optimizer: StepInBackward | None,
+    computation: TraceCtx,
+    prologue: TraceCtx,
+    function: Any,
+) -> PlanningOptions:
+    """The options with the program's parameters that its backward updates, or with the reason why there are none."""
+    if optimizer is None:
+        return options
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = optimized_parameters(computation.args, prologue, function, parameters)
+    if not found:
+        return replace(options, refused=(*options.refused, Refusal("updates in the backward", _NOT_FOUND)))
+    return replace(options, optimized=Optimized(optimizer, found))
+
+
+def with_forward_noted(forward: TraceCtx) -> TraceCtx:
+    """The final forward, which tells the optimizer that a backward with updates may follow; unchanged if none does."""
+    _, stats = _compile_data.get()
+    if TraceTag.AUGMENTED_FORWARD not in forward.tags or not stats.last_backward_traces:
+        return forward
+    update = next((update_of(b) for b in stats.last_backward_traces[-1].bound_symbols if is_update(b)), None)
+    if update is None:
+        return forward
+    new = from_trace(forward)
+    *body, result = forward.bound_symbols
+    with tracectx(new):
+        new.bound_symbols = [*body, note_forward.bind(update.updates, output=None), result]
+    new.set_provenance(TraceProvenance("Tell the optimizer of the forward"))
+    return new
