@@ -187,6 +187,55 @@ def test_clip_value(fresh):
         torch.testing.assert_close(p, q)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_max_norm_is_exact(dtype):
+    seen = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).to(dtype)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        ours = StepInBackward(adamw, max_norm=1e-3)
+        step = thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True, optimizer=ours)])
+        for i in range(6):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).to(dtype)
+            if wrapped:
+                if i % 2 == 0:  # two microbatches
+                    with ours.accumulate():
+                        loss_of(step(x)).backward()
+                loss_of(step(2 * x)).backward()
+                assert all(p.grad is None for p in model.parameters())
+                ours.step()
+            else:
+                with ours.accumulate():  # gradients of the same trace
+                    if i % 2 == 0:
+                        loss_of(step(x)).backward()
+                    loss_of(step(2 * x)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                adamw.step()
+                adamw.zero_grad()
+                ours.zero_grad()
+        seen.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *seen))
+
+
+def test_max_norm_waits_for_parameters_from_elsewhere():
+    torch.manual_seed(1)
+    inside, outside = nn.Linear(5, 5), nn.Linear(5, 5)
+    exact = copy.deepcopy(nn.Sequential(inside, outside)).double()
+    reference = torch.optim.SGD(exact.parameters(), lr=1.0)
+    ours = StepInBackward(torch.optim.SGD([*inside.parameters(), *outside.parameters()], lr=1.0), max_norm=0.1)
+    step = thunder.jit(inside, executors=[], transforms=[MemEfficient(strict=True, optimizer=ours)])
+    x = torch.randn(3, 5)
+    with pytest.warns(UserWarning, match="max_norm needs the norm of all"):
+        outside(step(x)).square().sum().backward()
+    ours.step()
+    exact(x.double()).square().sum().backward()
+    torch.nn.utils.clip_grad_norm_(exact.parameters(), 0.1)
+    reference.step()
+    for p, q in zip([*inside.parameters(), *outside.parameters()], exact.parameters(), strict=True):
+        torch.testing.assert_close(p.double(), q, atol=1e-6, rtol=1e-5)
+
+
 def test_schedulers_and_state(fresh):
     model, ours, step = fresh
     schedule = torch.optim.lr_scheduler.StepLR(ours, step_size=1, gamma=0.5)
@@ -338,11 +387,19 @@ def test_a_program_without_its_parameters_says_so():
     assert "updates in the backward" in str(explain(step))
 
 
-@pytest.mark.parametrize("name, options", [("AdamW", {}), ("SGD", {"momentum": 0.9}), ("AdamW", {"fused": True})])
-def test_predicted_step_is_the_measured_one(name, options):
+@pytest.mark.parametrize(
+    "name, options, clip",
+    [
+        ("AdamW", {}, {}),
+        ("SGD", {"momentum": 0.9}, {"clip_value": 0.1}),
+        ("AdamW", {"fused": True}, {}),
+        ("NAdam", {}, {"max_norm": 0.1}),
+    ],
+)
+def test_predicted_step_is_the_measured_one(name, options, clip):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    ours = StepInBackward(getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options))
+    ours = StepInBackward(getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options), **clip)
     step = thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True, optimizer=ours)])
     x = torch.randn(16, 64)
     with torch.no_grad():
@@ -392,6 +449,8 @@ class CountsInItsGroup(torch.optim.SGD):
         (lambda p: StepInBackward(StepInBackward(torch.optim.SGD([p]))), TypeError, "already"),
         (lambda p: StepInBackward(CountsInItsGroup([p])), TypeError, "changes 'k' of its parameter group"),
         (lambda p: StepInBackward(torch.optim.SGD([p]), clip_value=0), ValueError, "above 0"),
+        (lambda p: StepInBackward(torch.optim.SGD([p]), max_norm=-1.0), ValueError, "max_norm is a number above 0"),
+        (lambda p: StepInBackward(torch.optim.SGD([p]), max_norm=1, clip_value=1), ValueError, "not by both"),
         (lambda p: StepInBackward(torch.optim.Adam([p], differentiable=True)), ValueError, "differentiable"),
         (lambda p: MemEfficient(optimizer=torch.optim.SGD([p])), TypeError, r"StepInBackward\(SGD\(...\)\)"),
         (lambda p: MemEfficient(optimizer="adam"), TypeError, "StepInBackward or None"),

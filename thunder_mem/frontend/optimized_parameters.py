@@ -6,14 +6,17 @@ unpacking is run once to get the tensor. Tensors that the caller passes in are u
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from operator import getitem
 from typing import Any
 
 import torch
+from thunder.core.module import get_thunder_module
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.trace import TraceCtx
 
 __all__ = ["optimized_parameters"]
 
@@ -35,33 +38,35 @@ def optimized_parameters(
     for bsym in prologue.bound_symbols:
         for p in bsym.flat_proxy_outs:
             makers.setdefault(p.name, bsym)
-    values: dict[str, Any] = {"__function_obj": function, "torch": torch}
+    values: dict[str, Any] = {}
     found = {}
-    with tracectx(prologue):
-        values.update(prologue.python_ctx())
-        for name in wanted:
-            tensor = _value(name, makers, values)
-            if isinstance(tensor, torch.Tensor) and id(tensor) in known:
-                found[name] = tensor
+    for name in wanted:
+        tensor = _value(name, makers, function, values)
+        if isinstance(tensor, torch.Tensor) and id(tensor) in known:
+            found[name] = tensor
     return found
 
 
-def _value(name: str, makers: dict[str, BoundSymbol], values: dict[str, Any]) -> Any:
-    """The value that the prologue gives to `name`; None if it depends on the call's arguments."""
-    if name in values:
-        return values[name]
-    values[name] = None
-    bsym = makers.get(name)
-    if bsym is None or bsym.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE):
-        return None
-    if any(_value(p.name, makers, values) is None for p in _operands(bsym, name)):
-        return None
-    try:
-        exec("\n".join(bsym.python(indent=0, print_depth=1)).strip(), values)
-    except Exception:  # what Thunder unpacks in another way is not looked for
+_GETTERS: dict[Any, Callable[[Any, Any], Any]] = {
+    PrimIDs.UNPACK_ATTR: getattr,
+    PrimIDs.UNPACK_GETITEM: getitem,
+    PrimIDs.UNPACK_DICT_KEY: getitem,
+    PrimIDs.UNPACK_PARAMETER: lambda module, name: module.get_parameter(name),
+    PrimIDs.UNPACK_SUBMODULE: lambda module, name: module.get_submodule(name),
+}
+
+
+def _value(name: str, makers: dict[str, BoundSymbol], function: Any, values: dict[str, Any]) -> Any:
+    """The value that the prologue gives to `name`; None if it depends on the call's arguments, or is not looked for."""
+    if name not in values:
         values[name] = None
+        bsym = makers.get(name)
+        if bsym is not None and bsym.sym.id is PrimIDs.UNPACK_FUNCTION_OBJ:
+            values[name] = function
+        elif bsym is not None and bsym.sym.id is PrimIDs.UNPACK_THUNDER_MODULE:
+            values[name] = get_thunder_module(_value(bsym.args[0].name, makers, function, values))
+        elif bsym is not None and (getter := _GETTERS.get(bsym.sym.id)) is not None:
+            held = _value(bsym.args[0].name, makers, function, values)
+            with suppress(AttributeError, KeyError, IndexError, TypeError):
+                values[name] = None if held is None else getter(held, bsym.args[1])
     return values[name]
-
-
-def _operands(bsym: BoundSymbol, name: str) -> list[Proxy]:
-    return [p for p in bsym.flat_proxy_args if p.name != name]

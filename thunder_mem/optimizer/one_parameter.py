@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["StepFigures", "bare_copy", "step_alone", "step_figures", "unchanging", "unhooked"]
+__all__ = ["StepFigures", "bare_copy", "norm_scale", "step_alone", "step_figures", "unchanging", "unhooked"]
 
 _SLICE_BYTES = {"cpu": 4 << 20}  # a slice with its state stays in a CPU's cache
 _SLICE_BYTES_ELSEWHERE = 32 << 20  # enough work for a kernel of a GPU
@@ -38,6 +38,7 @@ def step_alone(
     grad: torch.Tensor,
     *,
     clip_value: float | None = None,
+    scale: torch.Tensor | None = None,
     device_type: str | None = None,
 ) -> None:
     """Update one parameter of an optimizer, as its `step` would do with all others left out.
@@ -51,15 +52,29 @@ def step_alone(
         p: the parameter; no gradient is left on it.
         grad: its gradient, which does not change.
         clip_value: the gradient counts as clipped to [-clip_value, clip_value].
+        scale: a number by which the gradient is multiplied.
         device_type: the device for which slices are sized, "cpu" or "cuda"; by default the parameter's.
     """
     options = {**group, **({"foreach": False} if group.get("foreach", False) is None else {})}
     bounds = _slices(optimizer, options, p, grad, device_type or p.device.type)
+    clip = _Clip(clip_value, scale)
     if bounds:
-        _step_by_slices(optimizer, options, p, grad, bounds, clip_value)
+        _step_by_slices(optimizer, options, p, grad, bounds, clip)
         return
     with _only(optimizer, options, p, optimizer.state):
-        _step(optimizer, p, _own(optimizer, p, grad), clip_value)
+        _step(optimizer, p, _own(optimizer, p, grad), clip)
+
+
+class _Clip(NamedTuple):
+    """What is done to a gradient before the step."""
+
+    value: float | None
+    scale: torch.Tensor | None
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        if self.value is not None:
+            grad = grad.clamp(-self.value, self.value)
+        return grad if self.scale is None else grad.mul(self.scale)
 
 
 def _own(optimizer: torch.optim.Optimizer, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -98,7 +113,7 @@ def _step_by_slices(
     p: torch.Tensor,
     grad: torch.Tensor,
     bounds: Sequence[tuple[int, int]],
-    clip_value: float | None,
+    clip: _Clip,
 ) -> None:
     """A step by slices. The state of a slice is a view of the parameter's, or a copy if it is one number for all."""
     flat = grad.is_contiguous()
@@ -113,7 +128,7 @@ def _step_by_slices(
         piece = part(p)
         own = {name: part(v) if _is_like(v, p) else _copied(v) for name, v in before.items()}
         with _only(optimizer, options, piece, defaultdict(dict, {piece: own})):
-            _step(optimizer, piece, part(grad).contiguous(), clip_value)
+            _step(optimizer, piece, part(grad).contiguous(), clip)
             own = optimizer.state[piece]
         for name, v in own.items():
             if not _is_like(v, piece):
@@ -147,12 +162,18 @@ def _only(
         optimizer.param_groups, optimizer.state = groups, whole
 
 
-def _step(optimizer: torch.optim.Optimizer, p: torch.Tensor, grad: torch.Tensor, clip_value: float | None) -> None:
-    p.grad = grad if clip_value is None else grad.clamp(-clip_value, clip_value)
+def _step(optimizer: torch.optim.Optimizer, p: torch.Tensor, grad: torch.Tensor, clip: _Clip) -> None:
+    p.grad = clip(grad)
     try:
         unhooked(optimizer)()
     finally:
         p.grad = None
+
+
+def norm_scale(grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """The number by which `torch.nn.utils.clip_grad_norm_` multiplies gradients, without a wait for the device."""
+    norm = torch.nn.utils.get_total_norm(grads)
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def unhooked(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
@@ -213,7 +234,9 @@ def step_figures(
     shape: Sequence[int],
     dtype: torch.dtype,
     device_type: str,
-    clip_value: float | None,
+    *,
+    clip_value: float | None = None,
+    scaled: bool = False,
 ) -> StepFigures:
     """The figures of `step_alone`, from a step on meta tensors; zeros if the optimizer does not run on them.
 
@@ -230,12 +253,13 @@ def step_figures(
     if isinstance(options.get("lr"), torch.Tensor):
         options["lr"] = 1e-3
     grad = torch.empty_like(p)
+    clip: dict[str, Any] = {"clip_value": clip_value, "scale": p.new_ones(()) if scaled else None}
     seen = _Temporaries(("meta", "cpu") if device_type == "cpu" else ("meta",))
     try:
         with torch.random.fork_rng(devices=[]):
-            step_alone(meta, options, p, grad, clip_value=clip_value, device_type=device_type)
+            step_alone(meta, options, p, grad, **clip, device_type=device_type)
             with seen:
-                step_alone(meta, options, p, grad, clip_value=clip_value, device_type=device_type)
+                step_alone(meta, options, p, grad, **clip, device_type=device_type)
     except Exception:
         return StepFigures(0, 0)
     return StepFigures(seen.peak_bytes, round(seen.operations * slices))

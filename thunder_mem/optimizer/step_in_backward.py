@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,13 +48,15 @@ class _Backward:
         wait: the updates whose gradients wait for `step`.
         groups: by a parameter's `id`, its parameter group.
         left: the updates that have not run.
+        summed: gradients that were accumulated before have these of the backward in them.
     """
 
     updates: Updates
     task: int
     wait: frozenset[int]
     groups: dict[int, dict[str, Any]]
-    left: set[int] = field(default_factory=set)
+    left: set[int]
+    summed: bool = False
 
 
 class StepInBackward(Optimizer):
@@ -66,18 +68,22 @@ class StepInBackward(Optimizer):
 
     Between two calls of `step` each parameter is updated once. To add up gradients of several backwards, run all but
     the last under `accumulate`. Hooks of parameters do not see gradients that the backward uses itself, nor does
-    `torch.nn.utils.clip_grad_norm_`: see `clip_value`.
+    `torch.nn.utils.clip_grad_norm_`: see `clip_value` and `max_norm`.
 
     Args:
         optimizer: any optimizer of `torch.optim` but LBFGS, or one whose `step` treats each parameter by itself.
         clip_value: gradients are clipped to [-clip_value, clip_value], as `torch.nn.utils.clip_grad_value_` does.
+        max_norm: gradients are scaled as `torch.nn.utils.clip_grad_norm_` does, exactly. So all gradients of the
+            backward wait for their norm, and are alive together. If the optimizer has parameters that the backward
+            does not update, all wait for `step`.
 
     Attributes:
         wrapped: the given optimizer. Its parameter groups and state are this object's, too.
 
     Raises:
         TypeError: `optimizer` is no optimizer, or cannot update one parameter alone.
-        ValueError: `clip_value` is not positive, or the optimizer is made for `differentiable=True`.
+        ValueError: `clip_value` or `max_norm` is not positive, or both are given, or the optimizer is made for
+            `differentiable=True`.
 
     Example:
         >>> import torch, thunder
@@ -91,10 +97,12 @@ class StepInBackward(Optimizer):
         >>> optimizer.step()
     """
 
-    def __init__(self, optimizer: Optimizer, *, clip_value: float | None = None) -> None:
-        _check(optimizer, clip_value)
+    def __init__(self, optimizer: Optimizer, *, clip_value: float | None = None, max_norm: float | None = None) -> None:
+        _check_optimizer(optimizer)
+        _check_clipping(clip_value, max_norm)
         self.wrapped = optimizer
         self.clip_value = clip_value
+        self.max_norm = max_norm
         self._forget()
 
     def _forget(self) -> None:
@@ -149,6 +157,8 @@ class StepInBackward(Optimizer):
         if waiting:
             if self.clip_value is not None:
                 torch.nn.utils.clip_grad_value_(waiting, self.clip_value)
+            if self.max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(waiting, self.max_norm)
             unhooked(self.wrapped)()
         self._updated.clear()
         self._pending.clear()
@@ -182,7 +192,7 @@ class StepInBackward(Optimizer):
         self.wrapped.add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"wrapped": self.wrapped, "clip_value": self.clip_value}
+        return {"wrapped": self.wrapped, "clip_value": self.clip_value, "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -197,7 +207,22 @@ class StepInBackward(Optimizer):
         """Record a forward whose backward will update parameters."""
         self._pending[updates] += 1
 
-    def update(self, updates: Updates, index: int, grad: torch.Tensor) -> None:
+    def totals(self, updates: Updates, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of all parameters of a backward, with those that were accumulated before it.
+
+        Raises:
+            RuntimeError: as `update`.
+        """
+        backward = self._running(updates)
+        found = []
+        for p, grad in zip(updates.parameters, grads, strict=True):
+            if p.grad is not None and not backward.wait:
+                p.grad.add_(grad)
+            found.append(grad if p.grad is None else p.grad)
+        backward.summed = True
+        return found
+
+    def update(self, updates: Updates, index: int, grad: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         """Update one parameter of a compiled backward with its complete gradient, or let the gradient wait.
 
         A gradient waits under `accumulate`, and if another forward that used the parameter waits for its backward:
@@ -207,28 +232,36 @@ class StepInBackward(Optimizer):
             RuntimeError: before anything changes: a parameter was updated since the last `step`, or the last
                 backward ended in the middle.
         """
-        backward = self._backward or self._begin(updates)
-        task = torch._C._current_graph_task_id()
-        if backward.updates is not updates or backward.task != task or index not in backward.left:
+        backward = self._running(updates)
+        if index not in backward.left:
             self._check_whole(again=True)
         p = updates.parameters[index]
         if index in backward.wait:
             _add_gradient(p, grad)
         else:
             if p.grad is not None:
-                grad, p.grad = p.grad.add_(grad), None
-            step_alone(self.wrapped, backward.groups[id(p)], p, grad, clip_value=self.clip_value)
+                grad, p.grad = p.grad if backward.summed else p.grad.add_(grad), None
+            step_alone(self.wrapped, backward.groups[id(p)], p, grad, clip_value=self.clip_value, scale=scale)
             self._updated[id(p)] = p
         backward.left.discard(index)
         if not backward.left:
             self._pending[updates] -= 1
             self._backward = None
 
+    def _running(self, updates: Updates) -> _Backward:
+        """The backward of these updates that runs now."""
+        backward = self._backward or self._begin(updates)
+        if backward.updates is not updates or backward.task != torch._C._current_graph_task_id():
+            self._check_whole(again=True)
+        return backward
+
     def _begin(self, updates: Updates) -> _Backward:
         others = self._pending - Counter({updates: 1})
         shared = {id(p) for other in others for p in other.parameters}
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         waits = [self._accumulating or id(p) in shared or id(p) not in groups for p in updates.parameters]
+        if self.max_norm is not None and (any(waits) or self._has_more_than(updates)):
+            waits = [True] * len(waits)
         pairs = zip(updates.parameters, updates.names, waits, strict=True)
         if twice := [name for p, name, wait in pairs if not wait and id(p) in self._updated]:
             raise RuntimeError(
@@ -238,14 +271,23 @@ class StepInBackward(Optimizer):
         if any(waits) and not self._accumulating and not self._warned:
             self._warned = True
             warnings.warn(
-                "another forward of the same parameters has had no backward yet, so gradients wait for "
-                "optimizer.step(); run evaluations under torch.no_grad()",
+                f"gradients wait for optimizer.step(), because {self._why_waiting(updates)}",
                 stacklevel=2,
             )
         wait = frozenset(i for i, waiting in enumerate(waits) if waiting)
         left = set(range(len(updates.parameters)))
         self._backward = _Backward(updates, torch._C._current_graph_task_id(), wait, groups, left)
         return self._backward
+
+    def _has_more_than(self, updates: Updates) -> bool:
+        """Whether the optimizer has trainable parameters that these updates leave out."""
+        own = {id(p) for p in updates.parameters}
+        return any(p.requires_grad and id(p) not in own for group in self.param_groups for p in group["params"])
+
+    def _why_waiting(self, updates: Updates) -> str:
+        if self.max_norm is not None and self._has_more_than(updates):
+            return "max_norm needs the norm of all, and the compiled backward has not all parameters of the optimizer"
+        return "another forward of the same parameters has had no backward: run evaluations under torch.no_grad()"
 
     def _check_whole(self, again: bool = False) -> None:
         if again or not self.consistent:
@@ -265,7 +307,7 @@ def _add_gradient(p: torch.Tensor, grad: torch.Tensor) -> None:
         p.grad.add_(grad)
 
 
-def _check(optimizer: Any, clip_value: Any) -> None:
+def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         name = optimizer.__name__
         raise TypeError(f"{name} is a class: call it with the parameters, {name}(model.parameters())")
@@ -280,8 +322,14 @@ def _check(optimizer: Any, clip_value: Any) -> None:
         raise TypeError(f"{kind} changes {option!r} of its parameter group in a step, so it cannot update one alone")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("an optimizer with differentiable=True is for steps under autograd, not for a backward")
-    if clip_value is not None and not (isinstance(clip_value, int | float) and clip_value > 0):
-        raise ValueError(f"clip_value is a number above 0, not {quoted(clip_value)}")
+
+
+def _check_clipping(clip_value: Any, max_norm: Any) -> None:
+    for name, value in (("clip_value", clip_value), ("max_norm", max_norm)):
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise ValueError(f"{name} is a number above 0, not {quoted(value)}")
+    if clip_value is not None and max_norm is not None:
+        raise ValueError("gradients are clipped by clip_value or by max_norm, not by both")
 
 
 def _named(names: Sequence[str]) -> str:

@@ -6,15 +6,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import reduce
 from typing import Any
 
 import torch
+from thunder.core.dtypes import to_dtype, to_torch_dtype
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
 
-from thunder_mem.optimizer.one_parameter import StepFigures, bare_copy, step_alone
+from thunder_mem.optimizer.one_parameter import StepFigures, bare_copy, norm_scale, step_alone
 from thunder_mem.optimizer.step_in_backward import Updates
 from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
 
@@ -22,6 +24,7 @@ __all__ = [
     "Rehearsal",
     "Update",
     "UpdateOnZeros",
+    "clip_scale",
     "is_update",
     "note_forward",
     "rehearsal_now",
@@ -60,7 +63,8 @@ class Update:
         optimizer = self.updates.optimizer
         group = next(g for g in optimizer.param_groups if any(q is self.parameter for q in g["params"]))
         options = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
-        return f"{type(optimizer.wrapped).__name__}({options}, clip_value={optimizer.clip_value})"
+        clipping = f"clip_value={optimizer.clip_value}, max_norm={optimizer.max_norm}"
+        return f"{type(optimizer.wrapped).__name__}({options}, {clipping})"
 
 
 class Rehearsal:
@@ -72,7 +76,7 @@ class Rehearsal:
 
     waits = False
 
-    def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor) -> None:
+    def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Take the place of an update of `p`, the trace's tensor for the parameter."""
 
     def finish(self) -> None:
@@ -90,10 +94,10 @@ class UpdateOnZeros(Rehearsal):
         self.copy.state = defaultdict(dict)
         self.state: Any = None
 
-    def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor) -> None:
+    def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None) -> None:
         if self.state is not None:
             self.copy.state = defaultdict(dict, {p: self.state})
-        step_alone(self.copy, self.group, p, grad, clip_value=self.clip_value)
+        step_alone(self.copy, self.group, p, grad, clip_value=self.clip_value, scale=scale)
         self.state = self.copy.state[p]
         self.copy.state = defaultdict(dict)  # nothing of this run may be released in the next
 
@@ -116,20 +120,35 @@ def rehearsal_now() -> Rehearsal | None:
     return _rehearsal.get()
 
 
-def _update_meta(update: Update, p: TensorProxy, grad: TensorProxy) -> None:
+def _update_meta(update: Update, p: TensorProxy, grad: TensorProxy, scale: TensorProxy | None = None) -> None:
     return None
 
 
-def _update(update: Update, p: torch.Tensor, grad: torch.Tensor) -> None:
+def _update(update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None = None) -> None:
     if (rehearsal := _rehearsal.get()) is not None:
-        rehearsal.update(update, p, grad)
+        rehearsal.update(update, p, grad, scale)
     else:
-        update.updates.optimizer.update(update.updates, update.index, grad)
+        update.updates.optimizer.update(update.updates, update.index, grad, scale)
 
 
 update_parameter = executor.register_operator(
     "update_parameter", meta=_update_meta, fn=_update, tags=(OpTags.DONT_DCE,)
 )
+
+
+def _scale_meta(updates: Updates, *grads: TensorProxy) -> TensorProxy:
+    dtype = reduce(torch.promote_types, (to_torch_dtype(g.dtype) for g in grads))
+    return TensorProxy(shape=(), device=grads[0].device, dtype=to_dtype(dtype), requires_grad=False)
+
+
+def _scale(updates: Updates, *grads: torch.Tensor) -> torch.Tensor:
+    optimizer = updates.optimizer
+    assert optimizer.max_norm is not None
+    return norm_scale(grads if _rehearsal.get() else optimizer.totals(updates, grads), optimizer.max_norm)
+
+
+clip_scale = executor.register_operator("clip_scale", meta=_scale_meta, fn=_scale)
+"""The number by which all gradients are multiplied so that their norm is at most the optimizer's `max_norm`."""
 
 
 def _note_meta(updates: Updates) -> None:

@@ -35,7 +35,7 @@ class RehearsedUpdates(Rehearsal):
         self.twin, self.twins, self.watch, self.first = twin, twins, watch, first
         self._spent: torch.Tensor | None = None
 
-    def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor) -> None:
+    def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None) -> None:
         twin = self.twins.of(update.parameter)
         with self.twins.paused(), torch.no_grad():
             if self.waits:

@@ -19,7 +19,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.optimizer.one_parameter import StepFigures, step_figures
 from thunder_mem.optimizer.step_in_backward import StepInBackward, Updates
-from thunder_mem.optimizer.update import Update, update_parameter
+from thunder_mem.optimizer.update import Update, clip_scale, update_parameter
 from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.reading import BACKWARD
 
@@ -67,11 +67,14 @@ def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
     with tracectx(new):
         start = len(new.bound_symbols)
         figures = _Figures(optimized.optimizer)
-        for index, parts in enumerate(gradients.values()):
-            # A gradient that is a parameter's own memory must not change when that parameter is updated.
-            own = [prims.clone(grad) if memory(grad.name) in written else grad for _, grad in parts]
-            update = Update(updates, index, figures.of(updates.parameters[index]))
-            update_parameter(update, parts[0][0], reduce(prims.add, own))
+        # A gradient that is a parameter's own memory must not change when that parameter is updated.
+        totals = [
+            reduce(prims.add, [prims.clone(grad) if memory(grad.name) in written else grad for _, grad in parts])
+            for parts in gradients.values()
+        ]
+        scale = () if optimized.optimizer.max_norm is None else (clip_scale(updates, *totals),)
+        for index, (p, grad) in enumerate(zip(firsts, totals, strict=True)):
+            update_parameter(Update(updates, index, figures.of(parameters[index])), p, grad, *scale)
         for bsym in new.bound_symbols[start:]:
             bsym.tags.add(BACKWARD)
         done = {p.name for parts in gradients.values() for p, _ in parts}
@@ -97,6 +100,14 @@ class _Figures:
         group = self.group_of[id(p)]
         key = id(group), tuple(p.shape), p.dtype
         if key not in self.known:
-            clip_value = self.optimizer.clip_value
-            self.known[key] = step_figures(self.optimizer.wrapped, group, p.shape, p.dtype, p.device.type, clip_value)
+            optimizer = self.optimizer
+            self.known[key] = step_figures(
+                optimizer.wrapped,
+                group,
+                p.shape,
+                p.dtype,
+                p.device.type,
+                clip_value=optimizer.clip_value,
+                scaled=optimizer.max_norm is not None,
+            )
         return self.known[key]

@@ -229,7 +229,7 @@ class MemEfficient(ListedTransform):
         else:
             computation_trace = with_whole_stretches(computation_trace, type(self).__name__, other)
         options = composed(options, compile_data, computation_trace)
-        options = with_optimizer(options, self._optimizer, computation_trace, prologue_trace, compile_data.fn)
+        options = with_optimizer(options, self._optimizer, computation_trace, prologue_trace, compile_data)
         later = behind(self, compile_data.transforms)
         original = whole = None
         if computation_trace is not prepared:

@@ -43,13 +43,22 @@ def with_optimizer(
     optimizer: StepInBackward | None,
     computation: TraceCtx,
     prologue: TraceCtx,
-    function: Any,
+    data: Any,
 ) -> PlanningOptions:
-    """The options with the program's parameters that its backward updates, or with the reason why there are none."""
+    """The options with the program's parameters that its backward updates, or with the reason why there are none.
+
+    Args:
+        data: Thunder's compile data.
+
+    Raises:
+        ValueError: the optimizer clips by the norm of all gradients, and each rank has a part of them.
+    """
     if optimizer is None:
         return options
+    if optimizer.max_norm is not None and getattr(data, "use_fsdp", False):
+        raise ValueError("max_norm needs whole gradients, and under fsdp each rank has a part: use clip_value")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    found = optimized_parameters(computation.args, prologue, function, parameters)
+    found = optimized_parameters(computation.args, prologue, data.fn, parameters)
     if not found:
         return replace(options, refused=(*options.refused, Refusal("updates in the backward", _NOT_FOUND)))
     return replace(options, optimized=Optimized(optimizer, found))
