@@ -3,14 +3,19 @@
 A whole training step with AdamW: bfloat16, checkpoints, the loss inside. Each program runs with `optimizer.step()`
 after the backward, and with `StepInBackward`; with tiles and without.
 
-Writes ``benchmarks/results/step_in_backward.json``.
+Then the small llama's step on this CPU: measured peaks, and times in turn. Writes
+``benchmarks/results/step_in_backward.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import thunder
@@ -20,8 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import longchat
-from benchmarks.models import gpt_module
-from thunder_mem import MemEfficient, StepInBackward, predict_step, simulate
+from benchmarks.models import gpt_module, llama_step
+from benchmarks.step_time import EXECUTORS
+from thunder_mem import MemEfficient, StepInBackward, measure_peak, predict_step, simulate
+from thunder_mem.prediction.training_step import training_step
 
 RESULTS = Path(__file__).parent / "results" / "step_in_backward.json"
 PROGRAMS = (("longchat-7b-16k", 2, 16384), ("Llama-3-8B", 2, 16384))
@@ -59,12 +66,103 @@ def measure(name: str, layers: int, tokens: int, tile: bool, in_backward: bool) 
     return Row(name, layers, tokens, tile, in_backward, prediction.peak_bytes, event.phase, event.name, floor_bytes)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A whole step of the small llama on this CPU: bytes above the start, and seconds by alternating steps."""
+
+    dtype: str
+    compiler: str
+    peak_bytes: int
+    predicted_bytes: int | None
+    median_s: float
+
+
+def hooked(model: torch.nn.Module) -> None:
+    """Eager PyTorch's own way: an optimizer for each parameter, stepped by a hook (PyTorch's tutorial)."""
+    optimizers = {p: torch.optim.AdamW([p], lr=1e-3) for p in model.parameters()}
+
+    def update(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+
+
+def contenders(dtype: torch.dtype) -> dict[str, tuple[Callable[[], None], Callable[[], int] | None]]:
+    """By name, a whole step and its prediction."""
+    found: dict[str, tuple[Callable[[], None], Callable[[], int] | None]] = {}
+    for name in ("eager", "eager, hooks", "torch.compile", "Thunder", "MemEfficient", "StepInBackward"):
+        program = llama_step(loss_inside=True, vocab=2048, dtype=dtype)
+        adamw = None if name == "eager, hooks" else torch.optim.AdamW(program.fn.parameters(), lr=1e-3)
+        optimizer = StepInBackward(adamw) if name == "StepInBackward" else adamw
+        if name == "eager, hooks":
+            hooked(program.fn)
+        ours = [MemEfficient(strict=True, optimizer=optimizer if name == "StepInBackward" else None)]
+        fn = {
+            "torch.compile": lambda p=program: torch.compile(p.fn),
+            "Thunder": lambda p=program: thunder.jit(p.fn, executors=EXECUTORS),
+            "MemEfficient": lambda p=program, t=ours: thunder.jit(p.fn, executors=EXECUTORS, transforms=t),
+            "StepInBackward": lambda p=program, t=ours: thunder.jit(p.fn, executors=EXECUTORS, transforms=t),
+        }.get(name, lambda p=program: p.fn)()
+        predicted = None
+        if name in ("MemEfficient", "StepInBackward"):
+
+            def predicted(fn=fn, o=optimizer, p=program) -> int:
+                return predict_step(fn, o, None, *p.args).measured_bytes
+
+        found[name] = partial(training_step, fn, optimizer, None, *program.args), predicted
+    return found
+
+
+def measured(steps: int = 12) -> list[Measured]:
+    """All contenders, in turn."""
+    torch.set_num_threads(1)
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        runs = contenders(dtype)
+        for run, _ in runs.values():
+            run(), run()
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(steps):
+            for name, (run, _) in runs.items():
+                start = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - start)
+        for name, (run, predicted) in runs.items():
+            seconds = statistics.median(times[name])
+            known = predicted and predicted()
+            rows.append(Measured(str(dtype).removeprefix("torch."), name, measure_peak(run), known, seconds))
+    return rows
+
+
+def show_measured(console: Console, rows: Sequence[Measured]) -> None:
+    view = Table(title="Small llama, checkpoints, loss inside, AdamW step on this CPU")
+    for column in ("dtype", "compiler", "peak, MiB", "predicted, bytes", "measured, bytes", "time / MemEfficient"):
+        view.add_column(column)
+    for r in rows:
+        own = next(o.median_s for o in rows if o.dtype == r.dtype and o.compiler == "MemEfficient")
+        known = "" if r.predicted_bytes is None else f"{r.predicted_bytes:,}"
+        sizes = f"{r.peak_bytes / 2**20:.2f}", known, f"{r.peak_bytes:,}"
+        view.add_row(r.dtype, r.compiler, *sizes, f"{r.median_s / own:.3f}")
+    console.print(view)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, help="of all models, in place of their own number; writes no results")
     parser.add_argument("--models", nargs="*", help="names; writes no results")
+    parser.add_argument("--cpu", action="store_true", help="only what is measured on this CPU")
     given = parser.parse_args()
     console = Console()
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if not (given.layers or given.models):
+        on_cpu = measured()
+        show_measured(console, on_cpu)
+        before["measured"] = [asdict(r) for r in on_cpu]
+        RESULTS.write_text(json.dumps(before, indent=1) + "\n")
+    if given.cpu:
+        return
     rows = []
     for name, layers, tokens in PROGRAMS:
         if given.models and name not in given.models:
@@ -83,7 +181,7 @@ def main() -> None:
     console.print(view)
     if not (given.layers or given.models):
         command = "python -m benchmarks.step_in_backward"
-        record = {"command": command, "torch": torch.__version__, "rows": [asdict(r) for r in rows]}
+        record = before | {"command": command, "torch": torch.__version__, "rows": [asdict(r) for r in rows]}
         RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from thunder_mem import MemEfficient, StepInBackward, explain, last_plan, measure_peak, predict, predict_step
+from thunder_mem import MemEfficient, StepInBackward, explain, fits, last_plan, measure_peak, predict, predict_step
 from thunder_mem.optimizer.one_parameter import step_alone
 from thunder_mem.optimizer.update import is_update, update_of
 from thunder_mem.prediction.training_step import training_step
@@ -426,6 +426,20 @@ def test_gradients_die_young():
         peaks.append(measure_peak(lambda s=step, o=optimizer: training_step(s, o, loss_of, x)))
         predict(step, x)
     assert peaks[1] < peaks[0] / 4  # one gradient of eight, and activations
+
+
+def test_what_fits_with_updates_in_the_backward():
+    def model():
+        return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+
+    def peak(make_optimizer, transforms):
+        return fits(model, make_optimizer, [(4, 512)], loss_fn=loss_of, transforms=transforms).prediction.peak_bytes
+
+    whole = peak(torch.optim.AdamW, [MemEfficient(strict=True)])
+    ours = peak(lambda p: StepInBackward(torch.optim.AdamW(p)), [MemEfficient(strict=True)])
+    assert ours < whole - 6 * 512 * 512 * 4
+    with pytest.raises(ValueError, match="needs transforms="):
+        peak(lambda p: StepInBackward(torch.optim.AdamW(p)), [])
 
 
 def test_prediction_needs_the_optimizer_of_the_program(block):

@@ -11,10 +11,12 @@ import torch
 from thunder.core.transform_common import Transform
 
 from thunder_mem.memory.device_specs import DeviceSpec
+from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.prediction.caching_allocator import Allocation, allocate
 from thunder_mem.prediction.predict import Prediction, PredictionError, predict
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import predict_step
+from thunder_mem.transforms.mem_efficient import MemEfficient
 
 __all__ = ["Capacity", "Largest", "capacity_of", "fits", "largest_batch", "largest_sequence"]
 
@@ -83,7 +85,8 @@ def fits(
 
     Args:
         model_fn: builds the model; called with "cuda" as the default device, on which nothing is allocated.
-        optimizer: builds the optimizer from the parameters, such as `torch.optim.AdamW`; None for inference.
+        optimizer: builds the optimizer from the parameters, such as `torch.optim.AdamW`; None for inference. If it
+            builds a `StepInBackward`, the backward of each `MemEfficient` in `transforms` updates the parameters.
         batch_shapes: one entry for each tensor of the batch: a shape, or a pair of shape and dtype
             (default: PyTorch's default dtype). A letter or word in a shape stands for a size in `sizes`.
         device: one of `thunder_mem.memory.device_specs.DEVICES`.
@@ -95,7 +98,8 @@ def fits(
         accumulate, set_to_none: see `training_step`.
 
     Raises:
-        ValueError: an unknown device, a name without a size, a wrong number of targets.
+        ValueError: an unknown device, a name without a size, a wrong number of targets, a `StepInBackward` without
+            a `MemEfficient`.
         PredictionError: the model cannot be traced.
 
     Example:
@@ -114,20 +118,29 @@ def fits(
             model = model_fn()
             batch = [_placeholder(shape, dtype) for shape, dtype in shapes]
         inputs, rest = batch[: len(batch) - targets], batch[len(batch) - targets :]
-        jitted = thunder.jit(model, transforms=list(transforms))
-        if optimizer is None:
+        stepper = None if optimizer is None else optimizer(model.parameters())
+        jitted = thunder.jit(model, transforms=_stepping(transforms, stepper))
+        if stepper is None:
             with torch.no_grad():
                 prediction = predict(jitted, *inputs)
         else:
             prediction = predict_step(
                 jitted,
-                optimizer(model.parameters()),
+                stepper,
                 None if loss_fn is None else lambda out: loss_fn(out, *rest),
                 *inputs,
                 accumulate=accumulate,
                 set_to_none=set_to_none,
             )
         return capacity_of(prediction, simulated.spec)
+
+
+def _stepping(transforms: Sequence[Transform], optimizer: torch.optim.Optimizer | None) -> list[Transform]:
+    if not isinstance(optimizer, StepInBackward):
+        return list(transforms)
+    if not any(isinstance(t, MemEfficient) for t in transforms):
+        raise ValueError("a StepInBackward needs transforms=[MemEfficient()], whose backward updates the parameters")
+    return [t.with_optimizer(optimizer) if isinstance(t, MemEfficient) else t for t in transforms]
 
 
 def largest_batch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -196,6 +197,13 @@ class MemEfficient(ListedTransform):
         self._plan = None if plan is None else read_plan(plan)
         self._offload = offload
         self._optimizer = optimizer
+
+    def with_optimizer(self, optimizer: StepInBackward | None) -> MemEfficient:
+        """The same transform for another optimizer, for callers that make the optimizer themselves."""
+        check_optimizer(optimizer)
+        other = copy(self)
+        other._optimizer = optimizer
+        return other
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
