@@ -16,7 +16,7 @@ from thunder.core.proxies import TensorProxy
 
 from thunder_mem.sharding.propagation import RuleError, Sharding
 from thunder_mem.tiling.leaves import PRODUCTS, Leaf, Program, effects, numel
-from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, propagate_leaf, row_space
+from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, escapes, propagate_leaf, row_space
 from thunder_mem.trace.origins import symbol_name
 
 __all__ = ["WIDE_RATIO", "grow_stretch"]
@@ -57,24 +57,11 @@ class _Closure:
         return True
 
     def crossing(self, inside: frozenset[int], at: int) -> int:
-        """Bytes of one row of what is alive while the members run, of the values that some member or reader touches."""
+        """Bytes of one row of all values of members or around them that exist whole while `inside` runs at `at`."""
         program = self.program
-        made = {o.name for i in inside for o in program.leaves[i].outputs}
-        alive = {}
-        for i in self.members:
-            for t in (*program.leaves[i].inputs, *program.leaves[i].outputs):
-                if not self.splits(t):
-                    continue
-                readers = {r.index for r in program.consumers.get(t.name, ())}
-                outside = t.name in program.returned or not readers <= inside
-                if t.name in made:
-                    alive[t.name] = t if outside else None
-                else:
-                    producer = program.producer.get(t.name)
-                    before = producer is None or producer.index < at
-                    later = t.name in program.returned or any(r > at and r not in inside for r in readers)
-                    alive[t.name] = t if readers & inside or (before and later) else None
-        return sum(self.row_bytes(t) for t in alive.values() if t is not None)
+        touched = (t for i in self.members for t in (*program.leaves[i].inputs, *program.leaves[i].outputs))
+        rows = {t.name: self.row_bytes(t) for t in touched if self.splits(t)}
+        return sum(nbytes for name, nbytes in rows.items() if _exists_whole(program, name, inside, at))
 
     def take(self, leaf: Leaf, known: Mapping[int, Sharding]) -> None:
         """Add a leaf.
@@ -232,6 +219,17 @@ def _is_convex(program: Program, inside: frozenset[int]) -> bool:
         elif any(t.name in reached or _made_in(program, t, inside) for t in leaf.inputs):
             reached.update(o.name for o in leaf.outputs)
     return True
+
+
+def _exists_whole(program: Program, name: str, inside: frozenset[int], at: int) -> bool:
+    """Whether a value is made whole by the members, read by them, or waits for others while they run at `at`."""
+    producer, readers = program.producer.get(name), program.consumers.get(name, ())
+    if producer is not None and producer.index in inside:
+        return escapes(program, name, inside)
+    if any(r.index in inside for r in readers):
+        return True
+    exists = producer is None or producer.index < at
+    return exists and (name in program.returned or any(r.index > at for r in readers))
 
 
 def _obstacle(closure: _Closure, inside: frozenset[int]) -> str:
