@@ -125,6 +125,30 @@ def test_values_strides_and_aliasing_are_those_of_eager(name):
     assert functions(jitted)
 
 
+def viewed_then_gathered(x, i):
+    y = (x * 2).exp()
+    v = x.view(-1, 6).unsqueeze(0)
+    return y, v[0].exp() + 1, torch.gather(v, 2, i)
+
+
+def product_viewed(x, i):
+    v = (x @ x.t()).view(1, -1, 6)
+    return v.sin().sum(-1), torch.gather(v, 2, i)
+
+
+@pytest.mark.parametrize("fn", (viewed_then_gathered, product_viewed))
+def test_a_view_that_others_read_is_no_regions_result(fn):
+    """It costs nothing outside; inside it would keep its operand alive under a name that no other region may read."""
+    args = torch.randn(6, 6), torch.tensor([[[0], [3], [5], [1], [2], [4]]])
+    jitted = jit(fn)
+    for actual, expected in zip(jitted(*args), fn(*args), strict=True):
+        torch.testing.assert_close(actual, expected)
+    regions = fusions(thunder.last_traces(jitted)[-1])
+    (gather,) = (b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "gather")
+    viewed = gather.flat_proxy_args[0].name
+    assert len(regions) == 1 and viewed in {p.name for r in regions for p in r.flat_proxy_args}
+
+
 def test_masks_of_what_writes_over_its_inputs_stay_booleans():
     """They must exist before the write, and bytes made of them would be memory beside them."""
     for fn, positions in ((lambda x: (x < 0, x.copy_(x * 2)), []), (lambda x: (x < 0, x * 2), [0])):

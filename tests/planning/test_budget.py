@@ -50,13 +50,14 @@ def test_what_happens_if_nothing_fits_is_one_of_two():
         MemEfficient(budget=1, on_infeasible="ignore")
 
 
-def problem_of(seed: int) -> SavingProblem:
-    graph = training(seed, 4)
+def problem_of(seed: int, layers: int = 4, costs: int = 3) -> SavingProblem:
+    """The problem of a random graph, whose operations cost 1 to `costs` seconds."""
+    graph = training(seed, layers)
     nobody = (0,) * len(graph)
     producers = [{graph.allocator[s] for s in op.reads} - {None, op.index} for op in graph.ops]
     operands = tuple(tuple(sorted(p)) for p in producers)
     fuse = FusionCapabilities(nobody, nobody, 0, (False,) * len(graph), operands)
-    return SavingProblem(graph, fuse, [1.0 + op.index % 3 for op in graph.ops])
+    return SavingProblem(graph, fuse, [1.0 + op.index % costs for op in graph.ops])
 
 
 @settings(max_examples=8, deadline=None)
@@ -89,6 +90,23 @@ def test_a_larger_budget_is_never_slower_and_never_has_a_lower_peak(seed):
     fits = [fit_budget(problem, low + (high - low) * i // 12) for i in range(13)]
     for smaller, larger in pairwise(fits):
         assert larger.seconds <= smaller.seconds and larger.peak_bytes >= smaller.peak_bytes
+
+
+@pytest.mark.parametrize("seed", [4, 8])
+def test_no_later_ladder_has_a_cheaper_choice_than_the_first_that_fits(seed):
+    problem = problem_of(seed, layers=12)
+    for level in problem.levels():
+        fit, smaller = (fit_budget(problem, level.low_bytes - less) for less in (0, 1))
+        assert fit.seconds <= smaller.seconds
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+def test_no_choice_of_equal_time_has_a_lower_peak(seed):
+    problem = problem_of(seed, layers=8, costs=1)
+    low, high = fit_budget(problem, 1).peak_bytes, problem.trial(frozenset()).peak_bytes
+    for i in range(1, 10):
+        fit = fit_budget(problem, low + (high - low) * i // 9)
+        assert fit_budget(problem, fit.peak_bytes - 1).seconds > fit.seconds
 
 
 @settings(max_examples=8, deadline=None)

@@ -32,12 +32,11 @@ def with_bias(x, w, t, b):
     return F.cross_entropy(logits.reshape(-1, w.shape[0]), t)
 
 
-def loop_on_gpu(n, d, v, executors, fn=head, **asked):
+def loop_on_gpu(n, d, v, executors, fn=head, dtype=torch.bfloat16, **asked):
     """The only chunk loop of a head of these sizes on a simulated H100, and the prediction of a step."""
     with simulate("H100-80GB"):
         x, w, b = (
-            torch.empty(*shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-            for shape in ((n, d), (v, d), (v,))
+            torch.empty(*shape, dtype=dtype, device="cuda", requires_grad=True) for shape in ((n, d), (v, d), (v,))
         )
         inputs = (x, w, torch.zeros(n, dtype=torch.long, device="cuda"), *([b] if fn is with_bias else []))
         chunk = ChunkLossHead(**asked) if asked else True
@@ -127,6 +126,19 @@ def test_gradients_that_overwrite_their_logits_are_right(case, as_on_a_gpu):
 def test_a_bias_leaves_nothing_but_the_logits(unwritten):
     """Its gradient is the sum of what goes over the logits; a cast there and back was a copy of that."""
     loop, _ = loop_on_gpu(16384, 768, 30522, [mem_pointwise_ex], fn=with_bias)
+    assert all(body.over == (0,) for body in loop.backward.values())
+    assert loop.plan.backward_block_bytes < loop.plan.logits_bytes // 100
+
+
+def reshaped(x, w, t):
+    """As nanoGPT has it: one row for each token, after the product."""
+    logits = F.linear(x.reshape(4, -1, x.shape[-1]), w)
+    return F.cross_entropy(logits.view(-1, w.shape[0]), t, ignore_index=-1)
+
+
+def test_reshaped_logits_leave_nothing_but_the_logits(unwritten):
+    """The target's gather reads the reshaped logits, which no region may keep beside values computed from them."""
+    loop, _ = loop_on_gpu(16384, 768, 30522, [mem_pointwise_ex], fn=reshaped, dtype=torch.float32)
     assert all(body.over == (0,) for body in loop.backward.values())
     assert loop.plan.backward_block_bytes < loop.plan.logits_bytes // 100
 

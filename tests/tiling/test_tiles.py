@@ -147,6 +147,91 @@ def test_by_default_nothing_is_computed_twice_that_was_not():
     assert not tiles_of(jitted)
 
 
+class NormOutside(nn.Module):
+    """An MLP under a checkpoint, whose norm and whose reader are outside of it."""
+
+    def __init__(self, reads_rows_apart):
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.reads_rows_apart = reads_rows_apart
+
+    def forward(self, x):
+        x = x.sin()
+        y = checkpoint(lambda h: self.down(self.up(h).relu()), self.norm(x), use_reentrant=False)
+        return (x + y if self.reads_rows_apart else x.cumsum(0) + y.cumsum(0)).square().mean()
+
+
+@pytest.mark.parametrize("reads_rows_apart", [True, False])
+def test_by_default_no_norm_outside_of_a_checkpoint_is_computed_twice(reads_rows_apart):
+    """And the product whose result the checkpoint keeps is the end of the stretch, for it would be repeated inside."""
+    module, x = made(NormOutside(reads_rows_apart), (1024, 64), torch.float64)
+    jitted = compiled(module, True)
+    for got, want in zip(gradients(jitted, module, x), gradients(module, module, x), strict=True):
+        torch.testing.assert_close(got, want)
+    assert len(tiles_of(jitted)) == 1
+    names = [b.sym.name for b in thunder.last_traces(jitted)[-1].bound_symbols]
+    assert "rsqrt" in names[: names.index("chunk_loop")]
+
+
+def softmax_after_a_checkpoint(x, w, v):
+    h = checkpoint(lambda x: F.linear(x, w).relu(), x.sin(), use_reentrant=False)
+    return (F.softmax(h, -1) @ v).sum()
+
+
+def test_by_default_no_wide_value_outside_of_a_checkpoint_is_computed_twice():
+    x, w, v = (torch.randn(*shape, requires_grad=True) for shape in ((1024, 64), (256, 64), (256, 64)))
+    jitted = compiled(softmax_after_a_checkpoint, True)
+    jitted(x, w, v).backward()
+    assert not tiles_of(jitted)
+
+
+class Columns(nn.Module):
+    """A product with a weight whose columns the result has far more rows than."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x):
+        return (x.sin() @ self.weight).relu().sum()
+
+
+class Merged(nn.Module):
+    """A product of two parameters, as a low-rank update has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(64, 4)), nn.Parameter(torch.randn(4, 64))
+
+    def forward(self, x):
+        return x.sum() * (self.a @ self.b).sin().sum(-1).mean()
+
+
+class Transposed(nn.Module):
+    """A product with its weight on the left: the columns of the right operand are tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, x):
+        return (self.weight @ x.t()).relu().sum()
+
+
+@pytest.mark.parametrize(("module", "count"), [(Columns(), 0), (Merged(), 0), (Transposed(), 1)])
+def test_tiles_have_rows_of_activations(module, count):
+    jitted = compiled(module, Tiles(rows=2))
+    jitted(torch.randn(64, 8)).backward()
+    assert len(tiles_of(jitted)) == count
+
+
+def test_in_a_function_a_right_operand_that_is_an_argument_is_a_weight():
+    x, w = torch.randn(64, 8, requires_grad=True), torch.randn(8, 6, requires_grad=True)
+    jitted = compiled(lambda x, w: (x @ w).relu().sum(), Tiles(rows=2))
+    jitted(x, w).backward()
+    assert not tiles_of(jitted)
+
+
 def test_a_forward_alone_runs_in_tiles():
     module, x = made(Stack(blocks=2, checkpoints=False, width=64, wide=256), (1, 1024, 64))
     peaks = []

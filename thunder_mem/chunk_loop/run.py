@@ -8,7 +8,8 @@ gradient of the logits over the logits themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +23,7 @@ from thunder_mem.chunk_loop.gradient_sums import Accumulator, sole_owner
 from thunder_mem.chunk_loop.matmul import adds_to_float32, gemm
 from thunder_mem.chunk_loop.plan import Gemm, LoopPlan, Spec
 from thunder_mem.chunk_loop.row_blocks import block_sizes, read_rows, row_views, write_rows
-from thunder_mem.sharding.propagation import local_shape
+from thunder_mem.sharding.propagation import Sharding, local_shape
 
 __all__ = ["ChunkLoop", "run"]
 
@@ -93,13 +94,20 @@ def run(
     """
     plan = loop.plan
     bodies = loop.forward if tangents is None else loop.backward
-    totals = [_Total(spec, plan.n) for spec in plan.outputs] if outputs else []
-    grads = {} if tangents is None else _new_grads(plan, inputs)
+    state = _State(
+        plan=plan,
+        inputs=inputs,
+        tangents=tangents,
+        log_sums=log_sums,
+        totals=[_Total(spec, plan.n) for spec in plan.outputs] if outputs else [],
+        sums={} if tangents is None else _new_sums(plan),
+        grads={} if tangents is None else _new_grads(plan, inputs),
+        fake=any(isinstance(t, FakeTensor) for t in inputs),
+        tiles_bytes=plan.tiles_bytes(plan.forward_block_bytes if tangents is None else plan.backward_block_bytes),
+    )
     logits = [
         torch.empty(min(plan.chunk_rows, plan.n), g.width, dtype=g.out.dtype, device=g.out.device) for g in plan.gemms
     ]
-    fake = any(isinstance(t, FakeTensor) for t in inputs)
-    tiles = plan.tiles_bytes(plan.forward_block_bytes if tangents is None else plan.backward_block_bytes)
     for start in range(0, plan.n, plan.chunk_rows):
         stop = min(start + plan.chunk_rows, plan.n)
         rows = stop - start
@@ -107,77 +115,117 @@ def run(
         xs = [_matrix(read_rows(inputs[g.x], plan.inputs[g.x].sharding, start, stop), g, rows) for g in plan.gemms]
         for g, x, out in zip(plan.gemms, xs, chunk, strict=True):
             w = inputs[g.w]
-            gemm(out, x, w.t() if g.w_rows_first else w, add=False, scratch_bytes=tiles)
+            gemm(out, x, w.t() if g.w_rows_first else w, add=False, scratch_bytes=state.tiles_bytes)
         for at in range(0, rows, plan.block_rows):
             end = min(at + plan.block_rows, rows)
-            body = bodies[end - at]
-            _run_block(plan, body, inputs, tangents, log_sums, chunk, (at, end), start, totals, grads, fake, tiles)
-            if fake:
+            _run_block(state, bodies[end - at], [buffer[at:end] for buffer in chunk], start + at)
+            if state.fake:
                 break
         if tangents is not None:
-            _multiply_back(plan, inputs, grads, xs, chunk, start, stop, tiles)
-        if fake:  # every chunk takes the same memory, and fake numbers are no numbers
+            _multiply_back(state, xs, chunk, start, stop)
+        if state.fake:  # every chunk takes the same memory, and fake numbers are no numbers
             break
-    results = [total.result() for total in totals]
+    results = [total.result() for total in state.totals]
     flat: list[Tensor] = []
     for i in plan.grads if tangents is not None else ():
-        grad = grads[i]
-        flat += grad.result() if isinstance(grad, Accumulator) else [grad]
+        flat += state.sums[i].result() if i in state.sums else [state.grads[i]]
     return results, flat
 
 
-def _new_grads(plan: LoopPlan, inputs: Sequence[Tensor]) -> dict[int, Tensor | Accumulator]:
-    grads: dict[int, Tensor | Accumulator] = {}
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """What all blocks of a run share.
+
+    Attributes:
+        plan, inputs, tangents, log_sums: as for `run`.
+        totals: the outputs so far; none if they are not needed.
+        sums: the gradients of whole inputs so far, by input.
+        grads: those of inputs by rows.
+        fake: whether the inputs have no numbers.
+        tiles_bytes: the memory in which products of the chunk's gradients may work.
+    """
+
+    plan: LoopPlan
+    inputs: Sequence[Tensor]
+    tangents: Sequence[Tensor] | None
+    log_sums: Sequence[Tensor]
+    totals: Sequence[_Total]
+    sums: Mapping[int, Accumulator]
+    grads: Mapping[int, Tensor]
+    fake: bool
+    tiles_bytes: int
+
+
+def _new_sums(plan: LoopPlan) -> dict[int, Accumulator]:
+    asked = [(i, plan.inputs[i], dtype) for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True)]
+    return {i: Accumulator(spec, dtype, plan.finer(i)) for i, spec, dtype in asked if not spec.sharding.split}
+
+
+def _new_grads(plan: LoopPlan, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    grads: dict[int, Tensor] = {}
     for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True):
         spec, t = plan.inputs[i], inputs[i]
         if not spec.sharding.split:
-            grads[i] = Accumulator(spec, dtype, plan.finer(i))
+            continue
         # The plan guarantees that nobody reads it any more, but a view due to a caller's strides may still exist.
-        elif i in plan.over and t.is_contiguous() and t.untyped_storage().nbytes() == spec.nbytes and sole_owner(t):
+        if i in plan.over and t.is_contiguous() and t.untyped_storage().nbytes() == spec.nbytes and sole_owner(t):
             grads[i] = t.detach()
         else:
             grads[i] = torch.empty(spec.shape, dtype=dtype, device=spec.device)
     return grads
 
 
-def _run_block(plan, body, inputs, tangents, log_sums, chunk, span, start, totals, grads, fake, tiles) -> None:
-    at, end = span
-    lo, hi = start + at, start + end
-    blocks = [_block_view(buffer[at:end], g, end - at) for buffer, g in zip(chunk, plan.gemms, strict=True)]
-    sides = []
-    for i in plan.sides:
-        sharding = plan.inputs[i].sharding
-        sides.append(read_rows(inputs[i], sharding, lo, hi) if sharding.split else inputs[i])
-    args = [*blocks, *sides]
-    if tangents is not None:
-        args += log_sums
-        for j in body.tangents:
-            t, sharding = tangents[plan.differentiable.index(j)], plan.outputs[j].sharding
-            args.append(read_rows(t, sharding, lo, hi) if sharding.split else t)
-    results = _pretend(plan, body, inputs, blocks) if fake else body.fn(*args)
-    for total, value in zip(totals, results[: body.outputs], strict=False):
+def _run_block(state: _State, body: Body, logits: Sequence[Tensor], lo: int) -> None:
+    """Run a block of rows from `lo` on, which overwrites its logits (rows, width) by their gradients."""
+    plan, hi = state.plan, lo + body.rows
+    blocks = [_block_view(rows, g, body.rows) for rows, g in zip(logits, plan.gemms, strict=True)]
+    args = _block_arguments(state, body, lo, hi)
+    results = _pretend(plan, body, state.inputs, blocks) if state.fake else body.fn(*blocks, *args)
+    for total, value in zip(state.totals, results[: body.outputs], strict=False):
         total.add(value, lo, hi)
-    if tangents is None:
-        return
-    found = list(results[body.outputs :])
+    if state.tangents is not None:
+        _take_gradients(state, body, blocks, results[body.outputs :], lo, hi)
+
+
+def _block_arguments(state: _State, body: Body, lo: int, hi: int) -> list[Tensor]:
+    """The arguments of a block beside its logits: sides, and for gradients log-sums and tangents."""
+    plan = state.plan
+
+    def rows(t: Tensor, sharding: Sharding) -> Tensor:
+        return read_rows(t, sharding, lo, hi) if sharding.split else t
+
+    sides = [rows(state.inputs[i], plan.inputs[i].sharding) for i in plan.sides]
+    if state.tangents is None:
+        return sides
+    given = [state.tangents[plan.differentiable.index(j)] for j in body.tangents]
+    tangents = [rows(t, plan.outputs[j].sharding) for t, j in zip(given, body.tangents, strict=True)]
+    return [*sides, *state.log_sums, *tangents]
+
+
+def _take_gradients(
+    state: _State, body: Body, blocks: Sequence[Tensor], found: Sequence[Any], lo: int, hi: int
+) -> None:
+    """Write a block's gradients, None for zeros, over its logits and into rows, or add them to sums."""
+    plan, gradients = state.plan, iter(found)
     for block, want in zip(blocks, _wanted_gemms(plan), strict=True):
         if want:
-            g = found.pop(0)
+            g = next(gradients)
             if g is None:
                 block.zero_()
             elif not _lies_in(g, block):
                 block.copy_(g)
     for k, i in enumerate(plan.sides):
-        if i in plan.grads:
-            g, grad = found.pop(0), grads[i]
-            if k in body.pairs:
-                grad.add_product(g, found.pop(0), tiles)
-                continue
-            if not isinstance(grad, Accumulator):
-                zero = torch.zeros((), dtype=grad.dtype, device=grad.device)
-                write_rows(grad, plan.inputs[i].sharding, lo, hi, zero if g is None else g)
-            elif g is not None:
-                grad.add(g)
+        if i not in plan.grads:
+            continue
+        g = next(gradients)
+        if k in body.pairs:
+            state.sums[i].add_product(g, next(gradients), state.tiles_bytes)
+        elif i in state.grads:
+            grad = state.grads[i]
+            zero = torch.zeros((), dtype=grad.dtype, device=grad.device)
+            write_rows(grad, plan.inputs[i].sharding, lo, hi, zero if g is None else g)
+        elif g is not None:
+            state.sums[i].add(g)
 
 
 def _lies_in(gradient: Tensor, block: Tensor) -> bool:
@@ -195,26 +243,27 @@ def _block_view(rows: Tensor, g: Gemm, count: int) -> Tensor:
     return rows.t().view(shape) if g.x_rows_last else rows.view(shape)
 
 
-def _multiply_back(plan, inputs, grads, xs, chunk, start, stop, tiles) -> None:
+def _multiply_back(state: _State, xs: Sequence[Tensor], chunk: Sequence[Tensor], start: int, stop: int) -> None:
     """From the gradient of the chunk's logits to those of the weights and then of its rows.
 
     The rows come last, because their gradient may overwrite the rows.
     """
+    plan = state.plan
     for g, x, dlogits in zip(plan.gemms, xs, chunk, strict=True):
         if g.flows and g.w in plan.grads:
             left, right = (dlogits, x) if g.w_rows_first else (x, dlogits)
-            grads[g.w].add_product(left.t(), right, tiles)
+            state.sums[g.w].add_product(left.t(), right, state.tiles_bytes)
     written = {i for i in plan.sides if i in plan.grads}
     for g, dlogits in zip(plan.gemms, chunk, strict=True):
         if not g.flows or g.x not in plan.grads:
             continue
-        w = inputs[g.w] if g.w_rows_first else inputs[g.w].t()
+        w = state.inputs[g.w] if g.w_rows_first else state.inputs[g.w].t()
         at = 0
-        for view in row_views(grads[g.x], plan.inputs[g.x].sharding, start, stop):
+        for view in row_views(state.grads[g.x], plan.inputs[g.x].sharding, start, stop):
             rows = math.prod(view.shape) // g.depth
             # A view's rows lie evenly, so this is a view too and the product lands in the gradient.
             out = view.view(g.depth, rows).t() if g.x_rows_last else view.view(rows, g.depth)
-            gemm(out, dlogits[at : at + rows], w, add=g.x in written, scratch_bytes=tiles)
+            gemm(out, dlogits[at : at + rows], w, add=g.x in written, scratch_bytes=state.tiles_bytes)
             at += rows
         written.add(g.x)
 

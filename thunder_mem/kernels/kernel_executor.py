@@ -57,7 +57,8 @@ def is_float(a: Any) -> bool:
         type(a) is TensorProxy  # a subclass is a tensor of another kind
         and a.device.devicetype in _DEVICES
         and dtypes.to_strong_dtype(a.dtype) in _FLOATS
-        and all(isinstance(n, int) and n > 0 for n in a.shape)
+        # `shape` would record an operation where sizes are symbolic.
+        and all(isinstance(n, int) and n > 0 for n in a._shape)
     )
 
 

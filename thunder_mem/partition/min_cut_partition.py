@@ -88,7 +88,8 @@ def min_cut_partition(
         arcs += [(entry[r] + 1, node[op], inf) for r in graph.ops[op].reads if r in entry]
     arcs += [(entry[s] + 1, 1, inf) for s in needed]
     late = _sink_side(2 + 2 * len(forward) + len(node), arcs)
-    return frozenset(_reached_back(graph, needed, {s for s in forward if late[entry[s]]}))
+    # What leads to the sink past a full arc also leads there along the flow, so the needed values need all of these.
+    return frozenset(s for s in forward if late[entry[s]])
 
 
 def saved_storages(graph: Graph, rebuilt: frozenset[int] = frozenset()) -> frozenset[int]:
@@ -114,18 +115,6 @@ def _sink_side(nodes: int, arcs: list[tuple[int, int, float]]) -> np.ndarray:
     reaches = np.zeros(nodes, dtype=bool)
     reaches[breadth_first_order(residual.T.tocsr(), 1, return_predecessors=False)] = True
     return reaches
-
-
-def _reached_back(graph: Graph, needed: Collection[int], rebuilt: set[int]) -> set[int]:
-    """Those of `rebuilt` that the needed values depend on."""
-    found: set[int] = set()
-    stack = [s for s in needed if s in rebuilt]
-    while stack:
-        s = stack.pop()
-        if s not in found:
-            found.add(s)
-            stack += [r for r in graph.ops[graph.allocator[s]].reads if r in rebuilt]  # type: ignore[index]
-    return found
 
 
 def about_saving(before: Graph, after: Graph) -> Decision:

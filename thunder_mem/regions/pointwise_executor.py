@@ -23,8 +23,12 @@ import thunder.torch as ltorch
 from thunder.core import devices, dtypes, utils
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, pyval, unvariableify
+from thunder.core.rematerialization import rematerialize
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.transform_common import dce
+from thunder.executors.data_dependent_partition import Node, fuse_bound_symbols
+from thunder.executors.passes import update_fusion_call_ctx
 from thunder.executors.pythonex import ex as python_ex
 from thunder.executors.torch_compile import TorchCompileExecutor
 from thunder.executors.torchex import ex as torch_ex
@@ -35,6 +39,7 @@ from thunder_mem.regions import region_kernels  # noqa: F401 - declares what reg
 from thunder_mem.regions.compiled_region import RegionFunction, literal
 from thunder_mem.regions.fusible_prims import POINTWISE, REDUCTIONS, SHAPES
 from thunder_mem.regions.inplace_outputs import InplacePlan
+from thunder_mem.regions.region_views import views_outside
 from thunder_mem.trace.layout import is_dense_function
 from thunder_mem.trace.renaming import renamed, under
 
@@ -97,10 +102,10 @@ def _computed_once(bsym: BoundSymbol) -> BoundSymbol:
 class MemPointwiseExecutor(TorchCompileExecutor):
     """Fuses pointwise operations, reductions and views into regions named ``MemPointwise<n>``.
 
-    Its own `fusion_pass` is that of Thunder's torch.compile executors, except in a trace that writes in place.
-    Thunder's partition has no edge from a reader to a later write; Thunder's executors hide that by fusing the
-    write. Here only neighbours then fuse, and nothing moves. Fusion passes of other executors must not move the
-    region either: their `rematerialize` would read overwritten values.
+    Its own `fusion_pass` is that of Thunder's torch.compile executors, but views that other operations read stay
+    outside of regions. In a trace that writes in place only neighbours fuse, and nothing moves: Thunder's partition
+    has no edge from a reader to a later write; Thunder's executors hide that by fusing the write. Fusion passes of
+    other executors must not move the region either: their `rematerialize` would read overwritten values.
     """
 
     def can_execute(self, bsym: BoundSymbol) -> bool:
@@ -116,7 +121,7 @@ class MemPointwiseExecutor(TorchCompileExecutor):
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         bsyms: list[Any] = trace.bound_symbols
         if not any(map(_has_effect, bsyms)):
-            return super().fusion_pass(trace)
+            return self._fused(trace)
         producers, consumers = utils.producers_and_consumers(trace)
         fused: list[Any] = []
         regions = count()
@@ -130,6 +135,30 @@ class MemPointwiseExecutor(TorchCompileExecutor):
         new_trace = from_trace(trace)
         new_trace.bound_symbols = fused
         new_trace.set_provenance(TraceProvenance("Fusion of neighbours"))
+        return new_trace
+
+    def _fused(self, trace: TraceCtx) -> TraceCtx:
+        """The fusion pass of a trace without effects."""
+        ordered = from_trace(trace)
+        ordered.bound_symbols, outside = views_outside(trace.bound_symbols, self.can_fuse)
+
+        def takes(bsym: BoundSymbol) -> bool:
+            return outside.isdisjoint(o.name for o in bsym.flat_proxy_outs) and self.can_fuse(bsym)
+
+        def is_taken(node: Node) -> bool:
+            return len(node.group_bsyms) > 1 or takes(node.group_bsyms[0])
+
+        producers, consumers = utils.producers_and_consumers(ordered)
+        fused: list[BoundSymbol] = []
+        regions = count()
+        for group in fuse_bound_symbols(ordered, lambda a, b: is_taken(a) and is_taken(b)):
+            if len(group) > 1 or takes(group[0]):
+                group = [self.fuse(Region(producers, consumers, group), next(regions))]
+            fused += group
+        new_trace = from_trace(trace)
+        new_trace.bound_symbols = fused
+        new_trace = update_fusion_call_ctx(dce(rematerialize(new_trace)))
+        new_trace.set_provenance(TraceProvenance("Fusion"))
         return new_trace
 
     def fuse(self, region: Region, fusion_counter: int) -> BoundSymbol:

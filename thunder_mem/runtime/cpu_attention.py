@@ -173,6 +173,9 @@ def _is_supported(
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if not all(isinstance(t, TensorProxy) and t.device.devicetype is DeviceType.CPU for t in tensors):
         return False
+    # `shape` would record an operation where sizes are symbolic; the kernel takes no symbols.
+    if not all(isinstance(n, int) for t in tensors for n in t._shape):
+        return False
     if not all(t.ndim == 4 and t.numel > 0 for t in (query, key, value)):
         return False
     if not all(t.shape[:2] == query.shape[:2] and t.shape[3] == query.shape[3] for t in (key, value)):

@@ -133,6 +133,15 @@ class Program:
         return readers
 
     @cached_property
+    def fixed(self) -> frozenset[str]:
+        """Values of parameters and constants alone: none of their dims has a row for each token."""
+        moving = {a.name for a in self.args if ProxyTag.STATIC_MEMORY_LOCATION not in a.tags}
+        for leaf in self.leaves:
+            if any(t.name in moving for t in leaf.inputs):
+                moving.update(o.name for o in leaf.outputs)
+        return frozenset({a.name for a in self.args}.union(self.producer) - moving)
+
+    @cached_property
     def needs_grad(self) -> frozenset[str]:
         """Values through which a gradient flows from a returned value back to an argument that requires one."""
         reached = {a.name for a in self.args if a.requires_grad}

@@ -26,6 +26,7 @@ __all__ = [
     "Region",
     "Value",
     "amplifying_products",
+    "escapes",
     "grow",
     "propagate_leaf",
     "row_space",

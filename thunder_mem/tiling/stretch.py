@@ -9,20 +9,23 @@ tokens) ends it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Mapping
 
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 
 from thunder_mem.sharding.propagation import RuleError, Sharding
-from thunder_mem.tiling.leaves import PRODUCTS, Leaf, Program, effects, numel
-from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, propagate_leaf, row_space
+from thunder_mem.tiling.leaves import Leaf, Program, effects, numel
+from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, escapes, propagate_leaf, row_space
 from thunder_mem.trace.origins import symbol_name
+from thunder_mem.trace.view_prims import VIEWS
 
-__all__ = ["WIDE_RATIO", "grow_stretch"]
+__all__ = ["WIDE_RATIO", "grow_stretch", "splits_activations"]
 
 WIDE_RATIO = 1.25
 """A value is wide if a row of it takes more than this many times what a row of the product's operand takes."""
+
+_SAME_VALUES = {*VIEWS, PrimIDs.CONVERT_ELEMENT_TYPE}
 
 _REACH = 48
 """Operations that a stretch takes in beyond its products, upwards and downwards."""
@@ -48,7 +51,7 @@ class _Closure:
 
     def takes_narrow(self, leaf: Leaf, known: Mapping[int, Sharding]) -> bool:
         """Whether the leaf costs little to repeat, and its rows stay apart; then it is taken."""
-        if leaf.bsym.sym.id in PRODUCTS:
+        if leaf.is_product:
             return False
         try:
             self.take(leaf, known)
@@ -57,24 +60,11 @@ class _Closure:
         return True
 
     def crossing(self, inside: frozenset[int], at: int) -> int:
-        """Bytes of one row of what is alive while the members run, of the values that some member or reader touches."""
+        """Bytes of one row of all values of members or around them that exist whole while `inside` runs at `at`."""
         program = self.program
-        made = {o.name for i in inside for o in program.leaves[i].outputs}
-        alive = {}
-        for i in self.members:
-            for t in (*program.leaves[i].inputs, *program.leaves[i].outputs):
-                if not self.splits(t):
-                    continue
-                readers = {r.index for r in program.consumers.get(t.name, ())}
-                outside = t.name in program.returned or not readers <= inside
-                if t.name in made:
-                    alive[t.name] = t if outside else None
-                else:
-                    producer = program.producer.get(t.name)
-                    before = producer is None or producer.index < at
-                    later = t.name in program.returned or any(r > at and r not in inside for r in readers)
-                    alive[t.name] = t if readers & inside or (before and later) else None
-        return sum(self.row_bytes(t) for t in alive.values() if t is not None)
+        touched = (t for i in self.members for t in (*program.leaves[i].inputs, *program.leaves[i].outputs))
+        rows = {t.name: self.row_bytes(t) for t in touched if self.splits(t)}
+        return sum(nbytes for name, nbytes in rows.items() if _exists_whole(program, name, inside, at))
 
     def take(self, leaf: Leaf, known: Mapping[int, Sharding]) -> None:
         """Add a leaf.
@@ -99,10 +89,39 @@ class _Closure:
         self.values.update({t.name: found[slot] for slot, t in tensors if found[slot].split or slot < 0})
 
 
-def grow_stretch(program: Program, leaf: Leaf, rows: int) -> Region:
+def splits_activations(program: Program, leaf: Leaf, rows: int) -> bool:
+    """Whether the rows of a product's operand `rows` are those of activations, and not the dims of a weight.
+
+    Parameters of modules are known. In a plain function the right operand is the weight if it is an argument.
+    """
+    x, other = leaf.inputs[rows], leaf.inputs[1 - rows]
+    if rows == 1 and other.name not in program.fixed:
+        return _viewed(program, x).name in program.producer
+    return x.name not in program.fixed
+
+
+def _viewed(program: Program, t: TensorProxy) -> TensorProxy:
+    """The value that `t` is a view or a cast of."""
+    while (maker := program.producer.get(t.name)) is not None and maker.bsym.sym.id in _SAME_VALUES:
+        t = maker.inputs[0]
+    return t
+
+
+def grow_stretch(
+    program: Program, leaf: Leaf, rows: int, allowed: Callable[[frozenset[int]], bool] = lambda inside: True
+) -> Region | None:
     """The stretch around the product `leaf`, whose operand `rows` carries the row space.
 
     It is a region without amplifiers: its products are members.
+
+    Args:
+        program: the flattened trace.
+        leaf: the product.
+        rows: 0 or 1.
+        allowed: whether a stretch may consist of these leaves.
+
+    Returns:
+        the stretch that fewest bytes cross; None if no allowed one can run by rows.
 
     Raises:
         Refused: a wide value of it is needed whole.
@@ -116,18 +135,16 @@ def grow_stretch(program: Program, leaf: Leaf, rows: int) -> Region:
     closure.narrow = WIDE_RATIO * closure.row_bytes(leaf.inputs[rows])
     _take_wide(closure, leaf)
     core = frozenset(closure.members)
-    found, cut = [], ""
     aboves, belows = [core, *_above(closure, core)], [core, *_below(closure, core)]
-    for up, above in enumerate(aboves):
-        for down, below in enumerate(belows):
-            inside = above | below
-            obstacle = _obstacle(closure, inside)
-            cut = cut or obstacle
-            if not obstacle and _is_convex(program, inside):
-                found.append((closure.crossing(inside, leaf.index), up, -down, inside))
-    if not found:
-        raise Refused(leaf, cut or "a value leaves it and comes back to it")
-    *_, inside = min(found, key=itemgetter(0, 1, 2))
+    sets = [(up, -down, above | below) for up, above in enumerate(aboves) for down, below in enumerate(belows)]
+    obstacles = [_obstacle(closure, inside) for *_, inside in sets]
+    whole = [s for s, why in zip(sets, obstacles, strict=True) if not why and _is_convex(program, s[-1])]
+    if not whole:
+        raise Refused(leaf, next(filter(None, obstacles), "a value leaves it and comes back to it"))
+    fit = [s for s in whole if allowed(s[-1])]
+    if not fit:
+        return None
+    *_, inside = min(fit, key=lambda s: (closure.crossing(s[-1], leaf.index), *s[:2]))
     return _region(closure, inside)
 
 
@@ -232,6 +249,17 @@ def _is_convex(program: Program, inside: frozenset[int]) -> bool:
         elif any(t.name in reached or _made_in(program, t, inside) for t in leaf.inputs):
             reached.update(o.name for o in leaf.outputs)
     return True
+
+
+def _exists_whole(program: Program, name: str, inside: frozenset[int], at: int) -> bool:
+    """Whether a value is made whole by the members, read by them, or waits for others while they run at `at`."""
+    producer, readers = program.producer.get(name), program.consumers.get(name, ())
+    if producer is not None and producer.index in inside:
+        return escapes(program, name, inside)
+    if any(r.index in inside for r in readers):
+        return True
+    exists = producer is None or producer.index < at
+    return exists and (name in program.returned or any(r.index > at for r in readers))
 
 
 def _obstacle(closure: _Closure, inside: frozenset[int]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import thunder
@@ -26,21 +27,26 @@ from thunder_mem.chunk_loop.symbols import check_autograd, is_chunk_loop, loop_o
 from thunder_mem.frontend.checkpoint_tags import CHECKPOINTED
 from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.memory.outside_input import quoted
+from thunder_mem.sharding.op_rules import pointwise_ids
 from thunder_mem.tiling.build import head_label
 from thunder_mem.tiling.find import AUTO_MIN_BYTES, check_accumulate
 from thunder_mem.tiling.leaves import Leaf, Program, read_program, size_bytes
 from thunder_mem.tiling.marks import Mark, strip_tile_marks
-from thunder_mem.tiling.region import Refused, Region, amplifying_products
+from thunder_mem.tiling.region import Refused, Region, amplifying_products, escapes
 from thunder_mem.tiling.rows_per_chunk import floor_rows
 from thunder_mem.tiling.splice import splice, unchunked
-from thunder_mem.tiling.stretch import WIDE_RATIO, grow_stretch
+from thunder_mem.tiling.stretch import WIDE_RATIO, grow_stretch, splits_activations
 from thunder_mem.tiling.tile_build import build_tiles, tile_gain_bytes
 from thunder_mem.trace.verification import VerificationError, verify_rewrite
+from thunder_mem.trace.view_prims import VIEWS
 
 __all__ = ["Tiles", "TilingError", "tile_trace"]
 
 _TILES, _MOST_FLOORS = 8, 2
 """As many tiles, unless a tile would then have fewer rows than products need, or more than twice these."""
+
+
+_ELEMENTWISE = pointwise_ids() | set(VIEWS)
 
 
 class TilingError(ValueError):
@@ -131,9 +137,10 @@ class _Tiler:
         for leaf, rows in self._candidates(program):
             self.tried.add(f"{leaf.outputs[0].name}/{rows}")
             try:
-                region = grow_stretch(program, leaf, rows)
-                loop = self._loop(leaf, region)
-                if loop is None:
+                asked = self._is_asked(leaf.outputs[0].name)
+                region = grow_stretch(program, leaf, rows, partial(_is_free, program, asked=asked))
+                loop = self._loop(leaf, region) if region else None
+                if region is None or loop is None:
                     continue
                 check_autograd(loop)
                 new, gone = splice(program.trace, region, loop)
@@ -167,7 +174,7 @@ class _Tiler:
             name = leaf.outputs[0].name
             large = size_bytes(leaf.outputs[0]) >= AUTO_MIN_BYTES
             tried = f"{name}/{rows}" in self.tried or name in self.done
-            if not tried and (self._is_asked(name) or large):
+            if not tried and (self._is_asked(name) or large) and splits_activations(program, leaf, rows):
                 yield leaf, rows
 
     def _is_asked(self, name: str) -> bool:
@@ -177,8 +184,6 @@ class _Tiler:
         """The stretch's loop, or None if it should stay whole."""
         out = leaf.outputs[0]
         asked = self._is_asked(out.name)
-        if not asked and not _is_free(region):
-            return None
         if region.n < 2:
             raise Refused(leaf, "it has a single row")
         if isinstance(self.tiles.rows, int):
@@ -196,17 +201,24 @@ class _Tiler:
         self.refusals[name] = StretchRefusal(head_label(leaf), leaf.source, e.leaf.label, e.leaf.source, e.reason)
 
 
-def _is_free(region: Region) -> bool:
-    """Whether tiles repeat no product that would not be repeated anyway.
+def _is_free(program: Program, inside: frozenset[int], *, asked: bool) -> bool:
+    """Whether the user asked for tiles, or their backward repeats nothing that costs time and is not repeated anyway.
 
-    A product whose result leaves the stretch need not be marked: a checkpoint keeps its own result, so it does not
+    An operation whose result leaves the stretch need not be marked: a checkpoint keeps its own result, so it does not
     mark the operation that makes it.
     """
-    if not region.differentiable:
+    if asked:
         return True
-    outputs = {v.proxy.name for v in region.outputs}
-    inner = (m for m in region.members if m.is_product and m.outputs[0].name not in outputs)
-    return all(CHECKPOINTED in m.bsym.tags for m in inner)
+    leaving = {o.name for i in inside for o in program.leaves[i].outputs if escapes(program, o.name, inside)}
+    if program.needs_grad.isdisjoint(leaving):
+        return True
+    inner = (program.leaves[i] for i in inside if leaving.isdisjoint(o.name for o in program.leaves[i].outputs))
+    return all(map(_repeats_free, inner))
+
+
+def _repeats_free(leaf: Leaf) -> bool:
+    """Whether a checkpoint repeats the operation anyway, or it is elementwise: fused, it costs no time."""
+    return CHECKPOINTED in leaf.bsym.tags or leaf.bsym.sym.id in _ELEMENTWISE
 
 
 def _keep_checkpoint(trace: TraceCtx, loop: ChunkLoop, region: Region) -> None:

@@ -252,7 +252,8 @@ class _Run:
         made = self.numbers.number(("gathered", *content[:-1]), bsym.sym.name) if again else number
         if self.known is None and number not in self.numbers.parts and self._is_taken_apart(bsym):
             self.numbers.parts[number] = self._by_parts(bsym)
-        values = self.numbers.parts.get(number) or [self.numbers.number((made, i), p.name) for i, p in enumerate(outs)]
+        names = [p.name for p in outs]  # the shape of a matrix of n rows and n columns is (n, n): one value twice
+        values = self.numbers.parts.get(number) or [self.numbers.number((made, names.index(n)), n) for n in names]
         for i, (p, value) in enumerate(zip(outs, values, strict=True)):
             if i not in passed_on:
                 self._define(p.name, value, bsym)
