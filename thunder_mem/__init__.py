@@ -10,6 +10,7 @@ from thunder_mem.analysis.capacity import fits, largest_batch, largest_sequence
 from thunder_mem.analysis.estimate import estimate
 from thunder_mem.analysis.frontier import memory_time_frontier
 from thunder_mem.analysis.recompute_table import recompute_table
+from thunder_mem.comparison.compare import compare
 from thunder_mem.distributed.agreement import RanksDifferError
 from thunder_mem.memory.graph import Graph, GraphError, Op, Storage
 from thunder_mem.memory.what_if import WhatIf
@@ -47,6 +48,7 @@ __all__ = [
     "Tiles",
     "WhatIf",
     "chunked",
+    "compare",
     "estimate",
     "explain",
     "fits",

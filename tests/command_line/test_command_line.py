@@ -327,6 +327,34 @@ def test_plan_is_before_and_after(run):
     assert "order" in [d["what"] for d in data["plan"]["decisions"]]
 
 
+def test_compare_runs_each_compiler(run, script):
+    code, out, _ = run("compare", "train.py:step", "--html", "page.html", *PLAIN)
+    assert code == 0 and out.startswith("A training step on cpu")
+    assert "MemEfficient" in out and "gradients within" in out
+    assert "Side by side" in (script / "page.html").read_text()
+    code, out, _ = run("compare", "train.py:build", "--json", "--optimizer", "SGD", "--loss", "mean", *PLAIN)
+    data = json.loads(out)
+    ours = data["rows"][-1]
+    assert code == 0 and data["fits"] and data["best"] in ("eager", "Thunder", "MemEfficient")
+    assert [row["name"] for row in data["rows"]] == ["eager", "Thunder", "MemEfficient"]
+    limit = ["--budget", ours["peak_bytes"] - 1]
+    assert run("compare", "train.py:build", "--optimizer", "SGD", "--loss", "mean", *limit, *PLAIN)[0] == 1
+    inputs = ["--input", "16x8", "--input", "8x4"]
+    assert run("compare", "train.py:product", *inputs, *PLAIN)[1].startswith("A forward")
+    assert run("compare", "train.py:product", *inputs, "--grad", *PLAIN)[1].startswith("A training step")
+    assert run("compare", "train.py:product", *inputs, "--grad", "--inference", *PLAIN)[1].startswith("A forward")
+
+
+def test_compare_takes_torch_compile_and_refuses_what_is_compiled(run, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda fn: lambda *args: 1 / 0)
+    code, out, _ = run("compare", "train.py:build", "--torch-compile", "--json", *PLAIN)
+    failures = {row["name"]: row["failure"] for row in json.loads(out)["rows"]}
+    assert code == 0 and failures["torch.compile"] == "ZeroDivisionError: division by zero"
+    code, _, err = run("compare", "train.py:jitted", "--input", "2x64")
+    assert code == 2 and "the model is compiled already" in err
+    assert "unrecognized arguments: --device" in run("compare", "train.py:build", "--device", "T4")[2]
+
+
 WRONG = {
     "no such file": (["nofile.py:f"], "there is no file 'nofile.py'"),
     "no name": (["train.py"], "'train.py' is no target"),

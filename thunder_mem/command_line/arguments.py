@@ -30,6 +30,7 @@ nothing runs.
   thunder-mem explain train.py:build --html report.html     what holds the peak, and why
   thunder-mem plan    train.py:build --html plan.html       what MemEfficient changes, before and after
   thunder-mem frontier train.py:build --save frontier.png   the time that every amount of memory costs
+  thunder-mem compare train.py:build --torch-compile        a step under each compiler, measured on this machine
 """
 
 _EPILOG = """\
@@ -158,6 +159,13 @@ def make_parser() -> argparse.ArgumentParser:
             "Plan forward and backward from no recomputation to the smallest peak, and show the peak of each plan\n"
             "against its time by the roofline. With --budget or --device: whether any of them fits.",
         ),
+        (
+            "compare",
+            "a step in eager PyTorch and under each compiler, measured",
+            "Run a step in eager PyTorch, under Thunder alone and with MemEfficient, on this machine: peak memory,\n"
+            "time, and the largest difference of results and gradients from eager. Without --loss, the loss is the\n"
+            "sum of all results. This command runs the program.",
+        ),
     ):
         command = commands.add_parser(
             name, help=summary, description=details, epilog=_EPILOG, formatter_class=formatter
@@ -182,7 +190,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         help="an argument of zeros, such as 8x3x224x224, 1x16384:int64 or mask=16x16:bool; once for each",
     )
     program.add_argument("--grad", action="store_true", help="floating-point inputs also require gradients")
-    if name != "frontier":
+    if name not in ("frontier", "compare"):
         program.add_argument(
             "--fx",
             action="store_true",
@@ -193,7 +201,21 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     else:
         _add_step_options(program)
     machine = command.add_argument_group("the machine")
-    machine.add_argument("--device", type=_checked(lambda text: device_spec(text).name), metavar="NAME", help=_DEVICE)
+    if name == "compare":
+        command.set_defaults(device=None, fx=False, accumulate=1)
+        machine.add_argument("--torch-compile", action="store_true", help="compare torch.compile, too")
+    else:
+        if name != "frontier":
+            program.add_argument(
+                "--accumulate",
+                type=_checked(_count),
+                default=1,
+                metavar="N",
+                help="microbatches of a step (default: 1)",
+            )
+        machine.add_argument(
+            "--device", type=_checked(lambda text: device_spec(text).name), metavar="NAME", help=_DEVICE
+        )
     machine.add_argument(
         "--budget",
         type=_checked(parse_bytes),
@@ -219,7 +241,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         help="the fusion executor: mem_pointwise (Inductor), nvFuser, Thunder's torchcompile, or none. The default "
         "with --device is mem_pointwise, and otherwise Thunder's own on this machine, else mem_pointwise",
     )
-    if name not in ("plan", "frontier"):
+    if name not in ("plan", "frontier", "compare"):
         machine.add_argument("--plain", action="store_true", help="compile with Thunder alone, without MemEfficient")
     output = command.add_argument_group("the output")
     output.add_argument("--json", action="store_true", help="print one JSON object for other programs")
@@ -262,15 +284,12 @@ def _add_step_options(program: argparse._ArgumentGroup) -> None:
     program.add_argument(
         "--optimizer",
         metavar="NAME",
-        help="predict a whole training step with this optimizer of torch.optim, such as AdamW or SGD",
+        help="a whole training step with this optimizer of torch.optim, such as AdamW or SGD",
     )
     program.add_argument(
         "--loss",
         choices=("sum", "mean"),
         help="the reduction of the model's output to a scalar loss, if the factory gives none",
-    )
-    program.add_argument(
-        "--accumulate", type=_checked(_count), default=1, metavar="N", help="microbatches of a step (default: 1)"
     )
 
 

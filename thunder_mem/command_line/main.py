@@ -33,12 +33,22 @@ from thunder_mem.command_line.output import (
     verdict_json,
 )
 from thunder_mem.command_line.pages import check_files, plan_page, predict_page
-from thunder_mem.command_line.predictions import Outcome, Question, ask, limits_of, machine, survey
+from thunder_mem.command_line.predictions import (
+    Outcome,
+    Question,
+    ask,
+    compare_compilers,
+    limits_of,
+    machine,
+    survey,
+)
 from thunder_mem.command_line.program import Program, UsageError, in_words, load_target, make_program
+from thunder_mem.comparison.result import OURS
 from thunder_mem.frontend.thunderfx import is_fx
-from thunder_mem.memory.device_specs import device_spec
+from thunder_mem.memory.device_specs import DeviceSpec, device_spec
 from thunder_mem.prediction.library_memory import cublas_workspace_bytes
 from thunder_mem.rendering.document import Section
+from thunder_mem.rendering.html import fragment, page
 from thunder_mem.rendering.text import plain as as_text
 from thunder_mem.rendering.text import wrapped
 from thunder_mem.report import explain
@@ -173,8 +183,13 @@ def _work(options: argparse.Namespace) -> _Answer:
     asked = _asked(options)
     if asked and getattr(options, "plain", False):
         raise UsageError(f"--{next(iter(asked))} is for MemEfficient, which --plain leaves out: give one of them")
-    command = {"predict": _predict, "explain": _explain, "plan": _plan, "frontier": _frontier}[options.command]
-    steps = {"predict": 2, "explain": 3, "plan": 3, "frontier": 2}[options.command]
+    command, steps = {
+        "predict": (_predict, 2),
+        "explain": (_explain, 3),
+        "plan": (_plan, 3),
+        "frontier": (_frontier, 2),
+        "compare": (_compare, 2),
+    }[options.command]
     with _Steps(steps) as bar, machine(options.device, options.fusion) as spec:
         with bar.step(f"running {options.target}"):
             found = load_target(options.target)
@@ -182,24 +197,25 @@ def _work(options: argparse.Namespace) -> _Answer:
 
         def answer(name: str, *, plain: bool) -> Outcome:
             with bar.step(name):
-                return ask(
-                    program,
-                    Question(
-                        fusion=options.fusion,
-                        plain=plain,
-                        optimizer=options.optimizer,
-                        loss=options.loss,
-                        accumulate=options.accumulate,
-                        inference=options.inference,
-                        spec=spec,
-                        budget_bytes=options.budget,
-                        options=asked,
-                        fx=options.fx,
-                        parts=options.command == "explain",
-                    ),
-                )
+                return ask(program, _question(options, spec, plain=plain))
 
         return command(options, program, answer, bar)
+
+
+def _question(options: argparse.Namespace, spec: DeviceSpec | None, *, plain: bool = False) -> Question:
+    return Question(
+        fusion=options.fusion,
+        plain=plain,
+        optimizer=options.optimizer,
+        loss=options.loss,
+        accumulate=options.accumulate,
+        inference=options.inference,
+        spec=spec,
+        budget_bytes=options.budget,
+        options=_asked(options),
+        fx=options.fx,
+        parts=options.command == "explain",
+    )
 
 
 def _asked(options: argparse.Namespace) -> dict[str, str]:
@@ -255,6 +271,16 @@ def _frontier(options: argparse.Namespace, program: Program, answer: _Answering,
     lines, tables = frontier_tables(frontier, limits)
     page = functools.partial(frontier_page, frontier, lines[1:])
     return _Answer(fits, frontier_json(frontier, limits), lines, tables, page, frontier.save)
+
+
+def _compare(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
+    with bar.step("running under each compiler"):
+        found = compare_compilers(program, _question(options, None), options.torch_compile)
+    ours_bytes = found[OURS].peak_bytes
+    fits = options.budget is None or (ours_bytes is not None and ours_bytes <= options.budget)
+    lines, tables = (found.headline, found.verdict, *found.notes), (found.table,)
+    body = functools.partial(fragment, lines, [], tables)
+    return _Answer(fits, {"fits": fits, **found.to_json()}, lines, tables, lambda: page(lines[0], f"{body()}\n"))
 
 
 def _show(options: argparse.Namespace, answer: _Answer) -> None:

@@ -28,7 +28,7 @@ from thunder_mem.prediction.fake_twins import Twins, Watch
 from thunder_mem.prediction.predict import Prediction
 from thunder_mem.prediction.replay import Ledger
 
-__all__ = ["Eager", "about_eager", "follow_eager"]
+__all__ = ["Eager", "about_eager", "below", "follow_eager"]
 
 _SCENERY = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.UPDATE_ALIASES}
 _FUNCTIONS: dict[str, list[Callable[..., Any]]] = {}
@@ -57,23 +57,33 @@ def about_eager(trace: TraceCtx, prediction: Prediction) -> tuple[str, ...]:
         trace: its computation before autograd.
         prediction: of the same call.
     """
-    if prediction.device_type != "cpu" or set(prediction.phases) - {"forward", "backward"}:
+    if (found := below(trace, prediction)) is None:
         return ()
+    eager, why = found
+    eagers = f"{size(eager.peak_bytes)} ({eager.peak_bytes:,} bytes)"
+    more_bytes = prediction.peak_bytes - eager.peak_bytes
+    return (f"above eager PyTorch, which needs {eagers}, by {more_bytes:,} bytes: {why}",)
+
+
+def below(trace: TraceCtx, prediction: Prediction) -> tuple[Eager, str] | None:
+    """The memory of eager PyTorch if it is known to need less, and the reason in words; else None.
+
+    Args:
+        trace, prediction: as for `about_eager`.
+    """
+    if prediction.device_type != "cpu" or set(prediction.phases) - {"forward", "backward"}:
+        return None
     try:
         eager = follow_eager(trace, backward="backward" in prediction.phases)
     except Exception:  # the comparison is optional, and its functions may be any
-        return ()
-    more = prediction.peak_bytes - eager.peak_bytes
+        return None
     event = prediction.peak_event
-    if more <= 0 or event is None:
-        return ()
+    if prediction.peak_bytes <= eager.peak_bytes or event is None:
+        return None
     saved_bytes = _saved_bytes(prediction)
     if saved_bytes > eager.saved_bytes:
-        why = f"the backward receives {size(saved_bytes)} here and {size(eager.saved_bytes)} in eager"
-    else:
-        why = f"no more is saved for the backward, but {event.name} #{event.index} works with more at once"
-    eagers = f"{size(eager.peak_bytes)} ({eager.peak_bytes:,} bytes)"
-    return (f"above eager PyTorch, which needs {eagers}, by {more:,} bytes: {why}",)
+        return eager, f"the backward receives {size(saved_bytes)} here and {size(eager.saved_bytes)} in eager"
+    return eager, f"no more is saved for the backward, but {event.name} #{event.index} works with more at once"
 
 
 def _saved_bytes(prediction: Prediction) -> int:
