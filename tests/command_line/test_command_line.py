@@ -289,7 +289,7 @@ def test_inputs_from_the_command_line(run):
 
 def test_explain_writes_what_it_is_asked_for(run, script):
     files = ["--html", "report.html", "--save", "snapshot.pickle", "--save", "report.json"]
-    code, out, err = run("explain", "train.py:build", *files, *PLAIN)
+    code, out, err = run("explain", "train.py:build", "--detail", *files, *PLAIN)
     assert code == 0 and "Alive at the peak" in out and "How to get lower" in out
     assert err == "this must not get between the JSON\n"
     report = json.loads((script / "report.json").read_text())
@@ -300,6 +300,17 @@ def test_explain_writes_what_it_is_asked_for(run, script):
     assert (data["peak_bytes"], data["budget_bytes"], data["fits"]) == (report["peak_bytes"], 2**30, True)
     assert data["optimality"] and data["tenants"]
     assert json.loads(run("explain", "train.py:build", "--json", "--no-bounds", *PLAIN)[1])["optimality"] == []
+
+
+def test_explain_prints_five_lines(run):
+    code, out, _ = run("explain", "train.py:build", *PLAIN)
+    assert code == 0 and len(out.splitlines()) == 5
+    first, when, holders, *ways = out.splitlines()
+    assert "; eager PyTorch " in first and "; Thunder alone " in first
+    assert when.startswith("  in the backward, at ") and "module 0 " in holders
+    assert all(way.startswith("  up to ") and ":" in way for way in ways)
+    on_gpu = run("explain", "train.py:build", "--device", "T4", "--budget", "1GiB", *PLAIN)[1]
+    assert "on the GPU\n" in on_gpu and on_gpu.count("headroom") == 2
 
 
 def test_explain_has_one_headroom(run):
@@ -313,7 +324,7 @@ def test_explain_has_one_headroom(run):
 
 
 def test_explain_of_a_step_without_memefficient(run):
-    code, out, _ = run("explain", "train.py:step", "--plain", *PLAIN)
+    code, out, _ = run("explain", "train.py:step", "--plain", "--detail", *PLAIN)
     assert code == 0
     assert "MemEfficient made no plan" in out and "optimizer" in out
 
@@ -479,7 +490,10 @@ def test_whatever_is_wrong_with_a_command(run, script, words, message):
     "words, says",
     [
         (["predict", "train.py:build"], ("Phases", "Alive at the peak", "of the budget")),
-        (["explain", "train.py:build", "--no-bounds"], ("Alive at the peak", "How to get lower", "into the budget")),
+        (
+            ["explain", "train.py:build", "--no-bounds", "--detail"],
+            ("Alive at the peak", "How to get lower", "into the budget"),
+        ),
         (["plan", "train.py:build"], ("Thunder alone", "Before and after each decision", "of the budget")),
         (["frontier", "train.py:chain", "--points", "2"], ("Memory against time", "budget=", "of the budget")),
     ],

@@ -144,9 +144,10 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         (
             "explain",
-            "what holds the peak, since which operation, and why",
-            "Explain the peak: which values are alive and why, which lines made them, what was decided, how far the\n"
-            "peak is from a lower bound over all orders, and how to get lower.",
+            "what holds the peak, and how to get lower",
+            "Explain the peak in five lines: how much, when and at which line, held by which modules, and as code the\n"
+            "two ways to less with the most at stake. --detail, --html and --save have everything: which values are\n"
+            "alive and why, what was decided, how far the peak is from a lower bound over all orders, and all advice.",
         ),
         (
             "plan",
@@ -255,6 +256,9 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             default=[],
             metavar="FILE",
             help="also write it as .html, .txt, .json, .png, .svg, or as a .pickle for PyTorch's memory viewer",
+        )
+        output.add_argument(
+            "--detail", action="store_true", help="print everything, instead of five lines; files have everything"
         )
         output.add_argument("--no-bounds", action="store_true", help="omit the lower bound, which can take minutes")
     if name == "frontier":

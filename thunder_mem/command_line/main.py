@@ -52,6 +52,7 @@ from thunder_mem.rendering.html import fragment, page
 from thunder_mem.rendering.text import plain as as_text
 from thunder_mem.rendering.text import wrapped
 from thunder_mem.report import explain
+from thunder_mem.report.brief import brief
 from thunder_mem.report.sections import headline, sections
 from thunder_mem.user_choices.config import parse_config
 from thunder_mem.user_choices.offload import parse_offload
@@ -234,18 +235,22 @@ def _explain(options: argparse.Namespace, program: Program, answer: _Answering, 
     found = answer("compiling and predicting", plain=options.plain)
     with bar.step("explaining" if options.no_bounds else "looking for lower bounds"):
         called = is_fx(found.jitted)  # and has its arguments
+        # Without a prediction, `explain` also looks for the peaks of eager PyTorch and of Thunder alone.
+        is_call = not (called or options.device or set(found.prediction.phases) - {"forward", "backward"})
         report = explain(
             found.jitted,
             *(() if called else program.args),
             kwargs=None if called else program.kwargs,
-            prediction=found.prediction,
+            prediction=None if is_call else found.prediction,
             budget=options.budget or found.own_budget_bytes,
             bounds=not options.no_bounds,
+            detail=options.detail,
         )
     # The report itself covers the budget.
     report = replace(report, notes=(*verdict(found.beside_the_budget()), *report.notes))
     data = {**report.to_json(), **verdict_json(found)}
-    return _Answer(found.fits, data, headline(report), sections(report), report.to_page, report.save)
+    lines, tables = (headline(report), sections(report)) if report.detail else (brief(report), ())
+    return _Answer(found.fits, data, lines, tables, report.to_page, report.save)
 
 
 def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:

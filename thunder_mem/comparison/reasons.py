@@ -9,7 +9,7 @@ from thunder_mem.memory.outside_input import shortened
 from thunder_mem.memory.units import size
 from thunder_mem.prediction.predict import Prediction, compiled_entry, predict
 from thunder_mem.prediction.training_step import predict_step
-from thunder_mem.report.above_eager import below
+from thunder_mem.report.above_eager import eager_memory, why_above
 from thunder_mem.report.facts import CATEGORIES
 from thunder_mem.report.report import Report
 from thunder_mem.transforms.last_compilation import why_no_plan
@@ -43,8 +43,8 @@ def why_not_lower(jitted: Any, step: Step, *, trains: bool, eager_is_best: bool)
 def _against_eager(jitted: Any, step: Step) -> str:
     entry, _, _ = compiled_entry(jitted, step.args, step.kwargs, call=True)
     call = predict(jitted, *step.args, kwargs=step.kwargs, keep_outputs=True)
-    found = below(entry.computation_traces[0], call)
-    return found[1] if found is not None else ""
+    eager = eager_memory(entry.computation_traces[0], call)
+    return "" if eager is None else why_above(eager, call)
 
 
 def _predicted(jitted: Any, step: Step, trains: bool) -> Prediction:
