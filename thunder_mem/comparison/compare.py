@@ -22,6 +22,7 @@ from thunder_mem.frontend.thunderfx import is_fx
 from thunder_mem.memory.outside_input import quoted, shortened
 from thunder_mem.prediction.measure import measure_peak
 from thunder_mem.prediction.training_step import instead_of_optimizer
+from thunder_mem.rendering.progress import stage
 from thunder_mem.transforms import MemEfficient
 
 __all__ = ["compare"]
@@ -90,7 +91,8 @@ def compare(
         rows = []
         for name, compiler in compilers.items():
             put_back()
-            rows.append(_row(name, compiler, step, reference, repeats))
+            with stage(f"running under {name}"):
+                rows.append(_row(name, compiler, step, reference, repeats))
         put_back()
         held_bytes = next((held for _, held in rows if held), 0)
         found = Comparison(
