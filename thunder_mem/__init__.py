@@ -1,7 +1,15 @@
 """thunder_mem: make programs compiled by lightning-thunder use less memory."""
 
+import sys
 from importlib.metadata import version
 
+# Python locates `python -m thunder_mem`, for which it imports this first.
+if sys.argv[:1] == ["-m"] and "thunder_mem" in sys.orig_argv:
+    from thunder_mem.command_line.arguments import before_imports
+
+    before_imports()
+
+# isort: split
 import thunder_mem._versions  # noqa: F401 - first: it says what to do where the rest cannot be imported
 
 # isort: split

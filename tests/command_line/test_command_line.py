@@ -608,6 +608,23 @@ def test_what_is_mistyped_is_answered_before_pytorch_is_imported(script, words, 
     assert done.returncode == code and message in done.stderr and done.stderr.count("\n") == (code == 2), done.stderr
 
 
+@pytest.mark.parametrize("words, code", [(["predic", "train.py:build"], 2), (["--help"], 0)])
+def test_as_a_module_it_also_answers_before_pytorch_is_imported(script, words, code):
+    command = [sys.executable, "-X", "importtime", "-m", "thunder_mem", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert done.returncode == code and "thunder_mem.command_line.arguments" in imported
+    assert not {"torch", "thunder", "numpy", "rich", "scipy"} & imported
+
+
+@pytest.mark.slow
+def test_thunders_imports_are_silent(script):
+    for module in ("thunder_mem_start", "thunder_mem"):
+        command = [sys.executable, "-m", module, "predict", "train.py:build", "--device", "T4", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0 and done.stderr == "this must not get between the JSON\n", done.stderr
+
+
 def test_names_that_a_script_makes_are_looked_for_when_it_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "made.py").write_text("for i in range(2):\n    globals()[f'build_{i}'] = abs\n")

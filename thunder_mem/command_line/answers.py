@@ -1,4 +1,4 @@
-"""From the command line's arguments to an exit code."""
+"""From the command line's options to an exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pathlib
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,7 +20,6 @@ import rich.console
 import torch
 
 from thunder_mem.analysis.frontier_page import frontier_page
-from thunder_mem.command_line.arguments import read_words
 from thunder_mem.command_line.output import (
     frontier_json,
     frontier_tables,
@@ -57,7 +56,7 @@ from thunder_mem.report.sections import headline, sections
 from thunder_mem.user_choices.config import parse_config
 from thunder_mem.user_choices.offload import parse_offload
 
-__all__ = ["answer", "main"]
+__all__ = ["answer"]
 
 FITS, DOES_NOT_FIT, USAGE = 0, 1, 2
 
@@ -66,12 +65,6 @@ class _Answering(Protocol):
     """Compiles and predicts the command's program, as a stage of that name."""
 
     def __call__(self, name: str, *, plain: bool) -> Outcome: ...
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `thunder-mem` with the given arguments, by default the process' own; return the exit code."""
-    options = read_words(arguments)
-    return options if isinstance(options, int) else answer(options)
 
 
 def answer(options: argparse.Namespace) -> int:
