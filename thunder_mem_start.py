@@ -29,7 +29,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         if not options.debug:
             warnings.simplefilter("ignore")
-        from thunder_mem.command_line.main import answer
+        from thunder_mem.command_line.answers import answer
     return answer(options)
 
 

@@ -27,6 +27,7 @@ _ENVIRONMENT = {
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     "PYTHONWARNINGS": "ignore",
     "TORCH_LOGS": "-all",
+    "THUNDER_MEM_PROGRESS": "0",
 }
 
 

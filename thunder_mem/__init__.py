@@ -1,7 +1,15 @@
 """thunder_mem: make programs compiled by lightning-thunder use less memory."""
 
+import sys
 from importlib.metadata import version
 
+# Python locates `python -m thunder_mem`, for which it imports this first.
+if sys.argv[:1] == ["-m"] and "thunder_mem" in sys.orig_argv:
+    from thunder_mem.command_line.arguments import before_imports
+
+    before_imports()
+
+# isort: split
 import thunder_mem._versions  # noqa: F401 - first: it says what to do where the rest cannot be imported
 
 # isort: split
@@ -10,6 +18,7 @@ from thunder_mem.analysis.capacity import fits, largest_batch, largest_sequence
 from thunder_mem.analysis.estimate import estimate
 from thunder_mem.analysis.frontier import memory_time_frontier
 from thunder_mem.analysis.recompute_table import recompute_table
+from thunder_mem.comparison.compare import compare
 from thunder_mem.distributed.agreement import RanksDifferError
 from thunder_mem.memory.graph import Graph, GraphError, Op, Storage
 from thunder_mem.memory.what_if import WhatIf
@@ -49,6 +58,7 @@ __all__ = [
     "Tiles",
     "WhatIf",
     "chunked",
+    "compare",
     "estimate",
     "explain",
     "fits",

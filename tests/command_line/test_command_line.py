@@ -289,7 +289,7 @@ def test_inputs_from_the_command_line(run):
 
 def test_explain_writes_what_it_is_asked_for(run, script):
     files = ["--html", "report.html", "--save", "snapshot.pickle", "--save", "report.json"]
-    code, out, err = run("explain", "train.py:build", *files, *PLAIN)
+    code, out, err = run("explain", "train.py:build", "--detail", *files, *PLAIN)
     assert code == 0 and "Alive at the peak" in out and "How to get lower" in out
     assert err == "this must not get between the JSON\n"
     report = json.loads((script / "report.json").read_text())
@@ -300,6 +300,17 @@ def test_explain_writes_what_it_is_asked_for(run, script):
     assert (data["peak_bytes"], data["budget_bytes"], data["fits"]) == (report["peak_bytes"], 2**30, True)
     assert data["optimality"] and data["tenants"]
     assert json.loads(run("explain", "train.py:build", "--json", "--no-bounds", *PLAIN)[1])["optimality"] == []
+
+
+def test_explain_prints_five_lines(run):
+    code, out, _ = run("explain", "train.py:build", *PLAIN)
+    assert code == 0 and len(out.splitlines()) == 5
+    first, when, holders, *ways = out.splitlines()
+    assert "; eager PyTorch " in first and "; Thunder alone " in first
+    assert when.startswith("  in the backward, at ") and "module 0 " in holders
+    assert all(way.startswith("  up to ") and ":" in way for way in ways)
+    on_gpu = run("explain", "train.py:build", "--device", "T4", "--budget", "1GiB", *PLAIN)[1]
+    assert "on the GPU\n" in on_gpu and on_gpu.count("headroom") == 2
 
 
 def test_explain_has_one_headroom(run):
@@ -313,7 +324,7 @@ def test_explain_has_one_headroom(run):
 
 
 def test_explain_of_a_step_without_memefficient(run):
-    code, out, _ = run("explain", "train.py:step", "--plain", *PLAIN)
+    code, out, _ = run("explain", "train.py:step", "--plain", "--detail", *PLAIN)
     assert code == 0
     assert "MemEfficient made no plan" in out and "optimizer" in out
 
@@ -325,6 +336,34 @@ def test_plan_is_before_and_after(run):
     data = json.loads(run("plan", "train.py:chain", "--device", "T4", "--json")[1])
     assert data["planned"]["peak_bytes"] <= data["thunder_alone"]["peak_bytes"]
     assert "order" in [d["what"] for d in data["plan"]["decisions"]]
+
+
+def test_compare_runs_each_compiler(run, script):
+    code, out, _ = run("compare", "train.py:step", "--html", "page.html", *PLAIN)
+    assert code == 0 and out.startswith("A training step on cpu")
+    assert "MemEfficient" in out and "gradients within" in out
+    assert "Side by side" in (script / "page.html").read_text()
+    code, out, _ = run("compare", "train.py:build", "--json", "--optimizer", "SGD", "--loss", "mean", *PLAIN)
+    data = json.loads(out)
+    ours = data["rows"][-1]
+    assert code == 0 and data["fits"] and data["best"] in ("eager", "Thunder", "MemEfficient")
+    assert [row["name"] for row in data["rows"]] == ["eager", "Thunder", "MemEfficient"]
+    limit = ["--budget", ours["peak_bytes"] - 1]
+    assert run("compare", "train.py:build", "--optimizer", "SGD", "--loss", "mean", *limit, *PLAIN)[0] == 1
+    inputs = ["--input", "16x8", "--input", "8x4"]
+    assert run("compare", "train.py:product", *inputs, *PLAIN)[1].startswith("A forward")
+    assert run("compare", "train.py:product", *inputs, "--grad", *PLAIN)[1].startswith("A training step")
+    assert run("compare", "train.py:product", *inputs, "--grad", "--inference", *PLAIN)[1].startswith("A forward")
+
+
+def test_compare_takes_torch_compile_and_refuses_what_is_compiled(run, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda fn: lambda *args: 1 / 0)
+    code, out, _ = run("compare", "train.py:build", "--torch-compile", "--json", *PLAIN)
+    failures = {row["name"]: row["failure"] for row in json.loads(out)["rows"]}
+    assert code == 0 and failures["torch.compile"] == "ZeroDivisionError: division by zero"
+    code, _, err = run("compare", "train.py:jitted", "--input", "2x64")
+    assert code == 2 and "the model is compiled already" in err
+    assert "unrecognized arguments: --device" in run("compare", "train.py:build", "--device", "T4")[2]
 
 
 WRONG = {
@@ -451,7 +490,10 @@ def test_whatever_is_wrong_with_a_command(run, script, words, message):
     "words, says",
     [
         (["predict", "train.py:build"], ("Phases", "Alive at the peak", "of the budget")),
-        (["explain", "train.py:build", "--no-bounds"], ("Alive at the peak", "How to get lower", "into the budget")),
+        (
+            ["explain", "train.py:build", "--no-bounds", "--detail"],
+            ("Alive at the peak", "How to get lower", "into the budget"),
+        ),
         (["plan", "train.py:build"], ("Thunder alone", "Before and after each decision", "of the budget")),
         (["frontier", "train.py:chain", "--points", "2"], ("Memory against time", "budget=", "of the budget")),
     ],
@@ -511,12 +553,13 @@ def test_help_teaches(run):
     assert code == 0 and "H100-80GB" in out and "--budget SIZE" in out
 
 
-def test_a_bar_on_a_terminal_and_silence_elsewhere(run, monkeypatch):
+def test_stages_on_a_terminal_and_silence_elsewhere(run, monkeypatch):
     _, out, err = run("predict", "train.py:build", *PLAIN)
     assert err == "this must not get between the JSON\n" and "\x1b" not in out
     monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes the stream for a terminal
+    monkeypatch.setenv("THUNDER_MEM_PROGRESS", "1")
     _, out, err = run("predict", "train.py:build", *PLAIN)
-    assert "compiling and predicting" in err and "2/2" in err
+    assert "running train.py:build" in err and "\x1b" in err
     assert "\x1b" in out
 
 
@@ -563,6 +606,23 @@ def test_what_is_mistyped_is_answered_before_pytorch_is_imported(script, words, 
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, env=environment)
     assert done.returncode == code and message in done.stderr and done.stderr.count("\n") == (code == 2), done.stderr
+
+
+@pytest.mark.parametrize("words, code", [(["predic", "train.py:build"], 2), (["--help"], 0)])
+def test_as_a_module_it_also_answers_before_pytorch_is_imported(script, words, code):
+    command = [sys.executable, "-X", "importtime", "-m", "thunder_mem", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert done.returncode == code and "thunder_mem.command_line.arguments" in imported
+    assert not {"torch", "thunder", "numpy", "rich", "scipy"} & imported
+
+
+@pytest.mark.slow
+def test_thunders_imports_are_silent(script):
+    for module in ("thunder_mem_start", "thunder_mem"):
+        command = [sys.executable, "-m", module, "predict", "train.py:build", "--device", "T4", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0 and done.stderr == "this must not get between the JSON\n", done.stderr
 
 
 def test_names_that_a_script_makes_are_looked_for_when_it_runs(tmp_path, monkeypatch):

@@ -143,7 +143,7 @@ def figures():
     with simulate("H100-80GB"), torch.device("cuda"):
         model, tokens, targets = Looped(), *(torch.zeros(512, dtype=torch.long) for _ in range(2))
         jitted = thunder.jit(model, transforms=[MemEfficient(strict=True)])
-        report = explain(jitted, tokens, targets, bounds=False)
+        report = explain(jitted, tokens, targets, bounds=False, detail=True)
         frontier = memory_time_frontier(model, tokens, targets, points=1)
     return last_plan(jitted).candidate.peak_bytes, report, frontier
 

@@ -45,7 +45,7 @@ class Stack(nn.Module):
 def planned() -> Report:
     jitted = thunder.jit(Blocks(), executors=[], transforms=[MemEfficient()])
     jitted(torch.randn(8, 16))
-    return explain(jitted, budget=2**20)
+    return explain(jitted, budget=2**20, detail=True)
 
 
 @functools.cache
@@ -53,12 +53,14 @@ def unplanned() -> Report:
     """Thunder alone, with the kernels that `MemEfficient` adds where nothing fuses."""
     jitted = thunder.jit(Blocks(), executors=["mem_attention", "mem_kernels"])
     jitted(torch.randn(8, 16))
-    return explain(jitted)
+    return explain(jitted, detail=True)
 
 
 @functools.cache
 def stacked() -> Report:
-    return explain(thunder.jit(Stack(), executors=[], transforms=[MemEfficient()]), torch.randn(256, 16), bounds=False)
+    return explain(
+        thunder.jit(Stack(), executors=[], transforms=[MemEfficient()]), torch.randn(256, 16), bounds=False, detail=True
+    )
 
 
 def synthetic(ops: int, seed: int = 0, name: str = "op") -> Prediction:

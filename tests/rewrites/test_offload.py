@@ -125,7 +125,7 @@ def test_a_simulated_gpu_offloads_to_pinned_memory_that_does_not_count():
         assert max(found.phase(half).peak_bytes for half in ("forward", "backward")) <= budget
         assert found.host_bytes == plan.budget.host_bytes == len(plan.budget.offloaded) * 2**24  # of 12,288,000
         forward, backward = thunder.last_traces(tight)[-1], thunder.last_backward_traces(tight)[-1]
-        report = str(explain(tight, x))
+        report = str(explain(tight, x, detail=True))
     assert {b.sym.name for b in transfers(forward)} == {"offload", "offload_wait"}
     assert {b.sym.name for b in transfers(backward)} == {"prefetch", "prefetch_wait"}
     assert {b.args[1] for b in transfers(backward) if b.sym.name == "prefetch"} == {"cuda:0"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import thunder_mem
 from thunder_mem import MemEfficient, explain, memory_time_frontier
-from thunder_mem.command_line.main import main
+from thunder_mem.command_line import main
 from thunder_mem.command_line.program import UsageError, parse_input
 from thunder_mem.costs.measured import _load
 from thunder_mem.partition.budget import parse_budget

@@ -1,9 +1,24 @@
 """`thunder-mem`: predict a program's memory from the shell; see `thunder-mem --help`.
 
 `arguments.py` has the options, and `program.py` makes a program from a script's function or factory. `predictions.py`
-compiles and predicts it. `output.py` formats the output. `main.py` joins them and returns an exit code.
+compiles and predicts it. `output.py` formats the output. `answers.py` joins them and returns an exit code. Importing
+this package imports none of them, as the options are read before PyTorch.
 """
 
-from thunder_mem.command_line.main import main
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 __all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `thunder-mem` with the given arguments, by default the process' own; return the exit code."""
+    from thunder_mem.command_line.arguments import read_words
+
+    options = read_words(arguments)
+    if isinstance(options, int):
+        return options
+    from thunder_mem.command_line.answers import answer
+
+    return answer(options)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,7 +20,7 @@ from thunder_mem.memory.device_specs import DEVICES, device_spec
 from thunder_mem.memory.outside_input import quoted, whole_number
 from thunder_mem.memory.units import parse_bytes
 
-__all__ = ["make_parser", "read_words", "split_target"]
+__all__ = ["before_imports", "make_parser", "read_words", "split_target"]
 
 _DESCRIPTION = """\
 Know the peak of a PyTorch program before it runs, on any machine. thunder-mem compiles it by
@@ -30,6 +32,7 @@ nothing runs.
   thunder-mem explain train.py:build --html report.html     what holds the peak, and why
   thunder-mem plan    train.py:build --html plan.html       what MemEfficient changes, before and after
   thunder-mem frontier train.py:build --save frontier.png   the time that every amount of memory costs
+  thunder-mem compare train.py:build --torch-compile        a step under each compiler, measured on this machine
 """
 
 _EPILOG = """\
@@ -91,6 +94,15 @@ def read_words(words: Sequence[str] | None) -> argparse.Namespace | int:
         return 0 if exit_.code in (0, None) else 2
 
 
+def before_imports() -> None:
+    """In `python -m thunder_mem`: answer at once what needs no PyTorch, and otherwise silence the imports to come."""
+    options = read_words(None)
+    if isinstance(options, int):
+        sys.exit(options)
+    if not options.debug:
+        warnings.simplefilter("ignore")
+
+
 def split_target(target: str) -> tuple[str, str]:
     """The file and the name of a target.
 
@@ -143,9 +155,10 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         (
             "explain",
-            "what holds the peak, since which operation, and why",
-            "Explain the peak: which values are alive and why, which lines made them, what was decided, how far the\n"
-            "peak is from a lower bound over all orders, and how to get lower.",
+            "what holds the peak, and how to get lower",
+            "Explain the peak in five lines: how much, when and at which line, held by which modules, and as code the\n"
+            "two ways to less with the most at stake. --detail, --html and --save have everything: which values are\n"
+            "alive and why, what was decided, how far the peak is from a lower bound over all orders, and all advice.",
         ),
         (
             "plan",
@@ -157,6 +170,13 @@ def make_parser() -> argparse.ArgumentParser:
             "the time that every amount of memory costs",
             "Plan forward and backward from no recomputation to the smallest peak, and show the peak of each plan\n"
             "against its time by the roofline. With --budget or --device: whether any of them fits.",
+        ),
+        (
+            "compare",
+            "a step in eager PyTorch and under each compiler, measured",
+            "Run a step in eager PyTorch, under Thunder alone and with MemEfficient, on this machine: peak memory,\n"
+            "time, and the largest difference of results and gradients from eager. Without --loss, the loss is the\n"
+            "sum of all results. This command runs the program.",
         ),
     ):
         command = commands.add_parser(
@@ -182,7 +202,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         help="an argument of zeros, such as 8x3x224x224, 1x16384:int64 or mask=16x16:bool; once for each",
     )
     program.add_argument("--grad", action="store_true", help="floating-point inputs also require gradients")
-    if name != "frontier":
+    if name not in ("frontier", "compare"):
         program.add_argument(
             "--fx",
             action="store_true",
@@ -193,7 +213,21 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     else:
         _add_step_options(program)
     machine = command.add_argument_group("the machine")
-    machine.add_argument("--device", type=_checked(lambda text: device_spec(text).name), metavar="NAME", help=_DEVICE)
+    if name == "compare":
+        command.set_defaults(device=None, fx=False, accumulate=1)
+        machine.add_argument("--torch-compile", action="store_true", help="compare torch.compile, too")
+    else:
+        if name != "frontier":
+            program.add_argument(
+                "--accumulate",
+                type=_checked(_count),
+                default=1,
+                metavar="N",
+                help="microbatches of a step (default: 1)",
+            )
+        machine.add_argument(
+            "--device", type=_checked(lambda text: device_spec(text).name), metavar="NAME", help=_DEVICE
+        )
     machine.add_argument(
         "--budget",
         type=_checked(parse_bytes),
@@ -219,7 +253,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         help="the fusion executor: mem_pointwise (Inductor), nvFuser, Thunder's torchcompile, or none. The default "
         "with --device is mem_pointwise, and otherwise Thunder's own on this machine, else mem_pointwise",
     )
-    if name not in ("plan", "frontier"):
+    if name not in ("plan", "frontier", "compare"):
         machine.add_argument("--plain", action="store_true", help="compile with Thunder alone, without MemEfficient")
     output = command.add_argument_group("the output")
     output.add_argument("--json", action="store_true", help="print one JSON object for other programs")
@@ -233,6 +267,9 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             default=[],
             metavar="FILE",
             help="also write it as .html, .txt, .json, .png, .svg, or as a .pickle for PyTorch's memory viewer",
+        )
+        output.add_argument(
+            "--detail", action="store_true", help="print everything, instead of five lines; files have everything"
         )
         output.add_argument("--no-bounds", action="store_true", help="omit the lower bound, which can take minutes")
     if name == "frontier":
@@ -262,15 +299,12 @@ def _add_step_options(program: argparse._ArgumentGroup) -> None:
     program.add_argument(
         "--optimizer",
         metavar="NAME",
-        help="predict a whole training step with this optimizer of torch.optim, such as AdamW or SGD",
+        help="a whole training step with this optimizer of torch.optim, such as AdamW or SGD",
     )
     program.add_argument(
         "--loss",
         choices=("sum", "mean"),
         help="the reduction of the model's output to a scalar loss, if the factory gives none",
-    )
-    program.add_argument(
-        "--accumulate", type=_checked(_count), default=1, metavar="N", help="microbatches of a step (default: 1)"
     )
 
 

@@ -16,6 +16,8 @@ from thunder.extend import Executor, get_default_executors
 from thunder_mem.analysis.frontier import memory_time_frontier
 from thunder_mem.analysis.frontier_points import Frontier
 from thunder_mem.command_line.program import Program, UsageError, in_words
+from thunder_mem.comparison.compare import compare
+from thunder_mem.comparison.result import Comparison
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx
 from thunder_mem.memory.device_specs import DeviceSpec
 from thunder_mem.memory.plan import Plan
@@ -29,7 +31,15 @@ from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.transforms import MemEfficient
 
-__all__ = ["Outcome", "Question", "ask", "limits_of", "machine", "survey"]
+__all__ = [
+    "Outcome",
+    "Question",
+    "ask",
+    "compare_compilers",
+    "limits_of",
+    "machine",
+    "survey",
+]
 
 _BUDGET = "the budget"
 
@@ -164,6 +174,34 @@ def survey(
         with _telling_whose_fault(lambda: predict(alone, *program.args, kwargs=program.kwargs)):
             return memory_time_frontier(model, *program.args, kwargs=program.kwargs, points=points, offload=offload)
     return memory_time_frontier(model, *program.args, kwargs=program.kwargs, points=points, offload=offload)
+
+
+def compare_compilers(
+    program: Program,
+    question: Question,
+    torch_compile: bool,
+) -> Comparison:
+    """The program under several compilers, run on this machine.
+
+    Args:
+        program: not jitted.
+        question: its optimizer, loss, fusion executor, budget and options of `MemEfficient`.
+        torch_compile: `torch.compile`, too.
+
+    Raises:
+        UsageError: the optimizer cannot be made.
+        TypeError, ValueError: as `compare`.
+    """
+    return compare(
+        program.model,
+        *program.args,
+        kwargs=program.kwargs,
+        loss_fn=_loss(program, question.loss),
+        optimizer=_optimizer(program, program.model, question.optimizer),
+        mem_efficient=_mem_efficient(question.options, question.budget_bytes),
+        executors=_executors(question.fusion),
+        torch_compile=torch_compile,
+    )
 
 
 def _mem_efficient(options: Mapping[str, str], budget_bytes: int | None = None) -> MemEfficient:

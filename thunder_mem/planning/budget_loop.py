@@ -9,6 +9,7 @@ from thunder_mem.memory.plan import BudgetOutcome, Decision, Plan
 from thunder_mem.partition.budget_search import PartitionChoice, SavingProblem, fit_budget
 from thunder_mem.partition.offload_search import fit_with_offload
 from thunder_mem.planning.program import Planned
+from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.host_transfers import offloaded_names
 
 __all__ = ["within_budget"]
@@ -44,8 +45,9 @@ def within_budget(
             return final
     target_bytes = budget_bytes
     tried: dict[tuple[frozenset[int], frozenset[int]], tuple[Planned, Planned, PartitionChoice]] = {}
-    for _ in range(_ATTEMPTS):
-        fit = (fit_budget if problem.moves is None else fit_with_offload)(problem, target_bytes)
+    for attempt in range(1, _ATTEMPTS + 1):
+        with stage(f"searching within the budget, attempt {attempt} of {_ATTEMPTS} at most"):
+            fit = (fit_budget if problem.moves is None else fit_with_offload)(problem, target_bytes)
         choice = fit.rebuilt, fit.offloaded
         if choice in tried:
             break

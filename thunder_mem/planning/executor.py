@@ -29,6 +29,8 @@ from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.pipeline import lower_plan
 from thunder_mem.planning.program import with_checkpoints
 from thunder_mem.planning.record import note_plan, noted_program
+from thunder_mem.regions.region_kernels import region_function_of
+from thunder_mem.rendering.progress import stage
 from thunder_mem.trace.verification import VerificationError, verify_final, verify_rewrite
 
 __all__ = [
@@ -112,10 +114,13 @@ class PlanningExecutor(FusionExecutor):
 def _planned(trace: TraceCtx, session: _Session) -> TraceCtx:
     start = time.perf_counter_ns()
     whole = None if session.whole is None else partial(session.whole.unfused, get_compile_data())
-    planned = lower_plan(trace, whole, session.executors, session.options)
+    with stage("planning"):
+        planned = lower_plan(trace, whole, session.executors, session.options)
     session.plan = planned.plan
     note_plan(planned.plan, took_ms=(time.perf_counter_ns() - start) // 1_000_000)
     assert planned.final is not None
+    for function in filter(None, map(region_function_of, planned.final.bound_symbols)):
+        function.expect()
     return planned.final
 
 

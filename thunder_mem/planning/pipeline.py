@@ -47,6 +47,7 @@ from thunder_mem.planning.program import (
 )
 from thunder_mem.planning.refine import refined
 from thunder_mem.planning.stages import carried_out
+from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.updates import with_updates
 from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_words
 from thunder_mem.runtime.scratch_cache import save_tables
@@ -90,11 +91,13 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
     planned = _fitting(trace, executors, options, given, start)
     assert planned.arranged is not None and planned.final is not None
     if is_verified(planned.original, planned.plan.fingerprint, options.verify):
-        verify_rewrite(planned.original, planned.arranged)
+        with stage("planning: verification"):
+            verify_rewrite(planned.original, planned.arranged)
     elif options.verify is not False:  # cheap for traces of any length
         verify_final(planned.arranged)
     plan = replace(planned.plan, refused=(*options.refused, *buckets_not_built(), *planned.plan.refused))
-    plan = with_kernels(plan, planned.final)
+    with stage("planning: kernels of regions"):
+        plan = with_kernels(plan, planned.final)
     save_tables()
     return replace(planned, plan=plan)
 
@@ -190,7 +193,8 @@ def plan_program(program: Program, finish: Finish) -> Planned:
         finish: gives a plan its final trace and that trace's peaks, which decide about a budget.
     """
     options, source = program.options, program.source
-    best, _ = choose_partition(program)
+    with stage("planning: what to save"):
+        best, _ = choose_partition(program)
     if options.budget is None:
         return finish(best)
     problem, device = saving_problem(program), device_of(source)

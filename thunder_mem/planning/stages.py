@@ -16,6 +16,7 @@ from thunder_mem.fusion.arrangement import peaks_of
 from thunder_mem.memory.plan import Plan
 from thunder_mem.planning.collective_stages import with_overlap
 from thunder_mem.planning.program import Planned, Program, device_of
+from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.buffer_reuse import reuse_and_sort, with_reuse
 from thunder_mem.rewrites.transfer_scheduling import schedule_transfers, with_transfers
 from thunder_mem.tiling.chunk_resizing import fit_loops, with_fitted_loops
@@ -93,8 +94,9 @@ def carried_out(program: Program, planned: Planned, given: TraceCtx, start: int)
     first = emit(planned.source, planned.trace, plan, executors, note)
     graph = read_trace(first).graph
     emitted = Emitted(program, given, first, plan.with_peaks(*peaks_of(graph, range(len(graph)))))
-    for stage in STAGES:
-        emitted = stage(emitted)
+    for step in STAGES:
+        with stage(f"planning: {step.__name__.replace('_', ' ')}"):
+            emitted = step(emitted)
     final, plan = emitted.trace, emitted.plan
     plan = replace(plan, regions=regions_in_order(plan.regions, first, final))
     if fitted := fit_loops(final, emitted.budget_bytes):

@@ -31,6 +31,7 @@ from thunder_mem.prediction.replay import Block, Event, Ledger, PredictionError,
 from thunder_mem.prediction.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.prediction.tangents import checked_tangents, fill_with_zeros, passed_through
 from thunder_mem.regions.fake_regions import empty_like_proxy
+from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.scratch_cache import save_tables
 from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.trace.missing_tangents import makes_missing_tangents
@@ -348,7 +349,8 @@ def compiled_entry(
         return entry, inputs, ["inputs are dense and share no memory"]
     grad_enabled = torch.is_grad_enabled()
     try:
-        entry, inputs, _ = data.get_computation_and_inputs(*args, **kwargs)
+        with stage("tracing by Thunder"):
+            entry, inputs, _ = data.get_computation_and_inputs(*args, **kwargs)
     except Exception as error:
         if type(error).__module__.startswith("thunder_mem."):
             raise  # errors of this package explain themselves

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from thunder.core import devices, dtypes
@@ -48,6 +49,7 @@ from thunder_mem.regions.inplace_outputs import (
 from thunder_mem.regions.pairwise_sums import split_long_sums
 from thunder_mem.regions.region_inlining import inlining_options
 from thunder_mem.regions.region_outputs import return_whole_results
+from thunder_mem.rendering.progress import stage
 from thunder_mem.trace.op_traits import MemoryTraits
 
 __all__ = ["MAX_VARIANTS", "CompileWarning", "RegionFunction", "literal"]
@@ -64,6 +66,8 @@ _INDUCTOR_OPTIONS = {
 }
 
 
+# The regions of final traces that were not compiled yet, and those in compilation.
+_expected: WeakSet[RegionFunction] = WeakSet()
 # Recursive, because tracing a region for the first time may call another one.
 _lock = threading.RLock()
 
@@ -115,6 +119,11 @@ class RegionFunction:
         self._only_tensors = bool(inputs) and all(isinstance(x, TensorProxy) for x in inputs)
         self._only_views = all(leaf.sym.id in VIEWS for leaf in leaves)
 
+    def expect(self) -> None:
+        """Count this region among those left to compile, unless it was compiled already."""
+        if not self._variants and not self._only_views:
+            _expected.add(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionFunction:
         return self
 
@@ -165,6 +174,16 @@ class RegionFunction:
         unfused = self._unfused or self._build_unfused()
         if self._only_views:
             return unfused
+        _expected.add(self)
+        try:
+            with stage(f"compiling regions, {len(_expected)} left"):
+                return self._compile(unfused, args, flag)
+        finally:
+            _expected.discard(self)
+
+    def _compile(
+        self, unfused: Callable[[list[Any]], Any], args: tuple[Any, ...], flag: torch.Tensor | None
+    ) -> Callable[[list[Any]], Any]:
         if self._writing is None or self.reuse is None or not fits(unfused, args, self.reuse):
             return _compile(unfused, args)
         given = flag if flag is not None else never(next(a.device for a in args if isinstance(a, torch.Tensor)))

@@ -28,7 +28,7 @@ from thunder_mem.prediction.fake_twins import Twins, Watch
 from thunder_mem.prediction.predict import Prediction
 from thunder_mem.prediction.replay import Ledger
 
-__all__ = ["Eager", "about_eager", "follow_eager"]
+__all__ = ["Eager", "about_eager", "eager_memory", "follow_eager", "why_above"]
 
 _SCENERY = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.UPDATE_ALIASES}
 _FUNCTIONS: dict[str, list[Callable[..., Any]]] = {}
@@ -50,30 +50,39 @@ class Eager:
     saved_bytes: int
 
 
-def about_eager(trace: TraceCtx, prediction: Prediction) -> tuple[str, ...]:
-    """A sentence that a compiled program needs more than eager PyTorch, with the reason; nothing if it does not.
+def eager_memory(trace: TraceCtx, prediction: Prediction) -> Eager | None:
+    """The memory of eager PyTorch for the call of a prediction; None where it is not known.
 
     Args:
-        trace: its computation before autograd.
-        prediction: of the same call.
+        trace: the call's computation before autograd.
+        prediction: of the compiled call.
     """
     if prediction.device_type != "cpu" or set(prediction.phases) - {"forward", "backward"}:
-        return ()
+        return None
     try:
-        eager = follow_eager(trace, backward="backward" in prediction.phases)
+        return follow_eager(trace, backward="backward" in prediction.phases)
     except Exception:  # the comparison is optional, and its functions may be any
+        return None
+
+
+def about_eager(eager: Eager, prediction: Prediction) -> tuple[str, ...]:
+    """A sentence that a compiled program needs more than eager PyTorch, with the reason; nothing if it does not."""
+    if not (why := why_above(eager, prediction)):
         return ()
-    more = prediction.peak_bytes - eager.peak_bytes
+    eagers = f"{size(eager.peak_bytes)} ({eager.peak_bytes:,} bytes)"
+    more_bytes = prediction.peak_bytes - eager.peak_bytes
+    return (f"above eager PyTorch, which needs {eagers}, by {more_bytes:,} bytes: {why}",)
+
+
+def why_above(eager: Eager, prediction: Prediction) -> str:
+    """The reason why a compiled program needs more than eager PyTorch; "" if it does not."""
     event = prediction.peak_event
-    if more <= 0 or event is None:
-        return ()
+    if prediction.peak_bytes <= eager.peak_bytes or event is None:
+        return ""
     saved_bytes = _saved_bytes(prediction)
     if saved_bytes > eager.saved_bytes:
-        why = f"the backward receives {size(saved_bytes)} here and {size(eager.saved_bytes)} in eager"
-    else:
-        why = f"no more is saved for the backward, but {event.name} #{event.index} works with more at once"
-    eagers = f"{size(eager.peak_bytes)} ({eager.peak_bytes:,} bytes)"
-    return (f"above eager PyTorch, which needs {eagers}, by {more:,} bytes: {why}",)
+        return f"the backward receives {size(saved_bytes)} here and {size(eager.saved_bytes)} in eager"
+    return f"no more is saved for the backward, but {event.name} #{event.index} works with more at once"
 
 
 def _saved_bytes(prediction: Prediction) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from thunder_mem.memory.units import size
@@ -12,114 +14,164 @@ from thunder_mem.report.layers import ranges
 if TYPE_CHECKING:
     from thunder_mem.report.report import Report, Tenant
 
-__all__ = ["advice"]
+__all__ = ["Advice", "advice"]
 
 # The least share of the peak that is worth advice.
 _WORTH = 0.05
+# A budget that advice names, as a share of the peak, and in how many tiles a tensor may be cut.
+_LESS, _TILES = 0.8, 8
 
 
-def advice(report: Report) -> tuple[tuple[int, str], ...]:
-    """Sentences, each with the bytes at stake in the peak, the largest first.
+@dataclass(frozen=True)
+class Advice:
+    """A way to a lower peak.
 
-    The bytes are those of the storages or of the gap that a sentence is about. They limit its gain, because
-    another operation may then hold the peak (see the next highest hills).
+    Attributes:
+        nbytes: the bytes at stake in the peak, which limit its gain: another operation may then hold the peak (see
+            the next highest hills).
+        text: the advice, with the reason.
+        code: the same as a line of code to paste, or "".
+        short: what the code does, in a few words.
+        share: the part of `nbytes` that the code can free at most.
     """
+
+    nbytes: int
+    text: str
+    code: str = ""
+    short: str = ""
+    share: float = 1.0
+
+
+def advice(report: Report) -> tuple[Advice, ...]:
+    """Ways to a lower peak, the one with the most at stake first."""
     if report.peak is None or not report.peak_bytes:
         return ()
     found = [*_order(report), *_saved(report), *_held(report), *_gradients(report), *_optimizer(report)]
     found += [*_working(report), *_unplanned(report), *_scratch(report)]
-    worth = [entry for entry in found if entry[0] >= _WORTH * report.peak_bytes]
-    return tuple(sorted(worth, key=lambda entry: -entry[0]))
+    worth = [way for way in found if way.nbytes >= _WORTH * report.peak_bytes]
+    return tuple(sorted(worth, key=lambda way: -way.nbytes))
 
 
-def _order(report: Report) -> Iterator[tuple[int, str]]:
+def _order(report: Report) -> Iterator[Advice]:
     assert report.peak is not None
     for o in report.optimality:
         if o.phase == report.peak.phase and o.bound_bytes is not None and not o.proven:
-            yield (
+            yield Advice(
                 o.peak_bytes - o.bound_bytes,
                 f"the gap to the bound: another order of the {o.phase} may exist, "
                 "and MemEfficient(sort='exact') searches longer for it",
+                'MemEfficient(sort="exact")',
+                "searches longer for an order",
             )
 
 
-def _saved(report: Report) -> Iterator[tuple[int, str]]:
+def _saved(report: Report) -> Iterator[Advice]:
     saved_bytes = _of(report, CATEGORIES[1])
     if not saved_bytes:
         return
     largest = max((t for t in report.tenants if t.category == CATEGORIES[1]), key=lambda t: t.nbytes)
-    yield (
+    target = size(round(_LESS * report.peak_bytes)).replace(" ", "")
+    budgeted = report.plan is None or report.plan.budget is not None
+    yield Advice(
         saved_bytes,
         f"saved for the backward, most of it ({size(largest.nbytes)}) {_what(largest)}: "
         "torch.utils.checkpoint around a block keeps its inputs only, and smaller microbatches need less in proportion",
+        "" if budgeted else f'MemEfficient(budget="{target}", on_infeasible="warn")',
+        "costs time",
     )
 
 
-def _held(report: Report) -> Iterator[tuple[int, str]]:
-    state_bytes = sum(t.nbytes for t in report.tenants if t.category == CATEGORIES[0] and t.kind == "optimizer state")
-    kept_bytes = sum(t.nbytes for t in report.tenants if t.category == CATEGORIES[0] and t.kind == "gradient")
+def _held(report: Report) -> Iterator[Advice]:
+    held = [t for t in report.tenants if t.category == CATEGORIES[0]]
+    state_bytes = sum(t.nbytes for t in held if t.kind == "optimizer state")
+    kept_bytes = sum(t.nbytes for t in held if t.kind == "gradient")
     rest_bytes = _of(report, CATEGORIES[0]) - state_bytes - kept_bytes
-    yield (
+    wide_bytes = sum(t.nbytes for t in held if t.kind in ("parameter", "argument") and t.dtype == "float32")
+    yield Advice(
         rest_bytes,
         "parameters and inputs that the caller holds: no plan changes them; a smaller dtype, parameters sharded "
         "over GPUs (FSDP) or inputs that the caller lets go of would",
+        "model.bfloat16()" if report.paths and wide_bytes > rest_bytes // 2 else "",
+        "half the bytes, fewer digits",
+        wide_bytes / (2 * rest_bytes) if rest_bytes else 0.0,
     )
-    yield (
+    yield Advice(
         state_bytes,
         "the optimizer's state: others keep less, or in fewer bits, or sharded",
+        "torch.optim.Adafactor(model.parameters())",
+        "an optimizer with less state",
     )
-    yield kept_bytes, "gradients from before: zero_grad(set_to_none=True) frees them"
+    yield Advice(
+        kept_bytes,
+        "gradients from before: zero_grad(set_to_none=True) frees them",
+        "optimizer.zero_grad(set_to_none=True)",
+        "frees gradients from before",
+    )
 
 
-def _gradients(report: Report) -> Iterator[tuple[int, str]]:
+def _gradients(report: Report) -> Iterator[Advice]:
     gradient_bytes = _of(report, CATEGORIES[2])
-    yield (
+    yield Advice(
         gradient_bytes,
         "gradients that wait for the optimizer: one that steps in the backward "
         "(register_post_accumulate_grad_hook) frees each at once",
+        "for p in model.parameters(): p.register_post_accumulate_grad_hook("
+        "lambda p, o=torch.optim.AdamW([p]): (o.step(), o.zero_grad()))",
+        "steps in the backward",
     )
 
 
-def _optimizer(report: Report) -> Iterator[tuple[int, str]]:
+def _optimizer(report: Report) -> Iterator[Advice]:
     assert report.peak is not None
     if report.peak.phase == "optimizer":
-        nbytes = _of(report, CATEGORIES[3])
-        yield (
-            nbytes,
+        yield Advice(
+            _of(report, CATEGORIES[3]),
             "the optimizer's temporaries: fused=True needs none, foreach=False fewer",
+            "torch.optim.AdamW(model.parameters(), fused=True)",
+            "no temporaries, also for Adam and SGD",
         )
 
 
-def _working(report: Report) -> Iterator[tuple[int, str]]:
+def _working(report: Report) -> Iterator[Advice]:
     assert report.peak is not None
     if report.peak.phase == "optimizer":
         return
     working = [t for t in report.tenants if t.category == CATEGORIES[3]]
     if working:
         largest = max(working, key=lambda t: t.nbytes)
-        yield (
+        rows = math.prod(largest.shape[:-1]) // _TILES
+        yield Advice(
             largest.nbytes,
             f"the largest working tensor, {_what(largest)}: can its line work in pieces, or in a smaller dtype?",
+            f"MemEfficient(tile=Tiles(rows={rows}))" if report.plan is not None and report.paths and rows else "",
+            "token-wise stretches in pieces",
         )
 
 
-def _unplanned(report: Report) -> Iterator[tuple[int, str]]:
+def _unplanned(report: Report) -> Iterator[Advice]:
     movable_bytes = _of(report, CATEGORIES[1]) + _of(report, CATEGORIES[3])
     if report.plan is None and NO_PLAN in report.notes:
-        yield movable_bytes, "compile with transforms=[MemEfficient()]: nothing was planned here"
+        yield Advice(
+            movable_bytes,
+            "compile with transforms=[MemEfficient()]: nothing was planned here",
+            "thunder.jit(model, transforms=[MemEfficient()])",
+            "nothing was planned here",
+        )
     elif report.plan and len(report.plan.regions) > 1 and not any(r.executor for r in report.plan.regions):
-        yield (
+        yield Advice(
             movable_bytes,
             "nothing is fused, so every intermediate result is a tensor: leave `executors` out, or add 'mem_pointwise'",
+            "thunder.jit(model, transforms=[MemEfficient()])",
+            "without executors=",
         )
 
 
-def _scratch(report: Report) -> Iterator[tuple[int, str]]:
+def _scratch(report: Report) -> Iterator[Advice]:
     scratch_bytes = report.prediction.scratch_bytes
     if scratch_bytes:
         most = report.prediction.peak_event
         assert most is not None
-        yield scratch_bytes, f"scratch inside {most.name} #{most.index}, held only while it runs"
+        yield Advice(scratch_bytes, f"scratch inside {most.name} #{most.index}, held only while it runs")
 
 
 def _of(report: Report, category: str) -> int:

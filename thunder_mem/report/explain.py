@@ -10,14 +10,17 @@ import thunder
 import torch
 
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx, left_to_others, why_no_subgraphs
+from thunder_mem.memory.outside_input import quoted
 from thunder_mem.partition.budget import parse_budget
 from thunder_mem.planning.record import last_failure, last_plan
 from thunder_mem.prediction.predict import Prediction, compiled_entry, predict
-from thunder_mem.report.above_eager import about_eager
+from thunder_mem.report.above_eager import about_eager, eager_memory
 from thunder_mem.report.facts import NO_PLAN
 from thunder_mem.report.notes import about_compilation, about_subgraphs
 from thunder_mem.report.optimality import Optimality, optimality
+from thunder_mem.report.owners import parameter_paths
 from thunder_mem.report.report import Report
+from thunder_mem.report.thunder_alone import thunder_peak_bytes
 from thunder_mem.runtime.device_memory import device_memory_bytes
 
 __all__ = ["explain"]
@@ -35,10 +38,12 @@ def explain(
     prediction: Prediction | None = None,
     budget: int | str | None = None,
     bounds: bool = True,
+    detail: bool = False,
 ) -> Report:
     """Explain the memory of a jitted function without running it (apart from single operations, see `predict`).
 
-    On a CPU, the report first says whether the program needs more than eager PyTorch, and why.
+    Printed, the report has five lines: the peak, when and at which line it is, which modules hold it, and as code the
+    two ways to less with the most at stake. On a CPU it also names the peaks of eager PyTorch and of Thunder alone.
 
     Args:
         jitted: the result of `thunder.jit`; with `transforms=[MemEfficient()]` the report also shows the
@@ -55,6 +60,8 @@ def explain(
         bounds: find a lower bound on each phase's peak, which proves an order optimal or limits its distance
             to the optimum. That takes seconds at 3,000 operations. The bound is omitted above that, and for
             phases with operations outside the trace (an eager loss).
+        detail: print everything: why eager PyTorch needs less, the decisions, bounds, what is alive at the peak, and
+            all advice.
 
     Raises:
         TypeError: `jitted` is not a function jitted by Thunder, or `budget` is neither an int nor a string.
@@ -67,6 +74,8 @@ def explain(
         >>> explain(f, torch.zeros(1024)).peak_bytes
         12288
     """
+    if not isinstance(detail, bool):
+        raise TypeError(f"detail is True or False, not {quoted(detail)}")
     if budget is not None:
         parse_budget(budget)  # raise before the long work
     if is_fx(jitted):
@@ -77,7 +86,7 @@ def explain(
             raise ValueError(f"Thunder compiles nothing of this program: {'; '.join(others)}")
         if shown is None:
             raise ValueError(why_no_subgraphs(jitted))
-        report = explain(shown, prediction=prediction, budget=budget, bounds=bounds)
+        report = explain(shown, prediction=prediction, budget=budget, bounds=bounds, detail=detail)
         return replace(report, notes=(*report.notes, *about_subgraphs(jitted)))
     stats: Any = thunder.compile_stats(jitted)
     if thunder.compile_data(jitted) is None or stats is None:
@@ -109,5 +118,17 @@ def explain(
         limit_bytes: int | None = parse_budget(budget, device_memory_bytes(torch.device(prediction.device_type)))
     else:
         limit_bytes = plan.budget.budget_bytes if alone and plan is not None and plan.budget is not None else None
-    above = about_eager(entry.computation_traces[0], prediction) if alone else ()
-    return Report(prediction, plan, tuple(found), limit_bytes, tuple(notes), above)
+    compared = alone and called and plan is not None and not detail
+    eager = eager_memory(entry.computation_traces[0], prediction) if alone else None
+    return Report(
+        prediction,
+        plan,
+        tuple(found),
+        limit_bytes,
+        tuple(notes),
+        above_eager=() if eager is None else about_eager(eager, prediction),
+        eager_bytes=None if eager is None else eager.peak_bytes,
+        thunder_bytes=thunder_peak_bytes(jitted, args, kwargs or {}) if compared else None,
+        paths=parameter_paths(entry.prologue_traces[0]),
+        detail=detail,
+    )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from thunder_mem.memory.plan import Plan
 from thunder_mem.prediction.predict import Prediction
+from thunder_mem.rendering.document import Document
 from thunder_mem.rendering.html import to_html, to_page
 from thunder_mem.rendering.matplotlib import draw
 from thunder_mem.rendering.text import to_rich, to_text
+from thunder_mem.report.brief import brief
 from thunder_mem.report.dataflow import dataflow_svg
 from thunder_mem.report.facts import CATEGORIES, Facts, Place, label
 from thunder_mem.report.layout import document, timeline_view
@@ -109,6 +112,10 @@ class Report:
         budget_bytes: the budget to compare the peak with, if any.
         notes: further notes, in sentences.
         above_eager: a sentence if eager PyTorch is known to need less, with the reason; else empty.
+        eager_bytes, thunder_bytes: the peak of eager PyTorch and of Thunder alone for the same call; None where it is
+            not known. `explain` looks for the latter only for the five lines, as it takes another compilation.
+        paths: a parameter's name in the trace -> its path in the module.
+        detail: print everything, instead of five lines. Files have everything.
     """
 
     prediction: Prediction
@@ -117,6 +124,10 @@ class Report:
     budget_bytes: int | None = None
     notes: tuple[str, ...] = ()
     above_eager: tuple[str, ...] = ()
+    eager_bytes: int | None = None
+    thunder_bytes: int | None = None
+    paths: Mapping[str, str] = field(default_factory=dict)
+    detail: bool = True
     _facts: Facts = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -221,13 +232,16 @@ class Report:
         return self._facts.layers
 
     def __str__(self) -> str:
-        return to_text(document(self))
+        return to_text(self._printed())
 
     def __rich__(self) -> RenderableType:
-        return to_rich(document(self))
+        return to_rich(self._printed())
 
     def _repr_html_(self) -> str:
-        return to_html(document(self))
+        return to_html(self._printed())
+
+    def _printed(self) -> Document:
+        return document(self) if self.detail else Document(brief(self), ())
 
     def to_page(self) -> str:
         """One self-contained HTML page: no scripts, nothing from the network."""
@@ -247,6 +261,8 @@ class Report:
             "assumptions": list(self.prediction.assumptions),
             "notes": list(self.notes),
             "above_eager": list(self.above_eager),
+            "eager_bytes": self.eager_bytes,
+            "thunder_bytes": self.thunder_bytes,
             "peak": None if self.peak is None else asdict(self.peak),
             "runner_ups": [asdict(m) for m in self.runner_ups],
             "phases": [asdict(p) for p in self.phases],
@@ -281,9 +297,9 @@ class Report:
     def save(self, path: str | pathlib.Path) -> None:
         """Write the report to a file, in the form that its ending names.
 
-        `.html` is one self-contained page. `.txt` and `.json` hold `str()` and `to_json()`. `.pickle` opens in
-        PyTorch's memory viewer (https://pytorch.org/memory_viz). `.png` and `.svg` are drawn by `plot`, and
-        `.flow.svg` by `dataflow_svg`.
+        `.html` is one self-contained page. `.txt` holds `str()` with `detail`, and `.json` `to_json()`. `.pickle`
+        opens in PyTorch's memory viewer (https://pytorch.org/memory_viz). `.png` and `.svg` are drawn by `plot`,
+        and `.flow.svg` by `dataflow_svg`.
 
         Raises:
             ValueError: another ending.
@@ -318,7 +334,7 @@ class Report:
         path.write_text(self.to_page(), encoding="utf-8")
 
     def _save_text(self, path: pathlib.Path) -> None:
-        path.write_text(str(self) + "\n", encoding="utf-8")
+        path.write_text(to_text(document(self)) + "\n", encoding="utf-8")
 
     def _save_dataflow(self, path: pathlib.Path) -> None:
         path.write_text(self.dataflow_svg(), encoding="utf-8")

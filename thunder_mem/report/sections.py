@@ -18,7 +18,7 @@ from thunder_mem.report.optimality import Optimality
 if TYPE_CHECKING:
     from thunder_mem.report.report import Moment, Report, Tenant
 
-__all__ = ["about_library", "headline", "sections"]
+__all__ = ["about_library", "headline", "sections", "verdict"]
 
 
 def headline(report: Report) -> tuple[str, ...]:
@@ -39,12 +39,12 @@ def headline(report: Report) -> tuple[str, ...]:
     if any(o.proven and o.phase == peak.phase for o in report.optimality):
         lines.append("no order of these operations is lower: what remains is to save less, recompute more, or chunk")
     lines += about_library(report.prediction)
-    lines += _verdict(report)
+    lines += verdict(report)
     lines += [f"assumed: {a}" for a in prediction.assumptions]
     return (*lines, *report.notes)
 
 
-def _verdict(report: Report) -> tuple[str, ...]:
+def verdict(report: Report) -> tuple[str, ...]:
     """Whether the peak fits the budget, and the headroom; nothing without a budget."""
     if report.headroom_bytes is None or report.budget_bytes is None:
         return ()
@@ -182,6 +182,6 @@ def _refused(report: Report) -> Section | None:
 
 
 def _advice(report: Report) -> Section:
-    rows = tuple((size(nbytes), text) for nbytes, text in advice(report))
+    rows = tuple((size(way.nbytes), way.text) for way in advice(report))
     note = "The bytes are what a line is about: at most so much, as far as the next highest hill allows."
     return Section("How to get lower", ("at stake", "what can be done"), rows, (0,), note)

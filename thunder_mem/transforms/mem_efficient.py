@@ -39,6 +39,7 @@ from thunder_mem.planning.record import current_record, note_program
 from thunder_mem.regions.fusion_executors import fuses_generally
 from thunder_mem.regions.nvfuser import without_broken_nvfuser
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.schedule.registry import SortFunction
@@ -222,18 +223,21 @@ class MemEfficient(ListedTransform):
         executors = _with_kernels(_with_defaults(compile_data.executors_list))
         self._identify(computation_trace, self._asked(user_executors(executors)))
         kernels = mem_kernels_ex in executors
-        computation_trace = prepared = self._prepared(computation_trace, prologue_trace, kernels=kernels)
+        with stage("preparing writes, scalars and checkpoints"):
+            computation_trace = prepared = self._prepared(computation_trace, prologue_trace, kernels=kernels)
         options = self._options
         other = rewriting_after(self, compile_data.transforms)
         if self._chunk and other:
             computation_trace, reason = with_whole_heads(computation_trace, type(self).__name__, other)
             options = replace(options, refused=(Refusal("loss heads", reason),))
         elif self._chunk:
-            computation_trace, options = self._chunked(computation_trace, user_executors(executors))
+            with stage("cutting loss heads into chunks"):
+                computation_trace, options = self._chunked(computation_trace, user_executors(executors))
         untiled, marks = strip_tile_marks(computation_trace)
         if self._tile and not other:
             compile_data.executors_list = executors  # a tile is differentiated with the gradients of the same kernels
-            computation_trace, options = self._tiled(computation_trace, options, user_executors(executors))
+            with stage("cutting stretches into tiles"):
+                computation_trace, options = self._tiled(computation_trace, options, user_executors(executors))
         else:
             computation_trace = with_whole_stretches(computation_trace, type(self).__name__, other)
         options = composed(options, compile_data, computation_trace)

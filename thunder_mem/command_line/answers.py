@@ -1,4 +1,4 @@
-"""From the command line's arguments to an exit code."""
+"""From the command line's options to an exit code."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ import pathlib
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import rich.console
-import rich.progress
 import torch
 
 from thunder_mem.analysis.frontier_page import frontier_page
-from thunder_mem.command_line.arguments import read_words
 from thunder_mem.command_line.output import (
     frontier_json,
     frontier_tables,
@@ -33,63 +31,40 @@ from thunder_mem.command_line.output import (
     verdict_json,
 )
 from thunder_mem.command_line.pages import check_files, plan_page, predict_page
-from thunder_mem.command_line.predictions import Outcome, Question, ask, limits_of, machine, survey
+from thunder_mem.command_line.predictions import (
+    Outcome,
+    Question,
+    ask,
+    compare_compilers,
+    limits_of,
+    machine,
+    survey,
+)
 from thunder_mem.command_line.program import Program, UsageError, in_words, load_target, make_program
+from thunder_mem.comparison.result import OURS
 from thunder_mem.frontend.thunderfx import is_fx
-from thunder_mem.memory.device_specs import device_spec
+from thunder_mem.memory.device_specs import DeviceSpec, device_spec
 from thunder_mem.prediction.library_memory import cublas_workspace_bytes
 from thunder_mem.rendering.document import Section
+from thunder_mem.rendering.html import fragment, page
+from thunder_mem.rendering.progress import Progress, showing, stage, wanted
 from thunder_mem.rendering.text import plain as as_text
 from thunder_mem.rendering.text import wrapped
 from thunder_mem.report import explain
+from thunder_mem.report.brief import brief
 from thunder_mem.report.sections import headline, sections
 from thunder_mem.user_choices.config import parse_config
 from thunder_mem.user_choices.offload import parse_offload
 
-__all__ = ["answer", "main"]
+__all__ = ["answer"]
 
 FITS, DOES_NOT_FIT, USAGE = 0, 1, 2
 
 
 class _Answering(Protocol):
-    """Compiles and predicts the command's program, as a step of the bar."""
+    """Compiles and predicts the command's program, as a stage of that name."""
 
     def __call__(self, name: str, *, plain: bool) -> Outcome: ...
-
-
-class _Steps:
-    """A progress bar on the standard error if that is a terminal; else nothing."""
-
-    def __init__(self, count: int) -> None:
-        console = rich.console.Console(stderr=True)
-        columns = (
-            rich.progress.SpinnerColumn(),
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(bar_width=24),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TimeElapsedColumn(),
-        )
-        self._bar = rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=count)
-
-    @contextlib.contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        self._bar.update(self._task, description=name)
-        yield
-        self._bar.advance(self._task)
-
-    def __enter__(self) -> _Steps:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `thunder-mem` with the given arguments, by default the process' own; return the exit code."""
-    options = read_words(arguments)
-    return options if isinstance(options, int) else answer(options)
 
 
 def answer(options: argparse.Namespace) -> int:
@@ -173,33 +148,35 @@ def _work(options: argparse.Namespace) -> _Answer:
     asked = _asked(options)
     if asked and getattr(options, "plain", False):
         raise UsageError(f"--{next(iter(asked))} is for MemEfficient, which --plain leaves out: give one of them")
-    command = {"predict": _predict, "explain": _explain, "plan": _plan, "frontier": _frontier}[options.command]
-    steps = {"predict": 2, "explain": 3, "plan": 3, "frontier": 2}[options.command]
-    with _Steps(steps) as bar, machine(options.device, options.fusion) as spec:
-        with bar.step(f"running {options.target}"):
+    commands = {"predict": _predict, "explain": _explain, "plan": _plan, "frontier": _frontier, "compare": _compare}
+    # A command takes seconds anyway, so it shows from the start what it does.
+    shown = showing(Progress(rich.console.Console(stderr=True), after_s=0.0)) if wanted() else contextlib.nullcontext()
+    with shown, machine(options.device, options.fusion) as spec:
+        with stage(f"running {options.target}"):
             found = load_target(options.target)
             program = make_program(options.target, found, options.input, grad=options.grad)
 
         def answer(name: str, *, plain: bool) -> Outcome:
-            with bar.step(name):
-                return ask(
-                    program,
-                    Question(
-                        fusion=options.fusion,
-                        plain=plain,
-                        optimizer=options.optimizer,
-                        loss=options.loss,
-                        accumulate=options.accumulate,
-                        inference=options.inference,
-                        spec=spec,
-                        budget_bytes=options.budget,
-                        options=asked,
-                        fx=options.fx,
-                        parts=options.command == "explain",
-                    ),
-                )
+            with stage(name):
+                return ask(program, _question(options, spec, plain=plain))
 
-        return command(options, program, answer, bar)
+        return commands[options.command](options, program, answer)
+
+
+def _question(options: argparse.Namespace, spec: DeviceSpec | None, *, plain: bool = False) -> Question:
+    return Question(
+        fusion=options.fusion,
+        plain=plain,
+        optimizer=options.optimizer,
+        loss=options.loss,
+        accumulate=options.accumulate,
+        inference=options.inference,
+        spec=spec,
+        budget_bytes=options.budget,
+        options=_asked(options),
+        fx=options.fx,
+        parts=options.command == "explain",
+    )
 
 
 def _asked(options: argparse.Namespace) -> dict[str, str]:
@@ -208,31 +185,35 @@ def _asked(options: argparse.Namespace) -> dict[str, str]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _predict(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
+def _predict(options: argparse.Namespace, program: Program, answer: _Answering) -> _Answer:
     found = answer("compiling and predicting", plain=options.plain)
     lines, tables = predict_tables(found)
     return _Answer(found.fits, predict_json(found), lines, tables, lambda: predict_page(found, lines, tables))
 
 
-def _explain(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
+def _explain(options: argparse.Namespace, program: Program, answer: _Answering) -> _Answer:
     found = answer("compiling and predicting", plain=options.plain)
-    with bar.step("explaining" if options.no_bounds else "looking for lower bounds"):
+    with stage("explaining" if options.no_bounds else "looking for lower bounds"):
         called = is_fx(found.jitted)  # and has its arguments
+        # Without a prediction, `explain` also looks for the peaks of eager PyTorch and of Thunder alone.
+        is_call = not (called or options.device or set(found.prediction.phases) - {"forward", "backward"})
         report = explain(
             found.jitted,
             *(() if called else program.args),
             kwargs=None if called else program.kwargs,
-            prediction=found.prediction,
+            prediction=None if is_call else found.prediction,
             budget=options.budget or found.own_budget_bytes,
             bounds=not options.no_bounds,
+            detail=options.detail,
         )
     # The report itself covers the budget.
     report = replace(report, notes=(*verdict(found.beside_the_budget()), *report.notes))
     data = {**report.to_json(), **verdict_json(found)}
-    return _Answer(found.fits, data, headline(report), sections(report), report.to_page, report.save)
+    lines, tables = (headline(report), sections(report)) if report.detail else (brief(report), ())
+    return _Answer(found.fits, data, lines, tables, report.to_page, report.save)
 
 
-def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
+def _plan(options: argparse.Namespace, program: Program, answer: _Answering) -> _Answer:
     if program.is_jitted:
         raise UsageError(f"{options.target} is jitted already, so there is no before and after: name the model itself")
     alone = answer("compiling by Thunder alone", plain=True)
@@ -242,12 +223,12 @@ def _plan(options: argparse.Namespace, program: Program, answer: _Answering, bar
     return _Answer(planned.fits, plan_json(alone, planned), lines, tables, page)
 
 
-def _frontier(options: argparse.Namespace, program: Program, answer: _Answering, bar: _Steps) -> _Answer:
+def _frontier(options: argparse.Namespace, program: Program, answer: _Answering) -> _Answer:
     spec = device_spec(options.device) if options.device else None
     # Two threads with a handle of cuBLAS each, as in any training step with products.
     library_bytes = 2 * cublas_workspace_bytes(spec.capability) if spec is not None else 0
     limits = limits_of(spec, options.budget, library_bytes)
-    with bar.step("planning from no recomputation to the smallest peak"):
+    with stage("planning from no recomputation to the smallest peak"):
         frontier = survey(
             program, options.fusion, bool(options.device), options.points, options.offload, _asked(options)
         )
@@ -255,6 +236,16 @@ def _frontier(options: argparse.Namespace, program: Program, answer: _Answering,
     lines, tables = frontier_tables(frontier, limits)
     page = functools.partial(frontier_page, frontier, lines[1:])
     return _Answer(fits, frontier_json(frontier, limits), lines, tables, page, frontier.save)
+
+
+def _compare(options: argparse.Namespace, program: Program, answer: _Answering) -> _Answer:
+    with stage("running under each compiler"):
+        found = compare_compilers(program, _question(options, None), options.torch_compile)
+    ours_bytes = found[OURS].peak_bytes
+    fits = options.budget is None or (ours_bytes is not None and ours_bytes <= options.budget)
+    lines, tables = (found.headline, found.verdict, *found.notes), (found.table,)
+    body = functools.partial(fragment, lines, [], tables)
+    return _Answer(fits, {"fits": fits, **found.to_json()}, lines, tables, lambda: page(lines[0], f"{body()}\n"))
 
 
 def _show(options: argparse.Namespace, answer: _Answer) -> None:
