@@ -275,6 +275,8 @@ def test_a_training_step(run):
         run("predict", "train.py:build", *adamw, "--loss", "mean", "--accumulate", 2, "--json", *PLAIN)[1]
     )
     assert list(twice["phases"]) == phases and twice["held_bytes"] == given["held_bytes"]
+    inside = json.loads(run("predict", "train.py:step", *adamw, "--step-in-backward", "--json", *PLAIN)[1])
+    assert list(inside["phases"]) == phases[:-1] and inside["peak_bytes"] < given["peak_bytes"]
 
 
 def test_inputs_from_the_command_line(run):
@@ -404,6 +406,7 @@ WRONG = {
     "nothing of a budget": (["train.py:build", "--budget", "0GiB"], "a size is above 0"),
     "no microbatch": (["train.py:build", "--accumulate", "0"], "a number from 1 up, not '0'"),
     "no such optimizer": (["train.py:build", "--optimizer", "Adam7"], "no optimizer 'Adam7'; it has ASGD"),
+    "no optimizer to step": (["train.py:build", "--step-in-backward"], "--step-in-backward needs an optimizer"),
     "nothing to train": (
         ["train.py:product", "--input", "3x4", "--input", "4x3", "--optimizer", "SGD"],
         "there is nothing that SGD could train",

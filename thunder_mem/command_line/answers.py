@@ -168,6 +168,7 @@ def _question(options: argparse.Namespace, spec: DeviceSpec | None, *, plain: bo
         fusion=options.fusion,
         plain=plain,
         optimizer=options.optimizer,
+        step_in_backward=options.step_in_backward,
         loss=options.loss,
         accumulate=options.accumulate,
         inference=options.inference,

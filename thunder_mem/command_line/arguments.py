@@ -214,10 +214,15 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         _add_step_options(program)
     machine = command.add_argument_group("the machine")
     if name == "compare":
-        command.set_defaults(device=None, fx=False, accumulate=1)
+        command.set_defaults(device=None, fx=False, accumulate=1, step_in_backward=False)
         machine.add_argument("--torch-compile", action="store_true", help="compare torch.compile, too")
     else:
         if name != "frontier":
+            program.add_argument(
+                "--step-in-backward",
+                action="store_true",
+                help="the backward updates each parameter when its gradient is complete (StepInBackward)",
+            )
             program.add_argument(
                 "--accumulate",
                 type=_checked(_count),

@@ -21,6 +21,7 @@ from thunder_mem.comparison.result import Comparison
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx
 from thunder_mem.memory.device_specs import DeviceSpec
 from thunder_mem.memory.plan import Plan
+from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.planning.record import last_plan
 from thunder_mem.prediction.caching_allocator import Allocation, allocate
 from thunder_mem.prediction.predict import Prediction, PredictionError, predict
@@ -110,6 +111,7 @@ class Question:
         fusion: the fusion executor, see `thunder-mem --help`.
         plain: compile with Thunder alone.
         optimizer: name of one of torch.optim; None: the program's own, if it has one.
+        step_in_backward: the backward that `MemEfficient` plans updates the parameters.
         loss: "sum" or "mean", if the program has no loss of its own.
         accumulate: microbatches of a step.
         inference: no gradients.
@@ -123,6 +125,7 @@ class Question:
     fusion: str | None
     plain: bool
     optimizer: str | None
+    step_in_backward: bool
     loss: str | None
     accumulate: int
     inference: bool
@@ -197,7 +200,7 @@ def compare_compilers(
         *program.args,
         kwargs=program.kwargs,
         loss_fn=_loss(program, question.loss),
-        optimizer=_optimizer(program, program.model, question.optimizer),
+        optimizer=_optimizer(program, question.optimizer),
         mem_efficient=_mem_efficient(question.options, question.budget_bytes),
         executors=_executors(question.fusion),
         torch_compile=torch_compile,
@@ -328,16 +331,15 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
     if question.fx or program.is_fx:
         return _through_fx(program, question, budget_bytes)
     jitted = program.model
+    stepper = _stepper(program, question)
     if not program.is_jitted:
-        plan = _mem_efficient(question.options, budget_bytes)
+        in_backward = stepper if isinstance(stepper, StepInBackward) else None
+        plan = _mem_efficient(question.options, budget_bytes).with_optimizer(in_backward)
         options: dict[str, Any] = {"transforms": [] if question.plain else [plan]}
         executors = _executors(question.fusion) if question.spec is None else None
         if executors is not None:
             options["executors"] = executors
         jitted = thunder.jit(program.model, **options)
-    stepper = _optimizer(program, jitted, question.optimizer)
-    if stepper is not None and question.inference:
-        raise UsageError("--inference has no training step: leave the optimizer out")
     if stepper is None:
         prediction = predict(jitted, *program.args, kwargs=program.kwargs, keep_outputs=True)
     else:
@@ -354,14 +356,30 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
     return Outcome(jitted, prediction, last_plan(jitted), allocation, limits, not program.is_jitted)
 
 
-def _optimizer(program: Program, jitted: Any, name: str | None) -> torch.optim.Optimizer | None:
+def _stepper(program: Program, question: Question) -> torch.optim.Optimizer | None:
+    """The step's optimizer; it steps in the backward if that is asked for, but never under Thunder alone."""
+    optimizer = _optimizer(program, question.optimizer)
+    if optimizer is not None and question.inference:
+        raise UsageError("--inference has no training step: leave the optimizer out")
+    if question.plain:
+        return optimizer.wrapped if isinstance(optimizer, StepInBackward) else optimizer
+    if not question.step_in_backward or isinstance(optimizer, StepInBackward):
+        return optimizer
+    if optimizer is None:
+        raise UsageError("--step-in-backward needs an optimizer: give --optimizer, too")
+    if program.is_jitted:
+        raise UsageError("the program is jitted already: give a StepInBackward to its own MemEfficient")
+    return StepInBackward(optimizer)
+
+
+def _optimizer(program: Program, name: str | None) -> torch.optim.Optimizer | None:
     if name is None:
         return program.optimizer
     kind: Any = getattr(torch.optim, name, None)
     if not _is_optimizer(kind):
         known = sorted(name for name, k in vars(torch.optim).items() if _is_optimizer(k))
         raise UsageError(f"torch.optim has no optimizer {name!r}; it has {', '.join(known)}")
-    owner = jitted if hasattr(jitted, "parameters") else program.model
+    owner = program.model
     if isinstance(owner, torch.nn.Module):
         parameters: list[torch.Tensor] = [p for p in owner.parameters() if p.requires_grad]
     else:
