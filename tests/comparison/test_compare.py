@@ -183,6 +183,13 @@ def test_why_another_needs_less():
     assert str(found).endswith("differences are no errors.")
 
 
+def test_why_torch_compile_needs_less(monkeypatch):
+    """A stand-in that writes over its own values, as fused code would."""
+    monkeypatch.setattr(torch, "compile", lambda fn: lambda x: (x * 2).sin_())
+    found = compare(lambda x: (x * 2).sin(), torch.randn(64), executors=[], torch_compile=True, repeats=1)
+    assert found.best is found["torch.compile"] and found.why.startswith("no executor here fuses operations")
+
+
 def test_why_another_needs_as_little(monkeypatch):
     model, x = mlp(), torch.ones(2, 64)
     sgd = torch.optim.SGD(model.parameters(), foreach=True, weight_decay=0.1)
@@ -215,7 +222,11 @@ def compared(*peaks, why=""):
         (compared(50, 100, 50, why="so it is"), "MemEfficient needs as much as eager: so it is."),
         (
             Comparison((ROWS[0], Row("MemEfficient", failure="no")), "cpu", 0, False, False),
-            "eager needs the least memory. MemEfficient failed: its line says why.",
+            "Only eager ran. MemEfficient failed: its line says why.",
+        ),
+        (
+            Comparison((ROWS[0], ROWS[1], Row("MemEfficient", failure="no")), "cpu", 0, False, False),
+            "eager needs the least memory, 16.7% below Thunder. MemEfficient failed: its line says why.",
         ),
         (
             Comparison((Row("eager", failure="no"), Row("MemEfficient", failure="no")), "cpu", 0, False, False),

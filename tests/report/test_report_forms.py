@@ -14,7 +14,7 @@ from tests.programs import report_cases
 from tests.programs.report_cases import synthetic
 from thunder_mem.memory.plan import Arrangement, Plan, Refusal
 from thunder_mem.prediction.predict import Prediction
-from thunder_mem.rendering.curve import columns, ticks
+from thunder_mem.rendering.curve import columns, ticks, whole_numbers
 from thunder_mem.rendering.svg import lives_svg, timeline_svg
 from thunder_mem.report import Report
 from thunder_mem.report.layout import timeline_view
@@ -229,3 +229,24 @@ def test_twenty_thousand_operations_stay_a_small_page():
 
 def test_a_page_without_operations():
     assert "Nothing runs" in " ".join(Page(Report(Prediction((), (), 64, "cpu")).to_page()).words)
+
+
+@pytest.mark.parametrize("ops", [1, 3, 65, 3000])
+def test_the_pictures_axis_counts_whole_operations(tmp_path, ops):
+    Report(synthetic(ops)).plot(tmp_path / "peak.svg")
+    labels = re.findall(r"<!-- #(.*?) -->", (tmp_path / "peak.svg").read_text())
+    assert labels == [str(n) for n in whole_numbers(ops)]
+    assert 1 <= len(labels) <= 12 and all(int(label) < ops for label in labels)
+
+
+def test_the_page_scrolls_where_it_is_narrow_and_knows_dark_windows(planned):
+    """Scaled to 400 pixels, letters of a picture would be 4 pixels high; columns of words would have one letter."""
+    text = planned.to_page()
+    assert text.count('<div class="wide"><svg ') == 2
+    assert "min-width: 900px" in text and ".l { min-width: 12em }" in text
+    cells = re.findall(r"<td( class=\"\w\")?>(.*?)</td>", text)
+    assert all(marks for marks, _ in cells) and any(marks == ' class="l"' for marks, _ in cells)
+    assert "prefers-color-scheme: dark" in text and "color-scheme: light dark" in text
+    used, defined = (set(re.findall(pattern, text)) for pattern in (r"var\((--\w+)\)", r"(--\w+): #"))
+    light, _, dark = text.rpartition("prefers-color-scheme: dark")
+    assert used == defined == set(re.findall(r"(--\w+): #", light)) == set(re.findall(r"(--\w+): #", dark))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from thunder_mem.memory.units import size
 from thunder_mem.rendering.curve import ticks
 from thunder_mem.rendering.document import Section
-from thunder_mem.rendering.html import fragment, page
+from thunder_mem.rendering.html import fragment, page, picture
 
 if TYPE_CHECKING:
     from thunder_mem.analysis.frontier_points import Frontier, Point
@@ -25,7 +25,7 @@ _MARGIN = 0.06  # of each range, so that no point lies on the frame
 def frontier_page(frontier: Frontier, lines: Sequence[str] = ()) -> str:
     """The frontier as a whole HTML document; `lines` stand below its headline."""
     title = "<h2>Time of forward and backward against the peak</h2>"
-    body = fragment([frontier.headline, *lines], [title, frontier_svg(frontier)], [frontier_table(frontier)])
+    body = fragment([frontier.headline, *lines], [title, picture(frontier_svg(frontier))], [frontier_table(frontier)])
     return page(frontier.headline, f"{body}\n")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from thunder_mem.comparison.differences import Observed, largest_difference
 from thunder_mem.comparison.kept_state import kept
 from thunder_mem.comparison.reasons import LONGEST_REASON, why_not_lower
-from thunder_mem.comparison.result import EAGER, OURS, Comparison, Row
+from thunder_mem.comparison.result import EAGER, OURS, TORCH_COMPILE, Comparison, Row
 from thunder_mem.comparison.step import Step, step_of
 from thunder_mem.frontend.thunderfx import is_fx
 from thunder_mem.memory.outside_input import quoted, shortened
@@ -83,7 +83,7 @@ def compare(
     ours = thunder.jit(model, transforms=[mem_efficient or MemEfficient()], **given)
     compilers: dict[str, Callable[[], Any]] = {EAGER: lambda: model, "Thunder": lambda: thunder.jit(model, **given)}
     if torch_compile:
-        compilers["torch.compile"] = lambda: torch.compile(model)
+        compilers[TORCH_COMPILE] = lambda: torch.compile(model)
     compilers[OURS] = lambda: ours
     with kept(step.modules, step.optimizers, step.others) as put_back:
         put_back()
@@ -100,8 +100,8 @@ def compare(
         )
         if not _is_matched(found):
             return found
-        best = found.best is found[EAGER]
-        return replace(found, why=why_not_lower(ours, step, trains=reference.trains, eager_is_best=best))
+        best = found.best.name if found.best is not None else OURS
+        return replace(found, why=why_not_lower(ours, step, trains=reference.trains, best=best))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from thunder_mem.comparison.result import EAGER, TORCH_COMPILE
 from thunder_mem.comparison.step import Step
 from thunder_mem.memory.outside_input import shortened
 from thunder_mem.memory.units import size
@@ -11,6 +12,7 @@ from thunder_mem.prediction.predict import Prediction, compiled_entry, predict
 from thunder_mem.prediction.training_step import predict_step
 from thunder_mem.report.above_eager import eager_memory, why_above
 from thunder_mem.report.facts import CATEGORIES
+from thunder_mem.report.notes import NOT_FUSED, about_compilation
 from thunder_mem.report.report import Report
 from thunder_mem.transforms.last_compilation import why_no_plan
 
@@ -20,19 +22,21 @@ LONGEST_REASON = 240
 """The most characters that an error may take in a line."""
 
 
-def why_not_lower(jitted: Any, step: Step, *, trains: bool, eager_is_best: bool) -> str:
+def why_not_lower(jitted: Any, step: Step, *, trains: bool, best: str) -> str:
     """The reason in a few words: there is no plan, eager PyTorch saves less, or what holds the peak.
 
     Args:
         jitted: the program with `MemEfficient`, which has run.
         step: that it ran.
         trains: with a backward.
-        eager_is_best: whether eager PyTorch needs less.
+        best: the name of the compiler that needs least.
     """
     if failure := why_no_plan(jitted):
         return failure
     try:
-        if eager_is_best and (why := _against_eager(jitted, step)):
+        if best == TORCH_COMPILE and NOT_FUSED in about_compilation(jitted):
+            return "no executor here fuses operations: leave executors= out"
+        if best == EAGER and (why := _against_eager(jitted, step)):
             return why
         return _at_the_peak(_predicted(jitted, step, trains))
     except (TypeError, ValueError, RuntimeError) as error:

@@ -8,9 +8,9 @@ from typing import Any
 from thunder_mem.memory.units import size
 from thunder_mem.rendering.document import Section
 
-__all__ = ["EAGER", "OURS", "Comparison", "Row"]
+__all__ = ["EAGER", "OURS", "TORCH_COMPILE", "Comparison", "Row"]
 
-EAGER, OURS = "eager", "MemEfficient"
+EAGER, TORCH_COMPILE, OURS = "eager", "torch.compile", "MemEfficient"
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Comparison:
         if best is not self[EAGER] and (ratio := self._ratio(best)):
             text += f", at {ratio:.2f} times eager's time"
         if ours.failure:
+            text = text if below else f"Only {best.name} ran"
             return f"{text}. MemEfficient failed: its line says why."
         if self.why and best is ours:
             return f"MemEfficient needs as much as {' and '.join(self._equals(best))}: {self.why}."

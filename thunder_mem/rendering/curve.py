@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from itertools import pairwise
 
-__all__ = ["columns", "ticks"]
+__all__ = ["columns", "ticks", "whole_numbers"]
 
 
 def columns(live_bytes: Sequence[int], most: int) -> tuple[int, ...]:
@@ -39,3 +40,15 @@ def ticks(peak_bytes: int) -> tuple[int, ...]:
         return (0,)
     step = 1 << max(0, peak_bytes.bit_length() - 3)
     return tuple(range(0, peak_bytes + 1, step))
+
+
+def whole_numbers(count: int, most: int = 12) -> tuple[int, ...]:
+    """Numbers from 0 to below `count`, for an axis: at most `most`, in steps of 1, 2 or 5 times a power of ten.
+
+    Example:
+        >>> whole_numbers(4), whole_numbers(65)
+        ((0, 1, 2, 3), (0, 10, 20, 30, 40, 50, 60))
+    """
+    steps = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
+    step = next(step for step in steps if count <= most * step)
+    return tuple(range(0, count, step))

@@ -9,7 +9,7 @@ from thunder_mem.rendering.document import Document, Section, TimelineView
 from thunder_mem.rendering.matplotlib import COLOURS
 from thunder_mem.rendering.svg import lives_svg, timeline_svg
 
-__all__ = ["fragment", "page", "timeline_html", "to_html", "to_page"]
+__all__ = ["fragment", "page", "picture", "timeline_html", "to_html", "to_page"]
 
 _SHORT = 24
 # All rules stand under one class, so that a notebook around the report keeps its own looks.
@@ -18,16 +18,18 @@ _STYLE = """
   color: var(--ink); background: var(--paper); font: 14px/1.45 system-ui, sans-serif; max-width: 1200px; padding: 12px }
 @media (prefers-color-scheme: dark) {
   .thunder-mem { --ink: #e6edf3; --dim: #9aa5b1; --line: #373e47; --paper: #0d1117; --mark: #ff8c5a } }
-.thunder-mem h1 { font-size: 20px; margin: 0 0 4px } .thunder-mem h2 { font-size: 15px; margin: 22px 0 4px }
+.thunder-mem h1 { font-size: 20px; margin: 0 0 4px } .thunder-mem h1, .thunder-mem li { overflow-wrap: anywhere }
+.thunder-mem h2 { font-size: 15px; margin: 22px 0 4px }
 .thunder-mem ul { margin: 0; padding-left: 18px } .thunder-mem .note, .thunder-mem ul { color: var(--dim) }
 .thunder-mem .wide { overflow-x: auto }
 .thunder-mem table { border-collapse: collapse; font-size: 13px; margin: 4px 0 }
 .thunder-mem th, .thunder-mem td { border-bottom: 1px solid var(--line); padding: 3px 10px 3px 0; text-align: left;
   vertical-align: top; color: var(--ink); background: none }
 .thunder-mem th { color: var(--dim); font-weight: 600 } .thunder-mem tbody td { overflow-wrap: anywhere }
-.thunder-mem tbody .s { overflow-wrap: normal }
+.thunder-mem tbody .s { overflow-wrap: normal } .thunder-mem tbody .l { min-width: 12em }
 .thunder-mem .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; overflow-wrap: normal }
-.thunder-mem svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-serif; margin: 6px 0 }
+.thunder-mem svg { display: block; width: 100%; min-width: 900px; height: auto;
+  font: 11px system-ui, sans-serif; margin: 6px 0 }
 .thunder-mem svg text { fill: var(--dim) } .thunder-mem svg .strong { fill: var(--ink); font-weight: 600 }
 .thunder-mem .grid { stroke: var(--line); stroke-width: .5 } .thunder-mem .mark { fill: var(--mark) }
 .thunder-mem .phase { stroke: var(--ink); stroke-dasharray: 2 3 }
@@ -37,7 +39,8 @@ _STYLE = """
 """ + "".join(f".thunder-mem .c{i} {{ fill: {colour}; background: {colour} }}\n" for i, colour in enumerate(COLOURS))
 
 # The picture of the dataflow stays light on every page.
-_PAGE_STYLE = """body { margin: 0 } @media (prefers-color-scheme: dark) { body { background: #0d1117 } }
+_PAGE_STYLE = """:root { color-scheme: light dark } body { margin: 0 }
+@media (prefers-color-scheme: dark) { body { background: #0d1117 } }
 details { padding: 12px; color: #1b1f24; background: #fff; font: 14px/1.45 system-ui, sans-serif }
 details div { overflow-x: auto } summary { font-size: 15px; font-weight: 600; cursor: pointer }"""
 
@@ -71,7 +74,7 @@ def to_html(document: Document) -> str:
     pictures = []
     if document.timeline is not None:
         pictures.append(timeline_html(document.timeline))
-        pictures.append(f"<h2>The lives of those alive at the peak</h2>\n{lives_svg(document.timeline)}")
+        pictures.append(f"<h2>The lives of those alive at the peak</h2>\n{picture(lives_svg(document.timeline))}")
     return fragment(document.lines, pictures, document.tables)
 
 
@@ -87,7 +90,12 @@ def timeline_html(
     """
     used = [c for c, layer in enumerate(view.layers) if any(layer)]
     keys = "".join(f'<i class="c{c}"></i>{escape(view.categories[c])}' for c in used)
-    return f'<h2>{escape(title)}</h2>\n<div class="key">{keys}</div>\n{timeline_svg(view, top_bytes)}'
+    return f'<h2>{escape(title)}</h2>\n<div class="key">{keys}</div>\n{picture(timeline_svg(view, top_bytes))}'
+
+
+def picture(svg: str) -> str:
+    """A picture of a page, which scrolls in a narrow window: scaled down, its text would be too small to read."""
+    return f'<div class="wide">{svg}</div>'
 
 
 def fragment(lines: Sequence[str], pictures: Iterable[str], tables: Iterable[Section]) -> str:
@@ -100,9 +108,9 @@ def fragment(lines: Sequence[str], pictures: Iterable[str], tables: Iterable[Sec
 
 def _table(section: Section) -> str:
     def row(cells: tuple[str, ...], tag: str) -> str:
-        # Long names may break anywhere, so that all columns are in sight; figures and shapes stay in one piece.
+        # Long names may break anywhere, but keep a column that can be read; figures and shapes stay in one piece.
         marks = (
-            ' class="n"' if i in section.numeric else ' class="s"' if len(c) <= _SHORT else ""
+            ' class="n"' if i in section.numeric else ' class="s"' if len(c) <= _SHORT else ' class="l"'
             for i, c in enumerate(cells)
         )
         return "<tr>" + "".join(f"<{tag}{m}>{escape(c)}</{tag}>" for m, c in zip(marks, cells, strict=True)) + "</tr>"

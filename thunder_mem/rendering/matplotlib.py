@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thunder_mem.memory.units import size
-from thunder_mem.rendering.curve import columns, ticks
+from thunder_mem.rendering.curve import columns, ticks, whole_numbers
 from thunder_mem.rendering.document import Life, TimelineView
 
 __all__ = ["COLOURS", "draw"]
@@ -92,6 +92,8 @@ def _lives(view: TimelineView, lives: Sequence[Life], axes: Any) -> None:
     labels = [f"{size(life.nbytes)}  {_short(life)}" for life in lives]
     axes.set_yticks(range(len(lives)), labels, fontsize=8, parse_math=False)
     axes.invert_yaxis()
+    numbers = whole_numbers(view.ops)
+    axes.set_xticks([n + 0.5 for n in numbers], [f"#{view.first + n}" for n in numbers])
     rest = len(view.lives) - len(lives)
     axes.set_xlabel("operation" + (f" ({rest} smaller storages at the peak are not shown)" if rest else ""), fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
