@@ -225,9 +225,14 @@ def test_tiles_have_rows_of_activations(module, count):
     assert len(tiles_of(jitted)) == count
 
 
-def test_in_a_function_a_right_operand_that_is_an_argument_is_a_weight():
-    x, w = torch.randn(64, 8, requires_grad=True), torch.randn(8, 6, requires_grad=True)
-    jitted = compiled(lambda x, w: (x @ w).relu().sum(), Tiles(rows=2))
+@pytest.mark.parametrize(
+    "right",
+    [lambda w: w.view(8, 6), lambda w: w.t(), lambda w: w.t().float().to(torch.float64)],
+    ids=["a view", "transposed", "cast"],
+)
+def test_in_a_function_a_right_operand_that_is_an_argument_is_a_weight(right):
+    x, w = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((64, 8), (6, 8)))
+    jitted = compiled(lambda x, w: (x @ right(w)).relu().sum(), Tiles(rows=2))
     jitted(x, w).backward()
     assert not tiles_of(jitted)
 
