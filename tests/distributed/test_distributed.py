@@ -102,6 +102,17 @@ def test_stretches_run_in_tiles_under_ddp_and_fsdp(ranks):
     assert ranks[0]["zero3_tiles"]["forward"].count("all_gather") == parameters
 
 
+def _updated(found: list[dict], parameters: int) -> None:
+    for rank in found:
+        assert rank["updates"] == parameters and rank["gradients"] == 0
+        assert "optimizer.use(AdamW(step.parameters()))" in rank["message"]
+
+
+def test_shards_are_updated_in_the_backward(ranks):
+    """Each update follows the reduction of its gradient."""
+    _updated([rank["zero2_stepping"] for rank in ranks], 8)
+
+
 def test_a_head_whose_vocabulary_is_shared_out_runs_in_chunks_and_parts(ranks):
     """Of its logits, 24 rows of 64, nothing is gathered, and no rank ever has more than its own part of a chunk."""
     found = ranks[0]["tensor_parallel_head"]

@@ -12,7 +12,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from unittest import mock
 
@@ -27,8 +27,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzzing.quick_thunder import looked_up_once
-from thunder_mem import ChunkLossHead, MemEfficient, Tiles, last_plan, measure_peak
+from thunder_mem import ChunkLossHead, MemEfficient, StepInBackward, Tiles, last_plan, measure_peak
 from thunder_mem.distributed.agreement import RanksDifferError, schedule_of
+from thunder_mem.optimizer.update import is_update
 from thunder_mem.trace.collectives import starts
 
 __all__ = ["CASES", "FOUR_CASES", "SLOW_CASES", "TABLES", "run_rank"]
@@ -104,6 +105,72 @@ def names(trace) -> list[str]:
     """The collectives of a final trace and their waits, in order."""
     short = (b.sym.name.removeprefix("torch_").removesuffix("_prim_impl") for b in trace.bound_symbols)
     return [n for n in short if n in ("all_gather", "all_reduce", "reduce_scatter", "wait")]
+
+
+def stepping(wrap: Callable, *, sharded: bool = True, steps: int = 3, apart: int = 0, **model_options) -> dict:
+    """Train with updates in the backward; how far parameters are from eager's in float64.
+
+    Args:
+        wrap: makes the compiled module distributed.
+        sharded: each rank has a part of each parameter.
+        steps: of the optimizer.
+        apart: batches before each step's last one, under `no_sync`, whose gradients are summed.
+        model_options: of `model`.
+    """
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    original = model(**model_options)
+    reference = copy.deepcopy(original).double()
+    adamw = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    optimizer = StepInBackward(torch.optim.AdamW(original.parameters(), lr=1e-2))
+    compiled = wrap(thunder.jit(original, executors=[], transforms=[MemEfficient(strict=True, optimizer=optimizer)]))
+    try:
+        compiled(*batch(rank))
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    optimizer.use(torch.optim.AdamW(compiled.parameters(), lr=1e-2))
+    for s in range(steps):
+        batches = range(s * (apart + 1), (s + 1) * (apart + 1))
+        for b in batches:
+            torch.stack([reference(*batch(r, step=b)) for r in range(world)]).mean().backward()
+            with compiled.no_sync() if b != batches[-1] else nullcontext():
+                compiled(*batch(rank, step=b)).backward()
+        given = sum(p.grad is not None for p in compiled.parameters())
+        for each in (adamw, optimizer):
+            each.step()
+            each.zero_grad()
+    errors = []
+    for name, p in compiled.named_parameters():
+        wanted = reference.get_parameter(name)
+        if sharded:
+            rows = -(-wanted.shape[0] // world)
+            wanted = wanted[rank * rows : (rank + 1) * rows]
+        errors.append((p[: len(wanted)].double() - wanted).abs().max().item() if wanted.numel() else 0.0)
+    forward, backward = thunder.last_traces(compiled)[-1], thunder.last_backward_traces(compiled)[-1]
+    kept = [] if sharded else [p.detach().double().sum().item() for p in compiled.parameters()]
+    return {
+        "error": max(errors),
+        "message": message,
+        "gradients": given,
+        "updates": sum(map(is_update, backward.bound_symbols)),
+        "digest": schedule_of(forward).digest + schedule_of(backward).digest + str(kept),
+    }
+
+
+def ddp_stepping() -> dict:
+    return stepping(ddp, sharded=False, tied=True)
+
+
+def ddp_stepping_accumulated() -> dict:
+    return stepping(ddp, sharded=False, apart=2)
+
+
+def zero2_stepping() -> dict:
+    return stepping(sharding(ZERO2, LAYER), steps=2)
+
+
+def zero3_stepping() -> dict:
+    return stepping(sharding(ZERO3, NONE), layers=2, checkpointed=True)
 
 
 def every_bucketing_mode() -> dict:
@@ -487,6 +554,7 @@ CASES: dict[str, Callable[[], dict]] = {
         different_models,
         different_plans,
         one_rank_fails,
+        zero2_stepping,
     )
 }
 FOUR_CASES = {f.__name__: f for f in (ddp_chunked, zero3_block_chunked_late, tensor_parallel_head, different_models)}
@@ -507,6 +575,9 @@ SLOW_CASES: dict[str, Callable[[], dict]] = {
             peaks,
             tensor_parallel_losses,
             tensor_parallel_peaks,
+            ddp_stepping,
+            ddp_stepping_accumulated,
+            zero3_stepping,
         )
     },
 }

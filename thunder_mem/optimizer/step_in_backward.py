@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import and_
 from typing import Any
 
 import torch
+from thunder.distributed import get_skip_data_parallel_grad_sync
 from torch.optim import Optimizer
 
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.optimizer.one_parameter import step_alone, unchanging, unhooked
 
-__all__ = ["StepInBackward", "Updates"]
+__all__ = ["StepInBackward", "Updates", "hooked"]
 
 _NAMED = 3  # so many parameters are named in a message
 
@@ -32,10 +34,18 @@ class Updates:
         optimizer: updates them.
         parameters: each once.
         names: their names in the program.
+        arguments: all names under which the program has them.
     """
 
-    def __init__(self, optimizer: StepInBackward, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        optimizer: StepInBackward,
+        parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
+        arguments: Collection[str],
+    ) -> None:
         self.optimizer, self.parameters, self.names = optimizer, tuple(parameters), tuple(names)
+        self.arguments = frozenset(arguments)
 
 
 @dataclass
@@ -49,6 +59,7 @@ class _Backward:
         groups: by a parameter's `id`, its parameter group.
         left: the updates that have not run.
         summed: gradients that were accumulated before have these of the backward in them.
+        unasked: the updates whose gradients nobody asked for.
     """
 
     updates: Updates
@@ -57,6 +68,7 @@ class _Backward:
     groups: dict[int, dict[str, Any]]
     left: set[int]
     summed: bool = False
+    unasked: frozenset[int] = frozenset()
 
 
 class StepInBackward(Optimizer):
@@ -112,6 +124,7 @@ class StepInBackward(Optimizer):
         self._backward: _Backward | None = None
         self._accumulating = False
         self._warned = False
+        self._read: set[int] = set()  # parameters whose memory is that of an input, too
 
     # ---- the optimizer for the loop around ----
 
@@ -119,6 +132,13 @@ class StepInBackward(Optimizer):
         if name == "wrapped":  # while the object is being made
             raise AttributeError(name)
         return getattr(self.wrapped, name)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        raise RuntimeError(
+            "GradScaler scales gradients back after the backward, which has used them by then: train in bfloat16, "
+            "which needs no scaling"
+        )
 
     @property
     def consistent(self) -> bool:
@@ -162,7 +182,21 @@ class StepInBackward(Optimizer):
             unhooked(self.wrapped)()
         self._updated.clear()
         self._pending.clear()
+        self._read.clear()
         return result
+
+    def use(self, optimizer: Optimizer) -> None:
+        """Take another optimizer in place of the wrapped one.
+
+        `ddp` and `fsdp` of Thunder make parameters of their own, so their optimizer can only be made after the
+        transform: ``optimizer.use(torch.optim.AdamW(step.parameters()))``, before the first call.
+
+        Raises:
+            TypeError: as `StepInBackward`.
+        """
+        _check_optimizer(optimizer)
+        self.wrapped = optimizer
+        self._forget()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that wait for `step`, or fill them with zeros."""
@@ -203,6 +237,25 @@ class StepInBackward(Optimizer):
 
     # ---- for the compiled programs ----
 
+    def check_arguments(self, updates: Updates, found: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Compare a forward's arguments with the compilation's.
+
+        Args:
+            found: the parameters that the program reads in this call.
+            inputs: its other tensors. A gradient waits for `step` if one of them shares the parameter's memory, which
+                the backward may read after the update.
+
+        Raises:
+            RuntimeError: a parameter was replaced after the compilation, or got a hook.
+        """
+        for name, p, now in zip(updates.names, updates.parameters, found, strict=True):
+            if now is not p:
+                raise RuntimeError(f"{name} is another tensor than at the compilation: compile the program again")
+            if hooked(p):
+                raise RuntimeError(f"{name} got a hook after the compilation, which would see no gradient: remove it")
+        memory = {t.untyped_storage()._cdata for t in inputs}
+        self._read |= {id(p) for p in updates.parameters if p.untyped_storage()._cdata in memory}
+
     def note_forward(self, updates: Updates) -> None:
         """Record a forward whose backward will update parameters."""
         self._pending[updates] += 1
@@ -236,7 +289,9 @@ class StepInBackward(Optimizer):
         if index not in backward.left:
             self._check_whole(again=True)
         p = updates.parameters[index]
-        if index in backward.wait:
+        if index in backward.unasked:
+            pass
+        elif index in backward.wait:
             _add_gradient(p, grad)
         else:
             if p.grad is not None:
@@ -259,16 +314,19 @@ class StepInBackward(Optimizer):
         others = self._pending - Counter({updates: 1})
         shared = {id(p) for other in others for p in other.parameters}
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        waits = [self._accumulating or id(p) in shared or id(p) not in groups for p in updates.parameters]
-        if self.max_norm is not None and (any(waits) or self._has_more_than(updates)):
+        shared |= self._read
+        asked = [_is_asked_for(p, name) for p, name in zip(updates.parameters, updates.names, strict=True)]
+        alone = self._accumulating or get_skip_data_parallel_grad_sync()  # no_sync: other ranks' parts are missing
+        waits = [alone or id(p) in shared or id(p) not in groups for p in updates.parameters]
+        if self.max_norm is not None and (any(waits) or not all(asked) or self._has_more_than(updates)):
             waits = [True] * len(waits)
-        pairs = zip(updates.parameters, updates.names, waits, strict=True)
-        if twice := [name for p, name, wait in pairs if not wait and id(p) in self._updated]:
+        pairs = zip(updates.parameters, updates.names, waits, asked, strict=True)
+        if twice := [name for p, name, wait, ask in pairs if ask and not wait and id(p) in self._updated]:
             raise RuntimeError(
                 f"a second backward since the last step() would update {_named(twice)} again: call step() after each "
                 "backward, or run all but the last under `with optimizer.accumulate():`"
             )
-        if any(waits) and not self._accumulating and not self._warned:
+        if any(map(and_, waits, asked)) and not alone and not self._warned:
             self._warned = True
             warnings.warn(
                 f"gradients wait for optimizer.step(), because {self._why_waiting(updates)}",
@@ -276,7 +334,8 @@ class StepInBackward(Optimizer):
             )
         wait = frozenset(i for i, waiting in enumerate(waits) if waiting)
         left = set(range(len(updates.parameters)))
-        self._backward = _Backward(updates, torch._C._current_graph_task_id(), wait, groups, left)
+        unasked = frozenset(i for i, ask in enumerate(asked) if not ask)
+        self._backward = _Backward(updates, torch._C._current_graph_task_id(), wait, groups, left, unasked=unasked)
         return self._backward
 
     def _has_more_than(self, updates: Updates) -> bool:
@@ -287,6 +346,8 @@ class StepInBackward(Optimizer):
     def _why_waiting(self, updates: Updates) -> str:
         if self.max_norm is not None and self._has_more_than(updates):
             return "max_norm needs the norm of all, and the compiled backward has not all parameters of the optimizer"
+        if self._read:
+            return "an input of the program shares memory with a parameter"
         return "another forward of the same parameters has had no backward: run evaluations under torch.no_grad()"
 
     def _check_whole(self, again: bool = False) -> None:
@@ -297,6 +358,30 @@ class StepInBackward(Optimizer):
                 f"the last backward ended with {len(self._backward.left)} of {count} parameters not updated: "
                 "load the parameters and the optimizer's state from before it (load_state_dict)"
             )
+
+
+def hooked(p: torch.Tensor) -> bool:
+    """Whether hooks wait for the parameter's gradient."""
+    return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+
+
+def _is_asked_for(p: torch.Tensor, name: str) -> bool:
+    """Whether the pass through the autograd graph adds to the parameter's gradient.
+
+    `torch.autograd.grad` and `backward(inputs=...)` leave parameters out.
+
+    Raises:
+        RuntimeError: `torch.autograd.grad` is to return the gradient.
+    """
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(p).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"torch.autograd.grad gets no gradient of {name}, which the backward uses itself: compile a program "
+            "without optimizer= for it"
+        ) from error
 
 
 def _add_gradient(p: torch.Tensor, grad: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
@@ -24,6 +24,7 @@ __all__ = [
     "Rehearsal",
     "Update",
     "UpdateOnZeros",
+    "check_arguments",
     "clip_scale",
     "is_update",
     "note_forward",
@@ -59,9 +60,14 @@ class Update:
         """The parameter itself."""
         return self.updates.parameters[self.index]
 
+    @property
+    def group(self) -> dict[str, Any]:
+        """The parameter group of the parameter; empty if it left the optimizer after the compilation."""
+        groups = self.updates.optimizer.param_groups
+        return next((g for g in groups if any(q is self.parameter for q in g["params"])), {})
+
     def __repr__(self) -> str:  # the same for updates that do the same
-        optimizer = self.updates.optimizer
-        group = next(g for g in optimizer.param_groups if any(q is self.parameter for q in g["params"]))
+        optimizer, group = self.updates.optimizer, self.group
         options = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
         clipping = f"clip_value={optimizer.clip_value}, max_norm={optimizer.max_norm}"
         return f"{type(optimizer.wrapped).__name__}({options}, {clipping})"
@@ -89,7 +95,7 @@ class UpdateOnZeros(Rehearsal):
     def __init__(self, update: Update) -> None:
         optimizer = update.updates.optimizer
         self.clip_value = optimizer.clip_value
-        self.group = next(g for g in optimizer.param_groups if any(q is update.parameter for q in g["params"]))
+        self.group = update.group
         self.copy = bare_copy(optimizer.wrapped)
         self.copy.state = defaultdict(dict)
         self.state: Any = None
@@ -149,6 +155,18 @@ def _scale(updates: Updates, *grads: torch.Tensor) -> torch.Tensor:
 
 clip_scale = executor.register_operator("clip_scale", meta=_scale_meta, fn=_scale)
 """The number by which all gradients are multiplied so that their norm is at most the optimizer's `max_norm`."""
+
+
+def _check_meta(updates: Updates, found: Sequence[TensorProxy], inputs: Sequence[TensorProxy]) -> None:
+    return None
+
+
+def _check(updates: Updates, found: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    if _rehearsal.get() is None:
+        updates.optimizer.check_arguments(updates, found, inputs)
+
+
+check_arguments = executor.register_operator("check_arguments", meta=_check_meta, fn=_check, tags=(OpTags.DONT_DCE,))
 
 
 def _note_meta(updates: Updates) -> None:

@@ -106,6 +106,8 @@ def predict_step(
             "the compiled backward updates its parameters itself: give predict_step the StepInBackward with which the "
             "model was compiled"
         )
+    if gone := [update.label for update in updates if not update.group]:
+        raise ValueError(f"{gone[0]} is in no parameter group any more: compile the model again")
 
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     if any(not t.is_leaf for t in tensors):

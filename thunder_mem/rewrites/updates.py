@@ -59,7 +59,8 @@ def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
         return trace
     firsts = [parts[0][0] for parts in gradients.values()]
     parameters, names = [optimized.parameters[p.name] for p in firsts], [p.name for p in firsts]
-    updates = Updates(optimized.optimizer, parameters, names)
+    arguments = [name for name, p in optimized.parameters.items() if id(p) in gradients]
+    updates = Updates(optimized.optimizer, parameters, names, arguments)
     new = from_trace(trace)
     new.bound_symbols = [*body]
     memory = Aliases(body)

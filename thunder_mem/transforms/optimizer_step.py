@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 from thunder.core.compile_data import _compile_data
+from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, tracectx
+from torch.utils._pytree import tree_leaves
 
 from thunder_mem.frontend.optimized_parameters import optimized_parameters
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.memory.plan import Refusal
-from thunder_mem.optimizer.step_in_backward import StepInBackward
-from thunder_mem.optimizer.update import is_update, note_forward, update_of
+from thunder_mem.optimizer.step_in_backward import StepInBackward, hooked
+from thunder_mem.optimizer.update import check_arguments, is_update, note_forward, update_of
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.rewrites.updates import Optimized
+from thunder_mem.trace.reading import UNPACKING
 
 __all__ = ["check_optimizer", "with_forward_noted", "with_optimizer"]
 
@@ -23,6 +26,13 @@ _NOT_FOUND = (
     "the program has no parameter of this optimizer that a module or a closure holds, so step() updates them: "
     "compile the module whose parameters the optimizer has"
 )
+
+_OF_THE_MODEL = (
+    "ddp and fsdp made parameters of their own: before the first call give StepInBackward an optimizer of them, "
+    "optimizer.use(AdamW(step.parameters()))"
+)
+_HOOKED = "a hook waits for the gradient, so step() updates the parameter"
+_RETURNED = "the program returns the parameter, whose gradient is complete after the backward: step() updates it"
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -51,7 +61,8 @@ def with_optimizer(
         data: Thunder's compile data.
 
     Raises:
-        ValueError: the optimizer clips by the norm of all gradients, and each rank has a part of them.
+        ValueError: the optimizer clips by the norm of all gradients, and each rank has a part of them; or its
+            parameters are those from before ddp or fsdp.
     """
     if optimizer is None:
         return options
@@ -59,9 +70,23 @@ def with_optimizer(
         raise ValueError("max_norm needs whole gradients, and under fsdp each rank has a part: use clip_value")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     found = optimized_parameters(computation.args, prologue, data.fn, parameters)
+    if not found and (getattr(data, "use_ddp", False) or getattr(data, "use_fsdp", False)):
+        raise ValueError(_OF_THE_MODEL)
     if not found:
         return replace(options, refused=(*options.refused, Refusal("updates in the backward", _NOT_FOUND)))
+    returned = {p.name for p in tree_leaves(_results(computation)) if isinstance(p, TensorProxy)}
+    for name, p in list(found.items()):
+        reason = _HOOKED if hooked(p) else _RETURNED if name in returned else None
+        if reason is not None:
+            options = replace(options, refused=(*options.refused, Refusal(f"update of {name}", reason)))
+            found = {n: q for n, q in found.items() if q is not p}
     return replace(options, optimized=Optimized(optimizer, found))
+
+
+def _results(computation: TraceCtx) -> Any:
+    """What the program gives its caller."""
+    output = computation.output
+    return output["output"] if isinstance(output, dict) else output
 
 
 def with_forward_noted(forward: TraceCtx) -> TraceCtx:
@@ -74,7 +99,13 @@ def with_forward_noted(forward: TraceCtx) -> TraceCtx:
         return forward
     new = from_trace(forward)
     *body, result = forward.bound_symbols
+    updates = update.updates
+    tensors = {p.name: p for p in forward.args if isinstance(p, TensorProxy)}
+    found = [tensors[name] for name in updates.names]
+    inputs = [p for name, p in tensors.items() if name not in updates.arguments]
     with tracectx(new):
-        new.bound_symbols = [*body, note_forward.bind(update.updates, output=None), result]
+        start = next(i for i, b in enumerate(body) if b.sym.id not in UNPACKING)
+        checks = check_arguments.bind(updates, found, inputs, output=None)
+        new.bound_symbols = [*body[:start], checks, *body[start:], note_forward.bind(updates, output=None), result]
     new.set_provenance(TraceProvenance("Tell the optimizer of the forward"))
     return new
