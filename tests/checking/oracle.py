@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tests.programs.program_inputs import materialise
 from tests.programs.programs import Program, constructs, function, reference_source, source
 
-__all__ = ["Expectation", "Invalid", "Result", "check", "expect", "run"]
+__all__ = ["Expectation", "Invalid", "Result", "check", "describe", "differences", "expect", "run", "tangent"]
 
 SEED = 20
 PERTURBATIONS = 6
@@ -57,7 +57,7 @@ class Expectation:
     loose: Mapping[str, torch.Tensor]
 
 
-def _tangent(t: torch.Tensor) -> torch.Tensor:
+def tangent(t: torch.Tensor) -> torch.Tensor:
     """Multiples of 1/4 in [-3/4, 3/4], none of them symmetric."""
     return (((torch.arange(t.numel()) % 7) - 3) / 4 + 0.25).reshape(t.shape).to(t.dtype)
 
@@ -84,7 +84,7 @@ def run(
     for more in (True, False) if retain else (False,):
         if not (roots and leaves):
             break
-        tangents = [_tangent(o) for o in roots]
+        tangents = [tangent(o) for o in roots]
         grads = torch.autograd.grad(roots, list(leaves.values()), tangents, allow_unused=True, retain_graph=more)
         if more:
             named = zip(leaves, grads, strict=True)

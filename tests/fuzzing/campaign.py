@@ -29,6 +29,7 @@ from tests.fuzzing.configs import (
     uncompiled_regions,
 )
 from tests.fuzzing.quick import quickly
+from tests.fuzzing.stepping import stepped
 from tests.programs.generate import Profile, generate
 from tests.programs.programs import Program, function, source
 
@@ -132,7 +133,10 @@ def verdict(
     regions = nullcontext() if config.options.compiled else uncompiled_regions()
     link = a_link_that_costs_nothing() if config.options.offload else nullcontext()
     with regions, link, _within(MOST_SECONDS):
-        found = check(program, config.compile, expected, fn, config.options.retain)
+        if config.options.step:
+            found = stepped(program, config.options, expected, fn)
+        else:
+            found = check(program, config.compile, expected, fn, config.options.retain)
         if not found:
             return "right", []
         if any(found[0].startswith(f"raises {e} ") and getattr(config.options, o) for e, o in _REFUSALS.items()):

@@ -36,6 +36,7 @@ __all__ = [
     "plain",
     "traced_once",
     "uncompiled_regions",
+    "with_options",
 ]
 
 _MEM = "thunder_mem.transforms.mem_efficient"
@@ -58,6 +59,7 @@ class Options:
         compiled: fusion regions are really compiled.
         fx: by ThunderFX, which leaves to Inductor what Thunder lacks.
         tile: the rows of a tile of every stretch; 0 for the default, which tiles none as small as these.
+        step: the leaves are a module's parameters, which the backward updates; see `stepping.py`.
     """
 
     sort: str = "auto"
@@ -73,6 +75,7 @@ class Options:
     compiled: bool = False
     fx: bool = False
     tile: int = 0
+    step: bool = False
 
     def __repr__(self) -> str:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
@@ -151,31 +154,34 @@ def plain(options: Options) -> Callable[[Callable], Callable]:
     return lambda fn: _jit(fn, options, [])
 
 
+def with_options(fn: Callable, options: Options, optimizer: Any = None) -> Callable:
+    """The function, compiled as the options say, with `MemEfficient(optimizer=optimizer)`."""
+    from thunder_mem import ChunkLossHead, MemEfficient, Tiles
+
+    chunk = options.chunk if isinstance(options.chunk, bool) else ChunkLossHead(**dict(options.chunk))
+    if options.alone:
+        return _jit(fn, options, [chunk])
+    recompute: Any = options.recompute
+    if recompute is not None and recompute.startswith("policy "):
+        recompute = _policies()[recompute.removeprefix("policy ")]
+    transform = MemEfficient(
+        sort=SORT_FUNCTIONS.get(options.sort, options.sort),
+        chunk=chunk,
+        tile=Tiles(rows=options.tile) if options.tile else True,
+        budget=options.budget,
+        on_infeasible=options.on_infeasible,
+        offload=options.offload,
+        recompute=recompute,
+        reuse=options.reuse,
+        verify=True,
+        strict=True,
+        optimizer=optimizer,
+    )
+    return _jit(fn, options, [transform])
+
+
 def _compile(options: Options) -> Callable[[Callable], Callable]:
-    def compile(fn: Callable) -> Callable:
-        from thunder_mem import ChunkLossHead, MemEfficient, Tiles
-
-        chunk = options.chunk if isinstance(options.chunk, bool) else ChunkLossHead(**dict(options.chunk))
-        if options.alone:
-            return _jit(fn, options, [chunk])
-        recompute: Any = options.recompute
-        if recompute is not None and recompute.startswith("policy "):
-            recompute = _policies()[recompute.removeprefix("policy ")]
-        transform = MemEfficient(
-            sort=SORT_FUNCTIONS.get(options.sort, options.sort),
-            chunk=chunk,
-            tile=Tiles(rows=options.tile) if options.tile else True,
-            budget=options.budget,
-            on_infeasible=options.on_infeasible,
-            offload=options.offload,
-            recompute=recompute,
-            reuse=options.reuse,
-            verify=True,
-            strict=True,
-        )
-        return _jit(fn, options, [transform])
-
-    return compile
+    return lambda fn: with_options(fn, options)
 
 
 def configured(options: Options) -> Config:
@@ -242,7 +248,7 @@ def draw_options(rng: Random, program: Program, compiled_share: float = 0.0, fx:
             recompute += rng.choice([":recompute:-1", ":recompute:1", ":compromised:-1", ":none:-1"])
     budgeted = rng.random() < 0.3
     executors = rng.choice(list(EXECUTORS)) if rng.random() < 0.6 else "default"
-    return Options(
+    drawn = Options(
         sort=rng.choice([*SORTS, *SORT_FUNCTIONS]) if rng.random() < 0.5 else "auto",
         chunk=chunk,
         budget=rng.choice([1, int(2 ** rng.uniform(6, 14)), int(2 ** rng.uniform(6, 14))]) if budgeted else None,
@@ -258,6 +264,8 @@ def draw_options(rng: Random, program: Program, compiled_share: float = 0.0, fx:
         fx=fx,
         tile=rng.choice([3, 5, 7]) if rng.random() < 0.3 else 0,
     )
+    # Every fifth program; the options alone, a second backward and ThunderFX leave nothing for it to do.
+    return replace(drawn, step=rng.random() < 0.2 and not (drawn.alone or drawn.retain or fx))
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from tests.fuzzing.minimise import minimise
 from tests.fuzzing.quick import quickly
 from tests.fuzzing.record import done, record
 from tests.fuzzing.shrink import regression, shrink
+from tests.fuzzing.stepping import stepped
 from tests.programs.generate import Profile, generate, prune, validate
 from tests.programs.program_inputs import materialise
 from tests.programs.program_ops import FAMILIES
@@ -409,3 +410,16 @@ def test_counts_are_recorded(tmp_path):
         ("checkpoint", 0, 20),
     ]
     assert written["totals"]["programs"] == 40 and written["totals"]["verdicts"] == {"mem: right": 20}
+
+
+def test_leaves_are_updated_in_the_backward():
+    """Drawn for every fifth program; an update that comes too early, or with half a gradient, shows."""
+    drawn = [draw_options(Random(seed), generate(Random(seed)), 0.02) for seed in range(400)]
+    assert 0.08 < sum(o.step for o in drawn) / 400 < 0.2
+    body = (Step("sin", ("v0",), ("x0",)), Step("mul", ("v1",), ("v0", "x0")), Step("mul", ("v2",), ("v1", "x1")))
+    program = Program((Input("x0", (4, 3), grad=True), Input("x1", (4, 3), grad=True)), body, ("v2",))
+    expected, fn = expect(program), function(source(program))
+    options = Options(step=True, executors="none")
+    assert verdict(program, configured(options), expected, fn=fn) == ("right", [])
+    wrong = function(source(program).replace("v0 * x0", "v0.detach() * x0"))
+    assert stepped(program, options, expected, wrong)[0].startswith("step 0, gradient x0")

@@ -1,0 +1,132 @@
+"""Random programs whose parameters the backward updates: each gradient is eager's, and nothing reads an update.
+
+The optimizer records each gradient and fills the parameter with NaN, which spoils all that reads it afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from tests.checking.oracle import SEED, Expectation, Result, describe, differences, tangent
+from tests.fuzzing.configs import Options, with_options
+from tests.programs.program_inputs import materialise
+from tests.programs.programs import Program
+from thunder_mem import StepInBackward
+
+__all__ = ["stepped"]
+
+
+class _Spoils(torch.optim.Optimizer):
+    """Keeps gradient and parameter in the state, and spoils the parameter."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].update(grad=p.grad.clone(), before=p.clone())
+                    p.fill_(torch.nan)
+
+
+class _Holds(nn.Module):
+    """A program that holds its leaves as parameters; the caller gives the other inputs."""
+
+    def __init__(self, fn: Callable, inputs: dict[str, torch.Tensor], leaves: list[str]) -> None:
+        super().__init__()
+        self.fn, self.names, self.leaves = fn, list(inputs), leaves
+        for name in leaves:
+            self.register_parameter(name, inputs[name])
+
+    def forward(self, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = iter(others)
+        return self.fn(*[getattr(self, name) if name in self.leaves else next(given) for name in self.names])
+
+
+def stepped(
+    program: Program, options: Options, expected: tuple[Expectation, ...], fn: Callable, steps: int = 3
+) -> list[str]:
+    """How a program whose leaves are updated in its backward differs from eager, or what it raises, in words.
+
+    Args:
+        program: a valid one.
+        options: of the compilation.
+        expected: what the program gives.
+        fn: the program as a function.
+        steps: whole training steps, each from the same parameters.
+    """
+    leaves = _leaves(program)
+    if not leaves:
+        return []
+    asks = expected[0].eager.asks_gradient
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inputs = _with_parameters(program, leaves)
+            module = _Holds(fn, inputs, leaves)
+            optimizer = StepInBackward(_Spoils(list(module.parameters())))
+            compiled = with_options(module, options, optimizer)
+            for step in range(steps):
+                result = _step(compiled, optimizer, inputs, leaves, asks)
+                if found := min((differences(e, result) for e in expected), key=len):
+                    return [f"step {step}, {d}" for d in found]
+                with torch.no_grad():
+                    for name, t in materialise(program.inputs).items():
+                        if not any(s == 0 for s in t.stride()):
+                            inputs[name].copy_(t)
+    except Exception as error:
+        return [f"raises {describe(error)}"]
+    return []
+
+
+def _leaves(program: Program) -> list[str]:
+    """Inputs that can be parameters: no other input is a view of them, and each element has memory of its own."""
+    viewed = [i.alias for i in program.inputs if i.alias]
+    return [
+        i.name
+        for i in program.inputs
+        if i.grad and not i.alias and i.layout != "expanded" and not any(re.search(rf"\b{i.name}\b", v) for v in viewed)
+    ]
+
+
+def _with_parameters(program: Program, leaves: list[str]) -> dict[str, torch.Tensor]:
+    inputs = materialise(program.inputs)
+    for name in leaves:
+        inputs[name] = nn.Parameter(inputs[name].detach())
+    return inputs
+
+
+def _step(
+    compiled: Callable,
+    optimizer: torch.optim.Optimizer,
+    inputs: dict[str, torch.Tensor],
+    leaves: list[str],
+    asks: tuple[bool, ...],
+) -> Result:
+    torch.default_generator.manual_seed(SEED)
+    outputs = compiled(*(t for name, t in inputs.items() if name not in leaves))
+    forward_rng = torch.get_rng_state()
+    tensors = {f"output {i}": o.detach().clone() for i, o in enumerate(outputs)}
+    asked = tuple(o.requires_grad for o in outputs)
+    roots = [o for o, ask in zip(outputs, asks, strict=True) if ask and o.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [tangent(o) for o in roots])
+        if any(inputs[name].grad is not None for name in leaves) or optimizer.state:
+            optimizer.step()
+        optimizer.zero_grad()
+    for name, t in inputs.items():
+        if t.is_leaf and t.requires_grad and name not in leaves:
+            tensors[f"gradient {name}"], t.grad = torch.zeros_like(t) if t.grad is None else t.grad, None
+    for name in leaves:
+        state = optimizer.state.pop(inputs[name], {})
+        tensors[f"gradient {name}"] = state.get("grad", torch.zeros_like(inputs[name]))
+        inputs[name].data.copy_(state.get("before", inputs[name].data))
+    tensors.update({f"input {name}": t.detach().clone() for name, t in inputs.items()})
+    return Result(tensors, asked, forward_rng, torch.get_rng_state())
