@@ -153,10 +153,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of all models, in place of their own number; writes no results")
     parser.add_argument("--models", nargs="*", help="names; writes no results")
     parser.add_argument("--cpu", action="store_true", help="only what is measured on this CPU")
+    parser.add_argument("--simulated", action="store_true", help="only what is simulated")
     given = parser.parse_args()
     console = Console()
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if not (given.layers or given.models):
+    if not (given.layers or given.models or given.simulated):
         on_cpu = measured()
         show_measured(console, on_cpu)
         before["measured"] = [asdict(r) for r in on_cpu]
