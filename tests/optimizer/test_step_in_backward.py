@@ -13,6 +13,8 @@ from thunder_mem import MemEfficient, StepInBackward, explain, fits, last_plan, 
 from thunder_mem.optimizer.one_parameter import step_alone
 from thunder_mem.optimizer.update import is_update, update_of
 from thunder_mem.prediction.training_step import training_step
+from thunder_mem.trace.kernel_scratch import estimated_scratch_bytes
+from thunder_mem.trace.reading import read_trace
 
 NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -151,6 +153,17 @@ def test_every_parameter_is_updated_once_and_after_its_last_read(block):
             reads = any(p.name == update.label for p in b.flat_proxy_args) and b.sym.name != "python_del"
             assert not (reads and i > at), f"{update.label} is read after its update"
     assert all(g is None for g in trace.output)
+
+
+def test_a_plan_counts_the_temporaries_of_updates(block):
+    *_, step = block
+    loss_of(step(ids())).backward()
+    block[1].step()
+    trace = thunder.last_backward_traces(step)[-1]
+    scratch = {update_of(b).label: estimated_scratch_bytes(b) for b in trace.bound_symbols if is_update(b)}
+    assert scratch["t_up_weight"] >= 2 * 8 * 32 * 4  # AdamW holds two values of the parameter's size
+    graph = read_trace(trace).graph
+    assert {op.scratch_bytes for op in graph.ops if op.name == "update_parameter"} == set(scratch.values())
 
 
 def test_accumulation_uses_the_sum(fresh):

@@ -35,7 +35,7 @@ _FLOAT32_BYTES = 4
 def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
     """The scratch bytes of the kernel of `bsym`, to the accuracy that planning needs.
 
-    - a chunk loop states its own;
+    - a chunk loop and a parameter's update state their own;
     - a 16-bit matrix product on a CPU adds up in a float32 copy of its result, unless the CPU
       multiplies bfloat16 itself;
     - the backward of fused attention holds two blocks of scores on a CPU;
@@ -43,14 +43,15 @@ def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
       `prediction/scratch.py` also states.
     """
     outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
-    if not outs:
-        return 0
-    return block_bytes(_kernel_bytes(bsym, outs), outs[0].device.device_str())
+    tensor = next((p for p in (*outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy)), None)
+    return 0 if tensor is None else block_bytes(_kernel_bytes(bsym, outs), tensor.device.device_str())
 
 
 def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
     if (declared := traits_of(bsym).scratch_bytes) is not None:
         return declared(bsym)
+    if not outs:
+        return 0
     if bsym.sym.name == FLASH_BACKWARD:
         _, query, key, *_ = (p for p in bsym.flat_args if isinstance(p, TensorProxy))
         return flash_backward_bytes(query.shape, key.shape, key.dtype.bytes)
