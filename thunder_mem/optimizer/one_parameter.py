@@ -6,15 +6,14 @@ updated by itself, it runs slice by slice: its temporaries then have a slice's s
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from thunder_mem.runtime.allocation_watch import AllocationWatch
 
 __all__ = ["StepFigures", "bare_copy", "norm_scale", "step_alone", "step_figures", "unchanging", "unhooked"]
 
@@ -221,11 +220,11 @@ class StepFigures(NamedTuple):
 
     Attributes:
         temporary_bytes: held at most beyond parameter, gradient and state.
-        operations: PyTorch's operations that write memory.
+        launches: operators that write memory.
     """
 
     temporary_bytes: int
-    operations: int
+    launches: int
 
 
 def step_figures(
@@ -254,7 +253,7 @@ def step_figures(
         options["lr"] = 1e-3
     grad = torch.empty_like(p)
     clip: dict[str, Any] = {"clip_value": clip_value, "scale": p.new_ones(()) if scaled else None}
-    seen = _Temporaries(("meta", "cpu") if device_type == "cpu" else ("meta",))
+    seen = AllocationWatch(("meta", "cpu") if device_type == "cpu" else ("meta",))
     try:
         with torch.random.fork_rng(devices=[]):
             step_alone(meta, options, p, grad, **clip, device_type=device_type)
@@ -262,39 +261,4 @@ def step_figures(
                 step_alone(meta, options, p, grad, **clip, device_type=device_type)
     except Exception:
         return StepFigures(0, 0)
-    return StepFigures(seen.peak_bytes, round(seen.operations * slices))
-
-
-class _Temporaries(TorchDispatchMode):
-    """The most bytes of tensors made inside that are alive together, on some devices, and the operations."""
-
-    def __init__(self, device_types: Sequence[str]) -> None:
-        super().__init__()
-        self.device_types = device_types
-        self.peak_bytes = self.live_bytes = self.operations = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for t in tree_leaves((args, kwargs)):
-            if isinstance(t, torch.Tensor):
-                self._known.add(t.untyped_storage()._cdata)
-        out = func(*args, **(kwargs or {}))
-        self.operations += bool(func._schema.is_mutable)
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.device.type in self.device_types:
-                self._follow(t.untyped_storage())
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return out
-
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.operations += 1
-        self.live_bytes += nbytes
-        weakref.finalize(storage, self._release, key, nbytes)
-
-    def _release(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self.live_bytes -= nbytes
+    return StepFigures(seen.peak_bytes, round(seen.launches * slices))

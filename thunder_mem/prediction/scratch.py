@@ -24,9 +24,8 @@ import torch
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import FutureTensorProxy, NumberProxy
 from thunder.core.symbol import BoundSymbol, has_tags
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from thunder_mem.chunk_loop.price import host_calls
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
@@ -38,6 +37,7 @@ from thunder_mem.prediction.replay import Ran, proxies, tensor_proxies
 from thunder_mem.regions.fake_regions import run_region
 from thunder_mem.regions.region_kernels import kernel_figures, region_function_of
 from thunder_mem.runtime import scratch_cache
+from thunder_mem.runtime.allocation_watch import AllocationWatch
 from thunder_mem.runtime.output_layout import describe, lay_out
 from thunder_mem.runtime.rng_replay import with_valid_state
 from thunder_mem.runtime.scratch_cache import Probe
@@ -174,8 +174,7 @@ class SimulatedRunner:
             return self._region(bsym, env)
         if is_update(bsym):
             run(env)
-            figures = update_of(bsym).figures
-            return Ran(figures.temporary_bytes, figures.operations)
+            return Ran(*update_of(bsym).figures)
         ran = _run_tracked(bsym, run, env)
         if is_chunk_loop(bsym) and bsym.sym.name != "chunk_loop_finish":  # which runs a single block on fake tensors
             plan, backward = loop_of(bsym).plan, bsym.sym.name != "chunk_loop"
@@ -212,48 +211,13 @@ _PRODUCTS = (PrimIDs.MATMUL, PrimIDs.LINEAR, PrimIDs.CONVOLUTION)
 
 
 def _run_tracked(bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> Ran:
-    with _Watch() as watch:
+    with AllocationWatch() as watch:
         run(env)
     kernel_bytes = 0
     for name, formula in KERNEL_SCRATCH.items():
         if name == bsym.sym.name:
             kernel_bytes = formula(*(env[a.name] for a in tensor_proxies(bsym.flat_args)))
     return Ran(max(watch.peak_bytes - watch.live_bytes(), kernel_bytes), watch.launches)
-
-
-class _Watch(TorchDispatchMode):
-    """Records the largest sum of live new storages, and the operators that start a kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = 0
-        self.launches = 0
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._before: set[int] = set()
-
-    def live_bytes(self) -> int:
-        self._seen = {key: entry for key, entry in self._seen.items() if not entry[0].expired()}
-        return sum(nbytes for _, nbytes in self._seen.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for t in tree_leaves((args, kwargs or {})):
-            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self._seen:
-                self._before.add(t.untyped_storage()._cdata)
-        out = func(*args, **(kwargs or {}))
-        works = func._schema.is_mutable
-        for t in tree_leaves(out):
-            if not isinstance(t, torch.Tensor):
-                continue
-            storage = t.untyped_storage()
-            if storage._cdata not in self._seen and storage._cdata not in self._before:
-                self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                works = works or not func.name().startswith(_ALLOCATIONS)
-        self.launches += works
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
-        return out
-
-
-_ALLOCATIONS = ("aten::empty", "aten::new_empty")
 
 
 def _flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *_: object) -> int:

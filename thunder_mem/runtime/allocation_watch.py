@@ -1,0 +1,60 @@
+"""Watch what code allocates through PyTorch's operators, also on fake and meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["AllocationWatch"]
+
+_ALLOCATIONS = ("aten::empty", "aten::new_empty")
+
+
+class AllocationWatch(TorchDispatchMode):
+    """Records the largest sum of live new storages, and the operators that start a kernel.
+
+    Args:
+        device_types: count storages of these devices alone; by default of all.
+
+    Attributes:
+        peak_bytes: that sum.
+        launches: operators that write memory.
+    """
+
+    def __init__(self, device_types: Collection[str] | None = None) -> None:
+        super().__init__()
+        self.device_types = device_types
+        self.peak_bytes = 0
+        self.launches = 0
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._before: set[int] = set()
+
+    def live_bytes(self) -> int:
+        """The sum at present."""
+        self._seen = {key: entry for key, entry in self._seen.items() if not entry[0].expired()}
+        return sum(nbytes for _, nbytes in self._seen.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for t in tree_leaves((args, kwargs or {})):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self._seen:
+                self._before.add(t.untyped_storage()._cdata)
+        out = func(*args, **(kwargs or {}))
+        works = func._schema.is_mutable
+        for t in tree_leaves(out):
+            if not isinstance(t, torch.Tensor) or not self._counts(t):
+                continue
+            storage = t.untyped_storage()
+            if storage._cdata not in self._seen and storage._cdata not in self._before:
+                self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                works = works or not func.name().startswith(_ALLOCATIONS)
+        self.launches += works
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        return out
+
+    def _counts(self, t: torch.Tensor) -> bool:
+        return self.device_types is None or t.device.type in self.device_types
