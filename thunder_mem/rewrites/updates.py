@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.optimizer.one_parameter import StepFigures, step_figures
 from thunder_mem.optimizer.step_in_backward import StepInBackward, Updates
 from thunder_mem.optimizer.update import Update, clip_scale, update_parameter
 from thunder_mem.trace.aliases import Aliases
-from thunder_mem.trace.reading import BACKWARD
+from thunder_mem.trace.reading import BACKWARD, joint_results
 
 __all__ = ["Optimized", "with_updates"]
 
@@ -47,8 +46,8 @@ def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
         optimized: its parameters.
     """
     *body, result = trace.bound_symbols
-    returned = result.args[0] if result.args else None
-    if not (isinstance(returned, dict) and "fw_flat_out" in returned):
+    returned = joint_results(result)
+    if returned is None:
         return trace
     pairs = list(zip(returned["flat_args"], returned["output"], strict=True))
     gradients: dict[int, list[tuple[TensorProxy, TensorProxy]]] = {}  # per parameter, its arguments and their gradients
@@ -80,13 +79,9 @@ def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
             bsym.tags.add(BACKWARD)
         done = {p.name for parts in gradients.values() for p, _ in parts}
         kept = tuple(None if isinstance(p, TensorProxy) and p.name in done else grad for p, grad in pairs)
-        new.bound_symbols.append(_returning(result, {**returned, "output": kept}))
+        new.bound_symbols.append(result.from_bsym(args=({**returned, "output": kept}, *result.args[1:])))
     new.set_provenance(TraceProvenance("Update parameters in the backward"))
     return new
-
-
-def _returning(result: BoundSymbol, value: dict[str, Any]) -> BoundSymbol:
-    return result.from_bsym(args=(value, *result.args[1:]))
 
 
 class _Figures:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
@@ -28,7 +29,7 @@ from thunder_mem.trace.missing_tangents import takes_none
 from thunder_mem.trace.op_traits import traits_of
 from thunder_mem.trace.origins import symbol_name
 
-__all__ = ["BACKWARD", "UNPACKING", "TraceGraph", "proxies_in", "read_trace"]
+__all__ = ["BACKWARD", "UNPACKING", "TraceGraph", "joint_results", "proxies_in", "read_trace"]
 
 BACKWARD = BoundSymbolTag.BACKWARD
 _STATIC = ProxyTag.STATIC_MEMORY_LOCATION
@@ -133,14 +134,20 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     )
 
 
+def joint_results(result: BoundSymbol) -> dict[str, Any] | None:
+    """What the return of a joint trace returns, by Thunder's names; None for the return of any other trace."""
+    returned = result.args[0] if result.args else None
+    return returned if isinstance(returned, dict) and "fw_flat_out" in returned else None
+
+
 def _forward_half(body: Sequence[BoundSymbol], result: BoundSymbol) -> list[bool]:
     """The symbols that Thunder will run in the forward: those that the forward's outputs need.
 
     The same walk as `thunder.transforms.autodiff.split_into_forward_and_backward`, which cuts the
     joint trace after fusion; a plain trace is forward throughout.
     """
-    returned = result.args[0] if result.args else None
-    if not (isinstance(returned, dict) and "fw_flat_out" in returned):
+    returned = joint_results(result)
+    if returned is None:
         return [True] * len(body)
     needed = {p.name for p in tree_iter(returned["fw_flat_out"]) if isinstance(p, Proxy)}
     needed |= {p.name for p in returned["flat_args"] if isinstance(p, Proxy)}
@@ -201,8 +208,8 @@ def _zeros_for_outputs(body: Sequence[BoundSymbol], result: BoundSymbol, count: 
         result: its return.
         count: the number of existing storages.
     """
-    returned = result.args[0] if result.args else None
-    if not (isinstance(returned, dict) and "fw_flat_out" in returned):
+    returned = joint_results(result)
+    if returned is None:
         return []
     asked = {b.args[0].name for b in body if b.sym == prims.get_grad}
     outputs = {p.name: p for p in returned["fw_flat_out"] if isinstance(p, TensorProxy)}

@@ -29,7 +29,7 @@ from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.collectives import awaited_futures, is_gather
 from thunder_mem.trace.effects import Effects, effects_of
 from thunder_mem.trace.op_traits import traits_of
-from thunder_mem.trace.reading import proxies_in
+from thunder_mem.trace.reading import joint_results, proxies_in
 
 __all__ = ["VerificationError", "is_verified", "verify_final", "verify_rewrite"]
 
@@ -392,8 +392,8 @@ def _same_events(channel: str, old: Sequence[int], new: Sequence[int], numbers: 
 def _verify_halves(trace: TraceCtx) -> None:
     """Check that the forward's results need no gradient, and that all other ops are marked as backward."""
     result = trace.bound_symbols[-1]
-    returned = result.args[0] if result.args else None
-    if not (isinstance(returned, dict) and "fw_flat_out" in returned):
+    returned = joint_results(result)
+    if returned is None:
         return
     needed = {p.name for p in tree_iter((returned["fw_flat_out"], returned["flat_args"])) if isinstance(p, Proxy)}
     for bsym in reversed(trace.bound_symbols[:-1]):
