@@ -15,7 +15,7 @@ import torch
 
 from thunder_mem.runtime.allocation_watch import AllocationWatch
 
-__all__ = ["StepFigures", "bare_copy", "norm_scale", "step_alone", "step_figures", "unchanging", "unhooked"]
+__all__ = ["StepFigures", "bare_copy", "group_of", "norm_scale", "step_alone", "step_figures", "unchanging", "unhooked"]
 
 _SLICE_BYTES = {"cpu": 4 << 20}  # a slice with its state stays in a CPU's cache
 _SLICE_BYTES_ELSEWHERE = 32 << 20  # enough work for a kernel of a GPU
@@ -175,6 +175,11 @@ def norm_scale(grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
+def group_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Any]:
+    """The parameter group of a parameter; empty if it is in none."""
+    return next((group for group in optimizer.param_groups if any(q is p for q in group["params"])), {})
+
+
 def unhooked(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """The optimizer's `step` as its class has it: without step hooks, and without what schedulers bound to it."""
     step: Any = type(optimizer).step
@@ -199,7 +204,7 @@ def unchanging(optimizer: torch.optim.Optimizer) -> str | None:
     """
     for group in optimizer.param_groups:
         p = torch.nn.Parameter(torch.ones(1, 1))
-        before = {**group, "params": [p], **({"capturable": False} if "capturable" in group else {})}
+        before = {**_on_any_device(group), "params": [p]}
         small = bare_copy(optimizer)
         small.param_groups, small.state = [dict(before)], defaultdict(dict)
         p.grad = torch.ones(1, 1)
@@ -213,6 +218,12 @@ def unchanging(optimizer: torch.optim.Optimizer) -> str | None:
         if changed:
             return str(changed[0])
     return None
+
+
+def _on_any_device(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options, for a trial step on another device: without those for a GPU, and with a plain rate."""
+    rate = {"lr": 1e-3} if isinstance(group.get("lr"), torch.Tensor) else {}
+    return {**group, **rate, **({"capturable": False} if "capturable" in group else {})}
 
 
 class StepFigures(NamedTuple):
@@ -248,9 +259,7 @@ def step_figures(
         slices, p = p.numel() / max(1, some.numel()), some
     meta = bare_copy(optimizer)
     meta.state = defaultdict(dict)
-    options = {**group, **({"capturable": False} if "capturable" in group else {})}
-    if isinstance(options.get("lr"), torch.Tensor):
-        options["lr"] = 1e-3
+    options = _on_any_device(group)
     grad = torch.empty_like(p)
     clip: dict[str, Any] = {"clip_value": clip_value, "scale": p.new_ones(()) if scaled else None}
     seen = AllocationWatch(("meta", "cpu") if device_type == "cpu" else ("meta",))

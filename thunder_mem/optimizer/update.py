@@ -16,7 +16,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
 
-from thunder_mem.optimizer.one_parameter import StepFigures, bare_copy, norm_scale, step_alone
+from thunder_mem.optimizer.one_parameter import StepFigures, bare_copy, group_of, norm_scale, step_alone
 from thunder_mem.optimizer.step_in_backward import Updates
 from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
 
@@ -63,8 +63,7 @@ class Update:
     @property
     def group(self) -> dict[str, Any]:
         """The parameter group of the parameter; empty if it left the optimizer after the compilation."""
-        groups = self.updates.optimizer.param_groups
-        return next((g for g in groups if any(q is self.parameter for q in g["params"])), {})
+        return group_of(self.updates.optimizer, self.parameter)
 
     def __repr__(self) -> str:  # the same for updates that do the same
         optimizer, group = self.updates.optimizer, self.group

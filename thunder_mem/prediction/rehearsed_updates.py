@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from thunder_mem.optimizer.one_parameter import step_alone
+from thunder_mem.optimizer.one_parameter import group_of, step_alone
 from thunder_mem.optimizer.update import Rehearsal, Update
-from thunder_mem.prediction.fake_twins import Scalars, Twins, Watch
+from thunder_mem.prediction.fake_twins import Scalars, Twins
 
 __all__ = ["RehearsedUpdates"]
 
@@ -18,21 +18,14 @@ class RehearsedUpdates(Rehearsal):
     Args:
         twin: the wrapped optimizer over twins.
         twins: of the caller's tensors.
-        watch: of the step.
         first: the optimizer makes its state in this step.
 
     Attributes:
         waits: gradients wait, as under `StepInBackward.accumulate`.
     """
 
-    def __init__(
-        self,
-        twin: torch.optim.Optimizer | None,
-        twins: Twins,
-        watch: Watch,
-        first: bool,
-    ) -> None:
-        self.twin, self.twins, self.watch, self.first = twin, twins, watch, first
+    def __init__(self, twin: torch.optim.Optimizer | None, twins: Twins, first: bool) -> None:
+        self.twin, self.twins, self.first = twin, twins, first
         self._spent: torch.Tensor | None = None
 
     def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None) -> None:
@@ -58,10 +51,9 @@ class RehearsedUpdates(Rehearsal):
 
     def _make_state(self, p: torch.Tensor) -> None:
         assert self.twin is not None
-        group = next(group for group in self.twin.param_groups if any(q is p for q in group["params"]))
         waiting = p.grad
         with Scalars():
-            step_alone(self.twin, group, p, torch.empty_like(p, requires_grad=False))
+            step_alone(self.twin, group_of(self.twin, p), p, torch.empty_like(p, requires_grad=False))
         p.grad = waiting
         for name, t in self.twin.state[p].items():
             if isinstance(t, FakeTensor):

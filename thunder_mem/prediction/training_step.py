@@ -131,7 +131,7 @@ def predict_step(
     stand_in = _Model(entry, inputs, mode, ledger, runner, watch, twins)
     optimizer = optimizer.wrapped if isinstance(optimizer, StepInBackward) else optimizer
     twin = None if optimizer is None else twin_optimizer(optimizer, twins, simulated)
-    rehearsal = RehearsedUpdates(twin, twins, watch, first)
+    rehearsal = RehearsedUpdates(twin, twins, first)
 
     def watched_loss(output: Any) -> torch.Tensor:
         with Leaves(twins):
