@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.programs.report_cases import Stack, synthetic
-from thunder_mem import MemEfficient, Tiles, explain, predict, predict_step
+from thunder_mem import MemEfficient, StepInBackward, Tiles, explain, predict, predict_step
 from thunder_mem.memory.units import size
 from thunder_mem.prediction.predict import Prediction
 from thunder_mem.rendering.document import Section
@@ -21,7 +21,13 @@ from thunder_mem.report.brief import brief
 from thunder_mem.report.facts import CATEGORIES, Facts
 from thunder_mem.report.owners import modules_of
 
-NAMES = {"thunder": thunder, "torch": torch, "MemEfficient": MemEfficient, "Tiles": Tiles}
+NAMES = {
+    "thunder": thunder,
+    "torch": torch,
+    "MemEfficient": MemEfficient,
+    "StepInBackward": StepInBackward,
+    "Tiles": Tiles,
+}
 
 
 @pytest.fixture(scope="module")

@@ -113,10 +113,8 @@ def _gradients(report: Report) -> Iterator[Advice]:
     gradient_bytes = _of(report, CATEGORIES[2])
     yield Advice(
         gradient_bytes,
-        "gradients that wait for the optimizer: one that steps in the backward "
-        "(register_post_accumulate_grad_hook) frees each at once",
-        "for p in model.parameters(): p.register_post_accumulate_grad_hook("
-        "lambda p, o=torch.optim.AdamW([p]): (o.step(), o.zero_grad()))",
+        "gradients that wait for the optimizer: with StepInBackward the compiled backward uses each at once",
+        "MemEfficient(optimizer=StepInBackward(torch.optim.AdamW(model.parameters())))",
         "steps in the backward",
     )
 
