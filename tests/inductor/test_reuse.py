@@ -96,6 +96,16 @@ def two_shapes(out):
     return out, out.reshape(128, 128)
 
 
+def two_shapes_beside_a_sum(x, y):
+    product = x * y
+    return product, product.reshape(128, 128), x + y
+
+
+def two_orders_beside_a_sum(x, y):
+    product = x * y
+    return product, product.permute(1, 0), x + y
+
+
 REGIONS = {
     # name: (function, dtypes of its inputs, how many results take over an input)
     "one product": (lambda x, y: x * y, "ff", 1),
@@ -117,6 +127,8 @@ REGIONS = {
     "both transposed": (lambda x, y: x.reshape(256, 64).permute(1, 0) * y.reshape(256, 64).permute(1, 0), "ff", 0),
     "shifted": (lambda x, y: shifted(x) * y, "ff", 1),
     "result in two shapes": (lambda x, y: two_shapes(x * y), "ff", 0),
+    "result in two shapes beside a sum": (two_shapes_beside_a_sum, "ff", 1),
+    "result in two orders beside a sum": (two_orders_beside_a_sum, "ff", 0),
     "views alone": (lambda x, y: (x.reshape(256, 64), y.reshape(256, 64)), "ff", 0),
 }
 

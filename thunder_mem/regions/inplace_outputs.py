@@ -65,10 +65,12 @@ class InplacePlan:
     Attributes:
         takes: one for each such output.
         readers: positions of the outputs that must exist before the late writes.
+        doubles: by the position of an output, the reader whose elements it shows in the same order.
     """
 
     takes: tuple[InplaceOutput, ...]
     readers: tuple[int, ...] = ()
+    doubles: tuple[tuple[int, int], ...] = ()
 
     @property
     def late(self) -> tuple[InplaceOutput, ...]:
@@ -133,6 +135,8 @@ def write_late(
     before = [ready[o] for o in reuse.readers]
     for o, value in ready.items():
         given[o] = value
+    for o, reader in reuse.doubles:  # in a buffer of its own it would take memory that no plan knows of
+        given[o] = given[reader].view(given[o].shape)
     seal = before[0] if before else None
     for value in before[1:]:
         assert seal is not None

@@ -9,7 +9,7 @@ permutation, slice or concatenation of the input, or of a value computed from it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -142,14 +142,33 @@ def plan_reuse(
             continue
         for i in _alike(flow, o, left):
             needed = _late(flow, inputs[i].name, root)
-            if needed is not None and len(readers | needed | {o}) <= MAX_READERS:
+            if needed is None or (doubles := _doubles(flow, bases, readers | needed)) is None:
+                continue
+            if len((readers | needed | {o}) - doubles.keys()) <= MAX_READERS:
                 readers |= needed
                 takes.append(InplaceOutput(o, i, None, left.pop(i)))
                 break
     if not takes:
         return None
     late = [t.output for t in takes if t.after is None]
-    return InplacePlan(tuple(takes), tuple(sorted(readers.union(late))) if late else ())
+    if not late:
+        return InplacePlan(tuple(takes))
+    doubles = _doubles(flow, bases, readers) or {}
+    return InplacePlan(tuple(takes), tuple(sorted(readers.union(late) - doubles.keys())), tuple(doubles.items()))
+
+
+def _doubles(flow: _Flow, bases: Sequence[str], readers: Collection[int]) -> dict[int, int] | None:
+    """By output, the earlier one that shows the same elements in the same order; None if one has another order."""
+    first: dict[str, int] = {}
+    doubles: dict[int, int] = {}
+    for o in sorted(readers):
+        if (earlier := first.setdefault(bases[o], o)) == o:
+            continue
+        root = flow.root(o)
+        if root is None or flow.root(earlier) != root:
+            return None
+        doubles[o] = earlier
+    return doubles
 
 
 def _alike(flow: _Flow, output: int, offered: Mapping[int, bool]) -> list[int]:
