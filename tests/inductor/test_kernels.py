@@ -106,6 +106,62 @@ def test_activations_equal_eager_ones(dtype):
     assert backward.count(" = mem_") == len(ACTIVATIONS)
 
 
+IN_PLACE = sorted(ACTIVATIONS.keys() - {"hardswish", "mish", "softmax", "softmax of a dim that is not dense"})
+
+
+def between_products(activation):
+    def fn(x, w, v):
+        return activation(x @ w) @ v
+
+    return fn
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_derivative_is_written_over_the_gradient_that_dies(name):
+    fn = between_products(ACTIVATIONS[name])
+    args = [torch.randn(n, m).requires_grad_() for n, m in ((64, 8), (8, 64), (64, 8))]
+    jitted = assert_like_eager(fn, args)
+    assert "_backward_over_gradient(" in str(thunder.last_backward_traces(jitted)[-1])
+
+    def peak(call):
+        def step():
+            call(*args).sum().backward()
+
+        step()
+        return measure_peak(step)
+
+    apart = thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True, reuse=False)])
+    alone = thunder.jit(fn, executors=[])
+    assert peak(jitted) <= min(peak(apart), peak(alone), peak(fn))
+
+
+def test_a_gradient_that_something_else_holds_is_not_written_over():
+    def read_again(x, w):
+        h = x @ w
+        return h.relu() @ w + h  # the derivative of `h` is read before and after
+
+    def of_the_caller(x):
+        return x.tanh()
+
+    def turned(x, w):
+        return (x @ w).sigmoid().t() @ w
+
+    x, w = torch.randn(6, 6, requires_grad=True), torch.randn(6, 6, requires_grad=True)
+    for fn, args in ((read_again, [x, w]), (of_the_caller, [x]), (turned, [x, w])):
+        assert_like_eager(fn, args)
+    tangent = torch.ones(6, 6)
+    planned(of_the_caller)(x).backward(tangent)
+    assert bool((tangent == 1).all())
+
+
+def test_a_kept_graph_runs_twice_with_gradients_written_over():
+    fn, args = between_products(torch.relu), [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
+    jitted = planned(fn)
+    loss = jitted(*args).sum()
+    once = torch.autograd.grad(loss, args, retain_graph=True)
+    assert all(map(torch.equal, once, torch.autograd.grad(loss, args)))
+
+
 class All(nn.Module):
     """Norms side by side, each of an image of its own; their statistics twice."""
 

@@ -16,9 +16,11 @@ from tests.checking.corruptions import CORRUPTIONS, Rewritten, rewrite
 from tests.checking.traces import replaced, unfused
 from tests.programs.written_programs import WRITTEN, arguments
 from thunder_mem import MemEfficient
+from thunder_mem.planning import pipeline
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.trace.effects import effects_of, leaves
 from thunder_mem.trace.emission import emit
+from thunder_mem.trace.op_traits import traits_of
 from thunder_mem.trace.renaming import renamed
 from thunder_mem.trace.verification import VerificationError, is_verified, verify_final, verify_rewrite
 
@@ -97,6 +99,22 @@ def test_a_corrupted_plan_is_caught(programs, corrupt, seed):
             verify_rewrite(program.planned.original, corrupted)
             pytest.fail(f"{corrupt.__name__} of {program.name} was not seen:\n{corrupted}")
     assert tried
+
+
+@pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["kernels", "regions"])
+def test_nothing_reads_what_was_written_over(executors, monkeypatch):
+    seen = []
+    monkeypatch.setattr(pipeline, "verify_rewrite", lambda *traces: seen.append(traces))
+    x = torch.randn(8, 8, requires_grad=True)
+    thunder.jit(lambda x: ((x @ x).relu() @ x).sum(), executors=executors, transforms=[MemEfficient()])(x)
+    (original, planned), *_ = seen
+    verify_rewrite(original, planned)
+    bsyms = list(planned.bound_symbols)
+    over = [i for i, b in enumerate(bsyms) if traits_of(b).in_place and traits_of(b).writes(b)]
+    assert over
+    for i in over:  # the same step again reads what it has overwritten
+        with pytest.raises(VerificationError, match=r"uses \w+, which \w+ has overwritten"):
+            verify_rewrite(original, replaced(planned, [*bsyms[: i + 1], *bsyms[i:]]))
 
 
 # ---- effects that no function of tensors has: prints, contexts, collectives ----

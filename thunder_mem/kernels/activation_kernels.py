@@ -1,7 +1,8 @@
 """Activations and softmax by PyTorch's kernels, which keep one tensor: the result if possible, else the argument.
 
 The next operation usually keeps the result for the backward anyway. So operations that can be differentiated from
-their result keep the result.
+their result keep the result. Most of the kernels can write the argument's gradient over the result's, which
+`rewrites/buffer_reuse.py` asks of them where nothing reads the result's gradient later.
 """
 
 from __future__ import annotations
@@ -15,36 +16,40 @@ import thunder.torch as ltorch
 import torch
 from thunder.core import dtypes
 from thunder.core.proxies import NumberProxy, TensorProxy
-from thunder.core.symbol import Symbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.transforms import get_grad, put_grad
 
 from thunder_mem.kernels.kernel_executor import is_float, mem_kernels_ex, register
+from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
 
-__all__: list[str] = []
+__all__ = ["over_gradient"]
 
 _aten = torch.ops.aten
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
-# Per operation the derivative of a gradient and what is kept. Further parameters are the operation's own.
+# Per operation the derivative of a gradient and what is kept. Further parameters are the operation's own. `over` is
+# empty, or PyTorch's `grad_input`, the memory for the result.
 _BY_ARGUMENT: dict[Symbol, Callable[..., torch.Tensor]] = {
-    ltorch.celu: lambda g, a, alpha: _aten.elu_backward(g, alpha, 1.0, 1.0 / alpha, False, a),
-    ltorch.elu: lambda g, a, alpha: _aten.elu_backward(g, alpha, 1.0, 1.0, False, a),
-    ltorch.gelu: lambda g, a, approximate: _aten.gelu_backward(g, a, approximate=approximate),
-    ltorch.hardshrink: lambda g, a, lambd: _aten.hardshrink_backward(g, a, lambd),
-    ltorch.hardsigmoid: lambda g, a: _aten.hardsigmoid_backward(g, a),
+    ltorch.celu: lambda g, a, alpha, **over: _aten.elu_backward(g, alpha, 1.0, 1.0 / alpha, False, a, **over),
+    ltorch.elu: lambda g, a, alpha, **over: _aten.elu_backward(g, alpha, 1.0, 1.0, False, a, **over),
+    ltorch.gelu: lambda g, a, approximate, **over: _aten.gelu_backward(g, a, approximate=approximate, **over),
+    ltorch.hardshrink: lambda g, a, lambd, **over: _aten.hardshrink_backward(g, a, lambd, **over),
+    ltorch.hardsigmoid: lambda g, a, **over: _aten.hardsigmoid_backward(g, a, **over),
     ltorch.hardswish: lambda g, a: _aten.hardswish_backward(g, a),
     ltorch.mish: lambda g, a: _aten.mish_backward(g, a),
-    ltorch.selu: lambda g, a: _aten.elu_backward(g, _SELU_ALPHA, _SELU_SCALE, 1.0, False, a),
-    ltorch.silu: lambda g, a: _aten.silu_backward(g, a),
-    ltorch.softplus: lambda g, a, beta, threshold: _aten.softplus_backward(g, a, beta, threshold),
-    ltorch.softshrink: lambda g, a, lambd: _aten.softshrink_backward(g, a, lambd),
+    ltorch.selu: lambda g, a, **over: _aten.elu_backward(g, _SELU_ALPHA, _SELU_SCALE, 1.0, False, a, **over),
+    ltorch.silu: lambda g, a, **over: _aten.silu_backward(g, a, **over),
+    ltorch.softplus: lambda g, a, beta, threshold, **over: _aten.softplus_backward(g, a, beta, threshold, **over),
+    ltorch.softshrink: lambda g, a, lambd, **over: _aten.softshrink_backward(g, a, lambd, **over),
 }
 _BY_RESULT: dict[Symbol, Callable[..., torch.Tensor]] = {
-    ltorch.hardtanh: lambda g, out, min_val, max_val: _aten.hardtanh_backward(g, out, min_val, max_val),
-    ltorch.leaky_relu: lambda g, out, negative_slope: _aten.leaky_relu_backward(g, out, negative_slope, True),
-    ltorch.relu: lambda g, out: _aten.threshold_backward(g, out, 0),
-    ltorch.relu6: lambda g, out: _aten.hardtanh_backward(g, out, 0.0, 6.0),
-    ltorch.tanh: lambda g, out: _aten.tanh_backward(g, out),
+    ltorch.hardtanh: lambda g, out, min_val, max_val, **over: _aten.hardtanh_backward(g, out, min_val, max_val, **over),
+    ltorch.leaky_relu: lambda g, out, negative_slope, **over: _aten.leaky_relu_backward(
+        g, out, negative_slope, True, **over
+    ),
+    ltorch.relu: lambda g, out, **over: _aten.threshold_backward(g, out, 0, **over),
+    ltorch.relu6: lambda g, out, **over: _aten.hardtanh_backward(g, out, 0.0, 6.0, **over),
+    ltorch.tanh: lambda g, out, **over: _aten.tanh_backward(g, out, **over),
 }
 
 
@@ -67,9 +72,42 @@ def _like_kept(grad: TensorProxy, kept: TensorProxy, **_: Any) -> TensorProxy:
     return TensorProxy(like=kept, requires_grad=False)
 
 
+_over_gradient: dict[Symbol, Symbol] = {}
+_plain: dict[Symbol, Symbol] = {}
+
+
+def _register_backward(name: str, derivative: Callable[..., torch.Tensor]) -> Symbol:
+    backward = mem_kernels_ex.register_operator(f"mem_{name}_backward", meta=_like_kept, fn=derivative)
+    if "over" in signature(derivative).parameters:
+
+        def over_gradient(grad: torch.Tensor, kept: torch.Tensor, **given: Any) -> torch.Tensor:
+            over = {"grad_input": grad} if grad.is_contiguous() and grad.dtype == kept.dtype else {}
+            return derivative(grad, kept, **given, **over)
+
+        name = f"{backward.name}_over_gradient"
+        _over_gradient[backward] = mem_kernels_ex.register_operator(name, meta=_like_kept, fn=over_gradient)
+        _plain[_over_gradient[backward]] = backward
+    return backward
+
+
+def over_gradient(bsym: BoundSymbol) -> BoundSymbol | None:
+    """The same derivative, written over the gradient that it is given; None for all but these kernels."""
+    symbol = _over_gradient.get(bsym.sym)
+    return None if symbol is None else bsym.from_bsym(sym=symbol)
+
+
+_OVER_GRADIENT = MemoryTraits(
+    writes=lambda bsym: (bsym.args[0],),
+    shares=lambda bsym: {bsym.output.name: bsym.args[0]},
+    runs=lambda bsym: bsym.from_bsym(sym=_plain[bsym.sym]),
+    in_place=True,
+)
+declare(mem_kernels_ex, lambda name: _OVER_GRADIENT if name.endswith("_over_gradient") else PLAIN)
+
+
 def _register(operation: Symbol, derivative: Callable[..., torch.Tensor], *, by_result: bool) -> None:
-    backward = mem_kernels_ex.register_operator(f"mem_{operation.name}_backward", meta=_like_kept, fn=derivative)
-    names = list(signature(derivative).parameters)[2:]
+    backward = _register_backward(operation.name, derivative)
+    names = [name for name in list(signature(derivative).parameters)[2:] if name != "over"]
 
     def differentiate(a: TensorProxy, *args: Any, **kwargs: Any) -> TensorProxy:
         out = operation(a, *args, **kwargs)
@@ -89,9 +127,7 @@ for _operation, _derivative in _BY_RESULT.items():
 
 # The torch executor knows no sigmoid: Thunder has three operations for it.
 _sigmoid = mem_kernels_ex.register_operator("mem_sigmoid", meta=lambda a: _like_kept(a, a), fn=torch.sigmoid)
-_sigmoid_backward = mem_kernels_ex.register_operator(
-    "mem_sigmoid_backward", meta=_like_kept, fn=_aten.sigmoid_backward.default
-)
+_sigmoid_backward = _register_backward("sigmoid", lambda g, out, **over: _aten.sigmoid_backward(g, out, **over))
 
 
 def _differentiate_sigmoid(a: TensorProxy) -> TensorProxy:

@@ -99,7 +99,7 @@ class RegionFunction:
         content: the common content of regions that share this function.
     """
 
-    traits = MemoryTraits(writes=_overwritten, shares=inplace_outputs, takes_apart=True)
+    traits = MemoryTraits(writes=_overwritten, in_place=True, shares=inplace_outputs, takes_apart=True)
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Write results of fused regions over inputs that die there.
+"""Write results of fused regions and of some kernels over inputs that die there.
 
 The pass works on the fused joint trace in its final order, where every name, its aliases and its last use are known. A
 region of `mem_pointwise` may overwrite an input that is dense and whole and not held by the caller. Nobody may read the
@@ -18,14 +18,16 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
 from thunder_mem.fusion.arrangement import order_halves, peaks_of
+from thunder_mem.kernels.activation_kernels import over_gradient
 from thunder_mem.memory.graph import Graph, make_graph
 from thunder_mem.memory.plan import Decision, Plan
 from thunder_mem.regions.compiled_region import RegionFunction
-from thunder_mem.regions.inplace_outputs import InplacePlan, inplace_outputs
+from thunder_mem.regions.inplace_outputs import InplacePlan
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex, new_leaves, region_function
 from thunder_mem.rewrites.region_reuse import plan_reuse
 from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.trace.aliases import Aliases
+from thunder_mem.trace.op_traits import traits_of
 from thunder_mem.trace.reading import TraceGraph, proxies_in, read_trace
 
 __all__ = ["BufferReuse", "reuse_and_sort", "reuse_dying", "with_reuse"]
@@ -75,13 +77,10 @@ def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None, given: Collec
     memory_of: dict[int, int] = {}  # per result's storage, the storage that it overwrites
     results = nbytes = 0
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
-        if _function(bsym) is None:
+        if (new := _written_in_place(source, memory, op.index)) is None:
             continue
-        reuse = _reuse(source, memory, op.index)
-        if reuse is None:
-            continue
-        swap[id(bsym)] = new = _with_reuse(bsym, reuse)
-        for name, arg in inplace_outputs(new).items():
+        swap[id(bsym)] = new
+        for name, arg in traits_of(new).shares(new).items():
             memory_of[source.storage_of[name]] = source.storage_of[arg.name]
             results += 1
             nbytes += source.layout.nbytes(arg.name)
@@ -152,7 +151,7 @@ def reuse_and_sort(source: TraceGraph, trace: TraceCtx, sort: str | SortFunction
     Raises:
         GraphError: from the sort.
     """
-    if not any(map(_function, trace.bound_symbols)):
+    if not any(_function(b) or over_gradient(b) for b in trace.bound_symbols):
         return None
     forward_bytes, backward_bytes = peaks_of(source.graph, range(len(source.graph)))
     found = [
@@ -214,6 +213,21 @@ class _Memory:
     def saved(self, name: str) -> bool:
         """Whether the forward made it."""
         return self._aliases(name) in self._forward
+
+
+def _written_in_place(source: TraceGraph, memory: _Memory, index: int) -> BoundSymbol | None:
+    """The operation with results over inputs that die at it; None if it can have none."""
+    bsym = source.bsyms[index]
+    if (over := over_gradient(bsym)) is not None:
+        gradient, result = bsym.args[0], bsym.output
+        dies = memory.dies(gradient.name, index) and not memory.saved(gradient.name)
+        alone = [memory(p.name) for p in bsym.flat_proxy_args].count(memory(gradient.name)) == 1
+        alike = gradient.dtype == result.dtype and gradient.shape == result.shape
+        return over if dies and alone and alike and source.layout.is_plain(gradient.name) else None
+    if _function(bsym) is None:
+        return None
+    reuse = _reuse(source, memory, index)
+    return _with_reuse(bsym, reuse) if reuse is not None else None
 
 
 def _reuse(source: TraceGraph, memory: _Memory, index: int) -> InplacePlan | None:

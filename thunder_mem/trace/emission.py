@@ -14,6 +14,7 @@ from thunder.extend import FusionExecutor
 
 from thunder_mem.memory.plan import Plan, PlannedRegion
 from thunder_mem.trace.layout import is_view
+from thunder_mem.trace.op_traits import traits_of
 from thunder_mem.trace.reading import BACKWARD, UNPACKING, TraceGraph
 from thunder_mem.trace.renaming import named, renamed
 
@@ -83,6 +84,7 @@ def regions_in_order(regions: Sequence[PlannedRegion], emitted: TraceCtx, final:
 
 
 def _key(bsym: BoundSymbol) -> Hashable:
+    bsym = traits_of(bsym).runs(bsym)  # a step may be carried out in place since
     return (bsym.sym.name, *(p.name for p in bsym.flat_proxy_outs), *(p.name for p in bsym.flat_proxy_args))
 
 

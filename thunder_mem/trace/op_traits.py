@@ -56,6 +56,7 @@ class MemoryTraits:
     Attributes:
         writes: the arguments that it overwrites, beside those that a result overwrites.
         last_write: in the program nothing reads what it overwrites after it, so the old content needs no protection.
+        in_place: nothing reads what it overwrites later, and its results have that memory.
         shares: by a result's name, the argument whose memory that result uses.
         laid_out_as: by a result's name, the argument of which it is a copy with the same strides.
         on_host: the names of values in the host's memory that it reads or makes, each with its device.
@@ -72,6 +73,7 @@ class MemoryTraits:
 
     writes: Callable[[BoundSymbol], tuple[TensorProxy, ...]] = _no_proxies
     last_write: bool = False
+    in_place: bool = False
     shares: Callable[[BoundSymbol], Mapping[str, TensorProxy]] = _no_memory
     laid_out_as: Callable[[BoundSymbol], Mapping[str, TensorProxy]] = _no_memory
     on_host: Callable[[BoundSymbol], Mapping[str, str]] = _no_host

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -118,6 +119,7 @@ class _Run:
         self.memory: dict[str, int] = {}
         self.channels: dict[str, list[int]] = {}
         self.barriers = self.contexts = 0
+        self.overwritten: dict[str, str] = {}  # names whose memory has another content, and what wrote it
         self.noted: dict[int, tuple[Hashable, int]] = {}  # a generator's state: the draw from it, and its number
         self.away: dict[str, str] = {}  # names that only one transfer may use, and that transfer
 
@@ -131,6 +133,7 @@ class _Run:
             raise VerificationError(f"the trace ends with {result.sym.name} and not with its return")
         for bsym in body:
             self._take(bsym)
+            self._forget_overwritten(bsym)
         return _Outcome(
             returned=tuple(self._content(x) for x in tree_flatten_with_dataclass((result.args, result.kwargs))[0]),
             arguments={p.name: self._state(p.name) for p in arguments if self.aliases(p.name) in self.written},
@@ -163,6 +166,23 @@ class _Run:
         for name in names - outer - handed_out:
             self.values.pop(name, None)
 
+    def _forget_overwritten(self, bsym: BoundSymbol) -> None:
+        """Forget the values whose memory `bsym` takes for its results; nothing may use them later."""
+        if not (traits := traits_of(bsym)).in_place:
+            return
+        made = {p.name for p in bsym.flat_proxy_outs}
+        for memory in {self.aliases(p.name) for p in traits.writes(bsym)}:
+            for name in self._names_by_memory[memory]:
+                if name not in made and self.values.pop(name, None) is not None:
+                    self.overwritten[name] = bsym.sym.name
+
+    @cached_property
+    def _names_by_memory(self) -> dict[str, list[str]]:
+        names: dict[str, list[str]] = {}
+        for name in dict.fromkeys(p.name for b in _flat(self.trace.bound_symbols) for p in b.flat_proxy_outs):
+            names.setdefault(self.aliases(name), []).append(name)
+        return names
+
     def _transfer(self, bsym: BoundSymbol) -> None:
         """Check a transfer: the fetched value is the offloaded one; in between only the next transfer may use it."""
         name, made = bsym.sym.name, bsym.flat_proxy_outs[0].name
@@ -192,7 +212,7 @@ class _Run:
         if traits_of(bsym).random == "saves":
             self._note(bsym)
             return
-        self._number(bsym)
+        self._number(traits_of(bsym).runs(bsym) if traits_of(bsym).in_place else bsym)
 
     def _note(self, bsym: BoundSymbol) -> None:
         """A draw that returns its generator's state: the draw, and a value for the state."""
@@ -294,6 +314,8 @@ class _Run:
     def _value(self, name: str, bsym: BoundSymbol | None = None) -> int:
         if name not in self.values:
             user = bsym.sym.name if bsym else "an operation"
+            if writer := self.overwritten.get(name):
+                raise VerificationError(f"{user} uses {name}, which {writer} has overwritten")
             raise VerificationError(f"{user} uses {name} before it is defined")
         return self.values[name]
 
@@ -346,7 +368,7 @@ def _flat(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
         if b.sym.is_fusion and b.subsymbols:
             yield from b.subsymbols
         else:
-            yield b
+            yield traits_of(b).runs(b) if traits_of(b).in_place else b
 
 
 # ---- two traces ----
