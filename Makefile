@@ -66,8 +66,8 @@ notebooks: $(STAMP)  ## run the notebooks and keep their outputs; ONLY="01 03" f
 	$(BIN)/python -m notebooks.run $(ONLY)
 
 lint: $(STAMP)
-	$(BIN)/ruff check thunder_mem thunder_mem_start.py tests benchmarks docs notebooks
-	$(BIN)/ruff format --check thunder_mem thunder_mem_start.py tests benchmarks docs notebooks
+	$(BIN)/ruff check thunder_mem tests benchmarks docs notebooks
+	$(BIN)/ruff format --check thunder_mem tests benchmarks docs notebooks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

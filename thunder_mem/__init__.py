@@ -1,81 +1,30 @@
-"""thunder_mem: make programs compiled by lightning-thunder use less memory."""
+"""thunder_mem: make programs compiled by lightning-thunder use less memory.
 
-import sys
-from importlib.metadata import version
+Its names are those of `_api.py`, which the first use of any of them imports, and PyTorch and Thunder with it. So the
+command line answers mistyped words at once, `thunder_mem.compat` can come before Thunder, and the algorithms load
+without either.
+"""
 
-# Python locates `python -m thunder_mem`, for which it imports this first.
-if sys.argv[:1] == ["-m"] and "thunder_mem" in sys.orig_argv:
-    from thunder_mem.command_line.arguments import before_imports
+from __future__ import annotations
 
-    before_imports()
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# isort: split
-import thunder_mem._versions  # noqa: F401 - first: it says what to do where the rest cannot be imported
+if TYPE_CHECKING:
+    from thunder_mem._api import *  # noqa: F403
 
-# isort: split
-from thunder_mem import fx, policies
-from thunder_mem.analysis.capacity import fits, largest_batch, largest_sequence
-from thunder_mem.analysis.estimate import estimate
-from thunder_mem.analysis.frontier import memory_time_frontier
-from thunder_mem.analysis.recompute_table import recompute_table
-from thunder_mem.comparison.compare import compare
-from thunder_mem.distributed.agreement import RanksDifferError
-from thunder_mem.memory.graph import Graph, GraphError, Op, Storage
-from thunder_mem.memory.what_if import WhatIf
-from thunder_mem.optimizer.step_in_backward import StepInBackward
-from thunder_mem.partition.budget import BudgetError
-from thunder_mem.partition.constraints import RecomputeError
-from thunder_mem.planning.plan_file import PlanFileError
-from thunder_mem.planning.record import last_plan
-from thunder_mem.prediction.measure import measure_peak
-from thunder_mem.prediction.predict import predict
-from thunder_mem.prediction.simulate import simulate
-from thunder_mem.prediction.training_step import predict_step
-from thunder_mem.report import explain
-from thunder_mem.sorting import SORTS, register_sort
-from thunder_mem.tiling.marks import chunked, tiled
-from thunder_mem.tiling.tiles import Tiles
-from thunder_mem.trace.reordering import sort_bound_symbols
-from thunder_mem.transforms import ChunkLossHead, MemEfficient
-from thunder_mem.transforms.last_compilation import save_plan, why_no_plan
-from thunder_mem.transforms.plugin import MemEfficientPlugin
 
-__version__ = version("thunder-mem")
-__all__ = [
-    "SORTS",
-    "BudgetError",
-    "ChunkLossHead",
-    "Graph",
-    "GraphError",
-    "MemEfficient",
-    "MemEfficientPlugin",
-    "Op",
-    "PlanFileError",
-    "RanksDifferError",
-    "RecomputeError",
-    "StepInBackward",
-    "Storage",
-    "Tiles",
-    "WhatIf",
-    "chunked",
-    "compare",
-    "estimate",
-    "explain",
-    "fits",
-    "fx",
-    "largest_batch",
-    "largest_sequence",
-    "last_plan",
-    "measure_peak",
-    "memory_time_frontier",
-    "policies",
-    "predict",
-    "predict_step",
-    "recompute_table",
-    "register_sort",
-    "save_plan",
-    "simulate",
-    "sort_bound_symbols",
-    "tiled",
-    "why_no_plan",
-]
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") and name not in ("__all__", "__version__"):  # Python's own questions, such as __path__
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    api = import_module("thunder_mem._api")
+    if name in ("__all__", "__version__", *api.__all__):
+        return getattr(api, name)
+    try:
+        return globals()[name]  # a package that `_api` has imported
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("thunder_mem._api").__all__})

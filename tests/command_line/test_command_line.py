@@ -15,7 +15,6 @@ import pytest
 import thunder
 import torch
 
-import thunder_mem_start
 from thunder_mem.command_line import main, predictions
 from thunder_mem.command_line.arguments import read_words, split_target
 from thunder_mem.command_line.program import UsageError, load_target, parse_input
@@ -571,7 +570,7 @@ def test_as_a_process_of_its_own(script):
     command = [
         sys.executable,
         "-m",
-        "thunder_mem_start",
+        "thunder_mem",
         "predict",
         "train.py:build",
         "--device",
@@ -587,7 +586,7 @@ def test_as_a_process_of_its_own(script):
 
 def test_the_entry_point_is_there():
     (entry,) = re.findall(r'^thunder-mem = "([\w.]+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert getattr(importlib.import_module(entry[0]), entry[1]) is thunder_mem_start.main
+    assert getattr(importlib.import_module(entry[0]), entry[1]) is main
 
 
 @pytest.mark.parametrize(
@@ -603,29 +602,19 @@ def test_the_entry_point_is_there():
 )
 def test_what_is_mistyped_is_answered_before_pytorch_is_imported(script, words, code, message):
     program = (
-        "import sys, thunder_mem_start; code = thunder_mem_start.main(sys.argv[1:]); "
-        "slow = {'torch', 'thunder', 'numpy', 'thunder_mem'} & set(sys.modules); sys.exit(str(slow) if slow else code)"
+        "import sys; from thunder_mem.command_line import main; code = main(sys.argv[1:]); slow = "
+        "{'torch', 'thunder', 'numpy', 'rich', 'scipy'} & set(sys.modules); sys.exit(str(slow) if slow else code)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, env=environment)
     assert done.returncode == code and message in done.stderr and done.stderr.count("\n") == (code == 2), done.stderr
 
 
-@pytest.mark.parametrize("words, code", [(["predic", "train.py:build"], 2), (["--help"], 0)])
-def test_as_a_module_it_also_answers_before_pytorch_is_imported(script, words, code):
-    command = [sys.executable, "-X", "importtime", "-m", "thunder_mem", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert done.returncode == code and "thunder_mem.command_line.arguments" in imported
-    assert not {"torch", "thunder", "numpy", "rich", "scipy"} & imported
-
-
 @pytest.mark.slow
 def test_thunders_imports_are_silent(script):
-    for module in ("thunder_mem_start", "thunder_mem"):
-        command = [sys.executable, "-m", module, "predict", "train.py:build", "--device", "T4", "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        assert done.returncode == 0 and done.stderr == "this must not get between the JSON\n", done.stderr
+    command = [sys.executable, "-m", "thunder_mem", "predict", "train.py:build", "--device", "T4", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and done.stderr == "this must not get between the JSON\n", done.stderr
 
 
 def test_names_that_a_script_makes_are_looked_for_when_it_runs(tmp_path, monkeypatch):

@@ -2,11 +2,13 @@
 
 `arguments.py` has the options, and `program.py` makes a program from a script's function or factory. `predictions.py`
 compiles and predicts it. `output.py` formats the output. `answers.py` joins them and returns an exit code. Importing
-this package imports none of them, as the options are read before PyTorch.
+this package imports none of them: the options are read before PyTorch and Thunder, whose imports take seconds. So
+mistyped arguments are answered at once.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 __all__ = ["main"]
@@ -19,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_words(arguments)
     if isinstance(options, int):
         return options
-    from thunder_mem.command_line.answers import answer
-
+    with warnings.catch_warnings():  # of Thunder's imports, about other packages that could be installed
+        if not options.debug:
+            warnings.simplefilter("ignore")
+        from thunder_mem.command_line.answers import answer
     return answer(options)

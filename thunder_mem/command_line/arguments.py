@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,7 +18,7 @@ from thunder_mem.memory.device_specs import DEVICES, device_spec
 from thunder_mem.memory.outside_input import quoted, whole_number
 from thunder_mem.memory.units import parse_bytes
 
-__all__ = ["before_imports", "make_parser", "read_words", "split_target"]
+__all__ = ["make_parser", "read_words", "split_target"]
 
 _DESCRIPTION = """\
 Know the peak of a PyTorch program before it runs, on any machine. thunder-mem compiles it by
@@ -92,15 +90,6 @@ def read_words(words: Sequence[str] | None) -> argparse.Namespace | int:
         return make_parser().parse_args(words)
     except SystemExit as exit_:
         return 0 if exit_.code in (0, None) else 2
-
-
-def before_imports() -> None:
-    """In `python -m thunder_mem`: answer at once what needs no PyTorch, and otherwise silence the imports to come."""
-    options = read_words(None)
-    if isinstance(options, int):
-        sys.exit(options)
-    if not options.debug:
-        warnings.simplefilter("ignore")
 
 
 def split_target(target: str) -> tuple[str, str]:
