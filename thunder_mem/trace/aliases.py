@@ -56,6 +56,11 @@ def _makes_fresh_memory(name: str) -> bool:
 class Aliases:
     """The names that may share memory, as classes; `aliases(name)` is a class' representative.
 
+    Args:
+        bsyms: the bound symbols of a trace.
+        in_place: whether a result written over an argument that dies shares the argument's memory. If not, its names
+            are apart from the argument's, as in the program before any result was written over another value.
+
     Example:
         >>> aliases = Aliases([])
         >>> aliases.join("a", "b")
@@ -63,7 +68,8 @@ class Aliases:
         (True, False)
     """
 
-    def __init__(self, bsyms: Iterable[BoundSymbol]) -> None:
+    def __init__(self, bsyms: Iterable[BoundSymbol], *, in_place: bool = True) -> None:
+        self._in_place = in_place
         self._above: dict[str, str] = {}
         self._shared: set[str] = set()
         for bsym in bsyms:
@@ -90,8 +96,9 @@ class Aliases:
         for part in bsym.subsymbols:
             self._follow(part)
         traits = traits_of(bsym)
-        for name, arg in traits.shares(bsym).items():
-            self.join(name, arg.name)
+        if self._in_place or not traits.in_place:
+            for name, arg in traits.shares(bsym).items():
+                self.join(name, arg.name)
         args, outs = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
         if bsym.sym.id is PrimIDs.UPDATE_ALIASES or bsym.sym.name == "update_aliases":
             for new, old in zip(outs, args, strict=True):

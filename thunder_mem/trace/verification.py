@@ -13,7 +13,7 @@ exactly the values that the forward saves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -170,18 +170,20 @@ class _Run:
         """Forget the values whose memory `bsym` takes for its results; nothing may use them later."""
         if not (traits := traits_of(bsym)).in_place:
             return
-        made = {p.name for p in bsym.flat_proxy_outs}
-        for memory in {self.aliases(p.name) for p in traits.writes(bsym)}:
-            for name in self._names_by_memory[memory]:
-                if name not in made and self.values.pop(name, None) is not None:
+        for p in traits.writes(bsym):
+            for name in self._names_of_memory(p.name):
+                if self.values.pop(name, None) is not None:
                     self.overwritten[name] = bsym.sym.name
 
     @cached_property
-    def _names_by_memory(self) -> dict[str, list[str]]:
+    def _names_of_memory(self) -> Callable[[str], list[str]]:
+        """By name, all names that may share its memory, apart from results that are written over it."""
+        aliases = Aliases(self.trace.bound_symbols, in_place=False)
         names: dict[str, list[str]] = {}
-        for name in dict.fromkeys(p.name for b in _flat(self.trace.bound_symbols) for p in b.flat_proxy_outs):
-            names.setdefault(self.aliases(name), []).append(name)
-        return names
+        made = (p.name for b in _flat(self.trace.bound_symbols) for p in b.flat_proxy_outs)
+        for name in dict.fromkeys(made):
+            names.setdefault(aliases(name), []).append(name)
+        return lambda name: names[aliases(name)]
 
     def _transfer(self, bsym: BoundSymbol) -> None:
         """Check a transfer: the fetched value is the offloaded one; in between only the next transfer may use it."""
