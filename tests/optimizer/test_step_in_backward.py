@@ -323,6 +323,29 @@ def test_gradient_from_outside_after_the_update(fresh):
         ours.step()
 
 
+def test_a_parameter_that_a_result_shows_waits_for_step():
+    class Shows(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.inside = (torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+
+        def forward(self, x):
+            return self.seen.permute(0, 1), (x @ self.inside).cos() @ self.seen
+
+    model, x = Shows(), torch.randn(3, 4)
+    exact = copy.deepcopy(model)
+    ours, theirs = StepInBackward(torch.optim.SGD(model.parameters(), lr=0.1)), torch.optim.SGD(exact.parameters(), 0.1)
+    step = thunder.jit(model, executors=[], transforms=[MemEfficient(optimizer=ours, strict=True)])
+    for call, optimizer in ((step, ours), (exact, theirs)):
+        shown, product = call(x)
+        (shown.square().sum() + product.sum()).backward()
+        assert model.inside.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
 def test_interrupted_backward(fresh, monkeypatch):
     _, ours, step = fresh
     calls = []

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
+from thunder.core.pytree import tree_iter
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.optimizer.one_parameter import StepFigures, step_figures
 from thunder_mem.optimizer.step_in_backward import StepInBackward, Updates
 from thunder_mem.optimizer.update import Update, clip_scale, update_parameter
 from thunder_mem.trace.aliases import Aliases
-from thunder_mem.trace.reading import BACKWARD, joint_results
+from thunder_mem.trace.reading import BACKWARD, joint_results, read_trace
 
 __all__ = ["Optimized", "with_updates"]
 
@@ -41,6 +42,8 @@ class Optimized:
 def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
     """The joint trace that updates its parameters; unchanged if it gives none of them a gradient.
 
+    The gradient of a parameter that a result shows waits for `StepInBackward.step`.
+
     Args:
         trace: a joint trace before fusion.
         optimized: its parameters.
@@ -50,9 +53,14 @@ def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
     if returned is None:
         return trace
     pairs = list(zip(returned["flat_args"], returned["output"], strict=True))
+    # The caller may differentiate what shows a parameter, which adds to its gradient after the backward.
+    storage_of = read_trace(trace).storage_of
+    shown = {storage_of.get(p.name) for p in tree_iter(returned["fw_flat_out"]) if isinstance(p, TensorProxy)}
     gradients: dict[int, list[tuple[TensorProxy, TensorProxy]]] = {}  # per parameter, its arguments and their gradients
     for p, grad in pairs:
-        if isinstance(p, TensorProxy) and isinstance(grad, TensorProxy) and p.name in optimized.parameters:
+        if not isinstance(p, TensorProxy) or not isinstance(grad, TensorProxy) or p.name not in optimized.parameters:
+            continue
+        if storage_of.get(p.name) not in shown:
             gradients.setdefault(id(optimized.parameters[p.name]), []).append((p, grad))
     if not gradients:
         return trace
