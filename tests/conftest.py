@@ -5,6 +5,9 @@ import os
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+import thunder_mem.compat  # noqa: F401 - before Thunder, which does not import with the newest PyTorch without it
+
+# isort: split
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

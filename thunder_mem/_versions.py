@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from importlib import metadata
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 __all__ = ["check_versions", "mismatch"]
 
 _KNOWN = ("torch", "lightning-thunder")
+_WITH_COMPAT = SpecifierSet(">=2.12,<2.16")
+"""The versions of PyTorch that `thunder_mem.compat` was tested with."""
 
 
 def mismatch(wanted: Requirement, installed: str | None) -> str:
@@ -20,8 +24,8 @@ def mismatch(wanted: Requirement, installed: str | None) -> str:
         installed: the installed version, None if it is missing.
 
     Example:
-        >>> mismatch(Requirement("torch>=2.8,<2.12"), "2.13.0+cu130")
-        "thunder_mem works with torch>=2.8,<2.12, not with 2.13.0+cu130: pip install 'torch>=2.8,<2.12'"
+        >>> mismatch(Requirement("torch>=2.8,<2.12"), "2.7.1+cu128")
+        "thunder_mem works with torch>=2.8,<2.12, not with 2.7.1+cu128: pip install 'torch>=2.8,<2.12'"
         >>> mismatch(Requirement("torch>=2.8,<2.12"), "2.11.0")
         ''
     """
@@ -30,7 +34,12 @@ def mismatch(wanted: Requirement, installed: str | None) -> str:
         return f"thunder_mem needs {known}, which is not installed: pip install '{known}'"
     if wanted.specifier.contains(installed, prereleases=True):
         return ""
-    return f"thunder_mem works with {known}, not with {installed}: pip install '{known}'"
+    way = f"pip install '{known}'"
+    if wanted.name == "torch" and _WITH_COMPAT.contains(installed, prereleases=True):
+        if "thunder_mem.compat" in sys.modules:
+            return ""
+        way += ", or import thunder_mem.compat before thunder"
+    return f"thunder_mem works with {known}, not with {installed}: {way}"
 
 
 def check_versions() -> None:

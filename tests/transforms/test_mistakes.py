@@ -122,7 +122,8 @@ def test_no_fusion_executor():
 @pytest.mark.parametrize(
     ("distribution", "installed", "said"),
     [
-        ("torch", "2.13.0+cu130", "works with torch>=2.8,<2.12, not with 2.13.0+cu130: pip install 'torch>=2.8,<2.12'"),
+        ("torch", "2.13.0+cu130", "'torch>=2.8,<2.12', or import thunder_mem.compat before thunder"),
+        ("torch", "2.16.0", "works with torch>=2.8,<2.12, not with 2.16.0: pip install 'torch>=2.8,<2.12'"),
         ("torch", "2.7.1", "not with 2.7.1"),
         ("torch", "2.12.0a0+git1f2e", "not with 2.12.0a0"),
         ("torch", None, "needs torch>=2.8,<2.12, which is not installed: pip install"),
@@ -133,13 +134,20 @@ def test_no_fusion_executor():
         ("lightning-thunder", "0.2.7.dev20260101", ""),
     ],
 )
-def test_versions_that_are_not_known(distribution, installed, said):
+def test_versions_that_are_not_known(distribution, installed, said, monkeypatch):
+    monkeypatch.delitem(sys.modules, "thunder_mem.compat")
     wanted = next(r for r in map(Requirement, metadata.requires("thunder-mem")) if r.name == distribution)
     told = _versions.mismatch(wanted, installed)
     assert (said in told) if said else (told == "")
 
 
+def test_versions_that_compat_makes_work():
+    wanted = Requirement("torch>=2.8,<2.12")
+    assert _versions.mismatch(wanted, "2.15.0+cu132") == "" and "2.16.0" in _versions.mismatch(wanted, "2.16.0")
+
+
 def _other_torch(monkeypatch):
+    monkeypatch.delitem(sys.modules, "thunder_mem.compat")
     real = metadata.version
     monkeypatch.setattr(_versions.metadata, "version", lambda name: "2.13.0" if name == "torch" else real(name))
 
