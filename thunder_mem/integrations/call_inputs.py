@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForSequenceClassificationLoss
 from transformers.utils import can_return_loss, find_labels
 
 __all__ = ["Inputs", "inputs_by_name", "not_compiled", "prepared"]
@@ -94,10 +95,27 @@ def prepared(model: PreTrainedModel, values: Mapping[str, object]) -> Inputs:
         found["num_items_in_batch"] = torch.tensor(items)  # one program for all numbers
     if "use_cache" in inspect.signature(type(model).forward).parameters:
         found["use_cache"] = False
+    _settle_problem_type(model, found.get("labels"))
     if (decoder := _decoder_inputs(model, found)) is not None:
         found["decoder_input_ids"] = decoder
     given = {name: value for name, value in found.items() if value is not None}
     return Inputs(given, _has_loss(model, values), packed)
+
+
+def _settle_problem_type(model: PreTrainedModel, labels: object) -> None:
+    """Write the kind of a classification into the model's configuration, as transformers does in the first forward.
+
+    It looks at the dtype of the labels, which is another object while Thunder traces.
+    """
+    classifies = LOSS_MAPPING.get(model.loss_type) is ForSequenceClassificationLoss
+    if not classifies or not isinstance(labels, Tensor) or model.config.problem_type is not None:
+        return
+    if model.config.num_labels == 1:
+        model.config.problem_type = "regression"
+    elif labels.dtype in (torch.long, torch.int):
+        model.config.problem_type = "single_label_classification"
+    else:
+        model.config.problem_type = "multi_label_classification"
 
 
 def _restarts(values: Mapping[str, object]) -> bool:
