@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.programs.hugging_face import FAMILIES, THROUGH_FX, gpt2, llama, tokens
-from thunder_mem import BudgetError, measure_peak
-from thunder_mem.integrations.transformers import LossOutput, memory_efficient
+from thunder_mem import BudgetError, StepInBackward, measure_peak
+from thunder_mem.integrations.transformers import LossOutput, memory_efficient, programs
 
 
 def gradients(model):
@@ -51,7 +51,7 @@ def error(found, reference):
 
 
 def ways(model):
-    return {program.way for program in model._thunder_mem.programs.values()}
+    return {program.way for program in programs(model)}
 
 
 def assert_trains_as_eager(model, batch, steps=2, **options):
@@ -100,6 +100,12 @@ def test_masks_are_those_of_transformers():
     ):
         given = {"input_ids": ids, "labels": labels, **more}
         assert error(backward(model, given), backward(eager, given)) < 1e-5, more
+    for m in (model, eager):
+        m.config.num_hidden_layers = 0  # which the forward reads
+    shallow = backward(eager, batch)
+    assert error(backward(model, batch), shallow) < 1e-5
+    for m in (model, eager):
+        m.config.num_hidden_layers = 1
     apart = backward(eager, {"input_ids": ids, "labels": labels, "position_ids": restarts, "use_cache": False})
     together = backward(eager, {"input_ids": ids, "labels": labels, "position_ids": restarts, "use_cache": True})
     assert error(apart, together) > 1e-3, "the case proves nothing"
@@ -152,6 +158,45 @@ def test_options_reach_the_plan():
 
 
 @pytest.mark.slow
+def test_the_backward_updates_the_parameters():
+    model, batch = gpt2(layers=1)
+    eager = copy.deepcopy(model)
+    optimizer = StepInBackward(torch.optim.SGD(model.parameters(), lr=0.1))
+    memory_efficient(model, executors=[], optimizer=optimizer)
+    for m, step in ((model, optimizer.step), (eager, torch.optim.SGD(eager.parameters(), lr=0.1).step)):
+        backward(m, batch)
+        step()
+    assert all(p.grad is None for p in model.parameters())
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.slow
+def test_trainer_trains_evaluates_and_saves(tmp_path):
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    model, _ = llama(layers=1)
+    eager = copy.deepcopy(model)
+    memory_efficient(model, executors=[], strict=True)
+    rows = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in tokens(12)]
+    losses = []
+    for m, folder in ((model, tmp_path / "ours"), (eager, tmp_path / "theirs")):
+        options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "seed": 0}
+        quiet = {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+        arguments = TrainingArguments(output_dir=str(folder), **options, **quiet)
+        trainer = Trainer(model=m, args=arguments, train_dataset=rows, eval_dataset=rows[:2])
+        losses.append((trainer.train().training_loss, trainer.evaluate()["eval_loss"]))
+        trainer.save_model()
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert ways(model) == {"thunder.jit"}
+    again = type(model).from_pretrained(tmp_path / "ours")
+    for saved, ours, theirs in zip(again.parameters(), model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(saved, ours)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.slow
 def test_a_model_that_thunder_cannot_trace_runs_as_before(monkeypatch):
     model, batch = gpt2(layers=1)
     monkeypatch.setattr(model.transformer.ln_f, "forward", lambda x: x if bool(x.sum() > 1e9) else x * 1.0)
@@ -181,7 +226,7 @@ def test_without_gradients_the_model_runs_as_before(small):
     assert torch.equal(generated, expected)
     model.requires_grad_(False)
     assert model(**batch).logits is not None
-    assert not model._thunder_mem.programs
+    assert not programs(model)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +266,16 @@ def test_a_continued_sequence_is_generation(small):
         model(input_ids=tokens(columns=1), past_key_values=past)
 
 
+def test_a_hook_inside_is_called(small):
+    model, eager, batch = small
+    memory_efficient(model)
+    for m in (model, eager):
+        m.transformer.ln_f.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.warns(UserWarning, match=r"transformer.ln_f has a hook, which a compiled step would not call"):
+        found = backward(model, batch)
+    assert error(found, backward(eager, batch)) == 0
+
+
 def test_gradient_checkpointing_names_the_remedy(small):
     model, eager, batch = small
     for m in (model, eager):
@@ -255,6 +310,8 @@ def test_bad_input_gets_one_sentence(small):
         memory_efficient(model, bugdet="1GiB")
     with pytest.raises(ValueError, match="budget"):
         memory_efficient(model, budget="a lot")
+    with pytest.raises(TypeError, match="this GPT2LMHeadModel is not memory efficient"):
+        programs(model)
     assert "forward" not in vars(model)
     memory_efficient(model)
     with pytest.raises(ValueError, match="memory efficient already"):

@@ -63,6 +63,8 @@ def not_compiled(model: PreTrainedModel, values: Mapping[str, object]) -> str | 
         return ""
     if not any(p.requires_grad for p in model.parameters()):
         return ""
+    if (hooked := _hooked(model)) is not None:
+        return f"{hooked} has a hook, which a compiled step would not call"
     if getattr(model, "is_gradient_checkpointing", False) and model.training:
         return (
             "Thunder cannot trace gradient checkpointing of transformers: call gradient_checkpointing_disable(), "
@@ -100,6 +102,13 @@ def prepared(model: PreTrainedModel, values: Mapping[str, object]) -> Inputs:
         found["decoder_input_ids"] = decoder
     given = {name: value for name, value in found.items() if value is not None}
     return Inputs(given, _has_loss(model, values), packed)
+
+
+def _hooked(model: PreTrainedModel) -> str | None:
+    """The first module inside with a hook; those of the model itself run around its forward."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    inside = (pair for pair in model.named_modules() if pair[1] is not model)
+    return next((name for name, module in inside if any(getattr(module, kind) for kind in kinds)), None)
 
 
 def _settle_problem_type(model: PreTrainedModel, labels: object) -> None:

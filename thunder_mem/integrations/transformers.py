@@ -35,7 +35,7 @@ from thunder_mem.integrations.programs import WAYS, Compilation, Program, first_
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.transforms import MemEfficient
 
-__all__ = ["LossOutput", "memory_efficient"]
+__all__ = ["LossOutput", "Program", "memory_efficient", "programs"]
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 _STATE = "_thunder_mem"
@@ -87,6 +87,18 @@ def memory_efficient(
     setattr(model, _STATE, _State(how))
     model.forward = MethodType(_forward_of(type(model)), model)
     return model
+
+
+def programs(model: PreTrainedModel) -> tuple[Program, ...]:
+    """What was compiled of a memory-efficient model so far; `explain` takes ``program.compiled``.
+
+    Raises:
+        TypeError: the model is not memory efficient.
+    """
+    state = getattr(model, _STATE, None)
+    if not isinstance(state, _State):
+        raise TypeError(f"this {type(model).__name__} is not memory efficient: call memory_efficient(model) first")
+    return tuple(state.programs.values())
 
 
 @dataclass
@@ -167,7 +179,7 @@ def _run(model: PreTrainedModel, state: _State, inputs: Inputs) -> tuple[dict[st
         )
     device = model.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    key = inputs.key, autocast, tuple(m.training for m in model.modules())
+    key = inputs.key, autocast, repr(vars(model.config)), tuple(m.training for m in model.modules())
     program = state.programs.get(key)
     if program is not None and program.is_for(tensors_of(model)):
         return program(inputs.values), ()
