@@ -160,6 +160,7 @@ def how_it_works() -> str:
 
 ROOMS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("command_line", ("the shell",), GREY),
+    ("integrations", ("Hugging Face's models",), GREY),
     ("comparison", ("compilers side by side",), GREY),
     ("report", ("explain, as data",), GREY),
     ("analysis", ("frontiers, what fits",), GREY),
@@ -193,7 +194,7 @@ def rooms() -> str:
     """The packages as rows: each imports those below it."""
     by_title = {title: (lines, colour) for title, lines, colour in ROOMS}
     rows = (
-        ("", ("doors", "command_line", "comparison", "report", "analysis")),
+        ("", ("doors", "command_line", "integrations", "comparison", "report", "analysis")),
         ("on Thunder's side", ("transforms", "prediction", "planning", "user_choices")),
         ("", ("tiling", "rewrites", "frontend", "distributed")),
         ("", ("costs", "regions", "kernels", "chunk_loop", "optimizer")),

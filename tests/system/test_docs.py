@@ -64,7 +64,7 @@ def _by_time(page: Path):
     """What compiles many regions is slow."""
     return (
         pytest.param(page, marks=pytest.mark.slow)
-        if page.name in ("integration.md", "prediction.md", "saving.md")
+        if page.name in ("integration.md", "prediction.md", "saving.md", "transformers.md")
         else page
     )
 

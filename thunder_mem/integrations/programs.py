@@ -1,0 +1,133 @@
+"""The compiled part of a Hugging Face model: by `thunder.jit` where it traces the model, else by ThunderFX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from traceback import walk_tb
+
+import thunder
+import torch
+from thunder.dynamo import thunderfx
+from thunder.extend import Executor
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from transformers import PreTrainedModel
+
+from thunder_mem.integrations.call_inputs import Inputs
+from thunder_mem.integrations.traceable_code import traceable
+from thunder_mem.memory.outside_input import shortened
+from thunder_mem.transforms import MemEfficient
+
+__all__ = ["WAYS", "Compilation", "Program", "first_program", "tensors_of"]
+
+WAYS = ("thunder.jit", "thunderfx")
+_REASON = 160  # characters of an error in a message
+_TRACING = ("thunder.core.interpreter", "thunder.core.jit_ext")  # they are left when a program is traced
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """How a model is compiled.
+
+    Attributes:
+        transform: plans the program.
+        executors: of `thunder.jit`; None for Thunder's default.
+        ways: to try, in order.
+    """
+
+    transform: MemEfficient
+    executors: tuple[Executor | str, ...] | None
+    ways: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled model.
+
+    Attributes:
+        way: that compiled it.
+        compiled: what `thunder.jit` or `thunderfx` returned.
+        model: the model, whose code is replaced while it runs.
+        packed: see `traceable`.
+        tensors: the model's parameters and buffers, for which it was compiled.
+    """
+
+    way: str
+    compiled: Callable[..., dict[str, Tensor]]
+    model: PreTrainedModel
+    packed: bool
+    tensors: tuple[Tensor, ...]
+
+    def __call__(self, values: Mapping[str, object]) -> dict[str, Tensor]:
+        with traceable(self.model, packed=self.packed), torch._dynamo.config.patch(specialize_float=True):
+            return self.compiled(**values)
+
+    def is_for(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a model's tensors are still those of the compilation."""
+        return len(tensors) == len(self.tensors) and all(a is b for a, b in zip(tensors, self.tensors, strict=True))
+
+
+def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
+    """A model's parameters and buffers."""
+    return tuple(chain(model.parameters(), model.buffers()))
+
+
+def first_program(
+    model: PreTrainedModel, inputs: Inputs, how: Compilation
+) -> tuple[Program | None, dict[str, Tensor] | None, tuple[str, ...]]:
+    """Compile a model by the first way that can, and run it.
+
+    Returns:
+        The program or None, its result, and why each way before could not compile it.
+
+    Raises:
+        Exception: an error of the plan (`BudgetError`, ...) or of the run.
+    """
+    reasons: list[str] = []
+    for way in how.ways:
+        whole = _Loss(model) if inputs.has_loss else _Outputs(model)
+        program = Program(way, _compile(whole, way, how), model, inputs.packed, tensors_of(model))
+        try:
+            return program, program(inputs.values), tuple(reasons)
+        except Exception as error:
+            if not _is_of_tracing(error):
+                raise
+            first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+            reasons.append(f"{way}: {shortened(first, _REASON)}")
+    return None, None, tuple(reasons)
+
+
+def _compile(whole: nn.Module, way: str, how: Compilation) -> Callable[..., dict[str, Tensor]]:
+    options: dict[str, object] = {} if how.executors is None else {"executors": list(how.executors)}
+    if way == "thunder.jit":
+        return thunder.jit(whole, transforms=[how.transform], **options)
+    return thunderfx(whole, transforms=[how.transform], dynamic=False, **options)
+
+
+def _is_of_tracing(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if isinstance(error, TorchDynamoException):
+        return True
+    return any(frame.f_globals.get("__name__") in _TRACING for frame, _ in walk_tb(error.__traceback__))
+
+
+class _Loss(nn.Module):
+    """A model that returns its losses alone, so that no logits outlive it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **values: object) -> dict[str, Tensor]:
+        output = type(self.model).forward(self.model, **values)
+        return {name: output[name] for name in ("loss", "aux_loss") if output.get(name) is not None}
+
+
+class _Outputs(_Loss):
+    """A model that returns all that it computes."""
+
+    def forward(self, **values: object) -> dict[str, Tensor]:
+        return type(self.model).forward(self.model, **values)

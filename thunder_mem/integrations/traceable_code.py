@@ -1,0 +1,145 @@
+"""Hugging Face's own code, for a time, in a form that Thunder can trace.
+
+Thunder 0.2.6 stops at three habits of transformers, and here each is done in another way, with the same values:
+
+- Masks are made by `torch.vmap` over index tensors. The same index functions get index tensors that broadcast.
+- Losses are made as modules inside the forward, ``CrossEntropyLoss()``. The name stands for a function that makes
+  PyTorch's functional loss.
+- Attention shares keys between heads by ``enable_gqa``. Keys are repeated, as transformers does wherever it has a mask.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import RLock
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.integrations import sdpa_attention
+from transformers.loss import loss_utils
+
+__all__ = ["traceable"]
+
+Positions = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""From the numbers of batch, head, query and key to whether the query sees the key."""
+
+_LOCK = RLock()  # the replaced names belong to all threads
+
+
+@contextmanager
+def traceable(model: nn.Module, *, packed: bool) -> Iterator[None]:
+    """Inside, Hugging Face's masks and losses are code that Thunder traces.
+
+    Args:
+        model: whose modules' code may make losses.
+        packed: rows hold several sequences, told apart by `position_ids`. Without this, none are looked for.
+    """
+    with _LOCK:
+        replaced = []
+        try:
+            for namespace, name, new in _replacements(model, packed):
+                replaced.append((namespace, name, namespace[name]))
+                namespace[name] = new
+            yield
+        finally:
+            for namespace, name, old in reversed(replaced):
+                namespace[name] = old
+
+
+def _replacements(model: nn.Module, packed: bool) -> Iterator[tuple[dict[str, object], str, object]]:
+    """The namespaces, names and values to set."""
+    own = vars(masking_utils)
+    yield masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _mask
+    yield own, "sdpa_mask", _mask
+    yield own, "and_masks", _all_of
+    if not packed:
+        yield own, "find_packed_sequence_indices", _not_packed
+    yield vars(sdpa_attention), "use_gqa_in_sdpa", _repeats_keys
+    for module in _modules(model):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, type) and value in _LOSSES:
+                yield vars(module), name, _LOSSES[value]
+
+
+def _modules(model: nn.Module) -> set[ModuleType]:
+    """The Python modules that define the model's classes, and transformers' losses."""
+    names = {type(m).__module__ for m in model.modules()}
+    return {loss_utils} | {sys.modules[name] for name in names if not name.startswith("torch.")}
+
+
+# ---- masks ----
+
+
+def _mask(
+    batch_size: int,
+    cache_position: Tensor,
+    kv_length: int,
+    kv_offset: int = 0,
+    mask_function: Positions = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: object,
+) -> Tensor | None:
+    """`transformers.masking_utils.sdpa_mask`, a boolean mask of shape (B, 1, queries, keys), without `torch.vmap`.
+
+    None if attention's own `is_causal` does the same: nothing is padded, and no window is shorter than the sequence.
+    """
+    queries = cache_position.shape[0]
+    is_causal = attention_mask is None and queries == kv_length and (local_size is None or kv_length < local_size)
+    if allow_is_causal_skip and is_causal:
+        return None
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset, _slice=False)
+    if padding is not None:
+        mask_function = _all_of(mask_function, masking_utils.padding_mask_function(padding))
+    device = cache_position.device
+    batch = torch.arange(batch_size, device=device)[:, None, None, None]
+    head = torch.arange(1, device=device)[None, :, None, None]
+    keys = (torch.arange(kv_length, device=device) + kv_offset)[None, None, None, :]
+    mask = mask_function(batch, head, cache_position[None, None, :, None], keys)
+    return mask.expand(batch_size, 1, queries, kv_length)
+
+
+def _all_of(*functions: Positions) -> Positions:
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        result = functions[0](batch, head, query, key)
+        for function in functions[1:]:
+            result = result & function(batch, head, query, key)
+        return result
+
+    return mask
+
+
+def _not_packed(position_ids: Tensor) -> None:
+    return None
+
+
+def _repeats_keys(attention_mask: Tensor | None, key: Tensor) -> bool:
+    return False
+
+
+# ---- losses ----
+
+
+def _maker(function: Callable[..., Tensor]) -> Callable[..., Callable[[Tensor, Tensor], Tensor]]:
+    """A function in the place of a loss's class."""
+
+    def make(*arguments: object, **options: object) -> Callable[[Tensor, Tensor], Tensor]:
+        def loss(result: Tensor, target: Tensor) -> Tensor:
+            return function(result, target, *arguments, **options)
+
+        return loss
+
+    return make
+
+
+_LOSSES: dict[type, Callable[..., object]] = {
+    nn.CrossEntropyLoss: _maker(F.cross_entropy),
+    nn.BCEWithLogitsLoss: _maker(F.binary_cross_entropy_with_logits),
+    nn.MSELoss: _maker(F.mse_loss),
+}
