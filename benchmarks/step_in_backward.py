@@ -27,8 +27,12 @@ from rich.table import Table
 from benchmarks import longchat
 from benchmarks.models import gpt_module, llama_step
 from benchmarks.step_time import EXECUTORS
-from thunder_mem import MemEfficient, StepInBackward, measure_peak, predict_step, simulate
+from thunder_mem import MemEfficient, StepInBackward, last_plan, measure_peak, predict_step, simulate
+from thunder_mem.costs.plan_time import trace_seconds
+from thunder_mem.memory.device_models import device_model
+from thunder_mem.policies import OpInfo
 from thunder_mem.prediction.training_step import training_step
+from thunder_mem.sorting import Graph
 
 RESULTS = Path(__file__).parent / "results" / "step_in_backward.json"
 PROGRAMS = (("longchat-7b-16k", 2, 16384), ("Llama-3-8B", 2, 16384))
@@ -47,6 +51,48 @@ class Row:
     phase: str
     operation: str
     floor_bytes: int
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """One step with tiles and `StepInBackward`; sizes are bytes, times seconds.
+
+    `link_s` is the time of the states' copies both ways, and `exposed_s` the part of it that no other work hides;
+    `kernels_s` is the time of the forward and the backward.
+    """
+
+    layers: int
+    states: str
+    checkpoints: str
+    peak_bytes: int
+    host_bytes: int
+    link_s: float
+    exposed_s: float
+    kernels_s: float
+    offload: str
+
+
+def checkpoints_away(op: OpInfo, graph: Graph) -> str:
+    """The policy that keeps on the host what each layer hands to the next."""
+    return "offload" if op.handed_on and op.offload_refusal is None else "auto"
+
+
+def on_host(layers: int, states: str, checkpoints: str, tokens: int = 16384) -> OnHost:
+    """A step of longchat-7b-16k, and where its states and checkpoints are: "device" or "host"."""
+    with simulate("H100-80GB"):
+        model = gpt_module(longchat.config(layers), True, True, "cuda", torch.bfloat16)
+        optimizer = StepInBackward(torch.optim.AdamW(model.parameters()), states=states)
+        policy = {"recompute": checkpoints_away} if checkpoints == "host" else {}
+        transform = MemEfficient(strict=True, tile=True, optimizer=optimizer, **policy)
+        step = thunder.jit(model, transforms=[transform])
+        ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
+        prediction = predict_step(step, optimizer, None, ids, ids)
+        traces = thunder.last_traces(step)[-1], thunder.last_backward_traces(step)[-1]
+        kernels_s = sum(trace_seconds(trace, device_model("H100-80GB")) for trace in traces)
+    moved = prediction.state_transfers
+    about = next((d.how for d in last_plan(step).decisions if d.what == "offload"), "")
+    sizes = prediction.peak_bytes, prediction.host_bytes
+    return OnHost(layers, states, checkpoints, *sizes, moved.link_s, moved.exposed_s, kernels_s, about)
 
 
 def measure(name: str, layers: int, tokens: int, tile: bool, in_backward: bool) -> Row:

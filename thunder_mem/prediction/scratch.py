@@ -174,7 +174,8 @@ class SimulatedRunner:
             return self._region(bsym, env)
         if is_update(bsym):
             run(env)
-            return Ran(*update_of(bsym).figures)
+            figures = update_of(bsym).figures
+            return Ran(figures.temporary_bytes, figures.launches)
         ran = _run_tracked(bsym, run, env)
         if is_chunk_loop(bsym) and bsym.sym.name != "chunk_loop_finish":  # which runs a single block on fake tensors
             plan, backward = loop_of(bsym).plan, bsym.sym.name != "chunk_loop"
