@@ -4,6 +4,7 @@ import copy
 import pickle
 import weakref
 from collections import deque
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,11 +14,11 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from thunder_mem import MemEfficient, StepInBackward, fits, last_plan, measure_peak, predict_step, simulate
-from thunder_mem.memory.device_models import device_model
+from thunder_mem.memory.device_models import DEVICE_MODELS, device_model
 from thunder_mem.optimizer import one_parameter
-from thunder_mem.optimizer.figures import StepFigures
+from thunder_mem.optimizer.figures import StepFigures, step_figures
 from thunder_mem.optimizer.host_states import is_large
-from thunder_mem.optimizer.state_transfers import sliced_seconds, state_transfers
+from thunder_mem.optimizer.state_transfers import StateTransfers, sliced_seconds, state_transfers
 from thunder_mem.prediction.training_step import training_step
 from thunder_mem.runtime import host_transfers
 
@@ -335,7 +336,38 @@ def test_the_time_of_an_update_follows_its_rules(slices, fetch_s, step_s, send_s
 
 
 def test_without_large_states_nothing_moves():
-    assert state_transfers(StepFigures(0, 1), device_model("T4")).link_s == 0.0
+    cpu = device_model("cpu")
+    assert state_transfers(StepFigures(0, 1), 0, device_model("T4"), cpu) == StateTransfers()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_update_is_faster_on_the_host(dtype):
+    """So nothing runs there; a device for which it would pay shows here."""
+    size, p = 4096, nn.Parameter(torch.empty(1, dtype=dtype))
+    cpu = device_model("cpu")
+    for name, make in OPTIMIZERS.items():
+        if name == "own":
+            continue
+        optimizer = make([p])
+        group = optimizer.param_groups[0]
+        figures = step_figures(optimizer, group, (size, size), dtype, "cuda", states="host")
+        assert figures.state_bytes or name == "Adafactor"
+        for device in DEVICE_MODELS.values():
+            if device is cpu:
+                continue
+            times = state_transfers(figures, size * size * dtype.itemsize, device, cpu)
+            assert times.update_s <= times.on_host_s, (name, device.name)
+
+
+def test_a_slow_link_and_three_states_would_pay_on_the_host():
+    figures = StepFigures(0, 1, moved_bytes=20, state_bytes=6, tensors=3)
+    slow, cpu = (
+        replace(device_model("cpu"), link_bytes_per_s=1.0, bandwidth_bytes_per_s=rate, copy_s=0.0)
+        for rate in (1e3, 100.0)
+    )
+    times = state_transfers(figures, 2, slow, cpu)
+    assert (times.link_s, times.exposed_s) == pytest.approx((12.0, 12.0))
+    assert times.update_s == pytest.approx(12.02) and times.on_host_s == pytest.approx(6.2)
 
 
 def wrapped(p):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -54,9 +55,14 @@ def step_figures(
     Args:
         states: where the states are, "device" or "host".
     """
+    from_host = states == "host"
+    clip: dict[str, Any] = {"clip_value": clip_value, "scaled": scaled}
+    if from_host and group.get("fused"):
+        plain = step_figures(optimizer, {**group, "fused": False}, shape, dtype, device_type, **clip, states=states)
+        count, each = max(1, prod(shape)), slice_elements(dtype, device_type, from_host)
+        return _fused(plain, min(1.0, 2 * each / count), min(each, count) * dtype.itemsize if any(clip.values()) else 0)
     p = torch.empty(tuple(shape), dtype=dtype, device="meta")
     share, slices = 1.0, 1
-    from_host = states == "host"
     if runs_by_slices(optimizer, group, from_host):
         each = slice_elements(dtype, device_type, from_host)
         some = p.view(-1)[: 2 * each]  # all slices are alike
@@ -65,7 +71,7 @@ def step_figures(
     meta.state = defaultdict(dict)
     options = on_any_device(group)
     grad = torch.empty_like(p)
-    clip: dict[str, Any] = {"clip_value": clip_value, "scale": p.new_ones(()) if scaled else None}
+    clip = {"clip_value": clip_value, "scale": p.new_ones(()) if scaled else None}
     seen = AllocationWatch(("meta", "cpu") if device_type == "cpu" else ("meta",))
     step = step_with(states)
     try:
@@ -83,3 +89,17 @@ def step_figures(
         round(n * share) for n in (seen.launches, seen.moved_bytes - copied_bytes, state_bytes)
     )
     return StepFigures(seen.peak_bytes, launches, moved_bytes, whole_bytes, len(large), slices)
+
+
+def _fused(plain: StepFigures, of_two: float, clipped_bytes: int) -> StepFigures:
+    """The figures of a fused step, which meta tensors do not run, from those of the same step with many kernels.
+
+    Its only temporaries are the states of two slices and a clipped gradient; most launches are copies.
+
+    Args:
+        plain: the figures with many kernels.
+        of_two: the share of two slices in the parameter.
+        clipped_bytes: of a slice's clipped gradient.
+    """
+    temporary_bytes = round(plain.state_bytes * of_two) + clipped_bytes
+    return plain._replace(temporary_bytes=temporary_bytes, launches=plain.slices * (2 * plain.tensors + 1))

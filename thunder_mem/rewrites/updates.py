@@ -18,6 +18,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.memory.device_bytes import host_bytes
+from thunder_mem.memory.device_models import DEVICE_MODELS
 from thunder_mem.memory.plan import Decision
 from thunder_mem.optimizer.figures import StepFigures, step_figures
 from thunder_mem.optimizer.state_transfers import StateTransfers, state_transfers
@@ -111,6 +112,8 @@ def about_states(trace: TraceCtx) -> tuple[Decision, ...]:
         f"on the device, with states from the host: {times.link_s * 1e3:.3g} ms on the link, "
         f"{times.exposed_s * 1e3:.3g} ms of them not hidden behind other work"
     )
+    if updates[0].parameter.device.type == "cuda":
+        how += f". So they take {times.update_s * 1e3:.3g} ms; on the host's CPU {times.on_host_s * 1e3:.3g} ms"
     return (Decision("optimizer states", how, "host", 0, nbytes),)
 
 
@@ -141,4 +144,6 @@ class _Figures:
 
     def transfers(self, p: torch.Tensor, figures: StepFigures) -> StateTransfers | None:
         """The copies of the states, if they are on the host."""
-        return state_transfers(figures, device_model_of(p.device)) if self.optimizer.states == "host" else None
+        if self.optimizer.states != "host":
+            return None
+        return state_transfers(figures, p.nbytes, device_model_of(p.device), DEVICE_MODELS["cpu"])
