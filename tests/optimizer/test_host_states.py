@@ -17,7 +17,7 @@ from thunder_mem import MemEfficient, StepInBackward, fits, last_plan, measure_p
 from thunder_mem.memory.device_models import DEVICE_MODELS, device_model
 from thunder_mem.optimizer import one_parameter
 from thunder_mem.optimizer.figures import StepFigures, step_figures
-from thunder_mem.optimizer.host_states import is_large
+from thunder_mem.optimizer.host_states import is_large, step_from_host
 from thunder_mem.optimizer.state_transfers import StateTransfers, sliced_seconds, state_transfers
 from thunder_mem.prediction.training_step import training_step
 from thunder_mem.runtime import host_transfers
@@ -264,6 +264,19 @@ def test_predicted_step_is_the_measured_one(name, clip):
     own = [v for p in model.parameters() for v in ours.state[p].values() if isinstance(v, torch.Tensor)]
     held = [*model.parameters(), x, *(v for v in own if not any(v is u for u in large))]
     assert predicted.held_bytes == sum(t.nbytes for t in held)
+
+
+@pytest.mark.parametrize("name, temporaries", [("AdamW", 2), ("fused", 0), ("amsgrad", 2)])
+def test_an_update_holds_two_slices_however_many_there_are(name, temporaries):
+    peaks = []
+    for slices in (4, 12):
+        p = nn.Parameter(torch.zeros(slices * 16384 // 4))
+        optimizer, grad = OPTIMIZERS[name]([p]), torch.ones_like(p)
+        update = partial(step_from_host, optimizer, optimizer.param_groups[0], p, grad)
+        update()
+        peaks.append(measure_peak(update))
+    states = 3 if name == "amsgrad" else 2
+    assert peaks[0] == peaks[1] and peaks[0] // 16384 == 2 * states + temporaries
 
 
 def test_the_first_step_is_no_higher():

@@ -79,8 +79,7 @@ def step_from_host(
         own = coming
         travels.settle()  # the memory of the slice before is free, and the next fetch may fill it
         coming = travels.fetch(parts[i + 1]) if i + 1 < len(parts) else {}
-        for target in own.values():
-            end_copy(target)
+        _end_copies(own)
         own = _stepped(optimizer, options, p, grad, part, {**own, **travels.numbers(part)}, clip)
         travels.send(own, part)
     travels.settle()
@@ -127,10 +126,9 @@ class _Travels:
                 continue
             if is_traceable_wrapper_subclass(v):
                 raise TypeError(_SUBCLASS.format(self._kind, name, type(v).__name__))
-            whole = v if part is None else self._p
             host = self._hosts.get(name)
-            if host is None or host.shape != whole.shape or host.dtype != v.dtype:
-                host = self._hosts[name] = host_like(whole, v.dtype)
+            if host is None or (part is None and (host.shape != v.shape or host.dtype != v.dtype)):
+                host = self._hosts[name] = host_like(v if part is None else self._p, v.dtype)
             self.states[name] = host
             target = _of(part, host)
             start_copy(target, v, to_host=True)
@@ -141,6 +139,11 @@ class _Travels:
         for target, _ in self._leaving:
             end_copy(target)
         self._leaving.clear()
+
+
+def _end_copies(own: dict[str, torch.Tensor]) -> None:  # whose loop keeps no tensor alive
+    for target in own.values():
+        end_copy(target)
 
 
 def _of(part: Part | None, t: torch.Tensor) -> torch.Tensor:
