@@ -3,6 +3,8 @@
 A whole training step with AdamW: bfloat16, checkpoints, the loss inside. Each program runs with `optimizer.step()`
 after the backward, and with `StepInBackward`; with tiles and without.
 
+Then longchat-7b-16k at its full 32 layers, with the optimizer's states on the host, and with its checkpoints there too.
+
 Then the small llama's step on this CPU: measured peaks, and times in turn. Writes
 ``benchmarks/results/step_in_backward.json``.
 """
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import thunder
@@ -27,11 +30,16 @@ from rich.table import Table
 from benchmarks import longchat
 from benchmarks.models import gpt_module, llama_step
 from benchmarks.step_time import EXECUTORS
-from thunder_mem import MemEfficient, StepInBackward, measure_peak, predict_step, simulate
+from thunder_mem import MemEfficient, StepInBackward, last_plan, measure_peak, predict_step, simulate
+from thunder_mem.costs.plan_time import trace_seconds
+from thunder_mem.memory.device_models import device_model
+from thunder_mem.policies import OpInfo
 from thunder_mem.prediction.training_step import training_step
+from thunder_mem.sorting import Graph
 
 RESULTS = Path(__file__).parent / "results" / "step_in_backward.json"
 PROGRAMS = (("longchat-7b-16k", 2, 16384), ("Llama-3-8B", 2, 16384))
+PLACES = (("device", "device"), ("host", "device"), ("host", "host"))
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,49 @@ class Row:
     phase: str
     operation: str
     floor_bytes: int
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """One step with tiles and `StepInBackward`; sizes are bytes, times seconds.
+
+    `link_s` is the time of the states' copies both ways, and `exposed_s` the part of it that no other work hides;
+    `kernels_s` is the time of the forward and the backward.
+    """
+
+    layers: int
+    states: str
+    checkpoints: str
+    peak_bytes: int
+    host_bytes: int
+    link_s: float
+    exposed_s: float
+    kernels_s: float
+    offload: str
+
+
+def checkpoints_away(op: OpInfo, graph: Graph) -> str:
+    """The policy that keeps on the host what each block gets: the residual sum behind tiles, and the first input."""
+    is_sum = len(op.shapes) == 1 and len(op.shapes[0]) == 3
+    return "offload" if is_sum and op.word in ("Embedding", "ChunkLoop") and op.offload_refusal is None else "auto"
+
+
+def on_host(layers: int, states: str, checkpoints: str, tokens: int = 16384) -> OnHost:
+    """A step of longchat-7b-16k, and where its states and checkpoints are: "device" or "host"."""
+    with simulate("H100-80GB"):
+        model = gpt_module(longchat.config(layers), True, True, "cuda", torch.bfloat16)
+        optimizer = StepInBackward(torch.optim.AdamW(model.parameters()), states=states)
+        policy = {"recompute": checkpoints_away} if checkpoints == "host" else {}
+        transform = MemEfficient(strict=True, tile=True, optimizer=optimizer, **policy)
+        step = thunder.jit(model, transforms=[transform])
+        ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
+        prediction = predict_step(step, optimizer, None, ids, ids)
+        traces = thunder.last_traces(step)[-1], thunder.last_backward_traces(step)[-1]
+        kernels_s = sum(trace_seconds(trace, device_model("H100-80GB")) for trace in traces)
+    moved = prediction.state_transfers
+    about = next((d.how for d in last_plan(step).decisions if d.what == "offload"), "")
+    sizes = prediction.peak_bytes, prediction.host_bytes
+    return OnHost(layers, states, checkpoints, *sizes, moved.link_s, moved.exposed_s, kernels_s, about)
 
 
 def measure(name: str, layers: int, tokens: int, tile: bool, in_backward: bool) -> Row:
@@ -148,30 +199,18 @@ def show_measured(console: Console, rows: Sequence[Measured]) -> None:
     console.print(view)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, help="of all models, in place of their own number; writes no results")
-    parser.add_argument("--models", nargs="*", help="names; writes no results")
-    parser.add_argument("--cpu", action="store_true", help="only what is measured on this CPU")
-    parser.add_argument("--simulated", action="store_true", help="only what is simulated")
-    given = parser.parse_args()
-    console = Console()
-    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if not (given.layers or given.models or given.simulated):
-        on_cpu = measured()
-        show_measured(console, on_cpu)
-        before["measured"] = [asdict(r) for r in on_cpu]
-        RESULTS.write_text(json.dumps(before, indent=1) + "\n")
-    if given.cpu:
-        return
+def simulated(console: Console, layers: int | None, models: Sequence[str] | None) -> list[Row]:
+    """The rows of all programs, or of some, with another number of layers."""
     rows = []
-    for name, layers, tokens in PROGRAMS:
-        if given.models and name not in given.models:
-            continue
-        for tile in (False, True):
-            for in_backward in (False, True):
+    for name, own_layers, tokens in PROGRAMS:
+        for tile, in_backward in product((False, True), (False, True)):
+            if not models or name in models:
                 with console.status(f"{name}, {tokens} tokens, tile={tile}, in backward={in_backward}"):
-                    rows.append(measure(name, given.layers or layers, tokens, tile, in_backward))
+                    rows.append(measure(name, layers or own_layers, tokens, tile, in_backward))
+    return rows
+
+
+def show_simulated(console: Console, rows: Sequence[Row]) -> None:
     view = Table(title="AdamW step, checkpoints, loss inside: GB (simulated H100)")
     for column in ("model", "layers", "tokens", "tile", "update", "peak", "at", "parameters and states"):
         view.add_column(column)
@@ -180,10 +219,49 @@ def main() -> None:
         sizes = f"{r.peak_bytes / 1e9:.2f}", f"{r.phase}: {r.operation}", f"{r.floor_bytes / 1e9:.2f}"
         view.add_row(r.model, str(r.layers), f"{r.tokens:,}", str(r.tile), update, *sizes)
     console.print(view)
+
+
+def show_on_host(console: Console, rows: Sequence[OnHost]) -> None:
+    view = Table(title="longchat-7b-16k, 16,384 tokens, tiles, updates in the backward (simulated H100)")
+    for column in ("layers", "states", "checkpoints", "peak, GiB", "host, GiB", "kernels, s", "states' copies, s"):
+        view.add_column(column)
+    view.add_column("of these not hidden, s")
+    view.add_column("checkpoints' copies")
+    for r in rows:
+        times = (f"{s:.2f}" for s in (r.kernels_s, r.link_s, r.exposed_s))
+        sizes = f"{r.peak_bytes / 2**30:.2f}", f"{r.host_bytes / 2**30:.1f}"
+        view.add_row(str(r.layers), r.states, r.checkpoints, *sizes, *times, r.offload)
+    console.print(view)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, help="of all models, in place of their own number; writes no results")
+    parser.add_argument("--models", nargs="*", help="names; writes no results")
+    parser.add_argument("--cpu", action="store_true", help="only what is measured on this CPU")
+    parser.add_argument("--simulated", action="store_true", help="only what is simulated")
+    parser.add_argument("--host", action="store_true", help="only states on the host; 32 layers take 20 minutes")
+    given = parser.parse_args()
+    console = Console()
+    all_parts = not (given.cpu or given.simulated or given.host or given.layers or given.models)
+    found: dict[str, Sequence[Row | OnHost | Measured]] = {}
+    if all_parts or given.cpu:
+        found["measured"] = on_cpu = measured()
+        show_measured(console, on_cpu)
+    if not (given.cpu or given.host):
+        found["rows"] = rows = simulated(console, given.layers, given.models)
+        show_simulated(console, rows)
+    if all_parts or given.simulated or given.host:
+        found["on_host"] = away = []
+        for states, checkpoints in PLACES:
+            with console.status(f"states on the {states}, checkpoints on the {checkpoints}"):
+                away.append(on_host(given.layers or 32, states, checkpoints))
+        show_on_host(console, away)
     if not (given.layers or given.models):
-        command = "python -m benchmarks.step_in_backward"
-        record = before | {"command": command, "torch": torch.__version__, "rows": [asdict(r) for r in rows]}
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        about = {"command": "python -m benchmarks.step_in_backward", "torch": torch.__version__}
+        new = {name: [asdict(r) for r in rows] for name, rows in found.items()}
+        RESULTS.write_text(json.dumps(before | about | new, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -276,6 +276,11 @@ def test_a_training_step(run):
     assert list(twice["phases"]) == phases and twice["held_bytes"] == given["held_bytes"]
     inside = json.loads(run("predict", "train.py:step", *adamw, "--step-in-backward", "--json", *PLAIN)[1])
     assert list(inside["phases"]) == phases[:-1] and inside["peak_bytes"] < given["peak_bytes"]
+    away = ["predict", "train.py:step", *adamw, "--step-in-backward", "--states", "host"]
+    found = json.loads(run(*away, "--json", *PLAIN)[1])
+    assert found["host_bytes"] == 2 * weights_bytes == inside["held_bytes"] - found["held_bytes"]
+    link_ms = f"{found['state_transfers']['link_s'] * 1e3:.3g} ms on the link"
+    assert f"the optimizer's states take {link_ms}" in " ".join(run(*away, *PLAIN)[1].split())
 
 
 def test_inputs_from_the_command_line(run):
@@ -406,6 +411,11 @@ WRONG = {
     "no microbatch": (["train.py:build", "--accumulate", "0"], "a number from 1 up, not '0'"),
     "no such optimizer": (["train.py:build", "--optimizer", "Adam7"], "no optimizer 'Adam7'; it has ASGD"),
     "no optimizer to step": (["train.py:build", "--step-in-backward"], "--step-in-backward needs an optimizer"),
+    "states of no update": (
+        ["train.py:build", "--optimizer", "SGD", "--states", "host"],
+        "--states host is for updates in the backward: give --step-in-backward, too",
+    ),
+    "states nowhere": (["train.py:build", "--states", "disk"], "invalid choice: 'disk'"),
     "nothing to train": (
         ["train.py:product", "--input", "3x4", "--input", "4x3", "--optimizer", "SGD"],
         "there is nothing that SGD could train",

@@ -110,7 +110,8 @@ def _updated(found: list[dict], parameters: int) -> None:
 
 def test_shards_are_updated_in_the_backward(ranks):
     """Each update follows the reduction of its gradient."""
-    _updated([rank["zero2_stepping"] for rank in ranks], 8)
+    for name in ("zero2_stepping", "zero2_stepping_from_host"):
+        _updated([rank[name] for rank in ranks], 8)
 
 
 def test_a_head_whose_vocabulary_is_shared_out_runs_in_chunks_and_parts(ranks):

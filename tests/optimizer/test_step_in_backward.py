@@ -356,7 +356,7 @@ def test_interrupted_backward(fresh, monkeypatch):
             raise KeyboardInterrupt
         return step_alone(*args, **kwargs)
 
-    monkeypatch.setattr("thunder_mem.optimizer.step_in_backward.step_alone", failing)
+    monkeypatch.setattr("thunder_mem.optimizer.host_states.step_alone", failing)
     with pytest.raises(KeyboardInterrupt):
         loss_of(step(ids())).backward()
     monkeypatch.undo()

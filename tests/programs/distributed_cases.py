@@ -107,7 +107,9 @@ def names(trace) -> list[str]:
     return [n for n in short if n in ("all_gather", "all_reduce", "reduce_scatter", "wait")]
 
 
-def stepping(wrap: Callable, *, sharded: bool = True, steps: int = 3, apart: int = 0, **model_options) -> dict:
+def stepping(
+    wrap: Callable, *, sharded: bool = True, steps: int = 3, apart: int = 0, states: str = "device", **model_options
+) -> dict:
     """Train with updates in the backward; how far parameters are from eager's in float64.
 
     Args:
@@ -115,13 +117,14 @@ def stepping(wrap: Callable, *, sharded: bool = True, steps: int = 3, apart: int
         sharded: each rank has a part of each parameter.
         steps: of the optimizer.
         apart: batches before each step's last one, under `no_sync`, whose gradients are summed.
+        states: where the optimizer's are.
         model_options: of `model`.
     """
     rank, world = distributed.get_rank(), distributed.get_world_size()
     original = model(**model_options)
     reference = copy.deepcopy(original).double()
     adamw = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    optimizer = StepInBackward(torch.optim.AdamW(original.parameters(), lr=1e-2))
+    optimizer = StepInBackward(torch.optim.AdamW(original.parameters(), lr=1e-2), states=states)
     compiled = wrap(thunder.jit(original, executors=[], transforms=[MemEfficient(strict=True, optimizer=optimizer)]))
     try:
         compiled(*batch(rank))
@@ -167,6 +170,10 @@ def ddp_stepping_accumulated() -> dict:
 
 def zero2_stepping() -> dict:
     return stepping(sharding(ZERO2, LAYER), steps=2)
+
+
+def zero2_stepping_from_host() -> dict:
+    return stepping(sharding(ZERO2, LAYER), steps=2, states="host")
 
 
 def zero3_stepping() -> dict:
@@ -555,6 +562,7 @@ CASES: dict[str, Callable[[], dict]] = {
         different_plans,
         one_rank_fails,
         zero2_stepping,
+        zero2_stepping_from_host,
     )
 }
 FOUR_CASES = {f.__name__: f for f in (ddp_chunked, zero3_block_chunked_late, tensor_parallel_head, different_models)}

@@ -26,7 +26,7 @@ from thunder_mem.analysis.capacity import Capacity, capacity_of
 from thunder_mem.frontend.thunderfx import is_fx
 from thunder_mem.memory.device_specs import DeviceSpec
 from thunder_mem.prediction.cuda_paths import cuda_paths
-from thunder_mem.prediction.fake_optimizer import hold_state, make_state, next_scalars, twin_optimizer
+from thunder_mem.prediction.fake_optimizer import hold_states, make_state, next_scalars, twin_optimizer
 from thunder_mem.prediction.fake_twins import Twins, Watch
 from thunder_mem.prediction.predict import Prediction, PredictionError, finish
 from thunder_mem.prediction.replay import Ledger
@@ -253,7 +253,5 @@ def _twin(
         scalars.update(next_scalars(optimizer, twin, twins))
     for group in twin.param_groups:
         for p in group["params"]:
-            for name, t in twin.state.get(p, {}).items():
-                if isinstance(t, Tensor):
-                    hold_state(twins.ledger, name, t, group, True)
+            hold_states(twins.ledger, p, twin.state.get(p, {}), group, True)
     return twin

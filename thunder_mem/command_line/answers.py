@@ -169,6 +169,7 @@ def _question(options: argparse.Namespace, spec: DeviceSpec | None, *, plain: bo
         plain=plain,
         optimizer=options.optimizer,
         step_in_backward=options.step_in_backward,
+        states=options.states,
         loss=options.loss,
         accumulate=options.accumulate,
         inference=options.inference,

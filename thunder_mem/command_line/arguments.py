@@ -203,7 +203,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         _add_step_options(program)
     machine = command.add_argument_group("the machine")
     if name == "compare":
-        command.set_defaults(device=None, fx=False, accumulate=1, step_in_backward=False)
+        command.set_defaults(device=None, fx=False, accumulate=1, step_in_backward=False, states="device")
         machine.add_argument("--torch-compile", action="store_true", help="compare torch.compile, too")
     else:
         if name != "frontier":
@@ -211,6 +211,13 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
                 "--step-in-backward",
                 action="store_true",
                 help="the backward updates each parameter when its gradient is complete (StepInBackward)",
+            )
+            program.add_argument(
+                "--states",
+                choices=("device", "host"),
+                default="device",
+                help="with --step-in-backward: keep the optimizer's states on the device (default), or in the host's "
+                "memory, from where each update fetches them",
             )
             program.add_argument(
                 "--accumulate",

@@ -78,6 +78,11 @@ def predict_tables(found: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]
     if event is not None and p.scratch_bytes:
         lines.append(f"scratch: {size(p.scratch_bytes)}, which {event.name} #{event.index} holds while it runs")
     lines += about_library(p)
+    if (moved := p.state_transfers).link_s:
+        lines.append(
+            f"on the host: {size(p.host_bytes)}; in each step the optimizer's states take {moved.link_s * 1e3:.3g} ms "
+            f"on the link, {moved.exposed_s * 1e3:.3g} ms of them not hidden"
+        )
     lines += [f"assumed: {a}" for a in p.assumptions]
     rows = []
     for name in p.phases:
@@ -93,6 +98,8 @@ def predict_json(found: Outcome) -> dict[str, Any]:
         "scratch_bytes": p.scratch_bytes,
         "library_bytes": p.library_bytes,
         "held_bytes": p.held_bytes,
+        "host_bytes": p.host_bytes,
+        "state_transfers": asdict(p.state_transfers),
         "device": p.device_type,
         "assumptions": list(p.assumptions),
         "phases": {

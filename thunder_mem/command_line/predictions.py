@@ -112,6 +112,7 @@ class Question:
         plain: compile with Thunder alone.
         optimizer: name of one of torch.optim; None: the program's own, if it has one.
         step_in_backward: the backward that `MemEfficient` plans updates the parameters.
+        states: where the optimizer's states are then, "device" or "host".
         loss: "sum" or "mean", if the program has no loss of its own.
         accumulate: microbatches of a step.
         inference: no gradients.
@@ -126,6 +127,7 @@ class Question:
     plain: bool
     optimizer: str | None
     step_in_backward: bool
+    states: str
     loss: str | None
     accumulate: int
     inference: bool
@@ -363,13 +365,17 @@ def _stepper(program: Program, question: Question) -> torch.optim.Optimizer | No
         raise UsageError("--inference has no training step: leave the optimizer out")
     if question.plain:
         return optimizer.wrapped if isinstance(optimizer, StepInBackward) else optimizer
+    if question.states == "host" and isinstance(optimizer, StepInBackward) and optimizer.states != "host":
+        raise UsageError("the program has a StepInBackward already: give it states='host' itself")
+    if question.states == "host" and not question.step_in_backward:
+        raise UsageError("--states host is for updates in the backward: give --step-in-backward, too")
     if not question.step_in_backward or isinstance(optimizer, StepInBackward):
         return optimizer
     if optimizer is None:
         raise UsageError("--step-in-backward needs an optimizer: give --optimizer, too")
     if program.is_jitted:
         raise UsageError("the program is jitted already: give a StepInBackward to its own MemEfficient")
-    return StepInBackward(optimizer)
+    return StepInBackward(optimizer, states=question.states)
 
 
 def _optimizer(program: Program, name: str | None) -> torch.optim.Optimizer | None:

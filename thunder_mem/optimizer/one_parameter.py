@@ -13,12 +13,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_mem.runtime.allocation_watch import AllocationWatch
-
-__all__ = ["StepFigures", "bare_copy", "group_of", "norm_scale", "step_alone", "step_figures", "unchanging", "unhooked"]
+__all__ = [
+    "Clip",
+    "Part",
+    "bare_copy",
+    "copied",
+    "group_of",
+    "norm_scale",
+    "on_any_device",
+    "own_gradient",
+    "runs_by_slices",
+    "single_tensor",
+    "slice_elements",
+    "slices_of",
+    "step_alone",
+    "step_part",
+    "unchanging",
+    "unhooked",
+]
 
 _SLICE_BYTES = {"cpu": 4 << 20}  # a slice with its state stays in a CPU's cache
 _SLICE_BYTES_ELSEWHERE = 32 << 20  # enough work for a kernel of a GPU
+_SLICE_BYTES_FROM_HOST = 16 << 20  # more slices, so that the link works in both directions most of the time
 _ROUND = 64  # rows: slices of whole vectors, whose elements all take the same path through a kernel
 
 _BY_ELEMENT = frozenset(
@@ -54,17 +70,15 @@ def step_alone(
         scale: a number by which the gradient is multiplied.
         device_type: the device for which slices are sized, "cpu" or "cuda"; by default the parameter's.
     """
-    options = {**group, **({"foreach": False} if group.get("foreach", False) is None else {})}
-    bounds = _slices(optimizer, options, p, grad, device_type or p.device.type)
-    clip = _Clip(clip_value, scale)
-    if bounds:
-        _step_by_slices(optimizer, options, p, grad, bounds, clip)
+    options, clip = single_tensor(group), Clip(clip_value, scale)
+    parts = slices_of(optimizer, options, p, grad, device_type or p.device.type)
+    if parts:
+        _step_by_slices(optimizer, options, p, grad, parts, clip)
         return
-    with _only(optimizer, options, p, optimizer.state):
-        _step(optimizer, p, _own(optimizer, p, grad), clip)
+    step_part(optimizer, options, p, own_gradient(optimizer, p, grad), optimizer.state, clip)
 
 
-class _Clip(NamedTuple):
+class Clip(NamedTuple):
     """What is done to a gradient before the step."""
 
     value: float | None
@@ -76,7 +90,24 @@ class _Clip(NamedTuple):
         return grad if self.scale is None else grad.mul(self.scale)
 
 
-def _own(optimizer: torch.optim.Optimizer, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+class Part(NamedTuple):
+    """A part of a parameter and of the tensors laid out like it: some of its elements, or of its rows."""
+
+    flat: bool
+    start: int
+    stop: int
+
+    def __call__(self, t: torch.Tensor) -> torch.Tensor:
+        t = t.detach()
+        return (t.view(-1) if self.flat else t)[self.start : self.stop]
+
+
+def single_tensor(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options, with single-tensor code where they leave that open."""
+    return {**group, **({"foreach": False} if group.get("foreach", False) is None else {})}
+
+
+def own_gradient(optimizer: torch.optim.Optimizer, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """The gradient with the parameter's strides, as autograd gives it to an optimizer, which may change it.
 
     PyTorch's own optimizers leave gradients as they are. In a trace other values may share the gradient's memory.
@@ -86,24 +117,43 @@ def _own(optimizer: torch.optim.Optimizer, p: torch.Tensor, grad: torch.Tensor) 
     return torch.empty_like(p, requires_grad=False).copy_(grad)
 
 
-def _slices(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], p: torch.Tensor, grad: torch.Tensor, device_type: str
-) -> list[tuple[int, int]]:
-    """Bounds of slices along the flat parameter, or along its rows if the gradient has other strides; [] for none."""
-    if type(optimizer) not in _BY_ELEMENT or options.get("fused") or not p.is_contiguous():
+def runs_by_slices(optimizer: torch.optim.Optimizer, options: dict[str, Any], from_host: bool = False) -> bool:
+    """Whether the optimizer updates every element by itself, and slices save memory.
+
+    A fused kernel has no temporaries that slices would make smaller, but states from the host travel by slices.
+    """
+    return type(optimizer) in _BY_ELEMENT and (from_host or not options.get("fused"))
+
+
+def slices_of(
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    device_type: str,
+    from_host: bool = False,
+) -> list[Part]:
+    """Slices along the flat parameter, or along its rows if the gradient has other strides; [] for none.
+
+    Args:
+        from_host: the states are on the host.
+    """
+    if not runs_by_slices(optimizer, options, from_host) or not p.is_contiguous():
         return []
-    least = _slice_elements(p.dtype, device_type)
+    least = slice_elements(p.dtype, device_type, from_host)
     if p.numel() <= least:
         return []
-    if grad.is_contiguous():
+    if flat := grad.is_contiguous():
         count, each = p.numel(), least
     else:
         count, each = p.shape[0], -(-least // (p.numel() // p.shape[0]) // _ROUND) * _ROUND
-    return [(start, min(start + each, count)) for start in range(0, count, each)]
+    return [Part(flat, start, min(start + each, count)) for start in range(0, count, each)]
 
 
-def _slice_elements(dtype: torch.dtype, device: str) -> int:
-    return _SLICE_BYTES.get(device, _SLICE_BYTES_ELSEWHERE) // dtype.itemsize
+def slice_elements(dtype: torch.dtype, device_type: str, from_host: bool = False) -> int:
+    """The elements of a slice on a device."""
+    elsewhere = _SLICE_BYTES_FROM_HOST if from_host else _SLICE_BYTES_ELSEWHERE
+    return _SLICE_BYTES.get(device_type, elsewhere) // dtype.itemsize
 
 
 def _step_by_slices(
@@ -111,25 +161,18 @@ def _step_by_slices(
     options: dict[str, Any],
     p: torch.Tensor,
     grad: torch.Tensor,
-    bounds: Sequence[tuple[int, int]],
-    clip: _Clip,
+    parts: Sequence[Part],
+    clip: Clip,
 ) -> None:
     """A step by slices. The state of a slice is a view of the parameter's, or a copy if it is one number for all."""
-    flat = grad.is_contiguous()
     state = optimizer.state[p]
     before = dict(state)  # empty in the first step, in which each slice makes its state
     numbers: dict[str, Any] = {}
-    for start, stop in bounds:
-
-        def part(t: torch.Tensor, start: int = start, stop: int = stop) -> torch.Tensor:
-            return (t.detach().view(-1) if flat else t.detach())[start:stop]
-
+    for part in parts:
         piece = part(p)
-        own = {name: part(v) if _is_like(v, p) else _copied(v) for name, v in before.items()}
-        with _only(optimizer, options, piece, defaultdict(dict, {piece: own})):
-            _step(optimizer, piece, part(grad).contiguous(), clip)
-            own = optimizer.state[piece]
-        for name, v in own.items():
+        alone = defaultdict(dict, {piece: {k: part(v) if _is_like(v, p) else copied(v) for k, v in before.items()}})
+        step_part(optimizer, options, piece, part(grad).contiguous(), alone, clip)
+        for name, v in alone[piece].items():
             if not _is_like(v, piece):
                 numbers[name] = v
                 continue
@@ -144,8 +187,26 @@ def _is_like(v: Any, p: torch.Tensor) -> bool:
     return isinstance(v, torch.Tensor) and v.shape == p.shape and v.dim() > 0
 
 
-def _copied(v: Any) -> Any:
+def copied(v: Any) -> Any:
+    """A number of the state for one slice, which the step may change in place."""
     return v.clone() if isinstance(v, torch.Tensor) else v
+
+
+def step_part(
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    state: defaultdict[torch.Tensor, Any],
+    clip: Clip,
+) -> None:
+    """The optimizer's step over one parameter, or a part of one, with a state that takes the place of its own."""
+    with _only(optimizer, options, p, state):
+        p.grad = clip(grad)
+        try:
+            unhooked(optimizer)()
+        finally:
+            p.grad = None
 
 
 @contextmanager
@@ -159,14 +220,6 @@ def _only(
         yield
     finally:
         optimizer.param_groups, optimizer.state = groups, whole
-
-
-def _step(optimizer: torch.optim.Optimizer, p: torch.Tensor, grad: torch.Tensor, clip: _Clip) -> None:
-    p.grad = clip(grad)
-    try:
-        unhooked(optimizer)()
-    finally:
-        p.grad = None
 
 
 def norm_scale(grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
@@ -204,7 +257,7 @@ def unchanging(optimizer: torch.optim.Optimizer) -> str | None:
     """
     for group in optimizer.param_groups:
         p = torch.nn.Parameter(torch.ones(1, 1))
-        before = {**_on_any_device(group), "params": [p]}
+        before = {**on_any_device(group), "params": [p]}
         small = bare_copy(optimizer)
         small.param_groups, small.state = [dict(before)], defaultdict(dict)
         p.grad = torch.ones(1, 1)
@@ -220,54 +273,7 @@ def unchanging(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def _on_any_device(group: dict[str, Any]) -> dict[str, Any]:
+def on_any_device(group: dict[str, Any]) -> dict[str, Any]:
     """A group's options, for a trial step on another device: without those for a GPU, and with a plain rate."""
     rate = {"lr": 1e-3} if isinstance(group.get("lr"), torch.Tensor) else {}
     return {**group, **rate, **({"capturable": False} if "capturable" in group else {})}
-
-
-class StepFigures(NamedTuple):
-    """What a step of one parameter takes, once its state exists.
-
-    Attributes:
-        temporary_bytes: held at most beyond parameter, gradient and state.
-        launches: operators that write memory.
-    """
-
-    temporary_bytes: int
-    launches: int
-
-
-def step_figures(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device_type: str,
-    *,
-    clip_value: float | None = None,
-    scaled: bool = False,
-) -> StepFigures:
-    """The figures of `step_alone`, from a step on meta tensors; zeros if the optimizer does not run on them.
-
-    The gradient counts as laid out like the parameter.
-    """
-    p = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    slices = 1.0
-    if type(optimizer) in _BY_ELEMENT and not group.get("fused"):
-        some = p.view(-1)[: 2 * _slice_elements(dtype, device_type)]  # all slices are alike
-        slices, p = p.numel() / max(1, some.numel()), some
-    meta = bare_copy(optimizer)
-    meta.state = defaultdict(dict)
-    options = _on_any_device(group)
-    grad = torch.empty_like(p)
-    clip: dict[str, Any] = {"clip_value": clip_value, "scale": p.new_ones(()) if scaled else None}
-    seen = AllocationWatch(("meta", "cpu") if device_type == "cpu" else ("meta",))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            step_alone(meta, options, p, grad, **clip, device_type=device_type)
-            with seen:
-                step_alone(meta, options, p, grad, **clip, device_type=device_type)
-    except Exception:
-        return StepFigures(0, 0)
-    return StepFigures(seen.peak_bytes, round(seen.launches * slices))

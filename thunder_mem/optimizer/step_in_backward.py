@@ -19,10 +19,12 @@ import torch
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from torch.optim import Optimizer
 
-from thunder_mem.memory.outside_input import quoted
-from thunder_mem.optimizer.one_parameter import step_alone, unchanging, unhooked
+from thunder_mem.optimizer.arguments import check_clipping, check_optimizer, check_states
+from thunder_mem.optimizer.gradient_edges import add_gradient, hooked, is_asked_for
+from thunder_mem.optimizer.host_states import load_on_host, move_to_host, settle, step_each, step_with
+from thunder_mem.optimizer.one_parameter import unhooked
 
-__all__ = ["StepInBackward", "Updates", "hooked"]
+__all__ = ["StepInBackward", "Updates"]
 
 _NAMED = 3  # so many parameters are named in a message
 
@@ -88,14 +90,18 @@ class StepInBackward(Optimizer):
         max_norm: gradients are scaled as `torch.nn.utils.clip_grad_norm_` does, exactly. So all gradients of the
             backward wait for their norm, and are alive together. If the optimizer has parameters that the backward
             does not update, all wait for `step`.
+        states: "device", or "host": the tensors of the optimizer's state that are as large as their parameter are in
+            the host's memory, pinned for a GPU. Each update fetches them slice by slice and sends them back, at most
+            two slices of 16 MiB (4 MiB on a CPU) of each on the device at once. Optimizers that do not update each
+            element by itself take the states of one whole parameter at a time.
 
     Attributes:
         wrapped: the given optimizer. Its parameter groups and state are this object's, too.
 
     Raises:
         TypeError: `optimizer` is no optimizer, or cannot update one parameter alone.
-        ValueError: `clip_value` or `max_norm` is not positive, or both are given, or the optimizer is made for
-            `differentiable=True`.
+        ValueError: `clip_value` or `max_norm` is not positive, or both are given; the optimizer is made for
+            `differentiable=True`; or `states` is unknown.
 
     Example:
         >>> import torch, thunder
@@ -109,13 +115,20 @@ class StepInBackward(Optimizer):
         >>> optimizer.step()
     """
 
-    def __init__(self, optimizer: Optimizer, *, clip_value: float | None = None, max_norm: float | None = None) -> None:
-        _check_optimizer(optimizer)
-        _check_clipping(clip_value, max_norm)
-        self.wrapped = optimizer
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        clip_value: float | None = None,
+        max_norm: float | None = None,
+        states: str = "device",
+    ) -> None:
+        check_clipping(clip_value, max_norm)
+        check_states(states)
         self.clip_value = clip_value
         self.max_norm = max_norm
-        self._forget()
+        self.states = states
+        self.use(optimizer)
 
     def _forget(self) -> None:
         """Start with nothing updated and no forward pending."""
@@ -179,7 +192,10 @@ class StepInBackward(Optimizer):
                 torch.nn.utils.clip_grad_value_(waiting, self.clip_value)
             if self.max_norm is not None:
                 torch.nn.utils.clip_grad_norm_(waiting, self.max_norm)
-            unhooked(self.wrapped)()
+            if self.states == "host":
+                step_each(self.wrapped, waiting)
+            else:
+                unhooked(self.wrapped)()
         self._updated.clear()
         self._pending.clear()
         self._read.clear()
@@ -194,7 +210,11 @@ class StepInBackward(Optimizer):
         Raises:
             TypeError: as `StepInBackward`.
         """
-        _check_optimizer(optimizer)
+        if isinstance(optimizer, StepInBackward):
+            raise TypeError("the optimizer is a StepInBackward already")
+        check_optimizer(optimizer)
+        if self.states == "host":
+            move_to_host(optimizer)
         self.wrapped = optimizer
         self._forget()
 
@@ -212,13 +232,18 @@ class StepInBackward(Optimizer):
             self._accumulating = before
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
+        """The wrapped optimizer's, also with states on the host: any optimizer of the kind loads it."""
         self._check_whole()
+        if self.states == "host":
+            settle(self.wrapped)
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the wrapped optimizer; parameters are to be loaded with it."""
-        self.wrapped.load_state_dict(state_dict)
+        """Load a state of the wrapped optimizer, wherever its states were; parameters are to be loaded with it."""
+        if self.states == "host":
+            load_on_host(self.wrapped, state_dict)
+        else:
+            self.wrapped.load_state_dict(state_dict)
         self._forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -226,11 +251,13 @@ class StepInBackward(Optimizer):
         self.wrapped.add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"wrapped": self.wrapped, "clip_value": self.clip_value, "max_norm": self.max_norm}
+        if self.states == "host":
+            settle(self.wrapped)
+        return {name: getattr(self, name) for name in ("wrapped", "clip_value", "max_norm", "states")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget()
+        self.use(self.wrapped)
 
     def __repr__(self) -> str:
         return f"StepInBackward({self.wrapped!r})"
@@ -292,11 +319,12 @@ class StepInBackward(Optimizer):
         if index in backward.unasked:
             pass
         elif index in backward.wait:
-            _add_gradient(p, grad)
+            add_gradient(p, grad)
         else:
             if p.grad is not None:
                 grad, p.grad = p.grad if backward.summed else p.grad.add_(grad), None
-            step_alone(self.wrapped, backward.groups[id(p)], p, grad, clip_value=self.clip_value, scale=scale)
+            step = step_with(self.states)
+            step(self.wrapped, backward.groups[id(p)], p, grad, clip_value=self.clip_value, scale=scale)
             self._updated[id(p)] = p
         backward.left.discard(index)
         if not backward.left:
@@ -315,7 +343,7 @@ class StepInBackward(Optimizer):
         shared = {id(p) for other in others for p in other.parameters}
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         shared |= self._read
-        asked = [_is_asked_for(p, name) for p, name in zip(updates.parameters, updates.names, strict=True)]
+        asked = [is_asked_for(p, name) for p, name in zip(updates.parameters, updates.names, strict=True)]
         alone = self._accumulating or get_skip_data_parallel_grad_sync()  # no_sync: other ranks' parts are missing
         waits = [alone or id(p) in shared or id(p) not in groups for p in updates.parameters]
         if self.max_norm is not None and (any(waits) or not all(asked) or self._has_more_than(updates)):
@@ -358,63 +386,6 @@ class StepInBackward(Optimizer):
                 f"the last backward ended with {len(self._backward.left)} of {count} parameters not updated: "
                 "load the parameters and the optimizer's state from before it (load_state_dict)"
             )
-
-
-def hooked(p: torch.Tensor) -> bool:
-    """Whether hooks wait for the parameter's gradient."""
-    return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
-
-
-def _is_asked_for(p: torch.Tensor, name: str) -> bool:
-    """Whether the pass through the autograd graph adds to the parameter's gradient.
-
-    `torch.autograd.grad` and `backward(inputs=...)` leave parameters out.
-
-    Raises:
-        RuntimeError: `torch.autograd.grad` is to return the gradient.
-    """
-    with torch.enable_grad():
-        node = torch.autograd.graph.get_gradient_edge(p).node
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"torch.autograd.grad gets no gradient of {name}, which the backward uses itself: compile a program "
-            "without optimizer= for it"
-        ) from error
-
-
-def _add_gradient(p: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add to a parameter's gradient, which is memory of its own: in a trace, two gradients may share theirs."""
-    if p.grad is None:
-        p.grad = torch.empty_like(p, requires_grad=False).copy_(grad)
-    else:
-        p.grad.add_(grad)
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        name = optimizer.__name__
-        raise TypeError(f"{name} is a class: call it with the parameters, {name}(model.parameters())")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"StepInBackward takes an optimizer of torch.optim, not {quoted(optimizer)}")
-    if isinstance(optimizer, StepInBackward):
-        raise TypeError("the optimizer is a StepInBackward already")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError("LBFGS looks at all gradients together and calls the model again, so no backward can step it")
-    if (option := unchanging(optimizer)) is not None:
-        kind = type(optimizer).__name__
-        raise TypeError(f"{kind} changes {option!r} of its parameter group in a step, so it cannot update one alone")
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError("an optimizer with differentiable=True is for steps under autograd, not for a backward")
-
-
-def _check_clipping(clip_value: Any, max_norm: Any) -> None:
-    for name, value in (("clip_value", clip_value), ("max_norm", max_norm)):
-        if value is not None and not (isinstance(value, int | float) and value > 0):
-            raise ValueError(f"{name} is a number above 0, not {quoted(value)}")
-    if clip_value is not None and max_norm is not None:
-        raise ValueError("gradients are clipped by clip_value or by max_norm, not by both")
 
 
 def _named(names: Sequence[str]) -> str:

@@ -16,7 +16,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
 
-from thunder_mem.optimizer.one_parameter import StepFigures, bare_copy, group_of, norm_scale, step_alone
+from thunder_mem.optimizer.figures import StepFigures
+from thunder_mem.optimizer.host_states import step_with
+from thunder_mem.optimizer.one_parameter import bare_copy, group_of, norm_scale
+from thunder_mem.optimizer.state_transfers import StateTransfers
 from thunder_mem.optimizer.step_in_backward import Updates
 from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
 
@@ -45,10 +48,13 @@ class Update:
         updates: all of the program's.
         index: of the parameter among them.
         figures: of the optimizer's step.
+        transfers: of its states, if they are on the host.
     """
 
-    def __init__(self, updates: Updates, index: int, figures: StepFigures) -> None:
-        self.updates, self.index, self.figures = updates, index, figures
+    def __init__(
+        self, updates: Updates, index: int, figures: StepFigures, transfers: StateTransfers | None = None
+    ) -> None:
+        self.updates, self.index, self.figures, self.transfers = updates, index, figures, transfers
 
     @property
     def label(self) -> str:
@@ -69,7 +75,7 @@ class Update:
         optimizer, group = self.updates.optimizer, self.group
         options = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
         clipping = f"clip_value={optimizer.clip_value}, max_norm={optimizer.max_norm}"
-        return f"{type(optimizer.wrapped).__name__}({options}, {clipping})"
+        return f"{type(optimizer.wrapped).__name__}({options}, {clipping}, states={optimizer.states})"
 
 
 class Rehearsal:
@@ -94,6 +100,7 @@ class UpdateOnZeros(Rehearsal):
     def __init__(self, update: Update) -> None:
         optimizer = update.updates.optimizer
         self.clip_value = optimizer.clip_value
+        self.step = step_with(optimizer.states)
         self.group = update.group
         self.copy = bare_copy(optimizer.wrapped)
         self.copy.state = defaultdict(dict)
@@ -102,7 +109,7 @@ class UpdateOnZeros(Rehearsal):
     def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None) -> None:
         if self.state is not None:
             self.copy.state = defaultdict(dict, {p: self.state})
-        step_alone(self.copy, self.group, p, grad, clip_value=self.clip_value, scale=scale)
+        self.step(self.copy, self.group, p, grad, clip_value=self.clip_value, scale=scale)
         self.state = self.copy.state[p]
         self.copy.state = defaultdict(dict)  # nothing of this run may be released in the next
 

@@ -48,7 +48,7 @@ from thunder_mem.planning.program import (
 from thunder_mem.planning.refine import refined
 from thunder_mem.planning.stages import carried_out
 from thunder_mem.rendering.progress import stage
-from thunder_mem.rewrites.updates import with_updates
+from thunder_mem.rewrites.updates import about_states, with_updates
 from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_words
 from thunder_mem.runtime.scratch_cache import save_tables
 from thunder_mem.tiling.chunk_narrowing import narrow_sums
@@ -95,7 +95,11 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
             verify_rewrite(planned.original, planned.arranged)
     elif options.verify is not False:  # cheap for traces of any length
         verify_final(planned.arranged)
-    plan = replace(planned.plan, refused=(*options.refused, *buckets_not_built(), *planned.plan.refused))
+    plan = replace(
+        planned.plan,
+        refused=(*options.refused, *buckets_not_built(), *planned.plan.refused),
+        decisions=(*planned.plan.decisions, *about_states(planned.final)),
+    )
     with stage("planning: kernels of regions"):
         plan = with_kernels(plan, planned.final)
     save_tables()

@@ -9,11 +9,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
+from thunder_mem.optimizer.host_states import is_large
 from thunder_mem.optimizer.one_parameter import bare_copy
 from thunder_mem.prediction.fake_twins import Scalars, Twins
 from thunder_mem.prediction.replay import Ledger
 
-__all__ = ["hold_state", "make_state", "next_scalars", "twin_optimizer"]
+__all__ = ["hold_states", "make_state", "next_scalars", "twin_optimizer"]
 
 
 def twin_optimizer(optimizer: torch.optim.Optimizer, twins: Twins, simulated: bool) -> torch.optim.Optimizer:
@@ -99,7 +100,24 @@ def _rehearse(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]
     return scalars
 
 
-def hold_state(ledger: Ledger, name: str, t: torch.Tensor, group: dict[str, Any], simulated: bool) -> None:
+def hold_states(
+    ledger: Ledger,
+    p: torch.Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    simulated: bool,
+    states: str = "device",
+) -> None:
+    """Record a parameter's state: on the device or, if `states` is "host", its large tensors on the host."""
+    for name, t in state.items():
+        if isinstance(t, torch.Tensor):
+            if states == "host" and is_large(t, p):
+                ledger.add_host(t, "cuda" if simulated else "cpu")
+            else:
+                _hold_state(ledger, name, t, group, simulated)
+
+
+def _hold_state(ledger: Ledger, name: str, t: torch.Tensor, group: dict[str, Any], simulated: bool) -> None:
     if simulated and name == "step" and not (group.get("capturable") or group.get("fused")):
         ledger.ignore(t)  # counted on the host
     else:

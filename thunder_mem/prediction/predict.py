@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_mem.frontend.thunderfx import is_fx, only_subgraph
 from thunder_mem.memory.device_bytes import block_bytes
+from thunder_mem.optimizer.state_transfers import StateTransfers
+from thunder_mem.optimizer.update import is_update, update_of
 from thunder_mem.prediction.grad_accumulation import accumulate
 from thunder_mem.prediction.library_memory import LibraryMemory, library_memory, unknown_library_memory
 from thunder_mem.prediction.replay import Block, Event, Ledger, PredictionError, Runner, replay
@@ -140,8 +142,17 @@ class Prediction:
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes of offloaded values in the host's memory at once; no other figure includes them."""
+        """The most bytes of offloaded values and optimizer states in the host's memory at once.
+
+        No other figure includes them.
+        """
         return max((e.host_bytes for e in self.timeline), default=0)
+
+    @property
+    def state_transfers(self) -> StateTransfers:
+        """Modelled seconds of the copies of optimizer states on the host, each update once."""
+        ran = [update_of(e.bsym) for e in self.timeline if e.bsym is not None and is_update(e.bsym)]
+        return sum((u.transfers for u in dict.fromkeys(ran) if u.transfers is not None), StateTransfers())
 
     @property
     def launches(self) -> int:

@@ -61,7 +61,7 @@ class Event:
         live_bytes: all storages alive while it runs, including its outputs and the caller's tensors.
         allocated_bytes: new storages that outlive it.
         scratch_bytes: further bytes that it holds only while it runs.
-        host_bytes: offloaded bytes in the host's memory meanwhile; no other figure includes them.
+        host_bytes: offloaded values and optimizer states in the host's memory; no other figure includes them.
         launches: kernels that it starts on a GPU; 0 on a CPU, where they are not counted.
         bsym: the bound symbol, or None without a trace (an eager loss, an optimizer).
     """

@@ -156,6 +156,10 @@ REGIONS = (
     "a fused region of another executor holds what goes in and what comes out: what nvFuser or torch.compile would "
     "keep between two kernels of one region is not counted"
 )
+NOT_ON_META = (
+    "the optimizer does not run on meta tensors, so the memory of its updates, and the copies of their states from the "
+    "host and back, are not counted"
+)
 PRODUCTS = "some fused regions have matrix products or attention inside, whose operands and results are not counted"
 
 
@@ -174,7 +178,10 @@ class SimulatedRunner:
             return self._region(bsym, env)
         if is_update(bsym):
             run(env)
-            return Ran(*update_of(bsym).figures)
+            figures = update_of(bsym).figures
+            if not figures.launches and update_of(bsym).transfers is not None:
+                self._assume(NOT_ON_META)
+            return Ran(figures.temporary_bytes, figures.launches)
         ran = _run_tracked(bsym, run, env)
         if is_chunk_loop(bsym) and bsym.sym.name != "chunk_loop_finish":  # which runs a single block on fake tensors
             plan, backward = loop_of(bsym).plan, bsym.sym.name != "chunk_loop"

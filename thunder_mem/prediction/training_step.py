@@ -18,9 +18,10 @@ from thunder.executors.torch_autograd import connect_to_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from thunder_mem.optimizer.host_states import step_each
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.optimizer.update import is_update, rehearsed, update_of
-from thunder_mem.prediction.fake_optimizer import hold_state, make_state, next_scalars, twin_optimizer
+from thunder_mem.prediction.fake_optimizer import hold_states, make_state, next_scalars, twin_optimizer
 from thunder_mem.prediction.fake_twins import Leaves, Twins, Watch
 from thunder_mem.prediction.predict import Prediction, compiled_entry, device_type_of, finish, mode_of
 from thunder_mem.prediction.rehearsed_updates import RehearsedUpdates
@@ -78,13 +79,15 @@ def predict_step(
         model, optimizer, loss_fn, args, kwargs, accumulate, set_to_none: as in `training_step`. `model` is a
             result of `thunder.jit`. Any optimizer of `torch.optim` works that needs no closure; with None this
             is the exact prediction of ``loss_fn(model(*args)).backward()``.
-        first: predict the very first step, in which the optimizer makes its state, instead of a later one.
+        first: predict the very first step, in which the optimizer makes its state, instead of a later one. With
+            states on the host it is a later one, whose peak is no lower.
 
     Returns:
         The prediction, with the phases "forward", "loss" (if it runs operations) and "backward". With an
         optimizer "optimizer" follows and, unless `set_to_none`, "zero_grad".
         `held_bytes` counts parameters, buffers, inputs, optimizer state and, unless `set_to_none`, gradients,
-        which are held before the step. It also counts present gradients of parameters outside the optimizer,
+        which are held before the step. States on the host are in `host_bytes` instead. It also counts present
+        gradients of parameters outside the optimizer,
         or of all parameters without one. Other tensors of the loss do not count.
 
     Raises:
@@ -129,6 +132,8 @@ def predict_step(
         twins.hold(t, "argument")
     watch = Watch(ledger, probe=not simulated, twins=twins)
     stand_in = _Model(entry, inputs, mode, ledger, runner, watch, twins)
+    states = optimizer.states if isinstance(optimizer, StepInBackward) else "device"
+    first = first and states == "device"  # states on the host are as good as made
     optimizer = optimizer.wrapped if isinstance(optimizer, StepInBackward) else optimizer
     twin = None if optimizer is None else twin_optimizer(optimizer, twins, simulated)
     rehearsal = RehearsedUpdates(twin, twins, first)
@@ -152,13 +157,11 @@ def predict_step(
                 watch.scalars = next_scalars(optimizer, twin, twins)
             for group in twin.param_groups:
                 for p in group["params"]:
-                    for name, t in twin.state.get(p, {}).items():
-                        if isinstance(t, torch.Tensor):
-                            hold_state(ledger, name, t, group, simulated)
+                    hold_states(ledger, p, twin.state.get(p, {}), group, simulated, states)
         with watch, rehearsed(rehearsal):
             training_step(
                 stand_in,
-                None if twin is None else _Phases(twin, watch, rehearsal),
+                None if twin is None else _Phases(twin, watch, rehearsal, states),
                 watched_loss,
                 kwargs=None,
                 accumulate=accumulate,
@@ -273,8 +276,10 @@ def _returned(entry: Any, output: Any) -> Any:
 class _Phases:
     """The twin optimizer, which reports its phase to the watch."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, watch: Watch, rehearsal: RehearsedUpdates) -> None:
-        self.optimizer, self.watch, self.rehearsal = optimizer, watch, rehearsal
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, watch: Watch, rehearsal: RehearsedUpdates, states: str
+    ) -> None:
+        self.optimizer, self.watch, self.rehearsal, self.states = optimizer, watch, rehearsal, states
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -285,7 +290,12 @@ class _Phases:
     def step(self) -> None:
         self.watch.phase = "optimizer"
         with torch.device("cpu"):  # where the twins are, whatever device the caller makes tensors on by default
-            self.optimizer.step()
+            if self.states == "host":
+                groups = self.optimizer.param_groups
+                waiting = [p for group in groups for p in group["params"] if p.grad is not None]
+                step_each(self.optimizer, waiting, "cpu" if self.watch.probe else "cuda")
+            else:
+                self.optimizer.step()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         self.watch.phase = "zero_grad"

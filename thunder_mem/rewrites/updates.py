@@ -17,13 +17,18 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
-from thunder_mem.optimizer.one_parameter import StepFigures, step_figures
+from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.memory.device_bytes import host_bytes
+from thunder_mem.memory.device_models import DEVICE_MODELS
+from thunder_mem.memory.plan import Decision
+from thunder_mem.optimizer.figures import StepFigures, step_figures
+from thunder_mem.optimizer.state_transfers import StateTransfers, state_transfers
 from thunder_mem.optimizer.step_in_backward import StepInBackward, Updates
-from thunder_mem.optimizer.update import Update, clip_scale, update_parameter
+from thunder_mem.optimizer.update import Update, clip_scale, is_update, update_of, update_parameter
 from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.reading import BACKWARD, joint_results, read_trace
 
-__all__ = ["Optimized", "with_updates"]
+__all__ = ["Optimized", "about_states", "with_updates"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,8 @@ def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
         ]
         scale = () if optimized.optimizer.max_norm is None else (clip_scale(updates, *totals),)
         for index, (p, grad) in enumerate(zip(firsts, totals, strict=True)):
-            update_parameter(Update(updates, index, figures.of(parameters[index])), p, grad, *scale)
+            own = figures.of(parameters[index])
+            update_parameter(Update(updates, index, own, figures.transfers(parameters[index], own)), p, grad, *scale)
         for bsym in new.bound_symbols[start:]:
             bsym.tags.add(BACKWARD)
         done = {p.name for parts in gradients.values() for p, _ in parts}
@@ -90,6 +96,33 @@ def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
         new.bound_symbols.append(result.from_bsym(args=({**returned, "output": kept}, *result.args[1:])))
     new.set_provenance(TraceProvenance("Update parameters in the backward"))
     return new
+
+
+def about_states(trace: TraceCtx) -> tuple[Decision, ...]:
+    """The decision to keep states on the host, with its price; none if they are on the device.
+
+    Args:
+        trace: a joint trace with its updates.
+    """
+    updates = [update_of(b) for b in trace.bound_symbols if is_update(b)]
+    moved = [u.transfers for u in updates if u.transfers is not None]
+    if not moved:
+        return ()
+    nbytes = sum(
+        u.figures.tensors * host_bytes(u.figures.state_bytes // u.figures.tensors, str(u.parameter.device))
+        for u in updates
+        if u.figures.tensors
+    )
+    times = sum(moved, StateTransfers())
+    count = len(updates)
+    how = (
+        f"{count:,} {'update' if count == 1 else 'updates'} of {type(updates[0].updates.optimizer.wrapped).__name__} "
+        f"on the device, with states from the host: {times.link_s * 1e3:.3g} ms on the link, "
+        f"{times.exposed_s * 1e3:.3g} ms of them not hidden behind other work"
+    )
+    if updates[0].parameter.device.type == "cuda":
+        how += f". So they take {times.update_s * 1e3:.3g} ms; on the host's CPU {times.on_host_s * 1e3:.3g} ms"
+    return (Decision("optimizer states", how, "host", 0, nbytes),)
 
 
 class _Figures:
@@ -113,5 +146,12 @@ class _Figures:
                 p.device.type,
                 clip_value=optimizer.clip_value,
                 scaled=optimizer.max_norm is not None,
+                states=optimizer.states,
             )
         return self.known[key]
+
+    def transfers(self, p: torch.Tensor, figures: StepFigures) -> StateTransfers | None:
+        """The copies of the states, if they are on the host."""
+        if self.optimizer.states != "host":
+            return None
+        return state_transfers(figures, p.nbytes, device_model_of(p.device), DEVICE_MODELS["cpu"])

@@ -24,6 +24,7 @@ class AllocationWatch(TorchDispatchMode):
     Attributes:
         peak_bytes: that sum.
         launches: operators that write memory.
+        moved_bytes: of all tensors that these read or write, each counted once for an operator.
     """
 
     def __init__(self, device_types: Collection[str] | None = None) -> None:
@@ -31,6 +32,7 @@ class AllocationWatch(TorchDispatchMode):
         self.device_types = device_types
         self.peak_bytes = 0
         self.launches = 0
+        self.moved_bytes = 0
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
         self._before: set[int] = set()
 
@@ -52,9 +54,16 @@ class AllocationWatch(TorchDispatchMode):
             if storage._cdata not in self._seen and storage._cdata not in self._before:
                 self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
                 works = works or not func.name().startswith(_ALLOCATIONS)
-        self.launches += works
+        if works:
+            self.launches += 1
+            self.moved_bytes += _bytes_of((args, kwargs, out))
         self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return out
 
     def _counts(self, t: torch.Tensor) -> bool:
         return self.device_types is None or t.device.type in self.device_types
+
+
+def _bytes_of(values: Any) -> int:
+    tensors = {id(t): t for t in tree_leaves(values) if isinstance(t, torch.Tensor)}
+    return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = [
+    "end_copy",
+    "host_like",
     "is_transfer",
     "mem_offload_ex",
     "offload",
@@ -33,6 +35,7 @@ __all__ = [
     "offloaded_names",
     "prefetch",
     "prefetch_wait",
+    "start_copy",
 ]
 
 mem_offload_ex = OperatorExecutor("mem_offload", version="0.1")
@@ -79,19 +82,37 @@ def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, to_h
     setattr(target, _IN_FLIGHT, _InFlight(device, side.record_event()))
 
 
-def _wait(t: torch.Tensor) -> None:
-    vars(t).pop(_IN_FLIGHT).wait()
+def start_copy(target: torch.Tensor, source: torch.Tensor, *, to_host: bool) -> None:
+    """Start a copy from a device to the host, or back, beside the work that is asked of the device later.
+
+    It runs after all work that was asked of the device before. Until `end_copy(target)` the caller keeps both ends,
+    and neither changes them nor reads the target.
+    """
+    on_device = source if to_host else target
+    if _copies_beside(on_device):
+        _copy(target, source, on_device.device, to_host)
+    elif not isinstance(on_device, FakeTensor):
+        target.copy_(source)
 
 
-def _host_like(t: torch.Tensor) -> torch.Tensor:
-    """Host memory for a tensor, with the tensor's layout if it is dense."""
+def end_copy(target: torch.Tensor) -> None:
+    """Work that is asked of the device from now on runs after the copy into `target`."""
+    if (copy := vars(target).pop(_IN_FLIGHT, None)) is not None:
+        copy.wait()
+
+
+def host_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Host memory for a tensor, with the tensor's layout if it is dense, and another dtype if one is given."""
+    dtype = dtype or t.dtype
     if isinstance(t, FakeTensor):
-        return torch.empty_like(t, device="cpu")
+        return torch.empty_like(t, dtype=dtype, device="cpu", requires_grad=False)
+    if t.is_meta:
+        return torch.empty_like(t, dtype=dtype, requires_grad=False)
     if t.is_cuda:
-        return torch.empty_like(t, device="cpu", pin_memory=True)
+        return torch.empty_like(t, dtype=dtype, device="cpu", pin_memory=True, requires_grad=False)
     # Not PyTorch's memory, which counts on a CPU.
-    buffer = torch.from_numpy(np.empty(t.numel() * t.itemsize, dtype=np.uint8))
-    return buffer.view(t.dtype).as_strided(t.shape, torch.empty_like(t, device="meta").stride())
+    buffer = torch.from_numpy(np.empty(t.numel() * dtype.itemsize, dtype=np.uint8))
+    return buffer.view(dtype).as_strided(t.shape, torch.empty_like(t, device="meta").stride())
 
 
 def _offload_meta(t: TensorProxy) -> TensorProxy:
@@ -99,11 +120,8 @@ def _offload_meta(t: TensorProxy) -> TensorProxy:
 
 
 def _offload(t: torch.Tensor) -> torch.Tensor:
-    host = _host_like(t)
-    if _copies_beside(t):
-        _copy(host, t, t.device, to_host=True)
-    elif not isinstance(t, FakeTensor):
-        host.copy_(t)
+    host = host_like(t)
+    start_copy(host, t, to_host=True)
     return host
 
 
@@ -112,8 +130,7 @@ def _offload_wait_meta(host: TensorProxy, t: TensorProxy, forward: TensorProxy) 
 
 
 def _offload_wait(host: torch.Tensor, t: torch.Tensor, forward: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if _copies_beside(t):
-        _wait(host)
+    end_copy(host)
     return host, forward
 
 
@@ -123,10 +140,7 @@ def _prefetch_meta(host: TensorProxy, device: str) -> TensorProxy:
 
 def _prefetch(host: torch.Tensor, device: str) -> torch.Tensor:
     t = torch.empty_like(host, device=device)
-    if _copies_beside(t):
-        _copy(t, host, t.device, to_host=False)
-    elif not isinstance(t, FakeTensor):
-        t.copy_(host)
+    start_copy(t, host, to_host=False)
     return t
 
 
@@ -135,8 +149,7 @@ def _prefetch_wait_meta(t: TensorProxy) -> TensorProxy:
 
 
 def _prefetch_wait(t: torch.Tensor) -> torch.Tensor:
-    if _copies_beside(t):
-        _wait(t)
+    end_copy(t)
     return t
 
 

@@ -1,0 +1,51 @@
+"""Check what `StepInBackward` is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from thunder_mem.memory.outside_input import quoted
+from thunder_mem.optimizer.one_parameter import unchanging
+
+__all__ = ["STATES", "check_clipping", "check_optimizer", "check_states"]
+
+STATES = ("device", "host")
+"""Where the optimizer's states may be."""
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise for what is no optimizer, or none that can update one parameter alone.
+
+    Raises:
+        TypeError, ValueError: as `StepInBackward`.
+    """
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        name = optimizer.__name__
+        raise TypeError(f"{name} is a class: call it with the parameters, {name}(model.parameters())")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"StepInBackward takes an optimizer of torch.optim, not {quoted(optimizer)}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS looks at all gradients together and calls the model again, so no backward can step it")
+    if (option := unchanging(optimizer)) is not None:
+        kind = type(optimizer).__name__
+        raise TypeError(f"{kind} changes {option!r} of its parameter group in a step, so it cannot update one alone")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("an optimizer with differentiable=True is for steps under autograd, not for a backward")
+
+
+def check_clipping(clip_value: Any, max_norm: Any) -> None:
+    """Raise a ValueError for values that are no positive number, and for both together."""
+    for name, value in (("clip_value", clip_value), ("max_norm", max_norm)):
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise ValueError(f"{name} is a number above 0, not {quoted(value)}")
+    if clip_value is not None and max_norm is not None:
+        raise ValueError("gradients are clipped by clip_value or by max_norm, not by both")
+
+
+def check_states(states: Any) -> None:
+    """Raise a ValueError for an unknown place of states; it lists the known ones."""
+    if states not in STATES:
+        raise ValueError(f"states is {' or '.join(map(repr, STATES))}, not {quoted(states)}")

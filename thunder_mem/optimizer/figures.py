@@ -1,0 +1,105 @@
+"""What the update of one parameter takes, from a step on meta tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from thunder_mem.optimizer.host_states import is_large, step_with
+from thunder_mem.optimizer.one_parameter import bare_copy, on_any_device, runs_by_slices, slice_elements
+from thunder_mem.runtime.allocation_watch import AllocationWatch
+
+__all__ = ["StepFigures", "step_figures"]
+
+
+class StepFigures(NamedTuple):
+    """What a step of one parameter takes, once its state exists.
+
+    Attributes:
+        temporary_bytes: held at most beyond parameter, gradient and state; states on their way from and to the host
+            count here.
+        launches: operators that write memory.
+        moved_bytes: what the step reads and writes, without copies from and to the host.
+        state_bytes: of the state's tensors that are as large as the parameter.
+        tensors: the number of these.
+        slices: the step runs over so many parts of the parameter, one after the other.
+    """
+
+    temporary_bytes: int
+    launches: int
+    moved_bytes: int = 0
+    state_bytes: int = 0
+    tensors: int = 0
+    slices: int = 1
+
+
+def step_figures(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device_type: str,
+    *,
+    clip_value: float | None = None,
+    scaled: bool = False,
+    states: str = "device",
+) -> StepFigures:
+    """The figures of an update; zeros if the optimizer does not run on meta tensors.
+
+    The gradient counts as laid out like the parameter.
+
+    Args:
+        states: where the states are, "device" or "host".
+    """
+    from_host = states == "host"
+    clip: dict[str, Any] = {"clip_value": clip_value, "scaled": scaled}
+    if from_host and group.get("fused"):
+        plain = step_figures(optimizer, {**group, "fused": False}, shape, dtype, device_type, **clip, states=states)
+        count, each = max(1, prod(shape)), slice_elements(dtype, device_type, from_host)
+        return _fused(plain, min(1.0, 2 * each / count), min(each, count) * dtype.itemsize if any(clip.values()) else 0)
+    p = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    share, slices = 1.0, 1
+    if runs_by_slices(optimizer, group, from_host):
+        each = slice_elements(dtype, device_type, from_host)
+        some = p.view(-1)[: 2 * each]  # all slices are alike
+        share, slices, p = p.numel() / max(1, some.numel()), max(1, -(-p.numel() // each)), some
+    meta = bare_copy(optimizer)
+    meta.state = defaultdict(dict)
+    options = on_any_device(group)
+    grad = torch.empty_like(p)
+    clip = {"clip_value": clip_value, "scale": p.new_ones(()) if scaled else None}
+    seen = AllocationWatch(("meta", "cpu") if device_type == "cpu" else ("meta",))
+    step = step_with(states)
+    try:
+        # The device on which the caller makes tensors by default is no place for step counts of meta tensors.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            step(meta, options, p, grad, **clip, device_type=device_type)
+            with seen:
+                step(meta, options, p, grad, **clip, device_type=device_type)
+    except Exception:
+        return StepFigures(0, 0)
+    large = [v for v in meta.state.get(p, {}).values() if is_large(v, p)]
+    state_bytes = sum(v.numel() * v.element_size() for v in large)
+    copied_bytes = 4 * state_bytes if from_host else 0  # there and back, each read and written
+    launches, moved_bytes, whole_bytes = (
+        round(n * share) for n in (seen.launches, seen.moved_bytes - copied_bytes, state_bytes)
+    )
+    return StepFigures(seen.peak_bytes, launches, moved_bytes, whole_bytes, len(large), slices)
+
+
+def _fused(plain: StepFigures, of_two: float, clipped_bytes: int) -> StepFigures:
+    """The figures of a fused step, which meta tensors do not run, from those of the same step with many kernels.
+
+    Its only temporaries are the states of two slices and a clipped gradient; most launches are copies.
+
+    Args:
+        plain: the figures with many kernels.
+        of_two: the share of two slices in the parameter.
+        clipped_bytes: of a slice's clipped gradient.
+    """
+    temporary_bytes = round(plain.state_bytes * of_two) + clipped_bytes
+    return plain._replace(temporary_bytes=temporary_bytes, launches=plain.slices * (2 * plain.tensors + 1))
