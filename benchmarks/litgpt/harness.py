@@ -30,6 +30,7 @@ from benchmarks.litgpt.options import Options
 from benchmarks.litgpt.predicted_loop import predicted_peak
 from thunder_mem.costs.plan_time import trace_seconds
 from thunder_mem.memory.device_models import device_model
+from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.regions.fusion_executors import fuser_of, fuses_generally, with_fuser
 from thunder_mem.regions.nvfuser import installed_nvfuser
@@ -100,7 +101,15 @@ def _subclass(module: ModuleType) -> Any:
             self.step_ms: list[float] = []
             self.loop_peak: LoopPeak | None = None
             self.device_peaks = DevicePeaks()
+            self.stepping: StepInBackward | None = None
             super().__init__(**kwargs)
+            if self.stepping is not None:
+                if self.gradient_accumulation_steps > 1:
+                    raise ValueError(
+                        "--optimizer_in_backward True takes one microbatch a step: give no --global_batch_size"
+                    )
+                self.stepping.use(self.optimizer)
+                self.optimizer = self.stepping
             self.optimizer.register_step_post_hook(self._note_step)
 
         def init_model(self) -> Any:
@@ -126,7 +135,9 @@ def _subclass(module: ModuleType) -> Any:
             self.plain_model = model
             if self.options.simulated is not None and self.compile in ("eager", "inductor"):
                 return model
-            with _compiling(module, self.options):
+            if self.options.optimizer_in_backward:  # the benchmark makes its own optimizer of the compiled model
+                self.stepping = StepInBackward(torch.optim.SGD(model.parameters(), lr=0.0))
+            with _compiling(module, self.options, self.stepping):
                 return super().setup_compile(model)
 
         def setup_dummy_dataloader(self) -> Any:
@@ -251,7 +262,7 @@ def _subclass(module: ModuleType) -> Any:
                 "versions": versions(),
                 "loss_inside": self.options.loss_inside,
                 "checkpoint_activations": self.checkpoint_activations,
-                "mem_efficient": [repr(t) for t in self.options.transforms()],
+                "mem_efficient": [repr(t) for t in self.options.transforms(self.stepping)],
                 "median_iter_time": statistics.median(steps) if steps else None,
                 "min_iter_time": min(steps, default=None),
             }
@@ -277,13 +288,13 @@ def _subclass(module: ModuleType) -> Any:
 
 
 @contextlib.contextmanager
-def _compiling(module: ModuleType, options: Options) -> Iterator[None]:
+def _compiling(module: ModuleType, options: Options, optimizer: StepInBackward | None) -> Iterator[None]:
     """Within, what the benchmark compiles by Thunder gets the transform and, where nothing fuses, executors that do."""
     extra = {} if options.fusion_type is None else {"fusion_type": options.fusion_type}
 
     def with_ours(compiler: Any) -> Any:
         def compile(*args: Any, executors: list[Any], transforms: list[Any], **kwargs: Any) -> Any:
-            ours = [*transforms, *options.transforms()]
+            ours = [*transforms, *options.transforms(optimizer)]
             fusing = _fusing(executors, options)
             return compiler(*args, executors=fusing, transforms=ours, **{**kwargs, **extra})
 

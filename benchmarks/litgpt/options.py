@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from thunder_mem.memory.device_specs import device_spec
+from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.regions.fusion_executors import fuser_of
 from thunder_mem.regions.nvfuser import installed_nvfuser
 from thunder_mem.regions.nvfuser_model import modelled_nvfuser
@@ -28,6 +29,7 @@ class Options:
         mem_chunk: its `chunk`: whether loss heads run chunk by chunk, or in how many chunks.
         mem_recompute: its `recompute`: a configuration, "layerwise", or a file's path.
         mem_reuse: its `reuse`: whether results may be written over values that nobody reads any more.
+        optimizer_in_backward: the backward updates each parameter, see `thunder_mem.StepInBackward`.
         fusion: who fuses what Thunder compiles: "mem_pointwise", "nvfuser" or "torchcompile"; if not given, Thunder's
             default executors where they fuse, else mem_pointwise.
         fusion_type: Thunder's own way to group operations, "consecutive" or "dataflow"; Thunder's default if not given.
@@ -42,6 +44,7 @@ class Options:
     mem_chunk: bool | int = True
     mem_recompute: str | None = None
     mem_reuse: bool = True
+    optimizer_in_backward: bool = False
     fusion: str | None = None
     fusion_type: str | None = None
     loss_inside: bool = False
@@ -68,6 +71,12 @@ class Options:
             for option in ("mem_budget", "mem_sort", "mem_recompute")
             if getattr(self, option) is not None and not self.mem_efficient
         ]
+        if self.optimizer_in_backward and not self.mem_efficient:
+            given.append("optimizer_in_backward")
+        if self.optimizer_in_backward and distributed_mode != "none":
+            raise ValueError(
+                f"--optimizer_in_backward is for one device, not for --distributed_mode {distributed_mode}"
+            )
         if not self.mem_efficient:
             given += [option for option in ("mem_chunk", "mem_reuse") if getattr(self, option) is not True]
         if given:
@@ -92,8 +101,12 @@ class Options:
         name, _, simulated = self.device.partition(":")
         return simulated if name == "simulate" else None
 
-    def transforms(self) -> list[MemEfficient]:
-        """What joins the list of transforms; strict, so that no figure is Thunder's own in our name."""
+    def transforms(self, optimizer: StepInBackward | None = None) -> list[MemEfficient]:
+        """What joins the list of transforms; strict, so that no figure is Thunder's own in our name.
+
+        Args:
+            optimizer: with `optimizer_in_backward`, the one that the backward uses.
+        """
         if not self.mem_efficient:
             return []
         smallest = self.mem_budget == "min"
@@ -106,6 +119,7 @@ class Options:
                 on_infeasible="warn" if smallest else "error",
                 recompute=self.mem_recompute,
                 reuse=self.mem_reuse,
+                optimizer=optimizer,
                 strict=True,
             )
         ]

@@ -70,6 +70,16 @@ def test_mem_efficient_is_below_everything_published(loss_inside, most_gb):
     assert peak.peak_bytes / GB < most_gb
 
 
+@pytest.mark.slow
+def test_updates_in_the_backward_need_no_gradients():
+    given = {"mem_efficient": True, "loss_inside": True}
+    stepping = simulated({**given, "optimizer_in_backward": True}, compile="thunder")
+    assert stepping.peak_bytes < 0.95 * simulated(given, compile="thunder").peak_bytes
+    assert stepping.phase != "optimizer"
+    with pytest.raises(ValueError, match="one microbatch"):
+        simulated({**given, "optimizer_in_backward": True}, compile="thunder", global_batch_size=2)
+
+
 def test_parameters_gradients_and_adamws_state_are_the_floor():
     benchmark = run(Options(device="simulate:H100-80GB", loss_inside=True), compile="eager", **LONGCHAT)
     weights = sum(p.numel() * p.element_size() for p in benchmark.plain_model.parameters())
@@ -198,6 +208,7 @@ def test_the_registry_is_left_as_it_was():
         (Options(device="tpu"), "eager", "cpu, cuda or simulate"),
         (Options(device="simulate:H9000"), "eager", "unknown device"),
         (Options(device="simulate:H100-80GB"), "dynamo+thunder", "ThunderFX"),
+        (Options(optimizer_in_backward=True), "thunder", "optimizer_in_backward is an option of MemEfficient"),
         (Options(device="cpu", mem_budget="min"), "thunder", "mem_budget"),
         (Options(device="cpu", mem_chunk=4), "thunder", "mem_chunk"),
         (Options(device="cpu", mem_efficient=True), "inductor", "nowhere"),
