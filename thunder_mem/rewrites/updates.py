@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
-from thunder.core.pytree import tree_iter
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_mem.costs.roofline import device_model_of
@@ -26,7 +25,7 @@ from thunder_mem.optimizer.state_transfers import StateTransfers, state_transfer
 from thunder_mem.optimizer.step_in_backward import StepInBackward, Updates
 from thunder_mem.optimizer.update import Update, clip_scale, is_update, update_of, update_parameter
 from thunder_mem.trace.aliases import Aliases
-from thunder_mem.trace.reading import BACKWARD, joint_results, read_trace
+from thunder_mem.trace.reading import BACKWARD, joint_results
 
 __all__ = ["Optimized", "about_states", "with_updates"]
 
@@ -47,8 +46,6 @@ class Optimized:
 def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
     """The joint trace that updates its parameters; unchanged if it gives none of them a gradient.
 
-    The gradient of a parameter that a result shows waits for `StepInBackward.step`.
-
     Args:
         trace: a joint trace before fusion.
         optimized: its parameters.
@@ -58,14 +55,9 @@ def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
     if returned is None:
         return trace
     pairs = list(zip(returned["flat_args"], returned["output"], strict=True))
-    # The caller may differentiate what shows a parameter, which adds to its gradient after the backward.
-    storage_of = read_trace(trace).storage_of
-    shown = {storage_of.get(p.name) for p in tree_iter(returned["fw_flat_out"]) if isinstance(p, TensorProxy)}
     gradients: dict[int, list[tuple[TensorProxy, TensorProxy]]] = {}  # per parameter, its arguments and their gradients
     for p, grad in pairs:
-        if not isinstance(p, TensorProxy) or not isinstance(grad, TensorProxy) or p.name not in optimized.parameters:
-            continue
-        if storage_of.get(p.name) not in shown:
+        if isinstance(p, TensorProxy) and isinstance(grad, TensorProxy) and p.name in optimized.parameters:
             gradients.setdefault(id(optimized.parameters[p.name]), []).append((p, grad))
     if not gradients:
         return trace

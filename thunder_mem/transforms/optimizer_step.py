@@ -19,7 +19,7 @@ from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.optimizer.update import check_arguments, is_update, note_forward, update_of
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.rewrites.updates import Optimized
-from thunder_mem.trace.reading import UNPACKING
+from thunder_mem.trace.reading import UNPACKING, read_trace
 
 __all__ = ["check_optimizer", "with_forward_noted", "with_optimizer"]
 
@@ -33,7 +33,7 @@ _OF_THE_MODEL = (
     "optimizer.use(AdamW(step.parameters()))"
 )
 _HOOKED = "a hook waits for the gradient, so step() updates the parameter"
-_RETURNED = "the program returns the parameter, whose gradient is complete after the backward: step() updates it"
+_RETURNED = "the program returns the parameter or a view of it, whose gradient is complete after the backward: step() updates it"
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -75,9 +75,11 @@ def with_optimizer(
         raise ValueError(_OF_THE_MODEL)
     if not found:
         return replace(options, refused=(*options.refused, Refusal("updates in the backward", _NOT_FOUND)))
-    returned = {p.name for p in tree_leaves(_results(computation)) if isinstance(p, TensorProxy)}
+    storage_of = read_trace(computation).storage_of
+    returned = {storage_of.get(p.name) for p in tree_leaves(_results(computation)) if isinstance(p, TensorProxy)}
+    returned.discard(None)
     for name, p in list(found.items()):
-        reason = _HOOKED if hooked(p) else _RETURNED if name in returned else None
+        reason = _HOOKED if hooked(p) else _RETURNED if storage_of.get(name) in returned else None
         if reason is not None:
             options = replace(options, refused=(*options.refused, Refusal(f"update of {name}", reason)))
             found = {n: q for n, q in found.items() if q is not p}
