@@ -33,7 +33,7 @@ _OF_THE_MODEL = (
     "optimizer.use(AdamW(step.parameters()))"
 )
 _HOOKED = "a hook waits for the gradient, so step() updates the parameter"
-_RETURNED = "the program returns the parameter or a view of it, whose gradient is complete after the backward: step() updates it"
+_RETURNED = "the program returns the parameter, or a view: its gradient is complete behind the backward, at step()"
 
 
 def check_optimizer(optimizer: Any) -> None:
