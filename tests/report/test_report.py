@@ -119,12 +119,13 @@ def test_layer_numbers_are_those_of_lists():
 
 def test_each_decision_is_shown_before_and_after(stacked):
     shown = {s.title: s for s in sections(stacked)}[DECISIONS].rows
-    assert [row[0] for row in shown] == ["saved for the backward", "regions", "order"]
+    assert [row[0] for row in shown] == ["saved for the backward", "regions", "order", "reuse"]
     for row, decision in zip(shown, stacked.plan.decisions, strict=True):
         assert row[3:5] == (size(decision.before_bytes), size(decision.after_bytes))
         assert decision.how in row[1]
-    order = stacked.plan.decisions[-1]
-    assert order.after_bytes == stacked.plan.candidate.peak_bytes
+    order, reuse = stacked.plan.decisions[-2:]
+    assert order.after_bytes == reuse.before_bytes
+    assert reuse.after_bytes == stacked.plan.candidate.peak_bytes
 
 
 def test_a_chunked_head_is_a_decision():
