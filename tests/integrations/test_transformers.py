@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import warnings
 
@@ -296,8 +297,25 @@ def test_the_model_stays_the_users_model(small, tmp_path):
     again = type(model).from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), eager.parameters(), strict=True))
     other = copy.deepcopy(model)
-    assert other.forward.__self__ is other and other._thunder_mem is not model._thunder_mem
-    assert pickle.loads(pickle.dumps(model)).forward is not None
+    assert other.forward.model is other and other._thunder_mem is not model._thunder_mem
+    loaded = pickle.loads(pickle.dumps(model))
+    assert loaded.forward.model is loaded and not programs(loaded)
+    assert inspect.signature(loaded.forward) == inspect.signature(eager.forward)
+
+
+@pytest.mark.slow
+def test_what_is_set_after_the_first_call_counts(small):
+    model, eager, batch = small
+    memory_efficient(model, executors=[])
+    backward(model, batch)
+
+    def seven_times(logits, labels, vocab_size, **_):
+        return 7 * torch.nn.functional.cross_entropy(logits.float().view(-1, vocab_size), labels.view(-1))
+
+    for m in (model, eager):
+        m.loss_function = seven_times
+        m.transformer.h[0].ln_1.eps = 0.5
+    assert error(backward(model, batch), backward(eager, batch)) < 1e-5
 
 
 def test_bad_input_gets_one_sentence(small):

@@ -192,6 +192,15 @@ def outside_loss(outside, y):
     return outside(y).square().sum()
 
 
+def test_an_empty_parameter():
+    p = nn.Parameter(torch.empty(0, 16))
+    optimizer = StepInBackward(torch.optim.AdamW([p]), states="host")
+    for _ in range(2):
+        p.grad = torch.empty(0, 16)
+        optimizer.step()
+    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (0, 16)
+
+
 def test_gradients_that_wait_for_step():
     """Parameters of a part that is not compiled."""
     seen = []

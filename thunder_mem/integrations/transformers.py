@@ -17,10 +17,10 @@ The model is the same object, of the same class, with the same parameters: only 
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
 from types import MethodType
 from typing import NoReturn, TypeVar
 
@@ -85,7 +85,7 @@ def memory_efficient(
     transform = MemEfficient(**options)  # type: ignore[arg-type]
     how = Compilation(transform, None if executors is None else tuple(executors), (through,) if through else WAYS)
     setattr(model, _STATE, _State(how))
-    model.forward = MethodType(_forward_of(type(model)), model)
+    model.forward = _Forward(model)
     return model
 
 
@@ -141,12 +141,19 @@ class _State:
             warnings.warn(text, stacklevel=4)
 
 
-def _forward_of(kind: type[PreTrainedModel]):
-    @wraps(kind.forward)
-    def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
-        return _call(self, args, kwargs)
+class _Forward:
+    """A model's forward in the place of its class' own; unlike a method, it is copied and pickled with the model."""
 
-    return forward
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return _call(self.model, args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Of the class' own forward, by which `Trainer` knows the columns of a batch."""
+        return inspect.signature(MethodType(type(self.model).forward, self.model))
 
 
 def _call(model: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -170,6 +177,13 @@ def _call(model: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, ob
     return own
 
 
+def _settings(model: PreTrainedModel) -> tuple[object, ...]:
+    """What the modules are set to, which a program takes as constants: the loss, modes, rates, scales."""
+    plain = (bool, int, float, str)
+    named = (item for module in model.modules() for item in vars(module).items())
+    return getattr(model, "loss_function", None), *((name, repr(x)) for name, x in named if type(x) in plain)
+
+
 def _run(model: PreTrainedModel, state: _State, inputs: Inputs) -> tuple[dict[str, Tensor] | None, tuple[str, ...]]:
     """The compiled model's result, or None and why Thunder cannot run the model."""
     if not inputs.has_loss and (labels := find_labels(type(model))):
@@ -179,7 +193,7 @@ def _run(model: PreTrainedModel, state: _State, inputs: Inputs) -> tuple[dict[st
         )
     device = model.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    key = inputs.key, autocast, repr(vars(model.config)), tuple(m.training for m in model.modules())
+    key = inputs.key, autocast, repr(vars(model.config)), _settings(model)
     program = state.programs.get(key)
     if program is not None and program.is_for(tensors_of(model)):
         return program(inputs.values), ()
