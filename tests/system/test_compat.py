@@ -1,4 +1,4 @@
-"""What `thunder_mem.compat` changes. The real newer versions run the tests by `make test-versions`."""
+"""What `thunder_mem.compat` changes. With which versions it was tried: `docs/first_steps.md`."""
 
 import subprocess
 import sys

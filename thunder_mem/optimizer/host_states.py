@@ -20,7 +20,7 @@ The CPU does not wait: `settle` makes it wait, before it reads a state.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -171,16 +171,15 @@ def _stepped(
     return optimizer.state.get(p, {})
 
 
-def step_each(optimizer: Optimizer, waiting: Sequence[torch.Tensor], device_type: str | None = None) -> None:
-    """Update the parameters whose gradients wait, one after the other; the gradients stay.
+def step_each(optimizer: Optimizer, device_type: str | None = None) -> None:
+    """Update the parameters that have a gradient, one after the other; the gradients stay.
 
     Args:
-        waiting: parameters with a gradient.
         device_type: see `step_alone`.
     """
-    for p in waiting:
-        grad = p.grad
-        assert grad is not None
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if (grad := p.grad) is None:
+            continue
         step_from_host(optimizer, group_of(optimizer, p), p, grad, device_type=device_type)
         p.grad = grad
 

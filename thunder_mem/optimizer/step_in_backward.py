@@ -193,7 +193,7 @@ class StepInBackward(Optimizer):
             if self.max_norm is not None:
                 torch.nn.utils.clip_grad_norm_(waiting, self.max_norm)
             if self.states == "host":
-                step_each(self.wrapped, waiting)
+                step_each(self.wrapped)
             else:
                 unhooked(self.wrapped)()
         self._updated.clear()

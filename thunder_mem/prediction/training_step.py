@@ -291,9 +291,7 @@ class _Phases:
         self.watch.phase = "optimizer"
         with torch.device("cpu"):  # where the twins are, whatever device the caller makes tensors on by default
             if self.states == "host":
-                groups = self.optimizer.param_groups
-                waiting = [p for group in groups for p in group["params"] if p.grad is not None]
-                step_each(self.optimizer, waiting, "cpu" if self.watch.probe else "cuda")
+                step_each(self.optimizer, "cpu" if self.watch.probe else "cuda")
             else:
                 self.optimizer.step()
 

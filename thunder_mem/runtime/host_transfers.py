@@ -111,7 +111,7 @@ def host_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor
     if t.is_cuda:
         return torch.empty_like(t, dtype=dtype, device="cpu", pin_memory=True, requires_grad=False)
     # Not PyTorch's memory, which counts on a CPU.
-    buffer = torch.from_numpy(np.empty(max(1, t.numel()) * dtype.itemsize, dtype=np.uint8))  # an empty one has no dtype
+    buffer = torch.from_numpy(np.empty(max(1, t.numel()) * dtype.itemsize, dtype=np.uint8))  # torch views no empty one
     return buffer.view(dtype).as_strided(t.shape, torch.empty_like(t, device="meta").stride())
 
 
