@@ -3,8 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# One thread a worker; a file stays with one worker, whose fixtures and compiled programs it shares.
-PARALLEL := -n 2 --dist loadfile
+# One thread a worker. Neighbours stay with one worker, whose fixtures and compiled programs they share, until the other
+# worker has nothing left.
+PARALLEL := -n 2 --dist worksteal
 # CI passes --longest=5: a test that takes more seconds and is not marked slow fails the run.
 LONGEST ?=
 
@@ -34,7 +35,7 @@ gpu: $(STAMP)  ## 45 minutes with a GPU: results, peaks and times, with verdicts
 
 LONG ?= --ignore=tests/system/test_notebooks.py tests
 test-long: $(STAMP)  ## all slow tests; LONG="tests/system/test_fuzz.py" for one file, LONG="--third=0 tests" for a third
-	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist worksteal $(LONG)
+	$(BIN)/python -m pytest -m slow $(PARALLEL) $(LONG)
 
 # Three tenths each of what Thunder gets right, of checkpoints, and of overwritten values; a tenth of what ThunderFX
 # splits, which takes ten times as long. FROM is the first seed.

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.checking.durations import *  # noqa: F403 - hooks of pytest
-from tests.fuzzing.quick_thunder import looked_up_once
+from tests.fuzzing.quick_thunder import claimed_once, loaded_here, looked_up_once
 from thunder_mem.runtime import scratch_cache
 
 torch.set_num_threads(1)
@@ -35,8 +35,8 @@ def _measured_anew():
 
 @pytest.fixture(autouse=True, scope="session")
 def _looked_up_once():
-    """Most of the time that tests take is Thunder's interpreter, which finds out the same things again and again."""
-    with looked_up_once():
+    """Most of the time that tests take is Thunder's, which finds out the same things again and again."""
+    with looked_up_once(), claimed_once(), loaded_here():
         yield
 
 
@@ -45,6 +45,14 @@ def _seed():
     """Each test draws the same, and multiplies float32 as exactly as PyTorch does by default, whoever ran before."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _survivors_stay():
+    """What outlives a file of tests is not looked through in the next ones, where every measurement collects."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -60,6 +68,10 @@ def groups():
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is imported by now stays: looking through it again and again takes a tenth of the time."""
+    """What is imported by now stays: looking through it again and again takes a tenth of the time.
+
+    What tests leave behind is looked through seldom, for the same reason.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)

@@ -34,6 +34,7 @@ def test_every_point_saves_memory_and_takes_longer(frontier):
         assert point.peak_bytes == max(point.forward_peak_bytes, point.backward_peak_bytes)
 
 
+@pytest.mark.slow
 def test_a_points_budget_gives_its_plan(frontier):
     for point in frontier.points[1:]:
         compiled = thunder.jit(

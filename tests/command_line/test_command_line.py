@@ -192,6 +192,7 @@ def test_exit_codes_tell_whether_it_fits(run, words, code, says):
     assert answer[1].startswith("Peak ") and all(part in answer[1] for part in says)
 
 
+@pytest.mark.slow
 def test_a_budget_buys_memory_with_time(run):
     free = json.loads(run("predict", "train.py:chain", "--device", "T4", "--json")[1])
     limit_bytes = free["peak_bytes"] * 9 // 10
@@ -229,6 +230,7 @@ def test_what_fits_a_budget_fits_every_larger_one(monkeypatch, beside):
         assert found.fits == (limit >= 50) and len(asked) <= 4
 
 
+@pytest.mark.slow
 def test_a_plan_within_a_budget_says_what_it_costs(run):
     free = json.loads(run("plan", "train.py:chain", "--json", *PLAIN)[1])
     budget = ["--budget", free["peak_bytes"] * 9 // 10, *PLAIN]
@@ -239,6 +241,7 @@ def test_a_plan_within_a_budget_says_what_it_costs(run):
     assert "bought by computing again" in run("plan", "train.py:chain", *budget)[1]
 
 
+@pytest.mark.slow
 def test_the_frontier_is_data_a_table_and_a_picture(run):
     code, out, _ = run("frontier", "train.py:chain", "--json", "--points", 3, *PLAIN)
     data = json.loads(out)
@@ -262,6 +265,7 @@ def test_the_frontier_may_use_the_hosts_memory(run):
     assert code == 2 and "only:PATTERN" in error
 
 
+@pytest.mark.slow
 def test_a_training_step(run):
     phases = ["forward", "loss", "backward", "optimizer"]
     own = json.loads(run("predict", "train.py:step", "--json", *PLAIN)[1])
@@ -319,6 +323,7 @@ def test_explain_prints_five_lines(run):
     assert "on the GPU\n" in on_gpu and on_gpu.count("headroom") == 2
 
 
+@pytest.mark.slow
 def test_explain_has_one_headroom(run):
     code, out, _ = run("explain", "train.py:build", "--budget", "100KiB", "--device", "T4", "--no-bounds", *PLAIN)
     data = json.loads(run("explain", "train.py:build", "--budget", "100KiB", "--device", "T4", "--json", *PLAIN)[1])
@@ -344,6 +349,7 @@ def test_plan_is_before_and_after(run):
     assert "order" in [d["what"] for d in data["plan"]["decisions"]]
 
 
+@pytest.mark.slow
 def test_compare_runs_each_compiler(run, script):
     code, out, _ = run("compare", "train.py:step", "--html", "page.html", *PLAIN)
     assert code == 0 and out.startswith("A training step on cpu")
@@ -520,6 +526,7 @@ def test_every_command_writes_a_page(run, script, words, says):
     assert not re.search(r"<script|<link|src=|href=", text)
 
 
+@pytest.mark.slow
 def test_a_model_goes_through_thunderfx(run):
     torch._dynamo.reset()
     code, out, _ = run("predict", "train.py:build", "--fx", "--json", *PLAIN)

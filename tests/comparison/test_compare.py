@@ -45,6 +45,7 @@ def state_of(model, optimizer, x):
     )
 
 
+@pytest.mark.slow
 def test_nothing_of_the_caller_changes():
     model, x = Odd(), torch.randn(16, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -61,6 +62,7 @@ def test_nothing_of_the_caller_changes():
     assert optimizer.param_groups[0].items() == group.items()
 
 
+@pytest.mark.slow
 def test_a_graph_of_the_callers_stays_valid():
     """Autograd refuses a backward if the version of a saved tensor has changed."""
     model, x = mlp(), torch.randn(4, 64)
@@ -173,6 +175,7 @@ def test_what_fails_in_eager_is_raised_and_memory_that_is_short_is_a_row(monkeyp
     assert torch.equal(model[0].weight, before)
 
 
+@pytest.mark.slow
 def test_why_another_needs_less():
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.BatchNorm1d(64))
     found = compare(model, torch.randn(32, 64), executors=[], repeats=1)
@@ -183,6 +186,7 @@ def test_why_another_needs_less():
     assert str(found).endswith("differences are no errors.")
 
 
+@pytest.mark.slow
 def test_why_torch_compile_needs_less(monkeypatch):
     """A stand-in that writes over its own values, as fused code would."""
     monkeypatch.setattr(torch, "compile", lambda fn: lambda x: (x * 2).sin_())
@@ -190,6 +194,7 @@ def test_why_torch_compile_needs_less(monkeypatch):
     assert found.best is found["torch.compile"] and found.why.startswith("no executor here fuses operations")
 
 
+@pytest.mark.slow
 def test_why_another_needs_as_little(monkeypatch):
     model, x = mlp(), torch.ones(2, 64)
     sgd = torch.optim.SGD(model.parameters(), foreach=True, weight_decay=0.1)

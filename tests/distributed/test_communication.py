@@ -237,6 +237,7 @@ def test_a_gathered_parameter_is_released_after_its_last_use(zero3):
     assert most <= 6 < len(gathered)
 
 
+@pytest.mark.slow
 def test_what_checkpoints_repeat_reads_parameters_gathered_again(world):
     """Of the forward's gathers nothing is kept for the backward but biases, which nothing else there needs."""
     found = [compiled(sharded(), rows=rows, layers=2, checkpointed=True) for rows in (64, 96)]

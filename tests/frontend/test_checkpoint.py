@@ -291,6 +291,7 @@ def test_a_plan_that_fails_leaves_the_checkpoint(monkeypatch):
     assert any(CHECKPOINTED in b.tags for b in thunder.last_backward_traces(jitted)[-1].bound_symbols)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_saves_memory_as_in_thunder():
     def layers(x, w, region):
         for _ in range(6):

@@ -262,6 +262,7 @@ def test_a_transform_of_the_callers_that_prunes_stays_in_the_list():
     assert transforms == given
 
 
+@pytest.mark.slow
 def test_dynamic_shapes_are_planned_one_by_one():
     model = broken()
     compiled = thunderfx(model, executors=["mem_pointwise"], transforms=[MemEfficient(strict=True)], dynamic=True)

@@ -9,20 +9,22 @@ import functools
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dis import Positions
-from types import CodeType, FrameType
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import optree
 from thunder.core import interpreter, pytree
 from thunder.core.interpreter import InterpreterFrame, unwrap, wrap_binary_subscr, wrap_const
 from thunder.core.proxies import ProxyInterface
-from thunder.core.symbol import Symbol
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.distributed.prims import PrimIDs as DistributedPrims
 from thunder.executors import passes
+from torch._inductor import cpu_vec_isa
 
-__all__ = ["claimed_once", "interpreted_quickly", "looked_up_once"]
+__all__ = ["claimed_once", "interpreted_quickly", "loaded_here", "looked_up_once"]
 
 _frames: dict[Hashable, FrameType] = {}
 _MOST = 10_000
@@ -143,10 +145,35 @@ def claimed_once() -> Iterator[None]:
     claim = passes._transform_for_operator_executor_execution
 
     def quick_claim(trace: Any, executors: Any) -> Any:
-        return trace if sys._getframe(1).f_code.co_name.startswith("apply_transforms") else claim(trace, executors)
+        to_sort = sys._getframe(1).f_code.co_name.startswith("apply_transforms")
+        return trace if to_sort and not _communicates(trace.bound_symbols) else claim(trace, executors)
 
     with _replaced({claim: quick_claim}):
         yield
+
+
+def _communicates(symbols: Iterable[BoundSymbol]) -> bool:
+    """Whether one of the symbols, or of what they hold, is a collective."""
+    return any(isinstance(s.sym.id, DistributedPrims) or _communicates(s.subsymbols) for s in symbols)
+
+
+@contextmanager
+def loaded_here() -> Iterator[None]:
+    """Within, Inductor loads what it compiles to find out the vector units in this process, not in six others.
+
+    Each of these would import PyTorch, which takes ten seconds in all.
+    """
+
+    def check_call(command: list[str], **options: Any) -> None:
+        _, _, script = command
+        exec(script)
+
+    in_others = cpu_vec_isa.subprocess
+    cpu_vec_isa.subprocess = SimpleNamespace(check_call=check_call, DEVNULL=in_others.DEVNULL)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        cpu_vec_isa.subprocess = in_others  # type: ignore[attr-defined]
 
 
 @contextmanager

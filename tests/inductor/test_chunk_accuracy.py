@@ -152,6 +152,7 @@ def test_the_forward_of_a_head_that_recomputes_plans_for_its_own_blocks(multipli
     assert measure_peak(compiled, x, w, t) <= plan.forward_scratch_bytes + returned_bytes + 4096
 
 
+@pytest.mark.slow
 def test_predictions_tell_loops_apart_that_look_alike():
     x, w = torch.randn(512, 64).bfloat16().requires_grad_(), torch.randn(1024, 64).bfloat16().requires_grad_()
     t = torch.randint(0, 1024, (512,))

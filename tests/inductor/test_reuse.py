@@ -358,6 +358,7 @@ def test_compiled_programs_equal_float64_and_measure_as_predicted(name):
     assert candidate.forward_peak_bytes == prediction.phase("forward").peak_bytes
 
 
+@pytest.mark.slow
 def test_what_is_written_over_is_never_read_again():
     """By running the final traces without writing, and asking PyTorch whose memory each name shows."""
     for name, fn in PROGRAMS.items():

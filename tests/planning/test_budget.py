@@ -71,6 +71,7 @@ def test_rungs_are_nested_and_buy_bytes_with_time(seed):
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0, 1))
+@pytest.mark.slow
 def test_a_choice_fits_or_nothing_known_does(seed, share):
     problem = problem_of(seed)
     free = problem.trial(frozenset()).peak_bytes
@@ -287,6 +288,7 @@ def test_attention_under_the_tightest_budget_is_as_exact_as_eager():
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_attention_and_dropout_under_the_tightest_budget_draw_the_same_masks():
     x = torch.randn(4, 64, 32)
     model = Attending(0.5)
@@ -304,6 +306,7 @@ def test_a_share_is_of_the_devices_memory():
     assert last_plan(compiled).budget.method == "free"
 
 
+@pytest.mark.slow
 def test_dropout_is_not_drawn_again():
     model = torch.nn.Sequential(
         *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5)) for _ in range(4))
@@ -390,6 +393,7 @@ def test_a_budget_is_judged_by_the_final_trace(monkeypatch, optimism):
         planned_heads(smallest - 1)
 
 
+@pytest.mark.slow
 def test_what_exceeds_a_budget_in_the_end_is_searched_for_again(monkeypatch):
     with pytest.raises(BudgetError) as caught:
         planned_heads(1)

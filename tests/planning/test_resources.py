@@ -64,6 +64,7 @@ def lines_run(fn, *args) -> int:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.slow
 def test_work_is_linear_in_the_length_of_the_program(shape):
     short, long = joint_trace(shape, 120), joint_trace(shape, 480)
     ratio = count(long) / count(short)

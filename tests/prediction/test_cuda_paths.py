@@ -107,6 +107,7 @@ def saved(make, device, dtype, autocast):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_a_forward_saves_what_it_saves_on_cuda(way):
     wrong = []
     with simulate("H100-80GB", fusion=None):

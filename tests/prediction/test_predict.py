@@ -96,6 +96,7 @@ def test_a_plan_counts_tied_arguments_once():
     check_plan(*CASES["tied"]())
 
 
+@pytest.mark.slow
 def test_what_a_region_holds_inside_is_known():
     """Inductor's wrapper of several kernels has buffers of its own, which no output shows."""
     fn, args = CASES["many_kernels"]()

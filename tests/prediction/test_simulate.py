@@ -276,6 +276,7 @@ def test_fits_and_its_headroom():
     assert not fits(mlp, torch.optim.AdamW, [((10**9, 64), torch.bfloat16)], **OPTIONS)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not():
     shapes = [(("B", 64), torch.bfloat16)]
     largest = largest_batch(mlp, torch.optim.AdamW, shapes, multiple=1000, limit=2**30, **OPTIONS)

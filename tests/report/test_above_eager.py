@@ -28,6 +28,7 @@ def first_trace(jitted):
     return thunder.compile_stats(jitted).interpreter_cache[-1].computation_traces[0]
 
 
+@pytest.mark.slow
 def test_what_eager_holds_is_what_it_is_measured_to_hold():
     model, x = Mixed(), torch.randn(32, 16)
     jitted = thunder.jit(model, executors=[])

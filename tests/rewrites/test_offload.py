@@ -59,6 +59,7 @@ def assert_copies_end_before_writes(forward):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.slow
 def test_gradients_are_those_of_eager_and_bytes_are_those_predicted(name):
     make, executors = PROGRAMS[name]
     x = torch.randn(64 * 8, 64) * 2
@@ -94,6 +95,7 @@ def test_dropout_draws_the_same_masks():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_second_backward_finds_everything_where_it_was():
     x = torch.randn(512, 64)
     tight, expected = tightest(stack, x, ("mem_pointwise",))

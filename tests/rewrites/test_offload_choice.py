@@ -172,6 +172,7 @@ def deep():
     return study_program(stack(6), (torch.randn(512, 64),), {}, executors=[])
 
 
+@pytest.mark.slow
 def test_a_budget_out_of_reach_of_recomputation_is_met_by_offloading(deep):
     problem = moving(deep, device_model("cpu"))
     smallest = fit_budget(problem, 1)

@@ -180,6 +180,7 @@ def test_idle_rows_of_a_held_table():
     assert decision.before_bytes - decision.after_bytes == ROW
 
 
+@pytest.mark.slow
 def test_rows_of_a_held_table_are_gathered_again():
     def fn(tokens, w, m):
         y = torch.nn.functional.embedding(tokens, m)

@@ -252,6 +252,7 @@ def saved_names(trace) -> set[str]:
     return {p.name for p in tensors}
 
 
+@pytest.mark.slow
 def test_thunder_saves_what_was_foreseen(traces):
     for k, (trace, _, text, _) in enumerate(traces):
         source = read_trace(trace)

@@ -113,6 +113,7 @@ def test_a_copy_for_every_base_that_is_used_alike():
     assert decision.how.startswith("4 small views")
 
 
+@pytest.mark.slow
 def test_gradients():
     """In a checkpoint, so that the base is made and used in the backward alone."""
     from torch.utils.checkpoint import checkpoint

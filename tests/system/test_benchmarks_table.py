@@ -133,6 +133,7 @@ def test_a_run_that_fails_says_so():
     assert "not done after" in late["error"]
 
 
+@pytest.mark.slow
 def test_a_row_is_named_by_its_case():
     eager = Case("longchat-7b-16k", True, True, "eager")
     found = rows.run_here(eager, "cpu", 3)

@@ -160,6 +160,7 @@ def test_a_seed_gives_one_program():
     assert there == f"{[generate(Random(seed)) for seed in range(25)]}\n"
 
 
+@pytest.mark.slow
 def test_programs_are_valid_and_varied():
     drawn = [generate(Random(seed)) for seed in range(400)]
     for program in drawn:
@@ -288,6 +289,7 @@ def test_every_option_is_drawn():
         assert eval(repr(options)) == options
 
 
+@pytest.mark.slow
 def test_a_shared_trace_compiles_to_the_same():
     for seed in range(3):
         program = generate(Random(seed))
@@ -349,6 +351,7 @@ def test_a_program_runs_through_thunderfx():
 
 
 @pytest.mark.parametrize("profile", [name for name in PROFILES if name != "split"])
+@pytest.mark.slow
 def test_the_quick_way_compiles_to_the_same(profile: str):
     programs = [generate(Random(seed), PROFILES[profile]) for seed in range(5)]
     for program in (*programs, FUNCTIONS_IN_A_ROW):

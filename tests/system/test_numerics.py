@@ -21,6 +21,7 @@ def cases():
 
 
 @pytest.mark.parametrize("case,dtype", list(cases()))
+@pytest.mark.slow
 def test_errors_are_at_most_twice_eagers(case, dtype):
     row = measure(case, dtype)
     assert row.rms_ratio <= 2, row

@@ -123,6 +123,7 @@ def test_a_small_head_on_a_gpu_is_chunked_and_a_plan_says_what_the_device_will_h
     assert predicted.scratch_bytes > 2 * MIB  # of the loop, and a part of the peak
 
 
+@pytest.mark.slow
 def test_a_budget_tries_the_smallest_chunks():
     """A quarter of the rows that a program without a budget gets, and no fewer than a tile has."""
     shape = {"rows": 8192, "dtype": torch.bfloat16}
@@ -148,6 +149,7 @@ def test_what_a_budget_error_names_adds_up():
     assert parse_bytes(parts[3]) >= 512 * V * 4  # the chunk's logits
 
 
+@pytest.mark.slow
 def test_a_single_chunk_adds_up_in_the_weights_own_dtype():
     x, w, t = inputs(300, 512, 3000, torch.bfloat16)
     compiled, step = compiled_with(head, ChunkLossHead(), x, w, t)
@@ -164,6 +166,7 @@ def test_a_single_chunk_adds_up_in_the_weights_own_dtype():
 # --- from the timeline --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_chunks_grow_below_the_rest_of_the_programs_peak():
     args = inputs()
     compiled, step = compiled_with(wide_before_head, MemEfficient(), *args)

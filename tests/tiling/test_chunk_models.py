@@ -87,6 +87,7 @@ def test_bert_for_masked_lm():
     assert (grads - want).norm() < 1e-5 * want.norm()
 
 
+@pytest.mark.slow
 def test_logits_in_the_output_are_refused_with_the_line():
     config = Config.from_name("pythia-14m", n_layer=1, n_embd=32, n_head=2, padded_vocab_size=VOCAB, block_size=64)
     model = GPT(config)

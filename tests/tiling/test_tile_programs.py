@@ -111,6 +111,7 @@ def test_random_programs(seed):
         assert error <= 4 * allowed + 1e-6 * scale
 
 
+@pytest.mark.slow
 def test_most_of_them_have_tiles():
     """The programs above would prove nothing without any."""
     tiled = 0

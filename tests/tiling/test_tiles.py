@@ -96,6 +96,7 @@ def test_sums_of_gradients_in_either_dtype(accumulate):
 
 @pytest.mark.parametrize("checkpoints", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.slow
 def test_a_stretch_takes_in_norm_and_residual_sum(checkpoints, bias):
     module, x = made(Stack(blocks=2, checkpoints=checkpoints, bias=bias), (3, 8, WIDTH))
     assert_as_exact_as_eager(module, x, Tiles(rows=5), 2)
@@ -536,6 +537,7 @@ def test_symbolic_sizes_stay_whole_without_a_word(tile, recwarn):
     assert not [w for w in recwarn if "MemEfficient" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_names_the_smallest_peak_of_all_plans():
     module, x = made(Stack(blocks=2, width=64, wide=256), (1, 1024, 64))
     with pytest.raises(BudgetError) as caught:

@@ -223,6 +223,7 @@ def names(proxies) -> set[str]:
     return {p.name for p in proxies}
 
 
+@pytest.mark.slow
 def test_names_are_defined_once_and_before_their_use(plans):
     for _, new, _, text in plans:
         known = names(new.args)

@@ -72,6 +72,7 @@ def _mistyped(trace, ran) -> set[str]:
     return {n for n in ran.tensors if ran.storage(n) in wrong}
 
 
+@pytest.mark.slow
 def test_regions_lie_as_their_operations_do_one_by_one(dense):
     """Outputs of fused regions, for inputs of any strides: what PyTorch itself says of the same operations."""
     rng, seen = Random(0), Counter()

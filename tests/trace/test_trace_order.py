@@ -53,6 +53,7 @@ def test_any_legal_order_computes_the_same(anyhow):
     assert moved > len(anyhow)
 
 
+@pytest.mark.slow
 def test_the_quick_answer_about_effects_is_the_whole_one(anyhow, monkeypatch):
     bsyms = [b for traced in anyhow for trace in (traced.trace, claimed(traced.trace)) for b in body(trace)]
     quick = [effects_room.effects_of(b) for b in bsyms]

@@ -217,6 +217,7 @@ def test_planned_peak_of_fused_code_is_what_runs_and_not_above_thunders_own(name
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.slow
 def test_measured_peak_is_never_above_thunders_own(name):
     check_measured(name, UNFUSED)
 

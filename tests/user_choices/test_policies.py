@@ -85,6 +85,7 @@ def is_mask(name: str) -> bool:
     return name in ("lt", "unpack_trivial")
 
 
+@pytest.mark.slow
 def test_save_only_matmul_outputs(plain):
     grads, saved = run(save_only_matmul_outputs)
     same_bits(grads, plain)
@@ -115,6 +116,7 @@ def test_every_second_matmul(plain):
     assert kept.count("linear") < run(save_only_matmul_outputs)[1].count("linear")
 
 
+@pytest.mark.slow
 def test_everything_kept_and_everything_recomputed(plain):
     grads, kept = run(keep_everything)
     same_bits(grads, plain)
@@ -140,6 +142,7 @@ def away(op, graph):
 
 
 @pytest.mark.parametrize("budget", [None, "100%"])
+@pytest.mark.slow
 def test_what_a_policy_offloads_waits_on_the_host(plain, budget):
     model, x = Model(), torch.linspace(-1, 1, 80).view(2, 5, 8).requires_grad_()
     option = MemEfficient(recompute=away, budget=budget, strict=True)
@@ -213,6 +216,7 @@ def test_what_a_policy_sees():
     }
 
 
+@pytest.mark.slow
 def test_strings_do_and_frozen_dataclasses_compose():
     def no_gelu(op, graph):
         return "recompute" if op.word == "Gelu" else "auto"

@@ -190,6 +190,7 @@ def test_a_kernel_that_leaves_nothing_has_what_its_pattern_asks_for():
         jitted(torch.zeros(5, 8, requires_grad=True))
 
 
+@pytest.mark.slow
 def test_none_keeps_what_would_be_rebuilt_for_free():
     """With a fusion executor the GELU is rebuilt anyway; an entry can stop that."""
 

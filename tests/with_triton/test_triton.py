@@ -144,6 +144,7 @@ def rotated_gradient(queries, keys, cos, sin):
     return torch.cat((rotated(queries), rotated(keys)), -1)
 
 
+@pytest.mark.slow
 def test_a_region_keeps_no_value_between_kernels_that_it_can_compute_again():
     with simulate(DEVICE), collected() as found:
         a, b = (torch.empty(2, 8, 256, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))

@@ -150,6 +150,7 @@ def exact_optimum(graph: Graph) -> int:
 
 @settings(max_examples=400)
 @given(graphs(7), st.integers(0, 10**6))
+@pytest.mark.slow
 def test_contraction_never_raises_the_best_peak_of_tiny_graphs(graph, seed):
     """All legal orders tried, before and after."""
     graph, fuse = fusible(graph, seed, often=0.95)
