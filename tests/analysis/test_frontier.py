@@ -21,6 +21,7 @@ def frontier():
     return memory_time_frontier(stack(), torch.zeros(4096, 64), executors=[], points=4)
 
 
+@pytest.mark.slow
 def test_every_point_saves_memory_and_takes_longer(frontier):
     assert len(frontier.points) > 2
     assert frontier.points[0].recompute_ms == 0

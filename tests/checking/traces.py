@@ -25,6 +25,7 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors.passes import _transform_for_operator_executor_execution
 from thunder.extend import FusionExecutor, get_always_executors
 
+from tests.fuzzing.quick import directly_traced
 from tests.programs.generate import Profile, generate, materialise
 from tests.programs.programs import function, source
 from thunder_mem.memory.graph import Graph
@@ -200,7 +201,8 @@ def traced_programs(count: int, profile: Profile, seed: int = 0) -> list[Traced]
         seed += 1
         inputs = materialise(program.inputs)
         try:
-            trace = unfused(function(source(program)), *materialise(program.inputs).values())
+            with directly_traced():
+                trace = unfused(function(source(program)), *materialise(program.inputs).values())
             found.append(Traced(source(program), trace, inputs, run(trace, inputs)))
         except Exception:  # whatever Thunder cannot trace, or traces into what does not run
             continue

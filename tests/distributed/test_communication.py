@@ -309,6 +309,7 @@ def test_nothing_is_said_of_buckets_that_nobody_asked_for(world, wrap, recwarn):
 # ---- what hides ----
 
 
+@pytest.mark.slow
 def test_no_less_is_hidden_than_in_thunders_order(world, replicated):
     """Of the same collectives: ZeRO-3, which Thunder ignores, has more of them."""
     for case in (compiled(sharded(FSDPType.ZERO2)), replicated):

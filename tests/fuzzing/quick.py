@@ -19,7 +19,7 @@ from thunder.core.symbol import BoundSymbol
 from tests.fuzzing.quick_thunder import claimed_once, looked_up_once
 from tests.fuzzing.trace import called
 
-__all__ = ["quickly"]
+__all__ = ["directly_traced", "quickly"]
 
 
 @contextmanager
@@ -29,13 +29,14 @@ def quickly(directly: bool = True) -> Iterator[None]:
     Without `directly` through Thunder's interpreter, as the graphs of ThunderFX must be.
     """
     with ExitStack() as stack:
-        for context in (_directly_traced if directly else nullcontext, _stepwise_regions, looked_up_once, claimed_once):
+        for context in (directly_traced if directly else nullcontext, _stepwise_regions, looked_up_once, claimed_once):
             stack.enter_context(context())
         yield
 
 
 @contextmanager
-def _directly_traced() -> Iterator[None]:
+def directly_traced() -> Iterator[None]:
+    """Within, operations are called on Thunder's proxies, without its interpreter."""
     general_jit = thunder.thunder_general_jit
 
     def direct(fn: Callable, *args: Any, **options: Any) -> Any:

@@ -29,6 +29,7 @@ COUNTS = [(2, 128), pytest.param((2, 4, 8, 16, 32, 64, 128), marks=pytest.mark.s
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=["ends", "all"])
+@pytest.mark.slow
 def test_error_of_dw_is_flat_in_the_chunk_count(counts, monkeypatch):
     """As on a GPU, or on a CPU without bfloat16 units: products are added in float32, unrounded."""
     monkeypatch.setattr("thunder_mem.chunk_loop.matmul.multiplies", lambda device, dtype: False)

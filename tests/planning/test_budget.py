@@ -94,6 +94,7 @@ def test_a_larger_budget_is_never_slower_and_never_has_a_lower_peak(seed):
 
 
 @pytest.mark.parametrize("seed", [4, 8])
+@pytest.mark.slow
 def test_no_later_ladder_has_a_cheaper_choice_than_the_first_that_fits(seed):
     problem = problem_of(seed, layers=12)
     for level in problem.levels():
@@ -102,6 +103,7 @@ def test_no_later_ladder_has_a_cheaper_choice_than_the_first_that_fits(seed):
 
 
 @pytest.mark.parametrize("seed", [4, 5])
+@pytest.mark.slow
 def test_no_choice_of_equal_time_has_a_lower_peak(seed):
     problem = problem_of(seed, layers=8, costs=1)
     low, high = fit_budget(problem, 1).peak_bytes, problem.trial(frozenset()).peak_bytes

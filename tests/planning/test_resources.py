@@ -171,6 +171,7 @@ def test_an_interrupt_leaves_nothing_broken(sixteenths):
         assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_two_threads_compile_at_once():
     x = randn(5, 6, grad=False)
     with uncompiled_regions():

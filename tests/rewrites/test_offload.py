@@ -110,6 +110,7 @@ def test_a_second_backward_finds_everything_where_it_was():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_simulated_gpu_offloads_to_pinned_memory_that_does_not_count():
     torch.manual_seed(0)
     with simulate("A100-40GB"), torch.device("cuda"):

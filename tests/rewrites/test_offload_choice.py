@@ -182,6 +182,7 @@ def test_a_budget_out_of_reach_of_recomputation_is_met_by_offloading(deep):
     assert fit.without_seconds is None
 
 
+@pytest.mark.slow
 def test_whatever_the_link_nothing_is_dearer_than_recomputing_and_all_fits(deep):
     free = deep.problem.trial(frozenset()).peak_bytes
     smallest = fit_budget(deep.problem, 1).peak_bytes

@@ -239,6 +239,7 @@ def test_under_a_budget_chunks_are_as_lean_as_it_takes():
     assert loops_of(ample)[0].chunk_rows >= plan.chunk_rows
 
 
+@pytest.mark.slow
 def test_a_tight_budget_takes_smaller_chunks_before_it_is_refused():
     args = inputs()
     free, _ = compiled_with(head, MemEfficient(), *args)

@@ -238,6 +238,7 @@ def test_in_a_function_a_right_operand_that_is_an_argument_is_a_weight(right):
     assert not tiles_of(jitted)
 
 
+@pytest.mark.slow
 def test_a_forward_alone_runs_in_tiles():
     module, x = made(Stack(blocks=2, checkpoints=False, width=64, wide=256), (1, 1024, 64))
     peaks = []
@@ -438,6 +439,7 @@ def test_dropout_draws_the_same_numbers_with_and_without_tiles():
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.slow
 def test_a_budget_keeps_tiles_that_fit():
     module, x = made(Stack(blocks=2, width=64, wide=256), (1, 1024, 64))
     whole = compiled(module, False)

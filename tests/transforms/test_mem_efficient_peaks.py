@@ -209,6 +209,7 @@ QUICK = quick(["inefficient", "MLP", "conv net", "embedding and loss", "moving a
 
 
 @pytest.mark.parametrize("name", quick([*SHARES, "inefficient", "residual", "norm in bfloat16"]))
+@pytest.mark.slow
 def test_planned_peak_of_fused_code_is_what_runs_and_not_above_thunders_own(name):
     with uncompiled_regions():
         run, own = Run(name, MemEfficient(strict=True), **FUSED), Run(name, **FUSED)

@@ -93,12 +93,14 @@ def test_save_only_matmul_outputs(plain):
     assert {name for name in saved if not is_mask(name)} == {"linear"}
 
 
+@pytest.mark.slow
 def test_save_only_attention_outputs(plain):
     grads, saved = run(save_only_attention_outputs)
     same_bits(grads, plain)
     assert {name for name in saved if not is_mask(name)} == {"mem_attention_forward"}
 
 
+@pytest.mark.slow
 def test_save_between_layers(plain):
     """Beside attention, the one value that the second layer receives from the first."""
     grads, saved = run(first_of(save_between_layers, save_only_attention_outputs))
@@ -157,11 +159,13 @@ def test_what_a_policy_offloads_waits_on_the_host(plain, budget):
     same_bits(run(away)[0], plain)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_offloaded_is_refused_with_the_reason():
     with pytest.raises(RecomputeError, match=r"cannot be offloaded: the caller holds it"):
         run(lambda op, graph: "offload")
 
 
+@pytest.mark.slow
 def test_a_policy_sees_what_may_be_offloaded(plain):
     seen: list[OpInfo] = []
 
@@ -192,6 +196,7 @@ def test_by_a_line_of_source():
     assert [made[p.name] for p in trace.bound_symbols[-1].args[1][0]] == ["tanh"]
 
 
+@pytest.mark.slow
 def test_what_a_policy_sees():
     seen: list[OpInfo] = []
 

@@ -228,6 +228,7 @@ def test_random_numbers_are_refused_by_name():
 
 
 @pytest.mark.parametrize("config", ["Gelu+:recompute:-1", "Linear+Gelu+:none:2", "layerwise"])
+@pytest.mark.slow
 def test_a_batch_without_rows_is_no_error(config: str):
     """Its values have no bytes, so there is nothing to choose; the next batch may have rows again."""
     jitted = thunder.jit(mlp(), executors=[], transforms=[MemEfficient(recompute=config, strict=True)])

@@ -78,6 +78,7 @@ def test_exact_cut_short_is_legal_and_claims_nothing_false(graph, max_moves):
 
 
 @given(st.integers(0, 10**6), st.integers(0, 300))
+@pytest.mark.slow
 def test_windows_lower_the_peak_of_large_graphs_within_their_work(seed, max_moves):
     graph = layered(seed, 150)
     live = liveness(graph)
