@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import accumulate
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,7 @@ class Row:
     plan: dict[str, Any] | None = None
 
 
+@cache
 def programs() -> list[Program]:
     fans = [fan(fn) for fn in (efficient, inefficient, shared_efficient, shared_inefficient)]
     return [*fans, llama_step(checkpointing=True), llama_step(checkpointing=False)]
@@ -82,6 +86,11 @@ def measure(program: Program, peer: str) -> Row:
         {"sort": plan.sort, "chosen": plan.chosen, "candidates": [asdict(c) for c in plan.candidates]} if plan else None
     )
     return Row(program.name, peer, max(curve, default=0), curve, summary)
+
+
+def measure_nth(nth: int, peer: str) -> Row:
+    """The row of one of `programs()`, which no process can send to another."""
+    return measure(programs()[nth], peer)
 
 
 def table(rows: list[Row]) -> Table:
@@ -119,20 +128,27 @@ def draw(rows: list[Row], path: Path) -> None:
     plt.close(figure)
 
 
+def measured(console: Console) -> list[Row]:
+    """All rows, two at a time, each process with two threads: a row's bytes do not depend on what runs beside it."""
+    todo = [(nth, peer) for nth in range(len(programs())) for peer in PEERS]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        ProcessPoolExecutor(2, get_context("spawn"), initializer=torch.set_num_threads, initargs=(2,)) as pool,
+    ):
+        task = progress.add_task("compiling and measuring", total=len(todo))
+        rows = {place: pool.submit(measure_nth, *place) for place in todo}
+        for row in as_completed(rows.values()):
+            progress.update(task, advance=1, description=f"{row.result().peer}: {row.result().program}")
+            if not console.is_terminal:
+                console.print(f"measured {row.result().peer}: {row.result().program}")
+    return [rows[place].result() for place in todo]
+
+
 def main() -> None:
     torch.set_num_threads(2)
     console = Console()
-    todo = [(program, peer) for program in programs() for peer in PEERS]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    rows: list[Row] = []
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("compiling and measuring", total=len(todo))
-        for program, peer in todo:
-            progress.update(task, description=f"{peer}: {program.name}")
-            if not console.is_terminal:
-                console.print(f"measuring {peer}: {program.name}")
-            rows.append(measure(program, peer))
-            progress.advance(task)
+    rows = measured(console)
     console.print(table(rows))
     RESULTS.mkdir(exist_ok=True)
     record = {
