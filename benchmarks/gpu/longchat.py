@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.litgpt.matrix import COMPILERS, Case
-from benchmarks.litgpt.rows import metrics_of
+from benchmarks.litgpt.rows import metrics_here, metrics_of
 
 __all__ = ["COLUMNS", "compared", "run"]
 
@@ -20,10 +20,13 @@ COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def run(name: str, device: str, timeout_s: float) -> dict[str, Any]:
-    """The benchmark's figures for a column, on "cuda" or a simulated device; `error` where it failed."""
+    """The benchmark's figures for a column, on "cuda" or a simulated device; `error` where it failed.
+
+    On a GPU it has a process of its own, for at most `timeout_s`, as what it leaves there would count for the next.
+    """
     compiler, more = COLUMNS[name]
-    case = Case("longchat-7b-16k", True, False, compiler)
-    return metrics_of([*case.arguments(device, _ITERATIONS), *more], timeout_s)
+    arguments = [*Case("longchat-7b-16k", True, False, compiler).arguments(device, _ITERATIONS), *more]
+    return metrics_of(arguments, timeout_s) if device == "cuda" else metrics_here(arguments)
 
 
 def compared(predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:

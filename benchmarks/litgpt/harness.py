@@ -25,7 +25,7 @@ from benchmarks.litgpt.device_peaks import DevicePeaks, attention_backend
 from benchmarks.litgpt.fake_loop import LoopPeak, fake_cpu, fake_peak
 from benchmarks.litgpt.machine import machine_kind, versions
 from benchmarks.litgpt.measured_loop import measured_peak
-from benchmarks.litgpt.models import CUSTOM, WithLoss, block_class, build_custom, known_models
+from benchmarks.litgpt.models import CUSTOM, WithLoss, block_class, build_custom, known_models, with_windows_at_once
 from benchmarks.litgpt.options import Options
 from benchmarks.litgpt.predicted_loop import predicted_peak
 from thunder_mem.costs.plan_time import trace_seconds
@@ -114,7 +114,7 @@ def _subclass(module: ModuleType) -> Any:
 
         def init_model(self) -> Any:
             if self.model_name not in CUSTOM:
-                return super().init_model()
+                return with_windows_at_once(super().init_model())
             with self.device:
                 return build_custom(self.model_name, self.config).to(dtype=torch.bfloat16)
 

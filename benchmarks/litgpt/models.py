@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from litgpt import config as litgpt_config
+from litgpt.model import CausalSelfAttention
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-__all__ = ["CUSTOM", "WithLoss", "block_class", "build_custom", "known_models", "scaled"]
+__all__ = ["CUSTOM", "WithLoss", "block_class", "build_custom", "known_models", "scaled", "with_windows_at_once"]
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
@@ -145,6 +147,28 @@ class WithLoss(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.model(tokens)
         return cross_entropy(logits.reshape(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
+
+
+def with_windows_at_once(model: nn.Module) -> nn.Module:
+    """The same litgpt model, whose sliding windows are masks that few operations make.
+
+    litgpt makes each mask by one assignment for each token, which a compiler traces one by one: minutes for a layer.
+    """
+    for module in model.modules():
+        if type(module) is CausalSelfAttention and module.apply_sliding_window_attention:
+            module.__class__ = _Windowed
+            module.apply_sliding_window_attention = False
+    return model
+
+
+class _Windowed(CausalSelfAttention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *more: None) -> Tensor:
+        """litgpt's `forward` for training: a mask that is given is not read, as there."""
+        size = x.size(1)
+        everything = torch.ones(size, size, dtype=torch.bool, device=x.device)
+        seen = everything.tril() & ~everything.tril(-self.config.sliding_window_size)
+        window = torch.zeros(1, 1, size, size, dtype=x.dtype, device=x.device).masked_fill(~seen, float("-inf"))
+        return CausalSelfAttention.forward(self, x, cos, sin, window, *more)
 
 
 class _NanoGPT(nn.Module):

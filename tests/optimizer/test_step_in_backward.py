@@ -140,6 +140,33 @@ def test_follows_float64_eager(fresh):
         torch.testing.assert_close(p.double(), q, atol=2e-5, rtol=1e-4)
 
 
+class Tied(nn.Module):
+    """A parameter of two modules, which a compiled function takes twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.embed(ids)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_gradients_of_a_parameter_that_is_taken_twice_are_added(dtype):
+    torch.manual_seed(0)
+    model = Tied().to(dtype)
+    start, exact = model.embed.weight.detach().double(), copy.deepcopy(model).double()
+    ours = StepInBackward(torch.optim.SGD(model.parameters(), lr=1.0))
+    step = thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True, optimizer=ours)])
+    step(ids()).square().sum().backward()
+    ours.step()
+    exact(ids()).square().sum().backward()
+    assert model.embed.weight.grad is None
+    moved, gradient = start - model.embed.weight.detach().double(), exact.embed.weight.grad
+    assert (moved - gradient).abs().max() < 16 * torch.finfo(dtype).eps * gradient.abs().max()
+
+
 def test_every_parameter_is_updated_once_and_after_its_last_read(block):
     *_, step = block
     loss_of(step(ids())).backward()

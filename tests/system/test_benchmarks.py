@@ -1,5 +1,7 @@
 """The benchmark's simulated loops, against published figures and against measurement."""
 
+import copy
+
 import pytest
 import thunder
 import torch
@@ -11,7 +13,7 @@ from benchmarks.litgpt.harness import load_thunders, run
 from benchmarks.litgpt.inductor_loop import inductor_peak
 from benchmarks.litgpt.matrix import MODELS
 from benchmarks.litgpt.measured_loop import measured_peak
-from benchmarks.litgpt.models import WithLoss, known_models
+from benchmarks.litgpt.models import WithLoss, known_models, with_windows_at_once
 from benchmarks.litgpt.options import Options
 from benchmarks.litgpt.predicted_loop import predicted_peak
 
@@ -185,6 +187,20 @@ def test_a_scaled_litgpt_model_runs():
     config.n_layer = 1
     logits = GPT(config)(torch.zeros(1, config.block_size, dtype=torch.long))
     assert logits.shape == (1, config.block_size, config.padded_vocab_size)
+
+
+@pytest.mark.parametrize("window", [1, 20, 4096])
+def test_a_window_at_once_is_litgpts_window(window):
+    with known_models(1 / 64):
+        config = Config.from_name("Mistral-7B-v0.1", n_layer=2)
+    config.sliding_window_size = window
+    model = GPT(config)
+    tokens = torch.randint(config.padded_vocab_size, (2, config.block_size))
+    expected = model(tokens)
+    at_once = with_windows_at_once(copy.deepcopy(model))
+    assert torch.equal(at_once(tokens), expected)
+    assert not any(b.attn.apply_sliding_window_attention for b in at_once.transformer.h)
+    assert torch.equal(model(tokens), expected)
 
 
 @pytest.mark.parametrize("scale", [0, -1, 2])

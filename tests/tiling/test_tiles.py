@@ -133,6 +133,29 @@ def test_by_default_checkpoints_are_tiled_where_the_plan_has_a_lower_peak():
     assert last_plan(jitted).candidate.peak_bytes < last_plan(whole).candidate.peak_bytes
 
 
+class WithLogits(nn.Module):
+    """Blocks under checkpoints, and logits, whose loss the caller computes."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width=64, wide=256) for _ in range(2))
+        self.head = nn.Linear(64, vocabulary)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("vocabulary, count", [(8, 2), (640, 0)])
+def test_by_default_nothing_is_tiled_where_the_peak_is_in_a_loss_outside(vocabulary, count):
+    """A cross entropy outside holds three times the logits: with many of them, tiles cost time and gain nothing."""
+    module, x = made(WithLogits(vocabulary), (1, 1024, 64))
+    jitted = compiled(module, True)
+    jitted(x)
+    assert len(tiles_of(jitted)) == count
+
+
 @pytest.mark.parametrize("rows", [64, 300])
 def test_by_default_too_few_rows_stay_whole(rows):
     module, x = made(Stack(blocks=1, width=64, wide=256), (1, rows, 64))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.litgpt.models import CUSTOM, WithLoss, build_custom, known_models
 from tests.with_nvfuser.definitions import Program
-from thunder_mem import ChunkLossHead
+from thunder_mem import ChunkLossHead, StepInBackward, Tiles
 
 __all__ = ["PROGRAMS"]
 
@@ -120,6 +122,34 @@ class InCheckpoint(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return checkpoint(self.layer, *args, use_reentrant=False)
+
+
+class GatedBlock(nn.Module):
+    """What runs in tiles: a norm, a gated MLP wider than its input, a residual sum."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up = nn.Linear(width, 4 * width, bias=False), nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.norm(x)
+        return x + self.down(F.silu(self.gate(wide)) * self.up(wide))
+
+
+def tiled_blocks(in_checkpoint: bool = True, rows: int = 64, **options: Any) -> Program:
+    def make() -> tuple[Any, tuple[Any, ...]]:
+        blocks: list[nn.Module] = [GatedBlock() for _ in range(2)]
+        made = nn.Sequential(*(map(InCheckpoint, blocks) if in_checkpoint else blocks))
+        return made.to(BF16), (torch.randn(256, 64, dtype=BF16),)
+
+    return Program(make, mem={"tile": Tiles(rows=rows)}, loops=4, **options)
+
+
+def stepping(program: Program, **options: Any) -> Program:
+    """The same program, whose backward updates its parameters."""
+    return replace(program, step=partial(StepInBackward, **options))
 
 
 class Autocast(nn.Module):
@@ -276,6 +306,17 @@ PROGRAMS: dict[str, Program] = {
     "head, each loss": head(each),
     "head, likelihoods": head(log_likelihood),
     "head, smallest budget": head(cross_entropy, **SMALLEST),
+    "tiles": tiled_blocks(),
+    "tiles outside of checkpoints": tiled_blocks(in_checkpoint=False),
+    "tiles, the last one smaller": tiled_blocks(rows=96),
+    "tiles, dataflow": tiled_blocks(**DATAFLOW),
+    "step in the backward": stepping(checkpointed()),
+    "step in the backward, clipped by value": stepping(checkpointed(), clip_value=1.0),
+    "step in the backward, clipped by norm": stepping(checkpointed(), max_norm=1.0),
+    "step in the backward, states on the host": stepping(checkpointed(), states="host"),
+    "step in the backward, head, tied": stepping(head(cross_entropy, True)),
+    "step in the backward, tiles": stepping(tiled_blocks()),
+    "longchat, full size, tiles, stepping": stepping(model("longchat-7b-16k", scale=1, layers=1, wrap=True, loops=2)),
     "pythia-14m": model("pythia-14m", scale=1, layers=1),
     "Llama-3.2-1B": model("Llama-3.2-1B", scale=1 / 4, layers=1),
     "longchat": model("longchat-7b-16k", wrap=True),

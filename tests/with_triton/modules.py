@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
@@ -11,6 +11,8 @@ from unittest import mock
 import thunder
 import torch
 from litgpt import GPT, Config
+from thunder.core.trace import TraceCtx
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
@@ -19,10 +21,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from benchmarks.litgpt.matrix import MODELS
 from benchmarks.litgpt.models import CUSTOM, WithLoss, block_class, build_custom, known_models
 from thunder_mem import MemEfficient, predict, simulate
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.regions import region_kernels
 from thunder_mem.regions.compiled_region import RegionFunction
 from thunder_mem.regions.inductor_target import answered
 from thunder_mem.regions.kernel_module import KernelModule, Launch
+from thunder_mem.regions.region_kernels import region_function_of
 
 DEVICE = "H100-80GB"
 
@@ -52,8 +56,29 @@ def collected() -> Iterator[list[Written]]:
         yield found
 
 
-def modules_of(name: str, *, checkpointing: bool, loss_inside: bool) -> tuple[list[Written], tuple[str, ...]]:
-    """The modules of a model of the matrix in its small form, and what its prediction assumes.
+@dataclass(frozen=True)
+class Modules:
+    """What is written for a compiled function.
+
+    Attributes:
+        written: every module.
+        in_loops: the regions of its loops' bodies.
+        assumptions: of its prediction.
+    """
+
+    written: list[Written]
+    in_loops: set[RegionFunction]
+    assumptions: tuple[str, ...]
+
+
+def modules_of(
+    name: str,
+    *,
+    checkpointing: bool,
+    loss_inside: bool,
+    transform: Callable[[nn.Module], MemEfficient] = lambda model: MemEfficient(strict=True),
+) -> Modules:
+    """The modules of a model of the matrix in its small form.
 
     Regions are planned before it is known which results go over what dies, and again with that: both are written.
     """
@@ -69,8 +94,16 @@ def modules_of(name: str, *, checkpointing: bool, loss_inside: bool) -> tuple[li
                 model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: isinstance(module, layer)
             )
         inputs = (tokens, tokens) if loss_inside else (tokens,)
-        jitted = thunder.jit(WithLoss(model) if loss_inside else model, transforms=[MemEfficient(strict=True)])
-        return found, predict(jitted, *inputs).assumptions
+        jitted = thunder.jit(WithLoss(model) if loss_inside else model, transforms=[transform(model)])
+        assumptions = predict(jitted, *inputs).assumptions
+    traces = [thunder.last_traces(jitted)[-1], *(thunder.last_backward_traces(jitted) or [])[-1:]]
+    return Modules(found, set(_in_loops(traces)), assumptions)
+
+
+def _in_loops(traces: list[TraceCtx]) -> Iterator[RegionFunction]:
+    for loop in (loop_of(b) for trace in traces for b in trace.bound_symbols if is_chunk_loop(b)):
+        for body in (*loop.forward.values(), *loop.backward.values()):
+            yield from filter(None, map(region_function_of, body.trace.bound_symbols))
 
 
 @contextmanager

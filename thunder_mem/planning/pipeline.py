@@ -111,7 +111,8 @@ def lower_plan(
 ) -> Planned:
     """The plan of a joint trace with tiles, or of the same program without, whichever has the lower peak.
 
-    Under a budget the plan with tiles stays if it fits.
+    The peak may be in a loss outside, for which only what the forward leaves alive counts. Tiles are no gain there, but
+    take time. Under a budget the plan with tiles stays if it fits.
 
     Args:
         tiled: the trace as Thunder has it, before fusion.
@@ -132,7 +133,12 @@ def lower_plan(
     if outcome is not None and with_tiles.peak_bytes <= outcome.budget_bytes:
         return with_tiles
     without = planned_trace(whole(), executors, untiled)
-    return with_tiles if with_tiles.peak_bytes < without.peak_bytes else without
+    peak_of = _peak_with_loss_outside if outcome is None else attrgetter("peak_bytes")
+    return with_tiles if peak_of(with_tiles) < peak_of(without) else without
+
+
+def _peak_with_loss_outside(planned: Planned) -> int:
+    return max(planned.peak_bytes, _outside_bytes(planned.source))
 
 
 def _fitting(
@@ -250,14 +256,17 @@ def with_loss_outside(reuse: bool) -> Callable[[Planned], tuple[int, int]]:
     """
 
     def rank(planned: Planned) -> tuple[int, int]:
-        source, plan = planned.source, planned.plan
-        given = (b for b in source.bsyms if b.sym == prims.get_grad)
-        tangents = {source.storage_of[p.name] for b in given for p in b.flat_proxy_outs}
-        tangent_bytes = sum(source.graph.storages[s].nbytes for s in tangents)
-        outside_bytes = between_halves(source.graph) + _LOSS_COPIES * tangent_bytes
-        return max(plan.overwritten_peak_bytes if reuse else planned.peak_bytes, outside_bytes), planned.peak_bytes
+        peak_bytes = planned.plan.overwritten_peak_bytes if reuse else planned.peak_bytes
+        return max(peak_bytes, _outside_bytes(planned.source)), planned.peak_bytes
 
     return rank
+
+
+def _outside_bytes(source: TraceGraph) -> int:
+    given = (b for b in source.bsyms if b.sym == prims.get_grad)
+    tangents = {source.storage_of[p.name] for b in given for p in b.flat_proxy_outs}
+    tangent_bytes = sum(source.graph.storages[s].nbytes for s in tangents)
+    return between_halves(source.graph) + _LOSS_COPIES * tangent_bytes
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+import thunder.torch as ltorch
 import torch
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
@@ -74,7 +75,7 @@ def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
         figures = _Figures(optimized.optimizer)
         # A gradient that is a parameter's own memory must not change when that parameter is updated.
         totals = [
-            reduce(prims.add, [prims.clone(grad) if memory(grad.name) in written else grad for _, grad in parts])
+            reduce(ltorch.add, [prims.clone(grad) if memory(grad.name) in written else grad for _, grad in parts])
             for parts in gradients.values()
         ]
         scale = () if optimized.optimizer.max_norm is None else (clip_scale(updates, *totals),)
