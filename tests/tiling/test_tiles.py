@@ -1,6 +1,7 @@
 """Stretches in tiles: values and gradients against float64 eager, peaks, and what must not run in tiles."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import thunder
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.programs.chunk_cases import CASES
 from tests.tiling.test_chunk_losses import loss_and_grads, prepare
 from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, predict, tiled
+from thunder_mem.planning import pipeline
+from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.tiling.tiles import TilingError
 
 WIDTH, WIDE = 16, 64
@@ -130,6 +133,18 @@ def test_by_default_checkpoints_are_tiled_where_the_plan_has_a_lower_peak():
     assert len(tiles_of(jitted)) == 2
     assert not tiles_of(whole)
     assert last_plan(jitted).candidate.peak_bytes < last_plan(whole).candidate.peak_bytes
+
+
+@pytest.mark.parametrize(("tiled_bytes", "tiles_run"), [(980, True), (981, False), (1000, False), (1100, False)])
+def test_by_default_tiles_must_lower_the_peak_by_a_fiftieth(monkeypatch, tiled_bytes, tiles_run):
+    peaks = {"tiled": tiled_bytes, "whole": 1000}
+
+    def planned(trace, executors, options):
+        return SimpleNamespace(name=trace, peak_bytes=peaks[trace], plan=SimpleNamespace(budget=None))
+
+    monkeypatch.setattr(pipeline, "planned_trace", planned)
+    chosen = pipeline.lower_plan("tiled", lambda: "whole", (), PlanningOptions())
+    assert chosen.name == ("tiled" if tiles_run else "whole")
 
 
 @pytest.mark.parametrize("rows", [64, 300])

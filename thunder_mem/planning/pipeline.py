@@ -63,6 +63,9 @@ __all__ = ["choose_partition", "lower_plan", "plan_joint_trace", "plan_partition
 # While the caller computes a loss and its gradient, so many times the gradient's bytes are alive.
 _LOSS_COPIES = 3
 
+# Tiles repeat no work, but small products and sums over tiles take time: a twelfth of a small step on a CPU (measured).
+_LEAST_GAIN = 0.02
+
 Finish = Callable[[Planned], Planned]
 
 _seen: ContextVar[list[tuple[Program, TraceCtx]] | None] = ContextVar("thunder_mem_programs_seen", default=None)
@@ -109,7 +112,7 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
 def lower_plan(
     tiled: TraceCtx, whole: Callable[[], TraceCtx] | None, executors: Sequence[FusionExecutor], options: PlanningOptions
 ) -> Planned:
-    """The plan of a joint trace with tiles, or of the same program without, whichever has the lower peak.
+    """The plan of a joint trace with tiles if its peak is clearly lower, else that of the same program without.
 
     Under a budget the plan with tiles stays if it fits.
 
@@ -132,7 +135,7 @@ def lower_plan(
     if outcome is not None and with_tiles.peak_bytes <= outcome.budget_bytes:
         return with_tiles
     without = planned_trace(whole(), executors, untiled)
-    return with_tiles if with_tiles.peak_bytes < without.peak_bytes else without
+    return with_tiles if without.peak_bytes - with_tiles.peak_bytes >= without.peak_bytes * _LEAST_GAIN else without
 
 
 def _fitting(
