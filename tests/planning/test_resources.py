@@ -7,6 +7,7 @@ import io
 import pickle
 import sys
 import threading
+import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,13 +21,17 @@ from thunder.core.interpreter import InterpreterError
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import thunder_mem
 from benchmarks.scale import SHAPES, count, joint_trace, planned
 from tests.fuzzing.configs import uncompiled_regions
 from tests.programs.cases import randn
+from tests.programs.cases_memory import MEMORY
+from tests.programs.cases_programs import PROGRAMS
 from thunder_mem import BudgetError, MemEfficient, last_plan
 from thunder_mem.frontend.functionalization import without_writes
+from thunder_mem.memory.collector import collector_off
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
 PACKAGE = str(Path(thunder_mem.__file__).parent)
@@ -259,13 +264,40 @@ def test_nothing_keeps_tensors_alive():
 def test_a_compiled_function_dies_with_its_last_name(options):
     """Without the collector, also where no plan fits: no cycle of ours keeps the program and its tensors."""
     gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         jitted = thunder.jit(small(), executors=[], transforms=[MemEfficient(strict=True, **options)])
         with nullcontext() if options.get("budget") != 1 else pytest.raises(BudgetError):
             jitted(randn(5, 6, grad=False))
         seen = weakref.ref(jitted)
         del jitted
         assert seen() is None
-    finally:
-        gc.enable()
+
+
+def lives_on(fn, args: tuple, kwargs: dict, transforms: list) -> bool:
+    """Whether a compiled function that has run, backwards too, needs the collector to die."""
+    gc.collect()
+    with collector_off(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jitted = thunder.jit(fn, transforms=transforms)
+        out = tree_leaves(jitted(*args, **kwargs))
+        if losses := [t.sum() for t in out if isinstance(t, torch.Tensor) and t.requires_grad]:
+            torch.autograd.backward(losses)
+        seen = weakref.ref(jitted)
+        del jitted
+        return seen() is not None
+
+
+@pytest.mark.parametrize(
+    "made",
+    (
+        pytest.param(case.make, id=name, marks=[pytest.mark.slow] * (i % 12 > 0))
+        for i, (name, case) in enumerate((MEMORY | PROGRAMS).items())
+    ),
+)
+def test_whatever_was_compiled_dies_with_its_last_name(made):
+    """Where Thunder's own function does, ours does too."""
+    with uncompiled_regions():
+        fn, args, kwargs = (*made(), {})[:3]
+        if lives_on(fn, args, kwargs, [MemEfficient(strict=True)]):
+            fn, args, kwargs = (*made(), {})[:3]
+            assert lives_on(fn, args, kwargs, [])

@@ -1,6 +1,7 @@
 """Stretches in tiles: values and gradients against float64 eager, peaks, and what must not run in tiles."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import thunder
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.programs.chunk_cases import CASES
 from tests.tiling.test_chunk_losses import loss_and_grads, prepare
 from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, predict, tiled
+from thunder_mem.planning import pipeline
+from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.tiling.tiles import TilingError
 
 WIDTH, WIDE = 16, 64
@@ -133,6 +136,7 @@ def test_by_default_checkpoints_are_tiled_where_the_plan_has_a_lower_peak():
     assert last_plan(jitted).candidate.peak_bytes < last_plan(whole).candidate.peak_bytes
 
 
+<<<<<<< HEAD
 class WithLogits(nn.Module):
     """Blocks under checkpoints, and logits, whose loss the caller computes."""
 
@@ -154,6 +158,18 @@ def test_by_default_nothing_is_tiled_where_the_peak_is_in_a_loss_outside(vocabul
     jitted = compiled(module, True)
     jitted(x)
     assert len(tiles_of(jitted)) == count
+=======
+@pytest.mark.parametrize(("tiled_bytes", "tiles_run"), [(980, True), (981, False), (1000, False), (1100, False)])
+def test_by_default_tiles_must_lower_the_peak_by_a_fiftieth(monkeypatch, tiled_bytes, tiles_run):
+    peaks = {"tiled": tiled_bytes, "whole": 1000}
+
+    def planned(trace, executors, options):
+        return SimpleNamespace(name=trace, peak_bytes=peaks[trace], plan=SimpleNamespace(budget=None))
+
+    monkeypatch.setattr(pipeline, "planned_trace", planned)
+    chosen = pipeline.lower_plan("tiled", lambda: "whole", (), PlanningOptions())
+    assert chosen.name == ("tiled" if tiles_run else "whole")
+>>>>>>> mend
 
 
 @pytest.mark.parametrize("rows", [64, 300])

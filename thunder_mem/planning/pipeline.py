@@ -63,6 +63,9 @@ __all__ = ["choose_partition", "lower_plan", "plan_joint_trace", "plan_partition
 # While the caller computes a loss and its gradient, so many times the gradient's bytes are alive.
 _LOSS_COPIES = 3
 
+# Tiles repeat no work, but small products and sums over tiles take time: a twelfth of a small step on a CPU (measured).
+_LEAST_GAIN = 0.02
+
 Finish = Callable[[Planned], Planned]
 
 _seen: ContextVar[list[tuple[Program, TraceCtx]] | None] = ContextVar("thunder_mem_programs_seen", default=None)
@@ -109,7 +112,7 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
 def lower_plan(
     tiled: TraceCtx, whole: Callable[[], TraceCtx] | None, executors: Sequence[FusionExecutor], options: PlanningOptions
 ) -> Planned:
-    """The plan of a joint trace with tiles, or of the same program without, whichever has the lower peak.
+    """The plan of a joint trace with tiles if its peak is clearly lower, else that of the same program without.
 
     The peak may be in a loss outside, for which only what the forward leaves alive counts. Tiles are no gain there, but
     take time. Under a budget the plan with tiles stays if it fits.
@@ -133,8 +136,10 @@ def lower_plan(
     if outcome is not None and with_tiles.peak_bytes <= outcome.budget_bytes:
         return with_tiles
     without = planned_trace(whole(), executors, untiled)
-    peak_of = _peak_with_loss_outside if outcome is None else attrgetter("peak_bytes")
-    return with_tiles if peak_of(with_tiles) < peak_of(without) else without
+    if outcome is not None:  # which nothing fits
+        return min(without, with_tiles, key=attrgetter("peak_bytes"))
+    tiled_bytes, whole_bytes = map(_peak_with_loss_outside, (with_tiles, without))
+    return with_tiles if tiled_bytes <= whole_bytes * (1 - _LEAST_GAIN) else without
 
 
 def _peak_with_loss_outside(planned: Planned) -> int:

@@ -2,10 +2,10 @@
 
     computation trace -> Program (leaves) -> Stretch (what runs tile by tile) -> LoopPlan -> bound symbol
 
-Without the user's word only such stretches become tiles that cost no time: inside a checkpoint, whose one repetition is
+Without the user's word only such stretches become tiles that cost no work: inside a checkpoint, whose one repetition is
 tiled, or without a gradient. The products' results must take more than a tile and its sums of gradients. The plan with
-tiles must have a lower peak than the one without, or fit the budget (`planning/pipeline.py: lower_plan`). A stretch
-that the user asked for becomes tiles anyway; outside of a checkpoint its backward computes it once more.
+tiles must have a clearly lower peak than the one without, or fit the budget (`planning/pipeline.py: lower_plan`). A
+stretch that the user asked for becomes tiles anyway; outside of a checkpoint its backward computes it once more.
 """
 
 from __future__ import annotations
