@@ -136,7 +136,6 @@ def test_by_default_checkpoints_are_tiled_where_the_plan_has_a_lower_peak():
     assert last_plan(jitted).candidate.peak_bytes < last_plan(whole).candidate.peak_bytes
 
 
-<<<<<<< HEAD
 class WithLogits(nn.Module):
     """Blocks under checkpoints, and logits, whose loss the caller computes."""
 
@@ -158,18 +157,19 @@ def test_by_default_nothing_is_tiled_where_the_peak_is_in_a_loss_outside(vocabul
     jitted = compiled(module, True)
     jitted(x)
     assert len(tiles_of(jitted)) == count
-=======
+
+
 @pytest.mark.parametrize(("tiled_bytes", "tiles_run"), [(980, True), (981, False), (1000, False), (1100, False)])
 def test_by_default_tiles_must_lower_the_peak_by_a_fiftieth(monkeypatch, tiled_bytes, tiles_run):
     peaks = {"tiled": tiled_bytes, "whole": 1000}
 
     def planned(trace, executors, options):
-        return SimpleNamespace(name=trace, peak_bytes=peaks[trace], plan=SimpleNamespace(budget=None))
+        return SimpleNamespace(name=trace, source=trace, peak_bytes=peaks[trace], plan=SimpleNamespace(budget=None))
 
     monkeypatch.setattr(pipeline, "planned_trace", planned)
+    monkeypatch.setattr(pipeline, "_outside_bytes", lambda trace: 0)
     chosen = pipeline.lower_plan("tiled", lambda: "whole", (), PlanningOptions())
     assert chosen.name == ("tiled" if tiles_run else "whole")
->>>>>>> mend
 
 
 @pytest.mark.parametrize("rows", [64, 300])
