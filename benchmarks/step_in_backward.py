@@ -119,13 +119,21 @@ def measure(name: str, layers: int, tokens: int, tile: bool, in_backward: bool) 
 
 @dataclass(frozen=True)
 class Measured:
-    """A whole step of the small llama on this CPU: bytes above the start, and seconds by alternating steps."""
+    """A whole step of the small llama on this CPU: bytes above the start, and seconds by alternating steps.
+
+    `ratio` is the median, over rounds in which each contender steps once, of its time over that of `BASELINE`.
+    """
 
     dtype: str
     compiler: str
     peak_bytes: int
     predicted_bytes: int | None
     median_s: float
+    ratio: float
+
+
+BASELINE = "MemEfficient, foreach"
+CONTENDERS = ("eager", "eager, hooks", "torch.compile", "Thunder", BASELINE, "StepInBackward", "StepInBackward, fused")
 
 
 def hooked(model: torch.nn.Module) -> None:
@@ -141,23 +149,26 @@ def hooked(model: torch.nn.Module) -> None:
 
 
 def contenders(dtype: torch.dtype) -> dict[str, tuple[Callable[[], None], Callable[[], int] | None]]:
-    """By name, a whole step and its prediction."""
+    """By name, a whole step and its prediction. Without "foreach" or "fused", tensors are stepped one by one."""
     found: dict[str, tuple[Callable[[], None], Callable[[], int] | None]] = {}
-    for name in ("eager", "eager, hooks", "torch.compile", "Thunder", "MemEfficient", "StepInBackward"):
+    for name in CONTENDERS:
         program = llama_step(loss_inside=True, vocab=2048, dtype=dtype)
-        adamw = None if name == "eager, hooks" else torch.optim.AdamW(program.fn.parameters(), lr=1e-3)
-        optimizer = StepInBackward(adamw) if name == "StepInBackward" else adamw
+        how = {"foreach": name == BASELINE, "fused": name.endswith("fused")}
+        adamw = None if name == "eager, hooks" else torch.optim.AdamW(program.fn.parameters(), lr=1e-3, **how)
+        in_backward = name.startswith("StepInBackward")
+        optimizer = StepInBackward(adamw) if in_backward else adamw
+        fn: Callable[..., torch.Tensor] = program.fn
         if name == "eager, hooks":
             hooked(program.fn)
-        ours = [MemEfficient(strict=True, optimizer=optimizer if name == "StepInBackward" else None)]
-        fn = {
-            "torch.compile": lambda p=program: torch.compile(p.fn),
-            "Thunder": lambda p=program: thunder.jit(p.fn, executors=EXECUTORS),
-            "MemEfficient": lambda p=program, t=ours: thunder.jit(p.fn, executors=EXECUTORS, transforms=t),
-            "StepInBackward": lambda p=program, t=ours: thunder.jit(p.fn, executors=EXECUTORS, transforms=t),
-        }.get(name, lambda p=program: p.fn)()
+        elif name == "torch.compile":
+            fn = torch.compile(program.fn)
+        elif name == "Thunder":
+            fn = thunder.jit(program.fn, executors=EXECUTORS)
+        elif name != "eager":
+            ours = MemEfficient(strict=True, optimizer=optimizer if in_backward else None)
+            fn = thunder.jit(program.fn, executors=EXECUTORS, transforms=[ours])
         predicted = None
-        if name in ("MemEfficient", "StepInBackward"):
+        if in_backward or name == BASELINE:
 
             def predicted(fn=fn, o=optimizer, p=program) -> int:
                 return predict_step(fn, o, None, *p.args).measured_bytes
@@ -166,14 +177,15 @@ def contenders(dtype: torch.dtype) -> dict[str, tuple[Callable[[], None], Callab
     return found
 
 
-def measured(steps: int = 12) -> list[Measured]:
+def measured(console: Console, steps: int = 15) -> list[Measured]:
     """All contenders, in turn."""
     torch.set_num_threads(1)
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         runs = contenders(dtype)
-        for run, _ in runs.values():
-            run(), run()
+        for name, (run, _) in runs.items():
+            with console.status(f"{dtype}: {name} compiles"):
+                run(), run()
         times: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(steps):
             for name, (run, _) in runs.items():
@@ -182,20 +194,20 @@ def measured(steps: int = 12) -> list[Measured]:
                 times[name].append(time.perf_counter() - start)
         for name, (run, predicted) in runs.items():
             seconds = statistics.median(times[name])
+            ratio = statistics.median(a / b for a, b in zip(times[name], times[BASELINE], strict=True))
             known = predicted and predicted()
-            rows.append(Measured(str(dtype).removeprefix("torch."), name, measure_peak(run), known, seconds))
+            rows.append(Measured(str(dtype).removeprefix("torch."), name, measure_peak(run), known, seconds, ratio))
     return rows
 
 
 def show_measured(console: Console, rows: Sequence[Measured]) -> None:
-    view = Table(title="Small llama, checkpoints, loss inside, AdamW step on this CPU")
-    for column in ("dtype", "compiler", "peak, MiB", "predicted, bytes", "measured, bytes", "time / MemEfficient"):
+    view = Table(title=f"Small llama, checkpoints, loss inside, AdamW step on this CPU; time by that of {BASELINE}")
+    for column in ("dtype", "compiler", "peak, MiB", "predicted, bytes", "measured, bytes", "time"):
         view.add_column(column)
     for r in rows:
-        own = next(o.median_s for o in rows if o.dtype == r.dtype and o.compiler == "MemEfficient")
         known = "" if r.predicted_bytes is None else f"{r.predicted_bytes:,}"
         sizes = f"{r.peak_bytes / 2**20:.2f}", known, f"{r.peak_bytes:,}"
-        view.add_row(r.dtype, r.compiler, *sizes, f"{r.median_s / own:.3f}")
+        view.add_row(r.dtype, r.compiler, *sizes, f"{r.ratio:.3f}")
     console.print(view)
 
 
@@ -246,7 +258,7 @@ def main() -> None:
     all_parts = not (given.cpu or given.simulated or given.host or given.layers or given.models)
     found: dict[str, Sequence[Row | OnHost | Measured]] = {}
     if all_parts or given.cpu:
-        found["measured"] = on_cpu = measured()
+        found["measured"] = on_cpu = measured(console)
         show_measured(console, on_cpu)
     if not (given.cpu or given.host):
         found["rows"] = rows = simulated(console, given.layers, given.models)

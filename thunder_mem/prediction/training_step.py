@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from thunder_mem.optimizer.host_states import step_each
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.optimizer.update import is_update, rehearsed, update_of
+from thunder_mem.optimizer.variants import step_variants
 from thunder_mem.prediction.fake_optimizer import hold_states, make_state, next_scalars, twin_optimizer
 from thunder_mem.prediction.fake_twins import Leaves, Twins, Watch
 from thunder_mem.prediction.predict import Prediction, compiled_entry, device_type_of, finish, mode_of
@@ -145,9 +147,11 @@ def predict_step(
     watch = Watch(ledger, probe=not simulated, twins=twins)
     stand_in = _Model(entry, inputs, mode, ledger, runner, watch, twins)
     states = optimizer.states if isinstance(optimizer, StepInBackward) else "device"
+    in_backward = isinstance(optimizer, StepInBackward)
     two_pass = isinstance(optimizer, StepInBackward) and optimizer.two_pass
     first = first and states == "device"  # states on the host are as good as made
     optimizer = optimizer.wrapped if isinstance(optimizer, StepInBackward) else optimizer
+    variants = () if in_backward or optimizer is None else step_variants(optimizer, "cuda" if simulated else "cpu")
     twin = None if optimizer is None else twin_optimizer(optimizer, twins, simulated)
     rehearsal = RehearsedUpdates(twin, twins, first)
 
@@ -182,7 +186,7 @@ def predict_step(
             )
     ledger.sweep()
     notes = [] if first or optimizer is None else ["the optimizer has its state already"]
-    return finish(ledger, (*assumptions, *runner.assumptions, *notes))
+    return replace(finish(ledger, (*assumptions, *runner.assumptions, *notes)), step_variants=variants)
 
 
 def instead_of_optimizer(optimizer: Any) -> str:
