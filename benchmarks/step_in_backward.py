@@ -121,19 +121,29 @@ def measure(name: str, layers: int, tokens: int, tile: bool, in_backward: bool) 
 class Measured:
     """A whole step of the small llama on this CPU: bytes above the start, and seconds by alternating steps.
 
-    `ratio` is the median, over rounds in which each contender steps once, of its time over that of `BASELINE`.
+    `ratio` is the median, over rounds in which each contender steps once, of its time over that of `BASELINE`; both
+    times are None without rounds.
     """
 
     dtype: str
     compiler: str
     peak_bytes: int
     predicted_bytes: int | None
-    median_s: float
-    ratio: float
+    median_s: float | None
+    ratio: float | None
 
 
 BASELINE = "MemEfficient, foreach"
-CONTENDERS = ("eager", "eager, hooks", "torch.compile", "Thunder", BASELINE, "StepInBackward", "StepInBackward, fused")
+CONTENDERS = (
+    "eager",
+    "eager, hooks",
+    "torch.compile",
+    "Thunder",
+    "MemEfficient",
+    BASELINE,
+    "StepInBackward",
+    "StepInBackward, fused",
+)
 
 
 def hooked(model: torch.nn.Module) -> None:
@@ -168,7 +178,7 @@ def contenders(dtype: torch.dtype) -> dict[str, tuple[Callable[[], None], Callab
             ours = MemEfficient(strict=True, optimizer=optimizer if in_backward else None)
             fn = thunder.jit(program.fn, executors=EXECUTORS, transforms=[ours])
         predicted = None
-        if in_backward or name == BASELINE:
+        if in_backward or name.startswith("MemEfficient"):
 
             def predicted(fn=fn, o=optimizer, p=program) -> int:
                 return predict_step(fn, o, None, *p.args).measured_bytes
@@ -177,24 +187,25 @@ def contenders(dtype: torch.dtype) -> dict[str, tuple[Callable[[], None], Callab
     return found
 
 
-def measured(console: Console, steps: int = 15) -> list[Measured]:
-    """All contenders, in turn."""
+def measured(console: Console, rounds: int) -> list[Measured]:
+    """All contenders, in turn: the compilations take five minutes of an idle processor, 15 rounds two."""
     torch.set_num_threads(1)
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         runs = contenders(dtype)
         for name, (run, _) in runs.items():
             with console.status(f"{dtype}: {name} compiles"):
-                run(), run()
+                run(), run(), run()
         times: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(steps):
+        for _ in range(rounds):
             for name, (run, _) in runs.items():
                 start = time.perf_counter()
                 run()
                 times[name].append(time.perf_counter() - start)
         for name, (run, predicted) in runs.items():
-            seconds = statistics.median(times[name])
-            ratio = statistics.median(a / b for a, b in zip(times[name], times[BASELINE], strict=True))
+            seconds = statistics.median(times[name]) if rounds else None
+            ratios = [a / b for a, b in zip(times[name], times[BASELINE], strict=True)]
+            ratio = statistics.median(ratios) if rounds else None
             known = predicted and predicted()
             rows.append(Measured(str(dtype).removeprefix("torch."), name, measure_peak(run), known, seconds, ratio))
     return rows
@@ -207,7 +218,7 @@ def show_measured(console: Console, rows: Sequence[Measured]) -> None:
     for r in rows:
         known = "" if r.predicted_bytes is None else f"{r.predicted_bytes:,}"
         sizes = f"{r.peak_bytes / 2**20:.2f}", known, f"{r.peak_bytes:,}"
-        view.add_row(r.dtype, r.compiler, *sizes, f"{r.ratio:.3f}")
+        view.add_row(r.dtype, r.compiler, *sizes, "" if r.ratio is None else f"{r.ratio:.3f}")
     console.print(view)
 
 
@@ -251,6 +262,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of all models, in place of their own number; writes no results")
     parser.add_argument("--models", nargs="*", help="names; writes no results")
     parser.add_argument("--cpu", action="store_true", help="only what is measured on this CPU")
+    parser.add_argument("--rounds", type=int, default=15, help="of steps on this CPU; 0 measures no times")
     parser.add_argument("--simulated", action="store_true", help="only what is simulated")
     parser.add_argument("--host", action="store_true", help="only states on the host; 32 layers take 20 minutes")
     given = parser.parse_args()
@@ -258,7 +270,7 @@ def main() -> None:
     all_parts = not (given.cpu or given.simulated or given.host or given.layers or given.models)
     found: dict[str, Sequence[Row | OnHost | Measured]] = {}
     if all_parts or given.cpu:
-        found["measured"] = on_cpu = measured(console)
+        found["measured"] = on_cpu = measured(console, given.rounds)
         show_measured(console, on_cpu)
     if not (given.cpu or given.host):
         found["rows"] = rows = simulated(console, given.layers, given.models)
