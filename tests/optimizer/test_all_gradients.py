@@ -199,3 +199,23 @@ def test_bad_input(options, error, words):
 def test_first_pass_of_an_optimizer_without_two():
     with pytest.raises(RuntimeError, match="two_pass=True"), made(max_norm=1.0)[2].first_pass():
         pass
+
+
+def test_a_scaler_that_is_off():
+    """A first pass then finds nothing, and the steps are those without a scaler."""
+    seen = []
+    for options in ({}, {"scaler": torch.amp.GradScaler("cpu", enabled=False), "two_pass": True}):
+        model, _, ours, step = made(optimizer=torch.optim.SGD, **options)
+        torch.manual_seed(1)
+        training_step(step, ours, lambda out: out.square().mean(), torch.randn(4, 8))
+        seen.append(values(model))
+    assert all(map(torch.equal, *seen))
+
+
+def test_a_scaler_refuses_float16_parameters():
+    scaler = torch.amp.GradScaler("cpu")
+    model, *_, step = made(torch.float16, scaler=scaler)
+    before = values(model)
+    with pytest.raises(ValueError, match="keep the parameters in float32"):
+        scaler.scale(step(torch.ones(4, 8, dtype=torch.float16)).sum()).backward()
+    assert all(map(torch.equal, values(model), before))

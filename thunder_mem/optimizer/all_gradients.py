@@ -69,6 +69,8 @@ class AllGradients:
         self._largest.clear()
 
     def _look(self, grad: torch.Tensor) -> None:
+        if self.scaler is not None and grad.dtype == torch.float16:
+            raise ValueError("a scaler's scale is not taken back in float16: keep the parameters in float32")
         if self.scaler is not None and grad.numel():
             self._largest.append(torch.linalg.vector_norm(grad, inf))  # not a number if one element is none
 
@@ -80,8 +82,9 @@ class AllGradients:
         """
         norms = [norm for _, norm in sorted(self._norms.items())]
         norm = None if not norms else norms[0] if len(norms) == 1 else _norm_of(norms)
+        if self.scaler is None and (norm is None or self.max_norm is None):
+            return Verdict(torch.ones(()))  # a scaler that is off
         if self.scaler is None:
-            assert norm is not None and self.max_norm is not None
             return Verdict(torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
         if self.scaler._scale is None:
             raise RuntimeError("the scaler has scaled no loss yet: call scaler.scale(loss).backward()")
