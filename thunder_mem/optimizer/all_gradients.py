@@ -82,9 +82,9 @@ class AllGradients:
         """
         norms = [norm for _, norm in sorted(self._norms.items())]
         norm = None if not norms else norms[0] if len(norms) == 1 else _norm_of(norms)
-        if self.scaler is None and (norm is None or self.max_norm is None):
-            return Verdict(torch.ones(()))  # a scaler that is off
         if self.scaler is None:
+            if norm is None or self.max_norm is None:
+                return Verdict(torch.ones(()))  # a scaler that is off
             return Verdict(torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
         if self.scaler._scale is None:
             raise RuntimeError("the scaler has scaled no loss yet: call scaler.scale(loss).backward()")
