@@ -3,7 +3,8 @@
 A whole training step with AdamW: bfloat16, checkpoints, the loss inside. Each program runs with `optimizer.step()`
 after the backward, and with `StepInBackward`; with tiles and without.
 
-Then longchat-7b-16k at its full 32 layers, with the optimizer's states on the host, and with its checkpoints there too.
+Then longchat-7b-16k at its full 32 layers, with the optimizer's states on the host, and with its checkpoints there too:
+from the steps of two and three layers, or with ``--full`` from a plan of all.
 
 Then the small llama's step on this CPU: measured peaks, and times in turn. Writes
 ``benchmarks/results/step_in_backward.json``.
@@ -16,7 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -100,6 +101,22 @@ def on_host(layers: int, states: str, checkpoints: str, tokens: int = 16384) -> 
     return OnHost(layers, states, checkpoints, *sizes, moved.link_s, moved.exposed_s, kernels_s, about)
 
 
+def of_layers(layers: int, two: OnHost, three: OnHost) -> OnHost:
+    """The step with more layers, from those with two and three: equal layers add equal bytes and times.
+
+    Example:
+        >>> rows = (OnHost(n, "host", "device", 100 + 10 * n, 7 * n, 0.0, 0.0, 0.5 * n, "") for n in (2, 3))
+        >>> found = of_layers(32, *rows)
+        >>> found.peak_bytes, found.host_bytes, found.kernels_s
+        (420, 224, 16.0)
+    """
+    names = ("peak_bytes", "host_bytes", "link_s", "exposed_s", "kernels_s")
+    step = {n: getattr(three, n) - getattr(two, n) for n in names}
+    offload = three.offload and f"3 layers: {three.offload}"
+    values = {n: getattr(three, n) + (layers - 3) * step[n] for n in names}
+    return replace(three, layers=layers, offload=offload, **values)
+
+
 def measure(name: str, layers: int, tokens: int, tile: bool, in_backward: bool) -> Row:
     """The predicted peak of one step."""
     own = name == "longchat-7b-16k"
@@ -119,13 +136,31 @@ def measure(name: str, layers: int, tokens: int, tile: bool, in_backward: bool) 
 
 @dataclass(frozen=True)
 class Measured:
-    """A whole step of the small llama on this CPU: bytes above the start, and seconds by alternating steps."""
+    """A whole step of the small llama on this CPU: bytes above the start, and seconds by alternating steps.
+
+    `ratio` is the median, over rounds in which each contender steps once, of its time over that of `BASELINE`; both
+    times are None without rounds.
+    """
 
     dtype: str
     compiler: str
     peak_bytes: int
     predicted_bytes: int | None
-    median_s: float
+    median_s: float | None
+    ratio: float | None
+
+
+BASELINE = "MemEfficient, foreach"
+CONTENDERS = (
+    "eager",
+    "eager, hooks",
+    "torch.compile",
+    "Thunder",
+    "MemEfficient",
+    BASELINE,
+    "StepInBackward",
+    "StepInBackward, fused",
+)
 
 
 def hooked(model: torch.nn.Module) -> None:
@@ -141,23 +176,26 @@ def hooked(model: torch.nn.Module) -> None:
 
 
 def contenders(dtype: torch.dtype) -> dict[str, tuple[Callable[[], None], Callable[[], int] | None]]:
-    """By name, a whole step and its prediction."""
+    """By name, a whole step and its prediction. Without "foreach" or "fused", tensors are stepped one by one."""
     found: dict[str, tuple[Callable[[], None], Callable[[], int] | None]] = {}
-    for name in ("eager", "eager, hooks", "torch.compile", "Thunder", "MemEfficient", "StepInBackward"):
+    for name in CONTENDERS:
         program = llama_step(loss_inside=True, vocab=2048, dtype=dtype)
-        adamw = None if name == "eager, hooks" else torch.optim.AdamW(program.fn.parameters(), lr=1e-3)
-        optimizer = StepInBackward(adamw) if name == "StepInBackward" else adamw
+        how = {"foreach": name == BASELINE, "fused": name.endswith("fused")}
+        adamw = None if name == "eager, hooks" else torch.optim.AdamW(program.fn.parameters(), lr=1e-3, **how)
+        in_backward = name.startswith("StepInBackward")
+        optimizer = StepInBackward(adamw) if in_backward else adamw
+        fn: Callable[..., torch.Tensor] = program.fn
         if name == "eager, hooks":
             hooked(program.fn)
-        ours = [MemEfficient(strict=True, optimizer=optimizer if name == "StepInBackward" else None)]
-        fn = {
-            "torch.compile": lambda p=program: torch.compile(p.fn),
-            "Thunder": lambda p=program: thunder.jit(p.fn, executors=EXECUTORS),
-            "MemEfficient": lambda p=program, t=ours: thunder.jit(p.fn, executors=EXECUTORS, transforms=t),
-            "StepInBackward": lambda p=program, t=ours: thunder.jit(p.fn, executors=EXECUTORS, transforms=t),
-        }.get(name, lambda p=program: p.fn)()
+        elif name == "torch.compile":
+            fn = torch.compile(program.fn)
+        elif name == "Thunder":
+            fn = thunder.jit(program.fn, executors=EXECUTORS)
+        elif name != "eager":
+            ours = MemEfficient(strict=True, optimizer=optimizer if in_backward else None)
+            fn = thunder.jit(program.fn, executors=EXECUTORS, transforms=[ours])
         predicted = None
-        if name in ("MemEfficient", "StepInBackward"):
+        if in_backward or name.startswith("MemEfficient"):
 
             def predicted(fn=fn, o=optimizer, p=program) -> int:
                 return predict_step(fn, o, None, *p.args).measured_bytes
@@ -166,36 +204,38 @@ def contenders(dtype: torch.dtype) -> dict[str, tuple[Callable[[], None], Callab
     return found
 
 
-def measured(steps: int = 12) -> list[Measured]:
-    """All contenders, in turn."""
+def measured(console: Console, rounds: int) -> list[Measured]:
+    """All contenders, in turn: the compilations take five minutes of an idle processor, 15 rounds two."""
     torch.set_num_threads(1)
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         runs = contenders(dtype)
-        for run, _ in runs.values():
-            run(), run()
+        for name, (run, _) in runs.items():
+            with console.status(f"{dtype}: {name} compiles"):
+                run(), run(), run()
         times: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(steps):
+        for _ in range(rounds):
             for name, (run, _) in runs.items():
                 start = time.perf_counter()
                 run()
                 times[name].append(time.perf_counter() - start)
         for name, (run, predicted) in runs.items():
-            seconds = statistics.median(times[name])
+            seconds = statistics.median(times[name]) if rounds else None
+            ratios = [a / b for a, b in zip(times[name], times[BASELINE], strict=True)]
+            ratio = statistics.median(ratios) if rounds else None
             known = predicted and predicted()
-            rows.append(Measured(str(dtype).removeprefix("torch."), name, measure_peak(run), known, seconds))
+            rows.append(Measured(str(dtype).removeprefix("torch."), name, measure_peak(run), known, seconds, ratio))
     return rows
 
 
 def show_measured(console: Console, rows: Sequence[Measured]) -> None:
-    view = Table(title="Small llama, checkpoints, loss inside, AdamW step on this CPU")
-    for column in ("dtype", "compiler", "peak, MiB", "predicted, bytes", "measured, bytes", "time / MemEfficient"):
+    view = Table(title=f"Small llama, checkpoints, loss inside, AdamW step on this CPU; time by that of {BASELINE}")
+    for column in ("dtype", "compiler", "peak, MiB", "predicted, bytes", "measured, bytes", "time"):
         view.add_column(column)
     for r in rows:
-        own = next(o.median_s for o in rows if o.dtype == r.dtype and o.compiler == "MemEfficient")
         known = "" if r.predicted_bytes is None else f"{r.predicted_bytes:,}"
         sizes = f"{r.peak_bytes / 2**20:.2f}", known, f"{r.peak_bytes:,}"
-        view.add_row(r.dtype, r.compiler, *sizes, f"{r.median_s / own:.3f}")
+        view.add_row(r.dtype, r.compiler, *sizes, "" if r.ratio is None else f"{r.ratio:.3f}")
     console.print(view)
 
 
@@ -239,24 +279,35 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of all models, in place of their own number; writes no results")
     parser.add_argument("--models", nargs="*", help="names; writes no results")
     parser.add_argument("--cpu", action="store_true", help="only what is measured on this CPU")
+    parser.add_argument("--rounds", type=int, default=15, help="of steps on this CPU; 0 measures no times")
     parser.add_argument("--simulated", action="store_true", help="only what is simulated")
-    parser.add_argument("--host", action="store_true", help="only states on the host; 32 layers take 20 minutes")
+    parser.add_argument("--host", action="store_true", help="only states on the host, from two and three layers")
+    parser.add_argument("--full", action="store_true", help="plan all 32 layers, in 20 minutes, and write the results")
     given = parser.parse_args()
     console = Console()
-    all_parts = not (given.cpu or given.simulated or given.host or given.layers or given.models)
+    all_parts = not (given.cpu or given.simulated or given.host or given.full or given.layers or given.models)
     found: dict[str, Sequence[Row | OnHost | Measured]] = {}
     if all_parts or given.cpu:
-        found["measured"] = on_cpu = measured()
+        found["measured"] = on_cpu = measured(console, given.rounds)
         show_measured(console, on_cpu)
-    if not (given.cpu or given.host):
+    if not (given.cpu or given.host or given.full):
         found["rows"] = rows = simulated(console, given.layers, given.models)
         show_simulated(console, rows)
-    if all_parts or given.simulated or given.host:
-        found["on_host"] = away = []
+    if all_parts or given.simulated or given.host or given.full:
+        away = []
         for states, checkpoints in PLACES:
             with console.status(f"states on the {states}, checkpoints on the {checkpoints}"):
-                away.append(on_host(given.layers or 32, states, checkpoints))
+                if given.full or given.layers:
+                    away.append(on_host(given.layers or 32, states, checkpoints))
+                else:
+                    away.append(of_layers(32, *(on_host(n, states, checkpoints) for n in (2, 3))))
         show_on_host(console, away)
+        if given.full:
+            found["on_host"] = away
+        elif not given.layers:
+            known = [(r["peak_bytes"], r["host_bytes"]) for r in json.loads(RESULTS.read_text())["on_host"]]
+            equal = known == [(r.peak_bytes, r.host_bytes) for r in away]
+            console.print(f"{'equal to' if equal else 'not'} the bytes of all 32 layers, planned by --full")
     if not (given.layers or given.models):
         before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         about = {"command": "python -m benchmarks.step_in_backward", "torch": torch.__version__}

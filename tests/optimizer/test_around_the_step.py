@@ -54,11 +54,11 @@ def test_autograd_grad_cannot_have_what_the_backward_uses():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_is_refused(fused):
+def test_a_scaler_that_the_optimizer_does_not_know(fused):
     _, ours, step = made(optimizer=torch.optim.AdamW, fused=fused)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(step(X).sum()).backward()
-    with pytest.raises(RuntimeError, match="train in bfloat16"):
+    with pytest.raises(RuntimeError, match=r"StepInBackward\(optimizer, scaler=scaler\)"):
         scaler.step(ours)
     ours.step()
     off = torch.amp.GradScaler("cpu", enabled=False)

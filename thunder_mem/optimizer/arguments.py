@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.optimizer.one_parameter import unchanging
 
-__all__ = ["STATES", "check_clipping", "check_optimizer", "check_states"]
+__all__ = ["STATES", "check_clipping", "check_optimizer", "check_states", "check_two_pass"]
 
 STATES = ("device", "host")
 """Where the optimizer's states may be."""
@@ -49,3 +49,11 @@ def check_states(states: Any) -> None:
     """Raise a ValueError for an unknown place of states; it lists the known ones."""
     if states not in STATES:
         raise ValueError(f"states is {' or '.join(map(repr, STATES))}, not {quoted(states)}")
+
+
+def check_two_pass(two_pass: Any, max_norm: Any, scaler: Any) -> None:
+    """Raise for a scaler that is none, and for two passes that nothing needs."""
+    if not isinstance(scaler, torch.amp.GradScaler | None):
+        raise TypeError(f"scaler is a torch.amp.GradScaler, not {quoted(scaler)}")
+    if two_pass and max_norm is None and scaler is None:
+        raise ValueError("two_pass=True is for max_norm= or scaler=, which need all gradients before the first update")

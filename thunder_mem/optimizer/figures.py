@@ -26,6 +26,7 @@ class StepFigures(NamedTuple):
         moved_bytes: what the step reads and writes, without copies from and to the host.
         state_bytes: of the state's tensors that are as large as the parameter.
         tensors: the number of these.
+        first_bytes: `temporary_bytes` in the first step, which makes the state slice by slice.
         slices: the step runs over so many parts of the parameter, one after the other.
     """
 
@@ -35,6 +36,7 @@ class StepFigures(NamedTuple):
     state_bytes: int = 0
     tensors: int = 0
     slices: int = 1
+    first_bytes: int = 0
 
 
 def step_figures(
@@ -72,12 +74,15 @@ def step_figures(
     options = on_any_device(group)
     grad = torch.empty_like(p)
     clip = {"clip_value": clip_value, "scale": p.new_ones(()) if scaled else None}
-    seen = AllocationWatch(("meta", "cpu") if device_type == "cpu" else ("meta",))
+    counted = ("meta", "cpu") if device_type == "cpu" else ("meta",)
+    began, seen = AllocationWatch(counted), AllocationWatch(counted)
     step = step_with(states)
     try:
         # The device on which the caller makes tensors by default is no place for step counts of meta tensors.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            step(meta, options, p, grad, **clip, device_type=device_type)
+            with began:
+                step(meta, options, p, grad, **clip, device_type=device_type)
+            first_bytes = began.peak_bytes - began.live_bytes()
             with seen:
                 step(meta, options, p, grad, **clip, device_type=device_type)
     except Exception:
@@ -88,7 +93,7 @@ def step_figures(
     launches, moved_bytes, whole_bytes = (
         round(n * share) for n in (seen.launches, seen.moved_bytes - copied_bytes, state_bytes)
     )
-    return StepFigures(seen.peak_bytes, launches, moved_bytes, whole_bytes, len(large), slices)
+    return StepFigures(seen.peak_bytes, launches, moved_bytes, whole_bytes, len(large), slices, first_bytes)
 
 
 def _fused(plain: StepFigures, of_two: float, clipped_bytes: int) -> StepFigures:

@@ -19,7 +19,6 @@ __all__ = [
     "bare_copy",
     "copied",
     "group_of",
-    "norm_scale",
     "on_any_device",
     "own_gradient",
     "runs_by_slices",
@@ -67,7 +66,7 @@ def step_alone(
         p: the parameter; no gradient is left on it.
         grad: its gradient, which does not change.
         clip_value: the gradient counts as clipped to [-clip_value, clip_value].
-        scale: a number by which the gradient is multiplied.
+        scale: a number by which the gradient is multiplied before.
         device_type: the device for which slices are sized, "cpu" or "cuda"; by default the parameter's.
     """
     options, clip = single_tensor(group), Clip(clip_value, scale)
@@ -85,9 +84,9 @@ class Clip(NamedTuple):
     scale: torch.Tensor | None
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
-        if self.value is not None:
-            grad = grad.clamp(-self.value, self.value)
-        return grad if self.scale is None else grad.mul(self.scale)
+        if self.scale is not None:
+            grad = grad.mul(self.scale).to(grad.dtype)
+        return grad if self.value is None else grad.clamp(-self.value, self.value)
 
 
 class Part(NamedTuple):
@@ -220,12 +219,6 @@ def _only(
         yield
     finally:
         optimizer.param_groups, optimizer.state = groups, whole
-
-
-def norm_scale(grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """The number by which `torch.nn.utils.clip_grad_norm_` multiplies gradients, without a wait for the device."""
-    norm = torch.nn.utils.get_total_norm(grads)
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def group_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Any]:

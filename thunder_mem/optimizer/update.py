@@ -16,11 +16,12 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
 
+from thunder_mem.optimizer.all_gradients import AllGradients
+from thunder_mem.optimizer.compiled_updates import Updates
 from thunder_mem.optimizer.figures import StepFigures
 from thunder_mem.optimizer.host_states import step_with
-from thunder_mem.optimizer.one_parameter import bare_copy, group_of, norm_scale
+from thunder_mem.optimizer.one_parameter import bare_copy, group_of
 from thunder_mem.optimizer.state_transfers import StateTransfers
-from thunder_mem.optimizer.step_in_backward import Updates
 from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = [
@@ -69,12 +70,12 @@ class Update:
     @property
     def group(self) -> dict[str, Any]:
         """The parameter group of the parameter; empty if it left the optimizer after the compilation."""
-        return group_of(self.updates.optimizer, self.parameter)
+        return group_of(self.updates.optimizer.wrapped, self.parameter)
 
     def __repr__(self) -> str:  # the same for updates that do the same
         optimizer, group = self.updates.optimizer, self.group
         options = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
-        clipping = f"clip_value={optimizer.clip_value}, max_norm={optimizer.max_norm}"
+        clipping = f"clip_value={optimizer.clip_value}, max_norm={optimizer.max_norm}, two_pass={optimizer.two_pass}"
         return f"{type(optimizer.wrapped).__name__}({options}, {clipping}, states={optimizer.states})"
 
 
@@ -87,6 +88,17 @@ class Rehearsal:
 
     waits = False
 
+    @property
+    def kind(self) -> str:
+        """What an update does: "step", "first" (a step that makes its states), "look" or "look at sum"."""
+        return "step"
+
+    def trial(self, update: Update) -> Rehearsal:
+        """Runs an update of this kind for real, to measure it."""
+        return (
+            UpdateOnZeros(update, first=self.kind == "first") if self.kind in ("step", "first") else _Looks(self.kind)
+        )
+
     def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Take the place of an update of `p`, the trace's tensor for the parameter."""
 
@@ -95,23 +107,44 @@ class Rehearsal:
 
 
 class UpdateOnZeros(Rehearsal):
-    """Runs updates for real, by a copy of the optimizer with a state of its own, to measure them."""
+    """Runs updates for real, by a copy of the optimizer with a state of its own, to measure them.
 
-    def __init__(self, update: Update) -> None:
+    Args:
+        first: each makes its states, which stay.
+    """
+
+    def __init__(self, update: Update, *, first: bool = False) -> None:
         optimizer = update.updates.optimizer
         self.clip_value = optimizer.clip_value
+        self.scaled = optimizer.needs_all
+        self.scale: torch.Tensor | None = None
         self.step = step_with(optimizer.states)
         self.group = update.group
         self.copy = bare_copy(optimizer.wrapped)
         self.copy.state = defaultdict(dict)
         self.state: Any = None
+        self.first = first
+        self.kept: list[Any] = []  # nothing of a run may be released in the next
 
     def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None) -> None:
-        if self.state is not None:
+        if self.state is not None and not self.first:
             self.copy.state = defaultdict(dict, {p: self.state})
+        if self.scaled and scale is None:  # a first pass found it
+            scale = self.scale = torch.ones(()) if self.scale is None else self.scale
         self.step(self.copy, self.group, p, grad, clip_value=self.clip_value, scale=scale)
         self.state = self.copy.state[p]
-        self.copy.state = defaultdict(dict)  # nothing of this run may be released in the next
+        self.kept.append(self.state)
+        self.copy.state = defaultdict(dict)
+
+
+class _Looks(Rehearsal):
+    """Looks at gradients as a first pass does."""
+
+    def __init__(self, kind: str) -> None:
+        self.summed = kind == "look at sum"
+
+    def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None) -> None:
+        update.updates.optimizer.all_gradients().add(0, grad + grad if self.summed else grad)
 
 
 _rehearsal: ContextVar[Rehearsal | None] = ContextVar("thunder_mem_rehearsal", default=None)
@@ -140,7 +173,7 @@ def _update(update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Te
     if (rehearsal := _rehearsal.get()) is not None:
         rehearsal.update(update, p, grad, scale)
     else:
-        update.updates.optimizer.update(update.updates, update.index, grad, scale)
+        update.updates.optimizer.update(update.updates, update.index, grad)
 
 
 update_parameter = executor.register_operator(
@@ -150,17 +183,23 @@ update_parameter = executor.register_operator(
 
 def _scale_meta(updates: Updates, *grads: TensorProxy) -> TensorProxy:
     dtype = reduce(torch.promote_types, (to_torch_dtype(g.dtype) for g in grads))
+    dtype = torch.float32 if updates.optimizer.scaler is not None else dtype
     return TensorProxy(shape=(), device=grads[0].device, dtype=to_dtype(dtype), requires_grad=False)
 
 
 def _scale(updates: Updates, *grads: torch.Tensor) -> torch.Tensor:
     optimizer = updates.optimizer
-    assert optimizer.max_norm is not None
-    return norm_scale(grads if _rehearsal.get() else optimizer.totals(updates, grads), optimizer.max_norm)
+    if _rehearsal.get() is None:
+        return optimizer.scale_of(updates, grads)
+    if optimizer.max_norm is None:
+        return grads[0].new_ones((), dtype=torch.float32)
+    gradients = AllGradients(optimizer.max_norm, None)
+    gradients.add_all(grads)
+    return gradients.verdict().scale
 
 
 clip_scale = executor.register_operator("clip_scale", meta=_scale_meta, fn=_scale)
-"""The number by which all gradients are multiplied so that their norm is at most the optimizer's `max_norm`."""
+"""The number by which all gradients are multiplied: it clips their norm, and takes back a scaler's scale."""
 
 
 def _check_meta(updates: Updates, found: Sequence[TensorProxy], inputs: Sequence[TensorProxy]) -> None:

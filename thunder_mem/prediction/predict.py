@@ -27,6 +27,7 @@ from thunder_mem.frontend.thunderfx import is_fx, only_subgraph
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.optimizer.state_transfers import StateTransfers
 from thunder_mem.optimizer.update import is_update, update_of
+from thunder_mem.optimizer.variants import StepVariant
 from thunder_mem.prediction.grad_accumulation import accumulate
 from thunder_mem.prediction.library_memory import LibraryMemory, library_memory, unknown_library_memory
 from thunder_mem.prediction.replay import Block, Event, Ledger, PredictionError, Runner, replay
@@ -81,6 +82,7 @@ class Prediction:
         assumptions: of the figures, in sentences.
         library: on CUDA, memory that libraries keep on the device once these operations have run. No other figure
             here includes it, but `caching_allocator.allocate` does.
+        step_variants: of a whole step whose optimizer steps behind the backward: what its variants hold.
     """
 
     timeline: tuple[Event, ...]
@@ -89,6 +91,7 @@ class Prediction:
     device_type: str
     assumptions: tuple[str, ...] = ()
     library: tuple[LibraryMemory, ...] = ()
+    step_variants: tuple[StepVariant, ...] = ()
 
     @cached_property
     def device_bytes(self) -> tuple[int, ...]:

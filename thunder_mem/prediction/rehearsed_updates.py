@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from thunder_mem.optimizer.all_gradients import AllGradients
 from thunder_mem.optimizer.one_parameter import group_of, step_alone
 from thunder_mem.optimizer.update import Rehearsal, Update
 from thunder_mem.prediction.fake_twins import Scalars, Twins
@@ -27,11 +31,39 @@ class RehearsedUpdates(Rehearsal):
     def __init__(self, twin: torch.optim.Optimizer | None, twins: Twins, first: bool) -> None:
         self.twin, self.twins, self.first = twin, twins, first
         self._spent: torch.Tensor | None = None
+        self._look: _Look | None = None
+        self._scale: torch.Tensor | None = None  # what a first pass found
+
+    @property
+    def kind(self) -> str:
+        if self._look is not None:
+            return "look at sum" if self._look.summed else "look"
+        return "first" if self.first and not self.waits else "step"
+
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """Updates inside only look at their gradients, and keep one number for each."""
+        assert self.twin is not None
+        parameters = [p for group in self.twin.param_groups for p in group["params"]]
+        self._look = _Look(summed=any(p.grad is not None for p in parameters))
+        yield
+        with self.twins.paused(), torch.no_grad():
+            self._scale = self._look.gradients.verdict().scale
+            self.twins.ledger.add("scale", self._scale, "computed")
+            self._look = None
+            self.twins.ledger.sweep()
+
+    def step_ends(self) -> None:
+        """Drop what a first pass found."""
+        self._scale = None
+        self.twins.ledger.sweep()
 
     def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None) -> None:
         twin = self.twins.of(update.parameter)
         with self.twins.paused(), torch.no_grad():
-            if self.waits:
+            if self._look is not None:
+                self._look.gradients.add(update.index, grad)
+            elif self.waits:
                 self._wait(twin)
             else:
                 self._spent = twin
@@ -39,6 +71,9 @@ class RehearsedUpdates(Rehearsal):
                     self._make_state(twin)
 
     def finish(self) -> None:
+        if self._look is not None:
+            for norm in self._look.gradients.found:
+                self.twins.ledger.add("norm", norm, "computed")
         if self._spent is not None:
             self._spent.grad = None
             self._spent = None
@@ -58,3 +93,11 @@ class RehearsedUpdates(Rehearsal):
         for name, t in self.twin.state[p].items():
             if isinstance(t, FakeTensor):
                 self.twins.ledger.add(f"optimizer.{name}", t, "optimizer state")
+
+
+class _Look:
+    """A first pass on fake tensors, which finds the norm: a scaler's check would need numbers."""
+
+    def __init__(self, summed: bool) -> None:
+        self.summed = summed
+        self.gradients = AllGradients(1.0, None)

@@ -31,7 +31,7 @@ from thunder_mem.chunk_loop.price import host_calls
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.memory.collector import collector_off
 from thunder_mem.memory.kernel_figures import KernelFigures
-from thunder_mem.optimizer.update import UpdateOnZeros, is_update, rehearsed, update_of
+from thunder_mem.optimizer.update import Rehearsal, is_update, rehearsal_now, rehearsed, update_of
 from thunder_mem.prediction.measure import record_curve
 from thunder_mem.prediction.replay import Ran, proxies, tensor_proxies
 from thunder_mem.regions.fake_regions import run_region
@@ -104,6 +104,8 @@ class ProbingRunner:
             run(env)
             if _new_bytes(bsym, env, inputs) != probe.end_bytes:
                 _lay_out(bsym, probe, env, inputs)
+        if is_update(bsym) and _rehearsal().kind == "first":
+            return Ran(probe.peak_bytes - probe.end_bytes)  # the ledger has the states that it made
         return Ran(probe.peak_bytes - _new_bytes(bsym, env, inputs))
 
     def _recalled(
@@ -125,7 +127,7 @@ class ProbingRunner:
         if any(t.device.type != "cpu" for t in inputs.values()) or _communicates(bsym):
             return _Failed(f"{bsym.sym.name}: its tensors are counted, but not its kernels' scratch")
         # A mode left standing, such as the one that watches a training step, would change what is measured.
-        alone = rehearsed(UpdateOnZeros(update_of(bsym))) if is_update(bsym) else nullcontext()
+        alone = rehearsed(_rehearsal().trial(update_of(bsym))) if is_update(bsym) else nullcontext()
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), collector_off(), alone:
             try:
                 run({**env, **with_valid_state(bsym, _real_like(inputs))})  # what a first call does once does not count
@@ -137,6 +139,10 @@ class ProbingRunner:
                 return _Failed(f"{bsym.sym.name}: its scratch is unknown, it does not run on zeros ({cause})")
             outputs = [probe_env.get(p.name) for p in tensor_proxies(bsym.flat_outs)]
             return Probe(curve.peak_bytes, curve.end_bytes, describe(outputs, list(real.values())))
+
+
+def _rehearsal() -> Rehearsal:
+    return rehearsal_now() or Rehearsal()
 
 
 def _describes(probe: Probe, bsym: BoundSymbol) -> bool:
@@ -178,10 +184,12 @@ class SimulatedRunner:
             return self._region(bsym, env)
         if is_update(bsym):
             run(env)
-            figures = update_of(bsym).figures
+            figures, kind = update_of(bsym).figures, _rehearsal().kind
+            if kind.startswith("look"):
+                return Ran(update_of(bsym).parameter.nbytes if kind == "look at sum" else 0, 1)
             if not figures.launches and update_of(bsym).transfers is not None:
                 self._assume(NOT_ON_META)
-            return Ran(figures.temporary_bytes, figures.launches)
+            return Ran(figures.first_bytes if kind == "first" else figures.temporary_bytes, figures.launches)
         ran = _run_tracked(bsym, run, env)
         if is_chunk_loop(bsym) and bsym.sym.name != "chunk_loop_finish":  # which runs a single block on fake tensors
             plan, backward = loop_of(bsym).plan, bsym.sym.name != "chunk_loop"
@@ -275,6 +283,7 @@ def _key(bsym: BoundSymbol, inputs: dict[str, torch.Tensor]) -> Hashable:
         str(bsym.flat_args_and_spec[1]),
         _layouts(inputs),
         _settings(),
+        _rehearsal().kind if is_update(bsym) else "",
     )
 
 

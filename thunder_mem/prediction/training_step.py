@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from thunder_mem.optimizer.host_states import step_each
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.optimizer.update import is_update, rehearsed, update_of
+from thunder_mem.optimizer.variants import step_variants
 from thunder_mem.prediction.fake_optimizer import hold_states, make_state, next_scalars, twin_optimizer
 from thunder_mem.prediction.fake_twins import Leaves, Twins, Watch
 from thunder_mem.prediction.predict import Prediction, compiled_entry, device_type_of, finish, mode_of
@@ -43,6 +45,8 @@ def training_step(
 ) -> None:
     """One optimizer step over `accumulate` equal microbatches, the gradients cleared at its end.
 
+    A `StepInBackward` gets its first pass, if it takes two, and its scaler scales the loss.
+
     Args:
         model: called with `args` and `kwargs`.
         optimizer: over the model's parameters; None for forward, loss and backward alone: the gradients stay.
@@ -50,16 +54,26 @@ def training_step(
         accumulate: number of microbatches.
         set_to_none: drop the gradients at the end; otherwise they stay, filled with zeros.
     """
+    in_backward = isinstance(optimizer, StepInBackward | _Phases)
+    two_pass, scaler = (optimizer.two_pass, optimizer.scaler) if in_backward else (False, None)  # type: ignore[union-attr]
     for left in reversed(range(accumulate)):
         # An optimizer that steps in the backward has to know which backward is the last.
-        with optimizer.accumulate() if left and isinstance(optimizer, StepInBackward | _Phases) else nullcontext():
+        with optimizer.accumulate() if left and in_backward else nullcontext():  # type: ignore[union-attr]
             if loss_fn is None:
                 loss = model(*args, **(kwargs or {}))
             else:
                 loss = loss_fn(model(*args, **(kwargs or {})))
+            loss = loss if scaler is None else scaler.scale(loss)
+            if two_pass and not left:
+                with optimizer.first_pass():  # type: ignore[union-attr]
+                    loss.backward(retain_graph=True)
             loss.backward()
     if optimizer is not None:
-        optimizer.step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
@@ -133,8 +147,11 @@ def predict_step(
     watch = Watch(ledger, probe=not simulated, twins=twins)
     stand_in = _Model(entry, inputs, mode, ledger, runner, watch, twins)
     states = optimizer.states if isinstance(optimizer, StepInBackward) else "device"
+    in_backward = isinstance(optimizer, StepInBackward)
+    two_pass = isinstance(optimizer, StepInBackward) and optimizer.two_pass
     first = first and states == "device"  # states on the host are as good as made
     optimizer = optimizer.wrapped if isinstance(optimizer, StepInBackward) else optimizer
+    variants = () if in_backward or optimizer is None else step_variants(optimizer, "cuda" if simulated else "cpu")
     twin = None if optimizer is None else twin_optimizer(optimizer, twins, simulated)
     rehearsal = RehearsedUpdates(twin, twins, first)
 
@@ -161,7 +178,7 @@ def predict_step(
         with watch, rehearsed(rehearsal):
             training_step(
                 stand_in,
-                None if twin is None else _Phases(twin, watch, rehearsal, states),
+                None if twin is None else _Phases(twin, watch, rehearsal, states, two_pass),
                 watched_loss,
                 kwargs=None,
                 accumulate=accumulate,
@@ -169,7 +186,7 @@ def predict_step(
             )
     ledger.sweep()
     notes = [] if first or optimizer is None else ["the optimizer has its state already"]
-    return finish(ledger, (*assumptions, *runner.assumptions, *notes))
+    return replace(finish(ledger, (*assumptions, *runner.assumptions, *notes)), step_variants=variants)
 
 
 def instead_of_optimizer(optimizer: Any) -> str:
@@ -274,12 +291,25 @@ def _returned(entry: Any, output: Any) -> Any:
 
 
 class _Phases:
-    """The twin optimizer, which reports its phase to the watch."""
+    """The twin optimizer, which reports its phase to the watch. A scaler's own numbers are not predicted."""
+
+    scaler = None
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, watch: Watch, rehearsal: RehearsedUpdates, states: str
+        self,
+        optimizer: torch.optim.Optimizer,
+        watch: Watch,
+        rehearsal: RehearsedUpdates,
+        states: str,
+        two_pass: bool,
     ) -> None:
-        self.optimizer, self.watch, self.rehearsal, self.states = optimizer, watch, rehearsal, states
+        self.optimizer, self.watch, self.rehearsal = optimizer, watch, rehearsal
+        self.states, self.two_pass = states, two_pass
+
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        with self.rehearsal.first_pass():
+            yield
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -294,6 +324,7 @@ class _Phases:
                 step_each(self.optimizer, "cpu" if self.watch.probe else "cuda")
             else:
                 self.optimizer.step()
+        self.rehearsal.step_ends()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         self.watch.phase = "zero_grad"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,9 +12,10 @@ from thunder_mem.report.facts import CATEGORIES, NO_PLAN
 from thunder_mem.report.layers import ranges
 
 if TYPE_CHECKING:
+    from thunder_mem.optimizer.variants import StepVariant
     from thunder_mem.report.report import Report, Tenant
 
-__all__ = ["Advice", "advice"]
+__all__ = ["Advice", "about_step", "advice"]
 
 # The least share of the peak that is worth advice.
 _WORTH = 0.05
@@ -122,12 +123,33 @@ def _gradients(report: Report) -> Iterator[Advice]:
 def _optimizer(report: Report) -> Iterator[Advice]:
     assert report.peak is not None
     if report.peak.phase == "optimizer":
-        yield Advice(
-            _of(report, CATEGORIES[3]),
-            "the optimizer's temporaries: fused=True needs none, foreach=False fewer",
-            "torch.optim.AdamW(model.parameters(), fused=True)",
-            "no temporaries, also for Adam and SGD",
-        )
+        variants = report.prediction.step_variants
+        used = next((v for v in variants if v.is_used), None)
+        less = sorted((v for v in variants if used and v.temporary_bytes < used.temporary_bytes), key=_held_bytes)
+        if used is not None and less:
+            yield Advice(
+                used.temporary_bytes - less[0].temporary_bytes,
+                about_step(variants),
+                f"torch.optim.{used.kind}(model.parameters(), {less[0].option})",
+                f"{_temporaries(less[0])} temporaries",
+            )
+
+
+def about_step(variants: Sequence[StepVariant]) -> str:
+    """What a step holds beside parameters, gradients and states, and what its other variants would; "" if unknown."""
+    used = next((v for v in variants if v.is_used), None)
+    if used is None:
+        return ""
+    others = ", ".join(f"{v.option} {_temporaries(v)}" for v in sorted(variants, key=_held_bytes) if v is not used)
+    return f"the step of {used.kind}({used.option}) holds {_temporaries(used)} temporaries: {others}"
+
+
+def _held_bytes(variant: StepVariant) -> int:
+    return variant.temporary_bytes
+
+
+def _temporaries(variant: StepVariant) -> str:
+    return size(variant.temporary_bytes) if variant.temporary_bytes else "no"
 
 
 def _working(report: Report) -> Iterator[Advice]:

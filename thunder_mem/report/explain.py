@@ -15,6 +15,7 @@ from thunder_mem.partition.budget import parse_budget
 from thunder_mem.planning.record import last_failure, last_plan
 from thunder_mem.prediction.predict import Prediction, compiled_entry, predict
 from thunder_mem.report.above_eager import about_eager, eager_memory
+from thunder_mem.report.advice import about_step
 from thunder_mem.report.facts import NO_PLAN
 from thunder_mem.report.notes import about_compilation, about_subgraphs
 from thunder_mem.report.optimality import Optimality, optimality
@@ -109,6 +110,8 @@ def explain(
         notes.append(f"{FAILED}{failure}")
     if last_plan(jitted) is not None:
         notes += about_compilation(jitted)
+    if detail and (step := about_step(prediction.step_variants)):
+        notes.append(step)
     found: list[Optimality] = []
     if bounds:
         traces = {"forward": entry.computation_traces, "backward": entry.backward_traces}

@@ -21,9 +21,10 @@ from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.memory.device_bytes import host_bytes
 from thunder_mem.memory.device_models import DEVICE_MODELS
 from thunder_mem.memory.plan import Decision
+from thunder_mem.optimizer.compiled_updates import Updates
 from thunder_mem.optimizer.figures import StepFigures, step_figures
 from thunder_mem.optimizer.state_transfers import StateTransfers, state_transfers
-from thunder_mem.optimizer.step_in_backward import StepInBackward, Updates
+from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.optimizer.update import Update, clip_scale, is_update, update_of, update_parameter
 from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.reading import BACKWARD, joint_results
@@ -78,7 +79,8 @@ def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
             reduce(ltorch.add, [prims.clone(grad) if memory(grad.name) in written else grad for _, grad in parts])
             for parts in gradients.values()
         ]
-        scale = () if optimized.optimizer.max_norm is None else (clip_scale(updates, *totals),)
+        waits = optimized.optimizer.needs_all and not optimized.optimizer.two_pass
+        scale = (clip_scale(updates, *totals),) if waits else ()
         for index, (p, grad) in enumerate(zip(firsts, totals, strict=True)):
             own = figures.of(parameters[index])
             update_parameter(Update(updates, index, own, figures.transfers(parameters[index], own)), p, grad, *scale)
@@ -138,7 +140,7 @@ class _Figures:
                 p.dtype,
                 p.device.type,
                 clip_value=optimizer.clip_value,
-                scaled=optimizer.max_norm is not None,
+                scaled=optimizer.needs_all,
                 states=optimizer.states,
             )
         return self.known[key]

@@ -34,7 +34,7 @@ class AllocationWatch(TorchDispatchMode):
         self.launches = 0
         self.moved_bytes = 0
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._before: set[int] = set()
+        self._before: dict[int, StorageWeakRef] = {}  # by weak reference: a new storage may get the address of a dead
 
     def live_bytes(self) -> int:
         """The sum at present."""
@@ -44,14 +44,14 @@ class AllocationWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for t in tree_leaves((args, kwargs or {})):
             if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self._seen:
-                self._before.add(t.untyped_storage()._cdata)
+                self._before.setdefault(t.untyped_storage()._cdata, StorageWeakRef(t.untyped_storage()))
         out = func(*args, **(kwargs or {}))
         works = func._schema.is_mutable
         for t in tree_leaves(out):
             if not isinstance(t, torch.Tensor) or not self._counts(t):
                 continue
             storage = t.untyped_storage()
-            if storage._cdata not in self._seen and storage._cdata not in self._before:
+            if storage._cdata not in self._seen and not self._was_before(storage._cdata):
                 self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
                 works = works or not func.name().startswith(_ALLOCATIONS)
         if works:
@@ -59,6 +59,11 @@ class AllocationWatch(TorchDispatchMode):
             self.moved_bytes += _bytes_of((args, kwargs, out))
         self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return out
+
+    def _was_before(self, key: int) -> bool:
+        if key in self._before and self._before[key].expired():
+            del self._before[key]
+        return key in self._before
 
     def _counts(self, t: torch.Tensor) -> bool:
         return self.device_types is None or t.device.type in self.device_types

@@ -67,8 +67,9 @@ def with_optimizer(
     """
     if optimizer is None:
         return options
-    if optimizer.max_norm is not None and getattr(data, "use_fsdp", False):
-        raise ValueError("max_norm needs whole gradients, and under fsdp each rank has a part: use clip_value")
+    if optimizer.needs_all and getattr(data, "use_fsdp", False):
+        what = "a scaler" if optimizer.max_norm is None else "max_norm"
+        raise ValueError(f"{what} needs whole gradients, and under fsdp each rank has a part: use clip_value")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     found = optimized_parameters(computation.args, prologue, data.fn, parameters)
     if not found and (getattr(data, "use_ddp", False) or getattr(data, "use_fsdp", False)):

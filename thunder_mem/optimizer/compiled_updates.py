@@ -1,0 +1,297 @@
+"""The updates of compiled backwards: which run, which gradients wait, and what is an error before anything changes.
+
+`StepInBackward` is the optimizer for the training loop around.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from operator import and_
+from typing import Any
+
+import torch
+from thunder.distributed import get_skip_data_parallel_grad_sync
+from torch.optim import Optimizer
+
+from thunder_mem.optimizer.all_gradients import AllGradients, FirstPass, Verdict, is_on
+from thunder_mem.optimizer.gradient_edges import add_gradient, hooked, is_asked_for
+from thunder_mem.optimizer.host_states import step_with
+
+__all__ = ["CompiledUpdates", "Updates"]
+
+_NAMED = 3  # so many parameters are named in a message
+
+
+class Updates:
+    """The parameters that one compiled backward updates; opaque to Thunder, which would print a dataclass.
+
+    Attributes:
+        optimizer: updates them.
+        parameters: each once.
+        names: their names in the program.
+        arguments: all names under which the program has them.
+    """
+
+    def __init__(
+        self,
+        optimizer: CompiledUpdates,
+        parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
+        arguments: Collection[str],
+    ) -> None:
+        self.optimizer, self.parameters, self.names = optimizer, tuple(parameters), tuple(names)
+        self.arguments = frozenset(arguments)
+
+
+@dataclass
+class _Backward:
+    """A backward with updates, from its first update to its last.
+
+    Attributes:
+        updates: of its program.
+        task: PyTorch's number of the pass through the autograd graph.
+        wait: the updates whose gradients wait for `step`.
+        groups: by a parameter's `id`, its parameter group.
+        left: the updates that have not run.
+        summed: gradients that were accumulated before have these of the backward in them.
+        unasked: the updates whose gradients nobody asked for.
+        verdict: on all gradients together, where the optimizer needs one.
+    """
+
+    updates: Updates
+    task: int
+    wait: frozenset[int]
+    groups: dict[int, dict[str, Any]]
+    left: set[int]
+    summed: bool = False
+    unasked: frozenset[int] = frozenset()
+    verdict: Verdict | None = None
+
+
+class CompiledUpdates:
+    """What the operations of compiled programs call.
+
+    Attributes:
+        wrapped: the optimizer that steps.
+        clip_value, max_norm, scaler, two_pass, states: as in `StepInBackward`.
+    """
+
+    wrapped: Optimizer
+    clip_value: float | None
+    max_norm: float | None
+    scaler: torch.amp.GradScaler | None
+    two_pass: bool
+    states: str
+
+    def _forget(self) -> None:
+        """Start with nothing updated and no forward pending."""
+        self._updated: dict[int, torch.Tensor] = {}
+        self._pending: Counter[Updates] = Counter()
+        self._backward: _Backward | None = None
+        self._accumulating = False
+        self._measuring = False
+        self._first: FirstPass | None = None
+        self._forwards = 0
+        self._skipped = False
+        self._warned = False
+        self._read: set[int] = set()  # parameters whose memory is that of an input, too
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether no update can run before all gradients are known."""
+        return self.max_norm is not None or is_on(self.scaler)
+
+    @property
+    def consistent(self) -> bool:
+        """False after a backward that ended in the middle of its updates; `load_state_dict` makes it True again."""
+        return self._backward is None or self._backward.task == torch._C._current_graph_task_id() != -1
+
+    def check_arguments(self, updates: Updates, found: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Compare a forward's arguments with the compilation's.
+
+        Args:
+            found: the parameters that the program reads in this call.
+            inputs: its other tensors. A gradient waits for `step` if one of them shares the parameter's memory, which
+                the backward may read after the update.
+
+        Raises:
+            RuntimeError: a parameter was replaced after the compilation, or got a hook.
+        """
+        for name, p, now in zip(updates.names, updates.parameters, found, strict=True):
+            if now is not p:
+                raise RuntimeError(f"{name} is another tensor than at the compilation: compile the program again")
+            if hooked(p):
+                raise RuntimeError(f"{name} got a hook after the compilation, which would see no gradient: remove it")
+        memory = {t.untyped_storage()._cdata for t in inputs}
+        self._read |= {id(p) for p in updates.parameters if p.untyped_storage()._cdata in memory}
+
+    def note_forward(self, updates: Updates) -> None:
+        """Record a forward whose backward will update parameters."""
+        self._pending[updates] += 1
+        self._forwards += 1
+
+    def scale_of(self, updates: Updates, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The number by which all gradients of a backward are multiplied, with those that were accumulated before it.
+
+        Raises:
+            RuntimeError: as `update`.
+        """
+        backward = self._running(updates)
+        if backward.wait:
+            return grads[0].new_ones(())
+        found = []
+        for p, grad in zip(updates.parameters, grads, strict=True):
+            if p.grad is not None:
+                p.grad.add_(grad)
+            found.append(grad if p.grad is None else p.grad)
+        backward.summed = True
+        gradients, places = self.all_gradients(), self._places()
+        in_order = sorted(zip(updates.parameters, found, strict=True), key=lambda pair: places[id(pair[0])])
+        gradients.add_all([grad for _, grad in in_order])
+        backward.verdict = gradients.verdict()
+        self._skipped |= backward.verdict.skips
+        return backward.verdict.scale
+
+    def _places(self) -> dict[int, int]:
+        """By a parameter's `id`, its place in the optimizer: the order in which `clip_grad_norm_` adds norms up."""
+        return {id(p): i for i, p in enumerate(p for group in self.wrapped.param_groups for p in group["params"])}
+
+    def all_gradients(self) -> AllGradients:
+        """What gradients say together, before any was seen."""
+        return AllGradients(self.max_norm, self.scaler if is_on(self.scaler) else None)
+
+    def update(self, updates: Updates, index: int, grad: torch.Tensor) -> None:
+        """Update one parameter of a compiled backward with its complete gradient, or let the gradient wait.
+
+        A gradient waits under `accumulate`, and if another forward that used the parameter waits for its backward:
+        this gradient may be a part of the whole. `step` then updates the parameter.
+
+        Raises:
+            RuntimeError: before anything changes: a parameter was updated since the last `step`, the last
+                backward ended in the middle, or a first pass is missing.
+        """
+        if self._measuring:
+            self._look(updates, index, grad)
+            return
+        backward = self._running(updates)
+        if index not in backward.left:
+            self._check_whole(again=True)
+        p = updates.parameters[index]
+        if index in backward.unasked:
+            pass
+        elif index in backward.wait:
+            add_gradient(p, grad)
+        else:
+            if p.grad is not None:
+                grad, p.grad = p.grad if backward.summed else p.grad.add_(grad), None
+            if backward.verdict is None or not backward.verdict.skips:
+                step, scale = step_with(self.states), None if backward.verdict is None else backward.verdict.scale
+                step(self.wrapped, backward.groups[id(p)], p, grad, clip_value=self.clip_value, scale=scale)
+            self._updated[id(p)] = p
+        backward.left.discard(index)
+        if not backward.left:
+            self._pending[updates] -= 1
+            self._backward = None
+
+    def _running(self, updates: Updates) -> _Backward:
+        """The backward of these updates that runs now."""
+        backward = self._backward or self._begin(updates)
+        if backward.updates is not updates or backward.task != torch._C._current_graph_task_id():
+            self._check_whole(again=True)
+        return backward
+
+    def _look(self, updates: Updates, index: int, grad: torch.Tensor) -> None:
+        """Look at a gradient of a first pass."""
+        assert self._first is not None
+        if updates not in self._first.left:
+            wait, asked = self._waits(updates)
+            if any(wait) or not all(asked):
+                why = "backward(inputs=...) asks for some alone" if not all(asked) else self._why_waiting(updates)
+                raise RuntimeError(f"two_pass needs all gradients in one backward, but {why}")
+            self._first.left[updates] = set(range(len(updates.parameters)))
+        if index not in self._first.left[updates]:
+            raise RuntimeError("a second backward inside first_pass()")
+        p = updates.parameters[index]
+        self._first.gradients.add(self._places()[id(p)], grad if p.grad is None else p.grad + grad)
+        self._first.left[updates].discard(index)
+
+    def _verdict(self, updates: Updates) -> Verdict:
+        """What the first pass found.
+
+        Raises:
+            RuntimeError: there was none, or it was of another forward.
+        """
+        first = self._first
+        if first is None or first.verdict is None or updates not in first.left or first.forwards != self._forwards:
+            raise RuntimeError(
+                "two_pass=True needs a first backward of the same forward: "
+                "with optimizer.first_pass(): loss.backward(retain_graph=True)"
+            )
+        return first.verdict
+
+    def _waits(self, updates: Updates) -> tuple[list[bool], list[bool]]:
+        """Which gradients of a backward have to wait for `step`, and which were asked for."""
+        others = self._pending - Counter({updates: 1})
+        shared = {id(p) for other in others for p in other.parameters}
+        known = {id(p) for group in self.wrapped.param_groups for p in group["params"]}
+        shared |= self._read
+        asked = [is_asked_for(p, name) for p, name in zip(updates.parameters, updates.names, strict=True)]
+        alone = self._accumulating or get_skip_data_parallel_grad_sync()  # no_sync: other ranks' parts are missing
+        waits = [alone or id(p) in shared or id(p) not in known for p in updates.parameters]
+        if self.needs_all and not self.two_pass and (any(waits) or not all(asked) or self._has_more_than(updates)):
+            waits = [True] * len(waits)
+        return waits, asked
+
+    def _begin(self, updates: Updates) -> _Backward:
+        waits, asked = self._waits(updates)
+        alone = self._accumulating or get_skip_data_parallel_grad_sync()
+        pairs = zip(updates.parameters, updates.names, waits, asked, strict=True)
+        if twice := [name for p, name, wait, ask in pairs if ask and not wait and id(p) in self._updated]:
+            raise RuntimeError(
+                f"a second backward since the last step() would update {_named(twice)} again: call step() after each "
+                "backward, or run all but the last under `with optimizer.accumulate():`"
+            )
+        if any(map(and_, waits, asked)) and not alone and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"gradients wait for optimizer.step(), because {self._why_waiting(updates)}",
+                stacklevel=2,
+            )
+        verdict = self._verdict(updates) if self.two_pass and self.needs_all and not alone else None
+        self._skipped |= verdict is not None and verdict.skips
+        groups = {id(p): group for group in self.wrapped.param_groups for p in group["params"]}
+        wait = frozenset(i for i, waiting in enumerate(waits) if waiting)
+        left = set(range(len(updates.parameters)))
+        unasked = frozenset(i for i, ask in enumerate(asked) if not ask)
+        task = torch._C._current_graph_task_id()
+        self._backward = _Backward(updates, task, wait, groups, left, unasked=unasked, verdict=verdict)
+        return self._backward
+
+    def _has_more_than(self, updates: Updates) -> bool:
+        """Whether the optimizer has trainable parameters that these updates leave out."""
+        own = {id(p) for p in updates.parameters}
+        return any(p.requires_grad and id(p) not in own for group in self.wrapped.param_groups for p in group["params"])
+
+    def _why_waiting(self, updates: Updates) -> str:
+        if self.needs_all and not self.two_pass and self._has_more_than(updates):
+            return "max_norm needs the norm of all, and the compiled backward has not all parameters of the optimizer"
+        if self._read:
+            return "an input of the program shares memory with a parameter"
+        return "another forward of the same parameters has had no backward: run evaluations under torch.no_grad()"
+
+    def _check_whole(self, again: bool = False) -> None:
+        if again or not self.consistent:
+            assert self._backward is not None
+            count = len(self._backward.updates.parameters)
+            raise RuntimeError(
+                f"the last backward ended with {len(self._backward.left)} of {count} parameters not updated: "
+                "load the parameters and the optimizer's state from before it (load_state_dict)"
+            )
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
