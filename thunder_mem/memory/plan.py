@@ -100,9 +100,10 @@ class Decision:
     """One decision and its gain.
 
     Attributes:
-        what: "loss head", "tiles", "saved for the backward", "regions", "order" or "budget".
+        what: "loss head", "tiles", "heads", "saved for the backward", "regions", "order" or "budget".
         how: the decision in words.
-        figure: the counted quantity: "peak" (all bytes alive at once), "saved", "logits" or "products".
+        figure: the counted quantity: "peak" (all bytes alive at once), "saved", "logits", "products" or "query, key,
+            value".
         before_bytes, after_bytes: that quantity without the decision, and with it.
         source: the "file:line" that it concerns, or "".
     """

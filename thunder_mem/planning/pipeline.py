@@ -24,6 +24,7 @@ from operator import attrgetter
 
 from thunder.core import prims
 from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import dce
 from thunder.extend import FusionExecutor
 
 from thunder_mem.costs.roofline import device_model_of
@@ -55,6 +56,7 @@ from thunder_mem.tiling.chunk_narrowing import narrow_sums
 from thunder_mem.tiling.chunk_resizing import leanest_loops
 from thunder_mem.trace.dead_halves import without_dead_halves
 from thunder_mem.trace.reading import TraceGraph
+from thunder_mem.trace.round_trips import without_round_trips
 from thunder_mem.trace.verification import is_verified, verify_final, verify_rewrite
 from thunder_mem.user_choices.offload import moves_for
 
@@ -122,9 +124,11 @@ def lower_plan(
         whole: gives the same program with whole stretches, which takes autograd once more. None if there is no choice.
         executors, options: as for `planned_trace`, and so are the errors.
     """
+    if any(d.what == "tiles" for d in options.decisions):
+        tiled = dce(without_round_trips(tiled))
     if whole is None:
         return planned_trace(tiled, executors, options)
-    untiled = replace(options, decisions=tuple(d for d in options.decisions if d.what != "tiles"))
+    untiled = replace(options, decisions=tuple(d for d in options.decisions if d.what not in ("tiles", "heads")))
     try:
         with_tiles = planned_trace(tiled, executors, options)
     except BudgetError as error:

@@ -18,8 +18,10 @@ from thunder_mem.partition.budget_search import SavingProblem
 from thunder_mem.partition.constraints import Constraints
 from thunder_mem.partition.min_cut_partition import about_recompute, min_cut_partition, saved_storages
 from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.planning.tile_borders import keeping_borders
 from thunder_mem.regions.fusion_queries import fusibility
 from thunder_mem.rewrites.copy_before_write import protect_old_values
+from thunder_mem.rewrites.gradients_over_heads import write_over_heads
 from thunder_mem.rewrites.offload import offloading
 from thunder_mem.rewrites.recompute import forbid_rng_replay, gathers_of_held, recompute_in_backward
 from thunder_mem.rewrites.regathered_values import gathered_twice
@@ -67,6 +69,8 @@ class Program:
         if rebuilt:
             new = recompute_in_backward(self.source, self.trace, rebuilt)
             read = read_trace(new, earlier=self.source)
+            if (over := write_over_heads(read, new)) is not new:
+                new, read = over, read_trace(over, earlier=read)
         if away := offloaded | self.constraints.offload:
             new, read = offloading(self.source, read, new, away)
         takes = self.fuse if read is self.source else fusibility(read, self.executors)
@@ -127,11 +131,11 @@ def _constraints(
 
 
 def free_partitions(program: Program) -> list[frozenset[int]]:
-    """Three choices of storages that the backward recomputes at no price beyond the user's checkpoints.
+    """Choices of storages that the backward recomputes at no price beyond the user's checkpoints.
 
     The first, the minimum cut, ignores where checkpoints begin and end: it may repeat the forward of many checkpoints
     at once, from few bytes. The second keeps the values that checkpoints keep, except those that cheap ops make from
-    the others. The third is the user's own.
+    the others. The third is the user's own. Where stretches run in tiles, a fourth also keeps inputs of some.
     """
     source, fuse, constraints = program.source, program.fuse, program.constraints
     graph = source.graph
@@ -142,7 +146,8 @@ def free_partitions(program: Program) -> list[frozenset[int]]:
     kept = saved_storages(graph, offered)
     cheap = min_cut_partition(graph, fuse, replace(constraints, may_recompute=program.gathered), needed=kept)
     read = {r for s in cheap for r in graph.ops[graph.allocator[s]].reads} - cheap  # type: ignore[index]
-    return list(dict.fromkeys([cut, offered - read | cheap, offered]))
+    borders = keeping_borders(program.trace, source, fuse, constraints, offered)
+    return list(dict.fromkeys([cut, offered - read | cheap, offered, *([] if borders is None else [borders])]))
 
 
 def _only_offered(source: TraceGraph, fuse: FusionCapabilities, choices: Constraints) -> frozenset[int]:

@@ -9,15 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor
 
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.costs.measured import costs_of
+from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.fusion.arrangement import arrange
+from thunder_mem.memory.graph import Op
 from thunder_mem.memory.plan import Decision
-from thunder_mem.planning.program import Planned
+from thunder_mem.planning.program import Planned, device_of
 from thunder_mem.regions.fusion_queries import fusibility
 from thunder_mem.rewrites.copy_small_views import about_views, pinned_bases, with_copied_views
-from thunder_mem.rewrites.rematerialize import about_remakes, idle_at_peak, with_rematerialized
+from thunder_mem.rewrites.rematerialize import Remake, about_remakes, idle_at_peak, with_rematerialized
 from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.trace.reading import read_trace
 
@@ -25,12 +30,15 @@ __all__ = ["refined"]
 
 # The most tries of each rewrite, as long as it lowers the peak.
 _ROUNDS = 4
+# The share of the program's modelled time that stretches in tiles may take once more.
+_MOST_TIME = 0.01
 
 
 def refined(planned: Planned, executors: Sequence[FusionExecutor], sort: str | SortFunction) -> Planned:
     """The plan with small views copied and idle values recomputed, as far as that lowers the peak."""
     said: list[Decision] = []
-    for rewrite, about in ((_with_copied_views, about_views), (_with_remakes, about_remakes)):
+    rewrites = (_with_copied_views, about_views), (_with_remakes, about_remakes), (_with_tiles_again, about_remakes)
+    for rewrite, about in rewrites:
         before_bytes, total = planned.peak_bytes, 0
         for _ in range(_ROUNDS):
             new, count = rewrite(planned)
@@ -59,3 +67,24 @@ def _with_remakes(planned: Planned) -> tuple[TraceCtx, int]:
     """The trace that recomputes values which are idle at the peak, and the number of these values."""
     remakes = idle_at_peak(planned.source, planned.plan, planned.fuse)
     return (with_rematerialized(planned.source, planned.trace, remakes) if remakes else planned.trace), len(remakes)
+
+
+def _with_tiles_again(planned: Planned) -> tuple[TraceCtx, int]:
+    """The same for the results of stretches in tiles, such as query, key and value, if the time is small."""
+    source = planned.source
+    loops = {op.index for op, bsym in zip(source.graph.ops, source.bsyms, strict=True) if _is_repeated(op, bsym)}
+    remakes = idle_at_peak(source, planned.plan, planned.fuse, frozenset(loops)) if loops else ()
+    seconds_of = costs_of("roofline", device_model_of(device_of(source)))
+    seconds = {op: seconds_of(source.bsyms[op]) for op in loops}
+    left_s = _MOST_TIME * sum(map(seconds_of, source.bsyms)) if remakes else 0.0
+    chosen, again = list[Remake](), set[int]()
+    for remake in reversed(remakes):  # the last one made is the last one needed, beside the most gradients
+        more = {op for s in remake.chain if (op := source.graph.allocator[s]) in loops} - again
+        if (cost_s := sum(seconds[op] for op in more)) <= left_s:
+            left_s, again, chosen = left_s - cost_s, again | more, [*chosen, remake]
+    return (with_rematerialized(source, planned.trace, chosen) if again else planned.trace), len(chosen) * bool(again)
+
+
+def _is_repeated(op: Op, bsym: BoundSymbol) -> bool:
+    """Whether a checkpoint's repetition runs a stretch in tiles there."""
+    return op.backward and is_chunk_loop(bsym) and bsym.sym.name == "chunk_loop" and loop_of(bsym).plan.is_stretch

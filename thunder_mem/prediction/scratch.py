@@ -38,10 +38,11 @@ from thunder_mem.regions.fake_regions import run_region
 from thunder_mem.regions.region_kernels import kernel_figures, region_function_of
 from thunder_mem.runtime import scratch_cache
 from thunder_mem.runtime.allocation_watch import AllocationWatch
+from thunder_mem.runtime.head_groups import runs_in_groups
 from thunder_mem.runtime.output_layout import describe, lay_out
 from thunder_mem.runtime.rng_replay import with_valid_state
 from thunder_mem.runtime.scratch_cache import Probe
-from thunder_mem.trace.kernel_scratch import FLASH_BACKWARD, flash_backward_bytes
+from thunder_mem.trace.kernel_scratch import FLASH_BACKWARD, estimated_scratch_bytes, flash_backward_bytes
 
 __all__ = ["KERNEL_SCRATCH", "OPERATOR_SCRATCH", "ProbingRunner", "SimulatedRunner"]
 
@@ -232,6 +233,8 @@ def _run_tracked(bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> Ran:
     for name, formula in KERNEL_SCRATCH.items():
         if name == bsym.sym.name:
             kernel_bytes = formula(*(env[a.name] for a in tensor_proxies(bsym.flat_args)))
+    if runs_in_groups(bsym):  # of which fake kernels show only the results
+        kernel_bytes = estimated_scratch_bytes(bsym)
     return Ran(max(watch.peak_bytes - watch.live_bytes(), kernel_bytes), watch.launches)
 
 

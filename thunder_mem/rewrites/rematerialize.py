@@ -45,17 +45,20 @@ class Remake:
     chain: frozenset[int]
 
 
-def idle_at_peak(source: TraceGraph, plan: Plan, fuse: FusionCapabilities) -> tuple[Remake, ...]:
+def idle_at_peak(
+    source: TraceGraph, plan: Plan, fuse: FusionCapabilities, affordable: frozenset[int] = frozenset()
+) -> tuple[Remake, ...]:
     """The values that are idle at the plan's peak and can be recomputed from values that are alive later anyway.
 
     Args:
         source: the trace that `plan` was made for, as read.
         fuse: the facts about its cheap ops.
+        affordable: other ops that may be repeated, once each.
     """
     steps = plan_steps(source.graph, plan)
     if steps.peak is None:
         return ()
-    chains = _Chains(source, fuse, gathers_of_held(source), steps)
+    chains = _Chains(source, fuse, gathers_of_held(source), steps, affordable)
     least_bytes = _LEAST_SHARE * steps.live_bytes[steps.peak]
     alike: dict[tuple, int] = {}  # by how a storage is made and used: how many of its uses come before it is made again
     candidates = {s.index: chains.uses(s.index) for s in source.graph.storages if s.nbytes >= least_bytes}
@@ -95,6 +98,7 @@ class _Chains:
     fuse: FusionCapabilities
     gathered: frozenset[int]
     steps: PlanSteps
+    affordable: frozenset[int]
 
     def uses(self, storage: int) -> list[int]:
         """The ops, except views, that read a storage of the same half, in source order; none if it must stay."""
@@ -133,8 +137,8 @@ class _Chains:
         return frozenset(chain)
 
     def _may_repeat(self, op: Op) -> bool:
-        """Whether an op is cheap and repeatable."""
-        cheap = self.fuse.cheap[op.index] or not self.gathered.isdisjoint(op.allocates)
+        """Whether an op is cheap, or affordable, and repeatable."""
+        cheap = self.fuse.cheap[op.index] or not self.gathered.isdisjoint(op.allocates) or op.index in self.affordable
         return cheap and recompute_obstacle(self.source, op.index) is None
 
 

@@ -23,7 +23,7 @@ from thunder.core.proxies import NumberProxy, TensorProxy, pyval
 from thunder.core.transforms import get_grad, put_grad, put_grads
 from thunder.extend import OperatorExecutor, register_executor
 
-__all__ = ["mem_attention_ex"]
+__all__ = ["last_dim_dense", "mem_attention_ex", "statistics_dtype"]
 
 mem_attention_ex = OperatorExecutor("mem_attention", version="0.1")
 register_executor(mem_attention_ex)
@@ -31,12 +31,12 @@ register_executor(mem_attention_ex)
 _DTYPES = (dtypes.float64, dtypes.float32, dtypes.bfloat16, dtypes.float16)
 
 
-def _last_dim_dense(a: torch.Tensor) -> torch.Tensor:
+def last_dim_dense(a: torch.Tensor) -> torch.Tensor:
     """Make the last dim dense, because the kernels ignore its stride."""
     return a if a.stride(-1) == 1 else a.contiguous()
 
 
-def _statistics_dtype(query_dtype: dtypes.dtype) -> dtypes.dtype:
+def statistics_dtype(query_dtype: dtypes.dtype) -> dtypes.dtype:
     return dtypes.float64 if dtypes.to_strong_dtype(query_dtype) is dtypes.float64 else dtypes.float32
 
 
@@ -49,7 +49,7 @@ def _forward_meta(
     scale: float | None,
 ) -> tuple[TensorProxy, TensorProxy]:
     logsumexp = TensorProxy(
-        shape=query.shape[:3], dtype=_statistics_dtype(query.dtype), device=query.device, requires_grad=False
+        shape=query.shape[:3], dtype=statistics_dtype(query.dtype), device=query.device, requires_grad=False
     )
     return TensorProxy(like=query), logsumexp
 
@@ -63,10 +63,10 @@ def _forward(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(_last_dim_dense, (query, key, value)),
+        *map(last_dim_dense, (query, key, value)),
         0.0,
         is_causal,
-        attn_mask=None if attn_mask is None else _last_dim_dense(attn_mask),
+        attn_mask=None if attn_mask is None else last_dim_dense(attn_mask),
         scale=scale,
     )
     # PyTorch's meta function says float32 even for float64, where the kernel gives float64: this does
@@ -100,11 +100,11 @@ def _backward(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *map(_last_dim_dense, (grad_out, query, key, value, out)),
+        *map(last_dim_dense, (grad_out, query, key, value, out)),
         logsumexp,
         0.0,
         is_causal,
-        attn_mask=None if attn_mask is None else _last_dim_dense(attn_mask),
+        attn_mask=None if attn_mask is None else last_dim_dense(attn_mask),
         scale=scale,
     )
 

@@ -21,7 +21,14 @@ from thunder_mem.memory.kernel_figures import KernelFigures
 from thunder_mem.trace.layout import Layout
 from thunder_mem.trace.op_traits import traits_of
 
-__all__ = ["FLASH_BACKWARD", "empty_outputs", "estimated_scratch_bytes", "flash_backward_bytes", "region_scratch_bytes"]
+__all__ = [
+    "FLASH_BACKWARD",
+    "empty_outputs",
+    "estimated_scratch_bytes",
+    "flash_backward_bytes",
+    "region_scratch_bytes",
+    "score_blocks_bytes",
+]
 
 FLASH_BACKWARD = "sdpafx_scaled_dot_product_efficient_attention_backward"
 """Thunder's name for the backward of flash attention on a GPU."""
@@ -58,7 +65,8 @@ def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
     on_cpu = outs[0].device.type == "cpu"
     is_attention_backward = "attention" in bsym.sym.name and "backward" in bsym.sym.name
     if is_attention_backward and on_cpu:
-        return _score_blocks_bytes(*outs[:2])
+        query_grad, key_grad = outs[:2]
+        return score_blocks_bytes(query_grad.shape[-2], key_grad.shape[-2], query_grad.dtype.bytes)
     if outs[0].dtype not in (bfloat16, float16):
         return 0
     if is_attention_backward:
@@ -88,17 +96,21 @@ def _is_gemm(bsym: BoundSymbol) -> bool:
     return any(b.sym.id in _GEMMS for b in (bsym, *bsym.subsymbols)) or has_tags(bsym, {OpTags.MATMUL_OP})
 
 
-def _score_blocks_bytes(query_grad: TensorProxy, key_grad: TensorProxy) -> int:
+def score_blocks_bytes(rows: int, columns: int, element_bytes: int) -> int:
     """The scratch of one thread of the CPU kernel: scores and their gradient, a block of rows by a block of columns.
 
     More threads hold more, but a plan must not depend on their number. The source is PyTorch's
     `aten/src/ATen/native/cpu/FlashAttentionKernel.cpp`, `flash_attention_backward_kernel_impl`.
+
+    Args:
+        rows, columns: of the scores of one head.
+        element_bytes: of a query.
     """
-    rows, columns = int(query_grad.shape[-2]), int(key_grad.shape[-2])
+    rows, columns = int(rows), int(columns)
     block_rows = 256 if rows >= 768 else 64 if rows >= 192 else 32
     block = min(block_rows, rows) * min(512, columns)
-    of_16_bits = query_grad.dtype in (bfloat16, float16)  # are kept a second time, for the products
-    return 2 * block * (_FLOAT32_BYTES + (2 if of_16_bits else 0))
+    # Values of 16 bits are kept a second time, for the products.
+    return 2 * block * (_FLOAT32_BYTES + (2 if element_bytes == 2 else 0))
 
 
 def empty_outputs(bsym: BoundSymbol) -> Sequence[TensorProxy]:

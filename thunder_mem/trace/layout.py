@@ -60,6 +60,8 @@ _DENSE_NAMES = frozenset(
     {
         *("softmax", "_softmax", "log_softmax", "logsigmoid", "layer_norm"),
         *("mem_layer_norm", "mem_layer_norm_backward", "mem_softmax_backward"),
+        *("mem_attention_groups", "mem_attention_groups_forward", "mem_attention_groups_backward"),
+        "mem_attention_groups_backward_over",
         *("cumsum", "cumprod", "roll", "tril", "triu"),
     }
 )

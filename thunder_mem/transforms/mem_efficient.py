@@ -44,6 +44,7 @@ from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.tiling.find import ChunkingError, chunk_trace
+from thunder_mem.tiling.heads import with_head_groups
 from thunder_mem.tiling.marks import strip_tile_marks
 from thunder_mem.tiling.rows_per_chunk import lean_rows, leanest_rows
 from thunder_mem.tiling.tiles import Tiles, TilingError, tile_trace
@@ -359,7 +360,11 @@ class MemEfficient(ListedTransform):
         tiles = _tiles_of(self._tile)
         try:
             verify = options.verify is not False
+            whole, (trace, heads) = trace, with_head_groups(trace, executors)
             trace, record = tile_trace(trace, tiles, executors_list=executors, verify=verify)
+            if not record.loops and heads:
+                heads = ()
+                trace, record = tile_trace(whole, tiles, executors_list=executors, verify=verify)
         except TilingError:  # the user marked this stretch by `with tiled():`
             raise
         except Exception as error:
@@ -371,7 +376,7 @@ class MemEfficient(ListedTransform):
         refused = (
             tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals) if tiles.rows != "auto" else ()
         )
-        decisions = (*options.decisions, *about_chunks(record.loops))
+        decisions = (*options.decisions, *about_chunks(record.loops), *heads)
         return trace, replace(options, refused=(*options.refused, *refused), decisions=decisions)
 
     def __repr__(self) -> str:

@@ -1,0 +1,209 @@
+"""Attention by groups of heads: values and gradients against float64 eager, peaks, and what stays whole."""
+
+import copy
+
+import pytest
+import thunder
+import thunder.torch as ltorch
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.tiling.test_tiles import errors, gradients, made
+from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict
+from thunder_mem.runtime import head_groups
+from thunder_mem.runtime.cpu_attention import mem_attention_ex
+from thunder_mem.tiling import heads as tiled_heads
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "keys", "groups"), [(4, 4, 1), (4, 4, 3), (6, 3, 2), (6, 3, 3), (8, 2, 4), (6, 2, 6), (5, 1, 3)]
+)
+@pytest.mark.parametrize("over", [(), (0, 1, 2)])
+def test_a_group_computes_what_all_heads_compute(heads, keys, groups, over, dtype):
+    torch.manual_seed(0)
+    rows, columns, causal, scale = 33, 33, True, 0.3
+    q, k, v = (torch.randn(2, h, n, 8).to(dtype) for h, n in ((heads, rows), (keys, columns), (keys, columns)))
+    grad = torch.randn(2, rows, heads, 8).to(dtype)
+    out, log_sums = head_groups._forward(q, k, v, causal, scale, groups)
+    given = [t.clone() for t in (q, k, v)]
+    found = head_groups._backward(grad, *given, out, log_sums, causal, scale, groups, over)
+    assert [g.data_ptr() == t.data_ptr() for g, t in zip(found, given, strict=True)] == [i in over for i in range(3)]
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    result = F.scaled_dot_product_attention(*exact, is_causal=causal, scale=scale, enable_gqa=True)
+    result.transpose(1, 2).backward(grad.double())
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for ours, theirs in zip((out.transpose(1, 2), *found), (result, *(t.grad for t in exact)), strict=True):
+        assert (ours - theirs).abs().max() <= bound * theirs.abs().max()
+
+
+def test_the_groups_hold_every_head_once():
+    for heads, keys, groups in [(4, 4, 1), (8, 8, 3), (8, 4, 4), (8, 2, 4), (12, 3, 6), (5, 1, 3)]:
+        q, k = torch.empty(1, heads, 2, 2), torch.empty(1, keys, 2, 2)
+        parts = list(head_groups._parts(q, k, groups))
+        assert len(parts) == groups
+        assert [h for of_query, _ in parts for h in range(heads)[of_query]] == list(range(heads))
+        for of_query, of_key in parts:
+            shared = heads // keys
+            assert {h // shared for h in range(heads)[of_query]} == set(range(keys)[of_key])
+
+
+class Layer(nn.Module):
+    """Attention with fewer heads of keys than of queries, and an MLP."""
+
+    def __init__(self, heads=8, keys=2, size=8, wide=256, repeat="expand", **options):
+        super().__init__()
+        self.heads, self.keys, self.size, self.repeat, self.options = heads, keys, size, repeat, options
+        width = heads * size
+        self.norm, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.kv = nn.Linear(width, width, False), nn.Linear(width, 2 * keys * size, False)
+        self.out, self.up, self.down = nn.Linear(width, width), nn.Linear(width, wide), nn.Linear(wide, width)
+
+    def repeated(self, t):
+        times = self.heads // self.keys
+        batch, keys, rows, size = t.shape
+        if self.repeat == "expand":
+            return t[:, :, None].expand(batch, keys, times, rows, size).reshape(batch, keys * times, rows, size)
+        return t[:, None].expand(batch, times, keys, rows, size).reshape(batch, keys * times, rows, size)
+
+    def forward(self, x):
+        batch, rows, _ = x.shape
+        h = self.norm(x)
+        q = self.q(h).view(batch, rows, self.heads, self.size).transpose(1, 2)
+        kv = self.kv(h).view(batch, rows, 2, self.keys, self.size).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, self.repeated(kv[0]), self.repeated(kv[1]), **self.options)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Layers(nn.Module):
+    def __init__(self, checkpoints=True, **options):
+        super().__init__()
+        self.layers, self.checkpoints = nn.ModuleList(Layer(**options) for _ in range(2)), checkpoints
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        return x.square().mean()
+
+
+def compiled(module, tile=True):
+    transform = MemEfficient(strict=True, verify=True, tile=tile)
+    return thunder.jit(module, executors=[mem_attention_ex], transforms=[transform])
+
+
+def of_heads(jitted):
+    return [d for d in last_plan(jitted).decisions if d.what == "heads"]
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """Small programs have groups too."""
+    monkeypatch.setattr(tiled_heads, "_CPU_BLOCKS", 4)
+
+
+def assert_right(module, x, tile, groups, factor=2.0):
+    double = copy.deepcopy(module).double()
+    exact = gradients(double, double, x.double())
+    eager = errors(gradients(module, module, x), exact)
+    jitted = compiled(module, tile)
+    ours = errors(gradients(jitted, module, x), exact)
+    assert [d.how.split(" in ")[1].split(",")[0] for d in of_heads(jitted)] == groups
+    for mine, theirs in zip(ours, eager, strict=True):
+        assert mine <= factor * theirs + 2 * torch.finfo(x.dtype).eps
+    return jitted
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_gradients_of_a_model_are_as_exact_as_eagers(few_blocks, checkpoints):
+    module, x = made(Layers(checkpoints, is_causal=True), (1, 512, 64))
+    assert_right(module, x, Tiles(rows=100), 2 * ["8 groups"])
+
+
+def test_bfloat16_is_as_exact_as_eager(few_blocks):
+    module, x = made(Layers(is_causal=True), (2, 256, 64), torch.bfloat16)
+    assert_right(module, x, Tiles(rows=64), 2 * ["8 groups"])
+
+
+def test_gradients_lie_over_operands_that_the_backward_repeats(few_blocks):
+    module, x = made(Layers(), (1, 512, 64))
+    jitted = assert_right(module, x, Tiles(rows=100), 2 * ["8 groups"])
+    over = [b.args[-1] for b in thunder.last_backward_traces(jitted)[-1].bound_symbols
+            if b.sym.name == "mem_attention_groups_backward_over"]  # fmt: skip
+    assert over == [(0,), (0,)]  # keys and values lie in one product's result
+    module.zero_grad()
+    loss = jitted(x.requires_grad_())
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    loss.backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(first, module.parameters(), strict=True))
+
+
+def test_what_autograd_keeps_is_not_overwritten(few_blocks):
+    module, x = made(Layers(checkpoints=False), (1, 512, 64))
+    jitted = compiled(module, Tiles(rows=100))
+    loss = jitted(x.requires_grad_())
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    loss.backward()
+    assert of_heads(jitted) and all(torch.equal(a, p.grad) for a, p in zip(first, module.parameters(), strict=True))
+
+
+def measured(module, x, tile):
+    """A compiled step's program and its measured peak."""
+    jitted = compiled(module, tile)
+
+    def step():
+        jitted(x).backward()
+        module.zero_grad(set_to_none=True)
+
+    step()
+    return jitted, measure_peak(step)
+
+
+def test_the_peak_is_predicted_to_the_byte(few_blocks):
+    module, x = made(Layers(is_causal=True), (1, 512, 64))
+    jitted, peak_bytes = measured(module, x, Tiles(rows=100))
+    assert of_heads(jitted)
+    assert 0 <= peak_bytes - predict(jitted, x).measured_bytes <= 8  # the loss
+
+
+@pytest.mark.slow
+def test_the_peak_falls(few_blocks):
+    module, x = made(Layers(is_causal=True), (1, 1024, 64))
+    assert measured(module, x, True)[1] < measured(module, x, False)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"repeat": "tile"}, "attention of 8 heads in 8 groups"), ({"dropout_p": 0.1}, ""), ({"keys": 8}, "8 groups")],
+)
+def test_only_repetitions_of_each_head_in_a_row_are_left_out(few_blocks, options, words):
+    module, x = made(Layers(**options), (1, 512, 64))
+    jitted = compiled(module, Tiles(rows=100))
+    if not words:  # dropout: attention stays whole
+        jitted(x).backward()
+        assert not of_heads(jitted)
+        return
+    jitted = assert_right(module, x, Tiles(rows=100), 2 * ["8 groups"])
+    assert all("not repeated" not in d.how and words in d.how for d in of_heads(jitted))
+
+
+def test_without_tiles_attention_stays_whole(few_blocks):
+    module, x = made(Layers(), (1, 512, 64))
+    jitted = compiled(module, False)
+    jitted(x).backward()
+    assert not of_heads(jitted)
+    assert not any("groups" in b.sym.name for b in thunder.last_traces(jitted)[-1].bound_symbols)
+
+
+def test_a_mask_leaves_attention_whole():
+    q, k = torch.empty(1, 2, 4, 8), torch.empty(1, 2, 4, 8)
+    jitted = thunder.jit(lambda q, k, m: F.scaled_dot_product_attention(q, k, k, m), executors=[mem_attention_ex])
+    jitted(q, k, torch.zeros(4, 4))
+    calls = [b for b in thunder.last_traces(jitted)[0].bound_symbols if b.sym == ltorch.scaled_dot_product_attention]
+    assert calls and all(tiled_heads._taken(b, (mem_attention_ex,)) is None for b in calls)

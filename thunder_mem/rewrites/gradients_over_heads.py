@@ -1,0 +1,58 @@
+"""Write gradients of attention in groups over the query, key and value that the backward has repeated.
+
+A group's gradients replace the group's own operands, which no other group reads. Values that autograd keeps from the
+forward stay, because a second backward reads them again.
+"""
+
+from __future__ import annotations
+
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+
+from thunder_mem.runtime.head_groups import is_backward_in_groups, writing_over
+from thunder_mem.trace.reading import TraceGraph
+
+__all__ = ["write_over_heads"]
+
+
+def write_over_heads(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
+    """The joint trace with such gradients over operands that in every order nobody reads later.
+
+    Args:
+        source: the reading of `trace`.
+        trace: a joint trace whose backward recomputes what it should.
+
+    Returns:
+        the new trace; the same object if there are none.
+    """
+    over = {
+        id(bsym): _dead(source, op.index)
+        for op, bsym in zip(source.graph.ops, source.bsyms, strict=True)
+        if op.backward and is_backward_in_groups(bsym)
+    }
+    if not any(over.values()):
+        return trace
+    new = from_trace(trace)
+    new.bound_symbols = [writing_over(b, over[id(b)]) if over.get(id(b)) else b for b in trace.bound_symbols]
+    new.set_provenance(TraceProvenance("Gradients of attention over its operands"))
+    return new
+
+
+def _dead(source: TraceGraph, index: int) -> tuple[int, ...]:
+    """Which of query, key and value may be overwritten: repeated in the backward, dense, and read here last.
+
+    All other readers make something that this operation reads, so they run before it.
+    """
+    graph, bsym = source.graph, source.bsyms[index]
+    memory = [source.storage_of[p.name] for p in bsym.flat_proxy_args]
+    reads = set(graph.ops[index].reads)
+    found = []
+    for i, proxy in enumerate(bsym.args[1:4]):
+        s = source.storage_of[proxy.name]
+        maker = graph.allocator[s]
+        if maker is None or not graph.ops[maker].backward or s in graph.outputs or memory.count(s) > 1:
+            continue
+        others = [graph.ops[user] for user in graph.users[s] if user not in (maker, index)]
+        others = [op for op in others if op.allocates or op.writes]  # a view's own readers are among them
+        if source.layout.is_dense(proxy.name) and not any(reads.isdisjoint(op.allocates) for op in others):
+            found.append(i)
+    return tuple(found)

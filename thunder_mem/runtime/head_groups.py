@@ -1,0 +1,287 @@
+"""Attention by groups of heads, which share no values but those of their keys.
+
+PyTorch's flash kernel works for a few heads at a time. Keys and values that several heads share need no repetition
+for all heads at once, and the kernel's own memory is that of one group. The numbers of each head are those of the
+kernel for all heads. The result lies as the next product reads it, so that it needs no copy.
+
+Shapes: query (B, H, T, D), key and value (B, K, S, D) with H a multiple of K, output (B, T, H, D), log-sum-exp
+(B, H, T).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from thunder.core.prims import OpTags
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.transforms import get_grad, put_grads, register_grad
+from torch import Tensor
+
+from thunder_mem.memory.device_bytes import block_bytes
+from thunder_mem.runtime.cpu_attention import last_dim_dense, mem_attention_ex, statistics_dtype
+from thunder_mem.trace.kernel_scratch import flash_backward_bytes, score_blocks_bytes
+from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
+
+__all__ = ["attention_in_groups", "group_bounds", "is_backward_in_groups", "runs_in_groups", "writing_over"]
+
+_FORWARD, _BACKWARD = "mem_attention_groups_forward", "mem_attention_groups_backward"
+_aten = torch.ops.aten
+
+
+def group_bounds(heads: int, groups: int) -> list[tuple[int, int]]:
+    """The heads of keys of each group, as even as possible.
+
+    >>> group_bounds(8, 3)
+    [(0, 3), (3, 6), (6, 8)]
+    """
+    size, more = divmod(heads, groups)
+    ends = [size * (i + 1) + min(i + 1, more) for i in range(groups)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _parts(query: Tensor, key: Tensor, groups: int) -> Iterator[tuple[slice, slice]]:
+    """The heads of queries and of keys of each group. More groups than keys divide the queries of one head of keys."""
+    keys = key.shape[1]
+    shared = query.shape[1] // keys
+    if groups <= keys:
+        for lo, hi in group_bounds(keys, groups):
+            yield slice(lo * shared, hi * shared), slice(lo, hi)
+        return
+    for at in range(keys):
+        for lo, hi in group_bounds(shared, groups // keys):
+            yield slice(at * shared + lo, at * shared + hi), slice(at, at + 1)
+
+
+def _repeated(t: Tensor, times: int) -> Tensor:
+    return t if times == 1 else t.repeat_interleave(times, 1)
+
+
+def _summed(grad: Tensor, heads: int) -> Tensor:
+    """The gradient of keys of `heads` heads from that of their repetitions."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+# --- forward ---------------------------------------------------------------------------------------
+
+
+def _forward_meta(
+    query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: bool, scale: float | None, groups: int
+) -> tuple[TensorProxy, TensorProxy]:
+    batch, heads, rows, size = query.shape
+    out = TensorProxy(like=query, shape=(batch, rows, heads, size))
+    return out, TensorProxy(
+        shape=(batch, heads, rows), dtype=statistics_dtype(query.dtype), device=query.device, requires_grad=False
+    )
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, groups: int
+) -> tuple[Tensor, Tensor]:
+    batch, heads, rows, size = query.shape
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    out = torch.empty((batch, rows, heads, size), dtype=query.dtype, device=query.device)
+    log_sums = torch.empty((batch, heads, rows), dtype=wide, device=query.device)
+    for of_query, of_key in _parts(query, key, groups):
+        q, k, v = (last_dim_dense(t) for t in (query[:, of_query], key[:, of_key], value[:, of_key]))
+        if query.device.type == "cpu":
+            times = q.shape[1] // k.shape[1]
+            found = _aten._scaled_dot_product_flash_attention_for_cpu(
+                q, _repeated(k, times), _repeated(v, times), 0.0, is_causal, attn_mask=None, scale=scale
+            )
+        else:
+            found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+        out[:, :, of_query].copy_(found[0].transpose(1, 2))
+        log_sums[:, of_query].copy_(found[1])
+    return out, log_sums
+
+
+_forward_in_groups = mem_attention_ex.register_operator(
+    _FORWARD, meta=_forward_meta, fn=_forward, tags=(OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,)
+)
+
+
+# --- backward --------------------------------------------------------------------------------------
+
+
+def _backward_meta(
+    grad_out: TensorProxy,
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    out: TensorProxy,
+    log_sums: TensorProxy,
+    is_causal: bool,
+    scale: float | None,
+    groups: int,
+    over: tuple[int, ...],
+) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
+    return TensorProxy(like=query), TensorProxy(like=key), TensorProxy(like=value)
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    groups: int,
+    over: tuple[int, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = (query, key, value)
+    grads = [
+        t if i in over and _fills_its_memory(t) else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for i, t in enumerate(given)
+    ]
+    sums: list[Tensor] = []  # of the gradients of one head of keys, over the groups of its queries
+    last = query.shape[1] // key.shape[1]
+    for of_query, of_key in _parts(query, key, groups):
+        q, k, v = (last_dim_dense(t[:, h]) for t, h in zip(given, (of_query, of_key, of_key), strict=True))
+        dout, o = (last_dim_dense(t[:, :, of_query]).transpose(1, 2) for t in (grad_out, out))
+        found = _of_group(dout, q, k, v, o, log_sums[:, of_query], is_causal, scale)
+        grads[0][:, of_query].copy_(found[0])
+        if groups <= key.shape[1]:
+            sums = [found[1], found[2]]
+        elif of_query.start % last == 0:
+            sums = [t.to(log_sums.dtype, copy=True) for t in found[1:]]
+        else:
+            for total, part in zip(sums, found[1:], strict=True):
+                total.add_(part)
+        if of_query.stop % last == 0:  # no other group reads these keys and values
+            for grad, total in zip(grads[1:], sums, strict=True):
+                grad[:, of_key].copy_(total)
+        del found
+    return grads[0], grads[1], grads[2]
+
+
+def _fills_its_memory(t: Tensor) -> bool:
+    """Whether each element of the memory is one of the tensor, in any order; the plan expects that."""
+    dense = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride != dense:
+            return False
+        dense *= size
+    return t.untyped_storage().nbytes() == t.nbytes
+
+
+def _of_group(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if query.device.type != "cpu":
+        state = torch.empty((2,), dtype=torch.uint64, device=query.device)  # of random numbers, which nothing draws
+        rows = query.shape[2], key.shape[2]
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad_out, query, key, value, out, log_sums.contiguous(), None, None, *rows, 0.0, is_causal, state, state,
+            scale=scale,
+        )  # fmt: skip
+    times, heads = query.shape[1] // key.shape[1], key.shape[1]
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, query, _repeated(key, times), _repeated(value, times), out, log_sums, 0.0, is_causal,
+        attn_mask=None, scale=scale,
+    )  # fmt: skip
+    return dq, _summed(dk, heads), _summed(dv, heads)
+
+
+_backward_in_groups = mem_attention_ex.register_operator(_BACKWARD, meta=_backward_meta, fn=_backward)
+
+
+_backward_over_operands = mem_attention_ex.register_operator(f"{_BACKWARD}_over", meta=_backward_meta, fn=_backward)
+
+
+def runs_in_groups(bsym: BoundSymbol) -> bool:
+    """Whether the bound symbol is attention in groups, forward or backward."""
+    return bsym.sym.executor is mem_attention_ex and bsym.sym.name.startswith("mem_attention_groups")
+
+
+def is_backward_in_groups(bsym: BoundSymbol) -> bool:
+    """Whether the bound symbol is the backward of attention in groups; its second to fourth arguments are q, k, v."""
+    return bsym.sym.executor is mem_attention_ex and bsym.sym.name.startswith(_BACKWARD)
+
+
+def writing_over(bsym: BoundSymbol, over: tuple[int, ...]) -> BoundSymbol:
+    """The backward that writes gradients over some of query (0), key (1) and value (2), which nobody reads later."""
+    return bsym.from_bsym(sym=_backward_over_operands, args=(*bsym.args[:-1], over), _call_ctx={})
+
+
+# --- before autograd -------------------------------------------------------------------------------
+
+
+def _meta(
+    query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: bool, scale: float | None, groups: int
+) -> TensorProxy:
+    batch, heads, rows, size = query.shape
+    return TensorProxy(like=query, shape=(batch, rows, heads, size))
+
+
+attention_in_groups = mem_attention_ex.register_operator(
+    "mem_attention_groups", meta=_meta, fn=lambda *args: _forward(*args)[0]
+)
+"""Attention without a mask: (query, key, value, is_causal, scale, groups) -> output."""
+
+
+def _differentiate(
+    query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: bool, scale: float | None, groups: int
+) -> TensorProxy:
+    out, log_sums = _forward_in_groups(query, key, value, is_causal, scale, groups)
+    grads = _backward_in_groups(get_grad(out), query, key, value, out, log_sums, is_causal, scale, groups, ())
+    put_grads((query, key, value), grads)
+    return out
+
+
+register_grad(attention_in_groups, _differentiate)
+
+
+# --- for those who plan ----------------------------------------------------------------------------
+
+
+def _scratch_bytes(bsym: BoundSymbol) -> int:
+    """The bytes of the largest group: its results before they go to their place, and the kernel's own."""
+    backward = is_backward_in_groups(bsym)
+    query, key = bsym.args[backward : backward + 2]
+    device, itemsize = query.device.device_str(), query.dtype.bytes
+    batch, heads, rows, size = map(int, query.shape)
+    keys, columns, groups = int(key.shape[1]), int(key.shape[2]), bsym.args[5 + 3 * backward]
+    divided = groups > keys
+    of_group = 1 if divided else -(-keys // groups)
+    queries = -(-(heads // keys) // (groups // keys)) if divided else of_group * (heads // keys)
+
+    def nbytes(count: int, length: int, each: int) -> int:
+        return block_bytes(batch * count * length * each, device)
+
+    wide = 8 if itemsize == 8 else 4
+    of_query, of_key = nbytes(queries, rows, size * itemsize), nbytes(of_group, columns, size * itemsize)
+    repeated = nbytes(queries, columns, size * itemsize) if queries > of_group else 0
+    log_sums = nbytes(queries, rows, wide)
+    on_cpu = device.startswith("cpu")
+    if not backward:
+        return of_query + log_sums + (2 * repeated if on_cpu else 0)
+    results = of_query + 2 * of_key + (2 * nbytes(1, columns, size * wide) if divided else 0)
+    if not on_cpu:
+        shapes = (batch, queries, rows, size), (batch, of_group, columns, size)
+        return results + log_sums + flash_backward_bytes(*shapes, itemsize)
+    return results + 4 * repeated + score_blocks_bytes(rows, columns, itemsize)
+
+
+_TRAITS = MemoryTraits(scratch_bytes=_scratch_bytes, products=True)
+_OVER_OPERANDS = MemoryTraits(
+    writes=lambda bsym: tuple(bsym.args[1 + i] for i in bsym.args[-1]),
+    last_write=True,
+    in_place=True,
+    shares=lambda bsym: {bsym.output[i].name: bsym.args[1 + i] for i in bsym.args[-1]},
+    scratch_bytes=_scratch_bytes,
+    runs=lambda bsym: bsym.from_bsym(sym=_backward_in_groups, args=(*bsym.args[:-1], ())),
+    products=True,
+)
+_BY_NAME = {_FORWARD: _TRAITS, _BACKWARD: _TRAITS, f"{_BACKWARD}_over": _OVER_OPERANDS}
+declare(mem_attention_ex, lambda name: _BY_NAME.get(name, PLAIN))
