@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
+import os
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<why>.*?) -->\n+)?```(?P<kind>\w+)(?P<title>[^\n]*)\n(?P<text>.*?)^```$"
@@ -108,7 +110,13 @@ def _fill(path: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     page = path.read_text(encoding="utf-8")
-    printed = {block.line: text for block, text in run(page, str(path))}
+    before = os.getcwd()
+    with TemporaryDirectory() as folder:  # for what the blocks save
+        os.chdir(folder)
+        try:
+            printed = {block.line: text for block, text in run(page, str(path))}
+        finally:
+            os.chdir(before)
     path.write_text(filled(page, printed), encoding="utf-8")
 
 
