@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.programs.hugging_face import FAMILIES, THROUGH_FX, gpt2, llama, tokens
-from thunder_mem import BudgetError, StepInBackward, measure_peak
+from thunder_mem import BudgetError, MemEfficient, StepInBackward, compare, measure_peak
 from thunder_mem.integrations.transformers import LossOutput, memory_efficient, programs
 
 
@@ -77,6 +77,24 @@ def test_a_family_trains_as_in_eager_with_no_more_memory(name):
     for m in (model, eager):
         m.zero_grad()
     assert measure_peak(lambda: backward(model, batch)) <= measure_peak(lambda: backward(eager, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_gradient_checkpointing_trains_as_in_eager_with_no_more_memory(name):
+    model, batch = FAMILIES[name]()
+    model.train()
+    model.gradient_checkpointing_enable()
+    eager = assert_trains_as_eager(model, batch, steps=1, strict=True)
+    eager.gradient_checkpointing_enable({"use_reentrant": False})
+    assert ways(model) == {"thunderfx" if name in THROUGH_FX else "thunder.jit"}
+    for m in (model, eager):
+        m.zero_grad()
+    assert measure_peak(lambda: backward(model, batch)) <= measure_peak(lambda: backward(eager, batch))
+    (before,) = programs(model)
+    model.gradient_checkpointing_disable()
+    assert error(backward(model, batch), backward(eager, batch)) < 1e-5
+    assert before in programs(model) and len(programs(model)) == 2, "another program without checkpoints"
 
 
 @pytest.mark.slow
@@ -277,17 +295,6 @@ def test_a_hook_inside_is_called(small):
     assert error(found, backward(eager, batch)) == 0
 
 
-def test_gradient_checkpointing_names_the_remedy(small):
-    model, eager, batch = small
-    for m in (model, eager):
-        m.train()
-        m.gradient_checkpointing_enable()
-    memory_efficient(model)
-    with pytest.warns(UserWarning, match=r"call gradient_checkpointing_disable\(\), and budget="):
-        found = backward(model, batch)
-    assert error(found, backward(eager, batch)) == 0
-
-
 def test_the_model_stays_the_users_model(small, tmp_path):
     model, eager, _ = small
     memory_efficient(model)
@@ -316,6 +323,27 @@ def test_what_is_set_after_the_first_call_counts(small):
         m.loss_function = seven_times
         m.transformer.h[0].ln_1.eps = 0.5
     assert error(backward(model, batch), backward(eager, batch)) < 1e-5
+
+
+def test_data_parallel_is_refused(small):
+    """On several GPUs `nn.DataParallel` copies the model in each call, as `nn.parallel.replicate` does."""
+    model, eager, _ = small
+    memory_efficient(model)
+    eager._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match=r"nn\.DataParallel cannot copy a memory-efficient model: start one"):
+        model._replicate_for_data_parallel()
+
+
+@pytest.mark.slow
+def test_compare_takes_a_memory_efficient_model(small):
+    model, _, batch = small
+    with pytest.raises(TypeError, match="has a MemEfficient already: give its options to memory_efficient"):
+        compare(memory_efficient(model, executors=[]), kwargs=batch, mem_efficient=MemEfficient())
+    found = compare(model, kwargs=batch, repeats=1)
+    assert found.best.name == "MemEfficient" and ways(model) == {"thunder.jit"}
+    assert found["MemEfficient"].peak_bytes < found["eager"].peak_bytes
+    assert found["MemEfficient"].result_difference < 1e-5 and found["MemEfficient"].gradient_difference < 1e-3
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_bad_input_gets_one_sentence(small):

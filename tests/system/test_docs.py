@@ -10,13 +10,14 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import thunder_mem
+from docs import python_blocks
 from docs.pictures import IMAGES, PICTURES, ROOMS
+from docs.python_blocks import Block, without_times
 from thunder_mem.command_line import main as thunder_mem_command
 
 ROOT = Path(__file__).parents[2]
@@ -25,30 +26,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 MODULES = sorted(
     m.name for m in pkgutil.walk_packages(thunder_mem.__path__, "thunder_mem.") if "__main__" not in m.name
 )
-BLOCK = re.compile(
-    r"^(?:<!-- not run: (?P<why>.*?) -->\n+)?```(?P<kind>\w+)(?P<title>[^\n]*)\n(?P<text>.*?)^```$", re.S | re.M
-)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page: its language, the file that its title names, its text, and why it is not run."""
-
-    kind: str
-    file: str
-    text: str
-    why: str | None
-    line: int
 
 
 def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    found = []
-    for match in BLOCK.finditer(text):
-        title = re.search(r'title="([^"]+)"', match["title"])
-        line = text.count("\n", 0, match.start("text"))
-        found.append(Block(match["kind"], title[1] if title else "", match["text"], match["why"], line))
-    return found
+    return python_blocks.blocks(page.read_text(encoding="utf-8"))
 
 
 def commands(block: Block) -> list[list[str]]:
@@ -74,14 +55,26 @@ WITH_COMMANDS = [page for page in PAGES if any(b.kind == "bash" for b in blocks(
 
 
 @pytest.mark.parametrize("page", [_by_time(page) for page in WITH_PYTHON], ids=name_of)
-def test_python_blocks_run(page, tmp_path, monkeypatch):
+def test_python_blocks_run_and_print_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    namespace: dict = {"__name__": "documentation"}
-    for block in blocks(page):
-        if block.kind == "python" and block.why is None:
-            source = "\n" * block.line + block.text  # so that a traceback names the page's line
-            exec(compile(source, str(page), "exec"), namespace)
+    for block, printed in python_blocks.run(page.read_text(encoding="utf-8"), name_of(page)):
+        if block.shown is not None:
+            fill = f"python -m docs.python_blocks --fill {name_of(page)}"
+            assert without_times(block.shown) == without_times(printed), (
+                f"line {block.line} prints another text: {fill}"
+            )
+
+
+def test_outputs_are_found_compared_and_filled_in():
+    page = "```python\nprint('took 3.5 ms', 7)\n```\n\n```text\ntook 2 ms 7\n```\n\n```python\nprint(8)\n```\n"
+    (first, took), (second, eight) = python_blocks.run(page, "page")
+    assert (first.shown, second.shown) == ("took 2 ms 7\n", None)
+    assert without_times(first.shown) == without_times(took)
+    assert without_times("9 steps 7") != without_times("9 steps 8")
+    new = python_blocks.filled(page, {first.line: took, second.line: eight})
+    assert new == page + "\n```text\n8\n```\n", "the same output, times aside, stays"
+    assert python_blocks.filled(page, {first.line: "12 GiB"}).startswith(page.split("took 2")[0] + "12 GiB\n```\n")
 
 
 def test_readme_shows_what_it_says():

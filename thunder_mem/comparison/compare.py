@@ -17,7 +17,7 @@ from thunder_mem.comparison.differences import Observed, largest_difference
 from thunder_mem.comparison.kept_state import kept
 from thunder_mem.comparison.reasons import LONGEST_REASON, why_not_lower
 from thunder_mem.comparison.result import EAGER, OURS, TORCH_COMPILE, Comparison, Row
-from thunder_mem.comparison.step import Step, step_of
+from thunder_mem.comparison.step import Step, compiles_itself, step_of
 from thunder_mem.frontend.thunderfx import is_fx
 from thunder_mem.memory.outside_input import quoted, shortened
 from thunder_mem.prediction.measure import measure_peak
@@ -50,7 +50,8 @@ def compare(
     of random numbers are as before. A copy of all of these is in the host's memory meanwhile.
 
     Args:
-        model: a module or a function, not compiled.
+        model: a module or a function, not compiled. Or a model of `thunder_mem.integrations.transformers`'
+            `memory_efficient`, whose loss alone is compared, and which has its own `MemEfficient`.
         args, kwargs: of its call.
         loss_fn: from the model's result to the scalar loss, run by eager PyTorch. By default a scalar result is the
             loss, and otherwise the sum of all results that require a gradient.
@@ -66,7 +67,8 @@ def compare(
         without the rounding of its allocator; of several GPUs, the first tensor's counts.
 
     Raises:
-        TypeError: the model is compiled already, or the optimizer is none or needs a closure.
+        TypeError: the model is compiled already or has a `MemEfficient` and gets another, or the optimizer is none or
+            needs a closure.
         ValueError: the loss is no scalar, an argument was computed from a tensor with a gradient, tensors are fake,
             there is nothing to optimise, or `repeats` is below 1.
         Exception: any other that the program raises in eager PyTorch.
@@ -80,10 +82,16 @@ def compare(
     _check(model, optimizer, mem_efficient, repeats)
     step = step_of(model, args, kwargs or {}, loss_fn, optimizer)
     given: dict[str, Any] = {} if executors is None else {"executors": list(executors)}
-    ours = thunder.jit(model, transforms=[mem_efficient or MemEfficient()], **given)
-    compilers: dict[str, Callable[[], Any]] = {EAGER: lambda: model, "Thunder": lambda: thunder.jit(model, **given)}
+    itself = compiles_itself(model)
+    if itself is None:
+        plain, ours = model, thunder.jit(model, transforms=[mem_efficient or MemEfficient()], **given)
+    else:
+        plain, ours = itself.plain, itself.ours
+        if mem_efficient is not None:
+            raise TypeError("the model has a MemEfficient already: give its options to memory_efficient")
+    compilers: dict[str, Callable[[], Any]] = {EAGER: lambda: plain, "Thunder": lambda: thunder.jit(plain, **given)}
     if torch_compile:
-        compilers[TORCH_COMPILE] = lambda: torch.compile(model)
+        compilers[TORCH_COMPILE] = lambda: torch.compile(plain)
     compilers[OURS] = lambda: ours
     with kept(step.modules, step.optimizers, step.others) as put_back:
         put_back()
@@ -98,7 +106,7 @@ def compare(
         found = Comparison(
             tuple(row for row, _ in rows), str(step.device), held_bytes, reference.trains, reference.draws
         )
-        if not _is_matched(found):
+        if not _is_matched(found) or itself is not None:
             return found
         best = found.best.name if found.best is not None else OURS
         return replace(found, why=why_not_lower(ours, step, trains=reference.trains, best=best))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,27 @@ from thunder_mem.comparison.kept_state import storage_bytes, tensors_inside
 from thunder_mem.prediction.stand_ins import owned_by
 from thunder_mem.prediction.training_step import training_step
 
-__all__ = ["Step", "step_of"]
+__all__ = ["CompilesItself", "Step", "compiles_itself", "step_of"]
+
+
+class CompilesItself(Protocol):
+    """The forward of a model that compiles itself, as `memory_efficient` of `thunder_mem.integrations` makes it.
+
+    Attributes:
+        plain: the step's program as another compiler gets it.
+        ours: the same with `MemEfficient`, which compiles in its first call.
+    """
+
+    @property
+    def plain(self) -> torch.nn.Module: ...
+
+    def ours(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def compiles_itself(model: Any) -> CompilesItself | None:
+    """The forward of such a model; None for all others."""
+    forward = getattr(model, "forward", None)
+    return forward if hasattr(forward, "plain") and hasattr(forward, "ours") else None
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,6 @@ def not_compiled(model: PreTrainedModel, values: Mapping[str, object]) -> str | 
         return ""
     if (hooked := _hooked(model)) is not None:
         return f"{hooked} has a hook, which a compiled step would not call"
-    if getattr(model, "is_gradient_checkpointing", False) and model.training:
-        return (
-            "Thunder cannot trace gradient checkpointing of transformers: call gradient_checkpointing_disable(), "
-            "and budget= recomputes what has to be recomputed"
-        )
     if values.get("past_key_values") is not None or values.get("cache_position") is not None:
         return "past_key_values continue a sequence, which is generation and no training step"
     if values.get("use_cache"):

@@ -1,11 +1,13 @@
 """Hugging Face's own code, for a time, in a form that Thunder can trace.
 
-Thunder 0.2.6 stops at three habits of transformers, and here each is done in another way, with the same values:
+Thunder 0.2.6 stops at three habits of transformers. Here each is done in another way, with the same values:
 
 - Masks are made by `torch.vmap` over index tensors. The same index functions get index tensors that broadcast.
 - Losses are made as modules inside the forward, ``CrossEntropyLoss()``. The name stands for a function that makes
   PyTorch's functional loss.
 - Attention shares keys between heads by ``enable_gqa``. Keys are repeated, as transformers does wherever it has a mask.
+
+Gradient checkpointing calls `torch.utils.checkpoint` in the form that Thunder takes: not reentrant, no keywords.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.integrations import sdpa_attention
 from transformers.loss import loss_utils
@@ -64,6 +67,9 @@ def _replacements(model: nn.Module, packed: bool) -> Iterator[tuple[dict[str, ob
         for name, value in list(vars(module).items()):
             if isinstance(value, type) and value in _LOSSES:
                 yield vars(module), name, _LOSSES[value]
+    for layer in model.modules():
+        if "_gradient_checkpointing_func" in vars(layer):
+            yield vars(layer), "_gradient_checkpointing_func", _checkpoint
 
 
 def _modules(model: nn.Module) -> set[ModuleType]:
@@ -143,3 +149,15 @@ _LOSSES: dict[type, Callable[..., object]] = {
     nn.BCEWithLogitsLoss: _maker(F.binary_cross_entropy_with_logits),
     nn.MSELoss: _maker(F.mse_loss),
 }
+
+
+# ---- gradient checkpointing ----
+
+
+def _checkpoint(function: Callable[..., object], *inputs: object, **options: object) -> object:
+    """A layer's `_gradient_checkpointing_func`; its `function` mostly has the layer's keywords already."""
+
+    def layer(*inputs: object) -> object:
+        return function(*inputs, **options)
+
+    return checkpoint(layer, *inputs, use_reentrant=False)

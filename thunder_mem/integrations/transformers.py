@@ -26,7 +26,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 from thunder.extend import Executor
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, find_labels
 
@@ -86,6 +86,7 @@ def memory_efficient(
     how = Compilation(transform, None if executors is None else tuple(executors), (through,) if through else WAYS)
     setattr(model, _STATE, _State(how))
     model.forward = _Forward(model)
+    model._replicate_for_data_parallel = _NoReplicas()
     return model
 
 
@@ -151,9 +152,46 @@ class _Forward:
         return _call(self.model, args, kwargs)
 
     @property
+    def plain(self) -> nn.Module:
+        """For `compare`: the model's own code, with the outputs that a training step keeps."""
+        return _Own(self.model)
+
+    def ours(self, *args: object, **kwargs: object) -> dict[str, object]:
+        """For `compare`: the same outputs, compiled."""
+        return _kept(self(*args, **kwargs))
+
+    @property
     def __signature__(self) -> inspect.Signature:
         """Of the class' own forward, by which `Trainer` knows the columns of a batch."""
         return inspect.signature(MethodType(type(self.model).forward, self.model))
+
+
+class _NoReplicas:
+    """In the place of what `nn.DataParallel` copies a module by; a replica would run the first device's program."""
+
+    def __call__(self) -> NoReturn:
+        raise RuntimeError(
+            "nn.DataParallel cannot copy a memory-efficient model: start one process for each GPU (torchrun), "
+            "or show PyTorch one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+
+class _Own(nn.Module):
+    """A model without `MemEfficient`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: object, **kwargs: object) -> dict[str, object]:
+        return _kept(type(self.model).forward(self.model, *args, **kwargs))
+
+
+def _kept(output: object) -> dict[str, object]:
+    """The losses of an output, or all of it if it has none."""
+    assert isinstance(output, dict)
+    losses = {name: output[name] for name in ("loss", "aux_loss") if output.get(name) is not None}
+    return losses or dict(output)
 
 
 def _call(model: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
