@@ -26,6 +26,7 @@ BLOCK = re.compile(
 _TIME = re.compile(r"\d+(\.\d+)?(?=\s?(ms|s|x|times|seconds|milliseconds)\b)")
 _DIFFERENCE = re.compile(r"within (\d\S*|0)")
 _LINE = re.compile(r"(?<=\.md:)\d+")
+_VALUE = re.compile(r"\bt\d+\b")
 _WIDTH = re.compile(r"[ ─━-]{2,}")
 
 
@@ -73,13 +74,13 @@ def run(page: str, name: str) -> Iterator[tuple[Block, str]]:
 
 
 def without_times(text: str) -> str:
-    """What a machine prints again: without times, rounding errors, lines of the page, and widths of columns.
+    """What a machine prints again: without times, rounding errors, names of values, lines of the page, and widths.
 
     Example:
         >>> without_times("eager    1.94 MiB   1.38 ms  1.31 x  results within 1e-07")
         'eager 1.94 MiB ~ ms ~ x results within ~'
     """
-    plain = _LINE.sub("~", _DIFFERENCE.sub("within ~", _TIME.sub("~", text)))
+    plain = _VALUE.sub("t~", _LINE.sub("~", _DIFFERENCE.sub("within ~", _TIME.sub("~", text))))
     return "\n".join(_WIDTH.sub(" ", line).strip() for line in plain.strip().splitlines())
 
 

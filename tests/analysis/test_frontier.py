@@ -62,6 +62,7 @@ def test_with_offload_the_frontier_goes_further_down(frontier):
     assert last_plan(compiled).budget.peak_bytes <= last.peak_bytes and last_plan(compiled).budget.offloaded
 
 
+@pytest.mark.slow
 def test_what_fits_is_the_fastest_that_does(frontier):
     first, *_, last = frontier.points
     assert frontier.within(first.peak_bytes) == first

@@ -233,6 +233,7 @@ def test_a_budget_by_measured_times(monkeypatch):
     assert count == len(seconds) and bought(x, costs="measured")[0] == measured and len(asked) == count
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_measured(monkeypatch):
     def fails(fn, args):
         raise RuntimeError("no such device")

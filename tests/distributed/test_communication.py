@@ -113,6 +113,7 @@ def _moved(bsyms) -> list[str]:
 # ---- order ----
 
 
+@pytest.mark.slow
 def test_ordering_collectives_only_permutes(replicated):
     before = replicated.given
     after = ordered_collectives(before)
@@ -138,6 +139,7 @@ def test_gradients_are_reduced_as_they_are_complete(replicated):
     assert not any(b.sym.name == "matmul" for b in thunders[first:])
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_in_the_order_of_use(zero3):
     names = [n for n in _moved(zero3.prepared.bound_symbols) if n.startswith("t_")]
     forward = names[: names.index("t_head_weight") + 1]
@@ -449,6 +451,7 @@ def test_steps_that_are_equal_do_not_differ():
 
 
 @pytest.mark.parametrize(("wrap", "warned"), [(sharded(), True), (ddp, False)], ids=["fsdp", "ddp"])
+@pytest.mark.slow
 def test_gradients_that_no_sync_spoils_are_warned_of(world, wrap, warned):
     """Thunder's own fault: with two processes they are off by a third and more, and those of `ddp` are right."""
     token = set_skip_data_parallel_grad_sync(True)

@@ -240,6 +240,7 @@ def _checks_tensors(part):
     return "check_tensor_shape_and_metadata" in str(thunder.last_prologue_traces(part.jitted)[-1])
 
 
+@pytest.mark.slow
 def test_checks_that_dynamo_makes_are_pruned_in_every_subgraph():
     compiled = thunderfx(broken(), executors=[], transforms=[MemEfficient(strict=True)])
     compiled(randn(5, 8, grad=False))
@@ -278,6 +279,7 @@ def test_options_of_thunder_reach_every_subgraph():
     assert [last_plan(p.jitted).sort for p in fx.subgraphs(compiled) if p.jitted] == ["dfs"] * 3
 
 
+@pytest.mark.slow
 def test_checkpoints_and_buffers_under_thunderfx():
     """Checkpoints are converted by ThunderFX's splitter, and a buffer is a parameter of the graph, written in place."""
 

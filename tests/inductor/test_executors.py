@@ -465,6 +465,7 @@ def test_no_read_moves_past_a_write_in_the_passes_of_other_fusion_executors():
     torch.testing.assert_close(thunder.jit(fn, executors=[mem_pointwise_ex, *others])(x), fn(x))
 
 
+@pytest.mark.slow
 def test_batch_norm_updates_its_statistics():
     eager = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.ReLU())
     jitted = jit(copy.deepcopy(eager))

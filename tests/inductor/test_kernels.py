@@ -177,6 +177,7 @@ class All(nn.Module):
 
 @pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow
 def test_norms_equal_eager_ones(dtype, last):
     jitted = assert_like_eager(All(dtype), [images(dtype, last=last) for _ in NORMS])
     assert str(thunder.last_backward_traces(jitted)[-1]).count("norm_backward(") == len(NORMS)
@@ -307,6 +308,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow
 def test_losses_equal_eager_ones(dtype):
     """With weights and without; the default's ignored target is no class. Smoothed ones are not by the kernel."""
     some, all_count = torch.tensor([0, 3, -100, 6, 3]), torch.tensor([0, 3, 1, 6, 3])

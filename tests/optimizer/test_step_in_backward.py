@@ -492,6 +492,7 @@ def test_gradients_die_young():
     assert peaks[1] < peaks[0] / 4  # one gradient of eight, and activations
 
 
+@pytest.mark.slow
 def test_what_fits_with_updates_in_the_backward():
     def model():
         return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))

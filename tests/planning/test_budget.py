@@ -85,6 +85,7 @@ def test_a_choice_fits_or_nothing_known_does(seed, share):
 
 @settings(max_examples=3, deadline=None)
 @given(st.integers(0, 10_000))
+@pytest.mark.slow
 def test_a_larger_budget_is_never_slower_and_never_has_a_lower_peak(seed):
     problem = problem_of(seed)
     low, high = fit_budget(problem, 1).peak_bytes, problem.trial(frozenset()).peak_bytes
@@ -114,6 +115,7 @@ def test_no_choice_of_equal_time_has_a_lower_peak(seed):
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0, 1))
+@pytest.mark.slow
 def test_no_choice_is_dearer_than_the_ladders_first_rung_that_fits(seed, share):
     problem = problem_of(seed)
     low, high = fit_budget(problem, 1).peak_bytes, problem.trial(frozenset()).peak_bytes
@@ -281,6 +283,7 @@ def tightest(model, x):
     return found
 
 
+@pytest.mark.slow
 def test_attention_under_the_tightest_budget_is_as_exact_as_eager():
     x = torch.randn(4, 64, 32)
     model = Attending(0.0)
@@ -335,6 +338,7 @@ def test_a_budget_out_of_reach_names_the_smallest_peak():
     assert caught.value.budget_bytes == 65536 < caught.value.smallest_peak_bytes
 
 
+@pytest.mark.slow
 def test_what_holds_a_peak_is_named_by_module_or_line():
     compiled = thunder.jit(stack(), executors=[], transforms=[MemEfficient(budget="64 KiB")])
     named = r"values \(3.00 MiB of 3 Softmax in modules [\d, ]+; .* in modules? [\d., ]+, backward\)"
@@ -380,6 +384,7 @@ def searches_that_hope(monkeypatch, optimism):
 
 
 @pytest.mark.parametrize("optimism", [0, 4096])
+@pytest.mark.slow
 def test_a_budget_is_judged_by_the_final_trace(monkeypatch, optimism):
     """Also where the search takes plans for smaller than they turn out."""
     hoped = searches_that_hope(monkeypatch, optimism)

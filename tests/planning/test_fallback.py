@@ -154,6 +154,7 @@ def test_a_head_that_fails_is_whole_and_says_why(stage, exact, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("stage", PLANNING)
+@pytest.mark.slow
 def test_what_fails_in_planning_runs_without_loops(stage, executors, exact, monkeypatch):
     """The loops were in the trace long before; Thunder alone has none."""
     monkeypatch.setattr(*PLANNING[stage], fail)
@@ -229,6 +230,7 @@ def another_reader(bsyms, at):
 @pytest.mark.parametrize(
     "corrupt", [lost_write, another_loop_input, early_loop, lost_loop, another_reader], ids=lambda f: f.__name__
 )
+@pytest.mark.slow
 def test_a_corrupted_chunking(corrupt, exact, monkeypatch):
     """What is spliced wrongly is seen before autograd, and the heads stay whole."""
     splice = chunking.splice
@@ -256,6 +258,7 @@ def test_rows_picked_from_what_only_a_composite_knows(exact, monkeypatch):
 
 
 @pytest.mark.parametrize("half", [0, 1], ids=["forward", "backward"])
+@pytest.mark.slow
 def test_a_broken_final_trace_gives_way_to_thunders_own(half, exact, monkeypatch):
     """Broken after planning, where nothing but names is looked at any more."""
     final = executor.final_trace

@@ -77,6 +77,7 @@ def test_work_is_linear_in_the_length_of_the_program(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.slow
 def test_no_recursion_follows_the_length_of_the_program(shape):
     trace = joint_trace(shape, 900)
     depth = 0
@@ -156,6 +157,7 @@ def called(fn, *args, stop_at: int = -1) -> int:
 
 
 @pytest.mark.parametrize("sixteenths", [(7,), pytest.param(range(1, 16), marks=pytest.mark.slow)], ids=["one", "many"])
+@pytest.mark.slow
 def test_an_interrupt_leaves_nothing_broken(sixteenths):
     """Wherever it strikes, the next call compiles, and computes what one that was not interrupted does."""
     x = randn(5, 6, grad=False)
@@ -225,6 +227,7 @@ def test_a_compiled_module_copies_pickles_and_saves_as_before():
         assert torch.load(state, weights_only=True).keys() == module.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_a_transform_and_a_plan_can_be_copied_and_pickled():
     transform = MemEfficient(recompute="Gelu+:recompute:-1", budget="1GiB", strict=True)
     module, x = small(), randn(5, 6, grad=False)

@@ -80,6 +80,7 @@ def test_storages_die_with_whatever_held_them_last(quick_collections):
     assert ledger.live_bytes == 28 and sum(ref.expired() for ref, _ in known) > 100
 
 
+@pytest.mark.slow
 def test_a_block_lives_as_long_as_any_storage_that_stands_for_it():
     ledger = Ledger("cpu")
     first, other = torch.empty(4), torch.empty(4)

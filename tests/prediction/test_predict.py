@@ -184,6 +184,7 @@ def test_autocast_and_no_grad_are_part_of_the_call():
     assert predict(jitted, x).phases == ("forward", "backward")
 
 
+@pytest.mark.slow
 def test_each_shape_has_its_own_prediction():
     jitted = thunder.jit(nn.Sequential(nn.Linear(16, 32), nn.GELU()), executors=[])
     for rows in (4, 16, 8):

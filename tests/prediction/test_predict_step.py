@@ -93,6 +93,7 @@ def test_the_first_step_makes_the_state():
     assert first.held_bytes < later.held_bytes
 
 
+@pytest.mark.slow
 def test_a_step_of_a_network_with_buffers():
     model = Net()
     target = torch.zeros(4, dtype=torch.long)

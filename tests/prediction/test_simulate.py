@@ -234,6 +234,7 @@ def mlp():
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).to(torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_step_holds_parameters_gradients_and_state():
     with simulate("H100-80GB"):
         with torch.device("cuda"):
@@ -267,6 +268,7 @@ def test_the_same_program_needs_the_same_on_a_simulated_gpu_and_on_a_cpu():
 OPTIONS = {"loss_fn": lambda out: out.float().mean(), "device": "T4"}
 
 
+@pytest.mark.slow
 def test_fits_and_its_headroom():
     answer = fits(mlp, torch.optim.AdamW, [(("B", 64), torch.bfloat16)], sizes={"B": 8}, **OPTIONS)
     assert answer and answer.headroom_bytes == answer.usable_bytes - answer.allocation.allocated_peak_bytes
@@ -286,6 +288,7 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert len(tried) <= 8
 
 
+@pytest.mark.slow
 def test_the_search_stops_at_its_limit_and_at_nothing():
     shapes = [(("B", "T", 64), torch.bfloat16)]
     limited = largest_sequence(mlp, None, shapes, sizes={"B": 1}, multiple=2, limit=9, device="T4")

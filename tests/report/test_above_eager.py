@@ -59,6 +59,7 @@ def test_a_program_above_eager_hears_it_first_with_the_reason():
     assert f"by {report.peak_bytes - 2 * x.nbytes:,} bytes: no more is saved for the backward, but" in line
 
 
+@pytest.mark.slow
 def test_a_program_at_or_below_eager_hears_nothing():
     for fn in (Mixed(), lambda x: F.gelu(x)):
         jitted = thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])

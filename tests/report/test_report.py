@@ -53,6 +53,7 @@ def stacked():
 DECISIONS = "Before and after each decision"
 
 
+@pytest.mark.slow
 def test_the_report_shows_the_predictions_peak_and_exactly_who_holds_it(planned):
     assert planned.peak_bytes == planned.prediction.peak_bytes == planned.peak.device_bytes
     assert sum(t.nbytes for t in planned.tenants) + planned.prediction.scratch_bytes == planned.peak_bytes

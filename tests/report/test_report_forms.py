@@ -100,6 +100,7 @@ def test_ticks_are_few_and_reach_near_the_peak():
         assert peak_bytes * 3 // 4 <= shown[-1] <= peak_bytes
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_and_do_not_change(planned, tmp_path):
     planned.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

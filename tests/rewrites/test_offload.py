@@ -135,6 +135,7 @@ def test_a_simulated_gpu_offloads_to_pinned_memory_that_does_not_count():
     assert re.search(rf"{len(plan.budget.offloaded)} values? to the host and back", report)
 
 
+@pytest.mark.slow
 def test_only_a_pattern_is_offloaded():
     x = torch.randn(512, 64)
     tight, _ = tightest(lambda: stack(dropout=0.1), x, (), offload="only:Linear+Softmax+")

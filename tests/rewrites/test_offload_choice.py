@@ -115,6 +115,7 @@ def _between(trial) -> int:
 
 
 @pytest.mark.parametrize("name", ["softmax", "views", "in place"])
+@pytest.mark.slow
 def test_a_trial_is_what_is_planned(name):
     study = study_program(PROGRAMS[name][0](), (torch.randn(512, 64),), {}, executors=[])
     source, problem = study.source, study.problem
@@ -201,6 +202,7 @@ def test_whatever_the_link_nothing_is_dearer_than_recomputing_and_all_fits(deep)
 
 
 @pytest.mark.parametrize("late_ms", (0, 1e6))
+@pytest.mark.slow
 def test_copies_that_turn_out_dearer_than_recomputing_are_given_up(deep, late_ms):
     """The final schedule may have less room beside the copies than the search assumed."""
     problem = moving(deep, device_model("cpu"), link_bytes_per_s=1e12, copy_s=1e-9)

@@ -77,6 +77,7 @@ def drawn_graph(graph: Graph, seed: int) -> tuple[Graph, FusionCapabilities]:
 
 @settings(max_examples=300)
 @given(graphs(16), st.integers(0, 10**6))
+@pytest.mark.slow
 def test_the_least_is_kept_and_of_equals_the_least_rebuilt(graph, seed):
     graph, fuse = drawn_graph(graph, seed)
     repeat_s = [0.0 if cheap else inf for cheap in fuse.cheap]

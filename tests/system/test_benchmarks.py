@@ -44,6 +44,7 @@ def small(loss_inside):
     return model, torch.optim.AdamW(model.parameters(), fused=True), (tokens, targets)
 
 
+@pytest.mark.slow
 def test_eager_longchat_is_what_was_measured_on_a_gpu():
     """Issue #1337 of lightning-thunder: 10.55 GB."""
     peak = simulated(compile="eager")

@@ -41,13 +41,15 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+_SLOW_PAGES = {
+    "big_vocabulary", "budget", "compare", "frontier", "integration", "long_context", "prediction", "saving",
+    "step_in_backward", "transformers",
+}  # fmt: skip
+
+
 def _by_time(page: Path):
-    """What compiles many regions is slow."""
-    return (
-        pytest.param(page, marks=pytest.mark.slow)
-        if page.name in ("integration.md", "prediction.md", "saving.md", "transformers.md")
-        else page
-    )
+    """What compiles many regions or large models is slow."""
+    return pytest.param(page, marks=pytest.mark.slow) if page.stem in _SLOW_PAGES else page
 
 
 WITH_PYTHON = [page for page in PAGES if any(b.kind == "python" for b in blocks(page))]

@@ -96,6 +96,7 @@ def test_seeded_programs(start: int):
 
 
 @pytest.mark.parametrize("profile", ["checkpoint", "overwritten"])
+@pytest.mark.slow
 def test_programs_that_thunder_alone_gets_wrong(profile: str):
     result = run_campaign(20, 0, PROFILES[profile], [MEM], excuse=False, whole_share=0.1)
     assert not result.failures, report(result)
@@ -415,6 +416,7 @@ def test_counts_are_recorded(tmp_path):
     assert written["totals"]["programs"] == 40 and written["totals"]["verdicts"] == {"mem: right": 20}
 
 
+@pytest.mark.slow
 def test_leaves_are_updated_in_the_backward():
     """Drawn for every fifth program; an update that comes too early, or with half a gradient, shows."""
     drawn = [draw_options(Random(seed), generate(Random(seed)), 0.02) for seed in range(400)]

@@ -140,6 +140,7 @@ def test_copies_are_hidden_by_the_union_of_kernels():
     assert hidden_share([(0, 2), (1, 3)], [(0, 3)]) == 1
 
 
+@pytest.mark.slow
 def test_heads_are_predicted_for_a_gpu_that_is_not_there():
     eager, chunked = (predicted_head("H100-80GB", name)["peak_bytes"] for name in ("eager", "rows=512"))
     logits_bytes = 16384 * 32000 * 2

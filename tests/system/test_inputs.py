@@ -241,6 +241,7 @@ def pages(tmp_path_factory) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_hostile_names_are_shown_as_text(pages):
     assert len(pages) >= 3
     assert any("onerror" in page for page in pages.values())  # the names are there

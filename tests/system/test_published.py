@@ -25,6 +25,7 @@ def test_a_layer_is_predicted(case):
     assert case.predict().nbytes == pytest.approx(case.published_bytes, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_finetuning_is_predicted():
     """The smallest model of a recipe: its gradients, AdamW's state and the logits before are there."""
     (case,) = (case for case in litgpt.CASES if "recipe stablelm" in case.configuration)

@@ -114,6 +114,7 @@ def planned_on_h100(tied=False, rows=512, dtype=None, **options):
 
 
 @pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.slow
 def test_a_small_head_on_a_gpu_is_chunked_and_a_plan_says_what_the_device_will_hold(tied):
     plan, predicted, loop = planned_on_h100(tied)
     assert (loop.chunks, loop.chunk_rows) == (4, 128)

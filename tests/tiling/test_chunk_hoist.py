@@ -139,6 +139,7 @@ def inputs(dtype):
 @pytest.mark.parametrize(
     "group", [g if g in ("filed", "cut off") else pytest.param(g, marks=pytest.mark.slow) for g in GROUPS]
 )
+@pytest.mark.slow
 def test_heads_of_some_rows(group):
     """All of a group as one program, so that they compile once."""
     heads = GROUPS[group]

@@ -122,11 +122,13 @@ def test_gradients_of_a_model_are_as_exact_as_eagers(few_blocks, checkpoints):
     assert_right(module, x, Tiles(rows=100), 2 * ["8 groups"])
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_exact_as_eager(few_blocks):
     module, x = made(Layers(is_causal=True), (2, 256, 64), torch.bfloat16)
     assert_right(module, x, Tiles(rows=64), 2 * ["8 groups"])
 
 
+@pytest.mark.slow
 def test_gradients_lie_over_operands_that_the_backward_repeats(few_blocks):
     module, x = made(Layers(), (1, 512, 64))
     jitted = assert_right(module, x, Tiles(rows=100), 2 * ["8 groups"])
@@ -142,6 +144,7 @@ def test_gradients_lie_over_operands_that_the_backward_repeats(few_blocks):
     assert all(torch.equal(a, p.grad) for a, p in zip(first, module.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_what_autograd_keeps_is_not_overwritten(few_blocks):
     module, x = made(Layers(checkpoints=False), (1, 512, 64))
     jitted = compiled(module, Tiles(rows=100))
@@ -182,6 +185,7 @@ def test_the_peak_falls(few_blocks):
     ("options", "words"),
     [({"repeat": "tile"}, "attention of 8 heads in 8 groups"), ({"dropout_p": 0.1}, ""), ({"keys": 8}, "8 groups")],
 )
+@pytest.mark.slow
 def test_only_repetitions_of_each_head_in_a_row_are_left_out(few_blocks, options, words):
     module, x = made(Layers(**options), (1, 512, 64))
     jitted = compiled(module, Tiles(rows=100))
@@ -193,6 +197,7 @@ def test_only_repetitions_of_each_head_in_a_row_are_left_out(few_blocks, options
     assert all("not repeated" not in d.how and words in d.how for d in of_heads(jitted))
 
 
+@pytest.mark.slow
 def test_without_tiles_attention_stays_whole(few_blocks):
     module, x = made(Layers(), (1, 512, 64))
     jitted = compiled(module, False)

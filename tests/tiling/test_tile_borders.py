@@ -18,6 +18,7 @@ def test_choices_are_the_ends_of_the_backward_or_all(layers):
     assert sorted({len(part) for part in choices}) == sorted({*(k for k in (1, 2, 4) if k < layers), layers})
 
 
+@pytest.mark.slow
 def test_gradients_are_right_if_the_forward_keeps_the_inputs_of_stretches(few_blocks, monkeypatch):  # noqa: F811
     kept = []
 
@@ -34,6 +35,7 @@ def test_gradients_are_right_if_the_forward_keeps_the_inputs_of_stretches(few_bl
     assert kept and all(found is not None and found < offered for offered, found in kept)
 
 
+@pytest.mark.slow
 def test_gradients_are_right_if_stretches_run_once_more(few_blocks, monkeypatch):  # noqa: F811
     monkeypatch.setattr(refine, "_MOST_TIME", 1.0)
     chosen = []

@@ -151,6 +151,7 @@ class WithLogits(nn.Module):
 
 
 @pytest.mark.parametrize("vocabulary, count", [(8, 2), (640, 0)])
+@pytest.mark.slow
 def test_by_default_nothing_is_tiled_where_the_peak_is_in_a_loss_outside(vocabulary, count):
     """A cross entropy outside holds three times the logits: with many of them, tiles cost time and gain nothing."""
     module, x = made(WithLogits(vocabulary), (1, 1024, 64))
@@ -463,6 +464,7 @@ def test_two_backwards_of_one_forward():
     assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_numbers_with_and_without_tiles():
     module, x = made(Stack(blocks=1), (1, 24, WIDTH))
 

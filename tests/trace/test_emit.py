@@ -244,6 +244,7 @@ def test_names_are_defined_once_and_before_their_use(plans):
         assert sum(b.sym.id is PrimIDs.RETURN for b in new.bound_symbols) == 1
 
 
+@pytest.mark.slow
 def test_regions_take_and_give_exactly_what_crosses_their_border(plans):
     fused = 0
     for _, new, _, text in plans:

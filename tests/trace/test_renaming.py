@@ -46,6 +46,7 @@ def test_numbers_have_names_too(trace):
     assert named(number, "m").name == "m"
 
 
+@pytest.mark.slow
 def test_programs_are_renamed_as_thunder_does():
     changed = 0
     for traced in map(written, WRITTEN):

@@ -110,6 +110,7 @@ def test_what_is_a_view_for_some_strides_is_ordered_like_one(name):
     assert set(source.graph.ops[sin].reads) <= source.overwritten
 
 
+@pytest.mark.slow
 def test_random_numbers_are_drawn_in_source_order(anyhow):
     drawn = 0
     for traced in anyhow:

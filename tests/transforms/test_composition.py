@@ -269,6 +269,7 @@ def deep():
 
 
 @ORDERS
+@pytest.mark.slow
 def test_cuda_graphs(order, cuda_graphs):
     alone = thunder.jit(deep(), transforms=[MemEfficient(strict=True)])
     alone(X)
@@ -443,6 +444,7 @@ def test_a_compile_option_that_is_almost_ours_is_named(name):
 # --- PyTorch's features ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_parametrize():
     class Scaled(nn.Module):
         def forward(self, w):
@@ -470,6 +472,7 @@ def test_gradient_accumulation():
     assert last_plan(jitted) is not None
 
 
+@pytest.mark.slow
 def test_functional_call():
     """Through ThunderFX: Thunder's own interpreter does not follow `functional_call`."""
     torch._dynamo.reset()

@@ -325,6 +325,7 @@ def test_an_instance_serves_functions_and_compilations_apart():
     assert last_plan(jitted[0]).to_json() != plans[0]
 
 
+@pytest.mark.slow
 def test_a_module_may_be_jitted_again_with_the_same_instance():
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)), randn(3, 4)

@@ -254,6 +254,7 @@ def draws_again(op, graph):
         (first_of(first_of(save_by_name("Gello"))), "'Gello' names nothing.*Gelu"),
     ],
 )
+@pytest.mark.slow
 def test_what_makes_no_sense_is_an_error_even_when_not_strict(policy, reason: str):
     jitted = thunder.jit(Model(), executors=EXECUTORS, transforms=[MemEfficient(recompute=policy)])
     with pytest.raises(RecomputeError, match=reason):

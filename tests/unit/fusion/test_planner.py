@@ -47,6 +47,7 @@ def of(plan: Plan, name: str) -> tuple[int, int]:
 
 @settings(max_examples=300)
 @given(fusible_graphs(30))
+@pytest.mark.slow
 def test_a_plan_runs_every_op_once_in_a_legal_order(drawn):
     graph, fuse = drawn
     check_plan(graph, fuse, arrange(graph, fuse, EXECUTORS))
@@ -64,6 +65,7 @@ def test_planned_peaks_are_those_of_the_plan_run_step_by_step(drawn):
 
 @settings(max_examples=300)
 @given(fusible_graphs(30))
+@pytest.mark.slow
 def test_no_half_is_above_thunders_own_arrangement_and_that_is_what_it_says(drawn):
     graph, fuse = drawn
     plan = arrange(graph, fuse, EXECUTORS)
@@ -76,6 +78,7 @@ def test_no_half_is_above_thunders_own_arrangement_and_that_is_what_it_says(draw
 
 @settings(max_examples=300)
 @given(fusible_graphs(24))
+@pytest.mark.slow
 def test_no_half_is_above_what_thunder_would_run(drawn):
     """Neighbours that one executor takes together are fused, the others run op by op, in source order."""
     graph, fuse = drawn
@@ -101,6 +104,7 @@ def test_without_fusible_ops_the_plan_is_an_order(drawn):
 
 
 @given(fusible_graphs(30))
+@pytest.mark.slow
 def test_planning_again_gives_the_same(drawn):
     graph, fuse = drawn
     assert arrange(graph, fuse, EXECUTORS) == arrange(graph, replace(fuse), EXECUTORS)
@@ -114,6 +118,7 @@ def test_names_play_no_part(drawn):
 
 
 @given(fusible_graphs(30))
+@pytest.mark.slow
 def test_plans_scale_with_the_sizes(drawn):
     graph, fuse = drawn
     graph = scaled(graph, 16)  # beyond what counts as a number

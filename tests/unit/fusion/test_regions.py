@@ -224,6 +224,7 @@ def started(drawn, rng) -> tuple[Graph, FusionCapabilities, Graph, list[int]]:
 
 @settings(max_examples=200)
 @given(fusible_graphs(30), st.randoms(use_true_random=False), st.integers(0, 3))
+@pytest.mark.slow
 def test_the_bookkeeping_of_merges_equals_a_full_simulation(drawn, rng, slack):
     """After every step: the bytes at each slot, the order, and the limit."""
     graph, fuse, regions, order = started(drawn, rng)

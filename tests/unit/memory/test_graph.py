@@ -306,6 +306,7 @@ def test_a_region_holds_its_inputs_and_outputs_together_and_nothing_inside(graph
 
 
 @given(graphs(), st.randoms(use_true_random=False))
+@pytest.mark.slow
 def test_contracting_twice_is_contracting_once(graph: Graph, rng: random.Random):
     first = graph.contract(_random_groups(graph, rng))
     groups = _random_groups(first, rng)
