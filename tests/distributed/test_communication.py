@@ -340,8 +340,8 @@ def test_the_packages_executors_join_thunders_under_ddp(world, monkeypatch):
         found.extend(str(e.name) for e in with_defaults(executors))
         raise KeyboardInterrupt
 
-    with_defaults = mem_efficient._with_defaults
-    monkeypatch.setattr(mem_efficient, "_with_defaults", stop)
+    with_defaults = mem_efficient.with_defaults
+    monkeypatch.setattr(mem_efficient, "with_defaults", stop)
     jitted = ddp(thunder.jit(model(), transforms=[MemEfficient(strict=True)]))
     with pytest.raises(KeyboardInterrupt):
         jitted(torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long))

@@ -13,6 +13,7 @@ from thunder.core.proxies import variableify
 from torch.utils.checkpoint import checkpoint
 
 import thunder_mem.tiling.find as chunking
+import thunder_mem.transforms.before_autograd as before_autograd
 import thunder_mem.transforms.chunk_loss_head as chunk_loss_head
 import thunder_mem.transforms.mem_efficient as mem_efficient
 from tests.checking.corruptions import CORRUPTIONS, Rewritten
@@ -107,10 +108,10 @@ def fail(*_, **__):
 
 BEFORE_AUTOGRAD = {
     "program": (mem_efficient, "program_of"),
-    "origins": (mem_efficient, "expand_scalars"),
-    "writes": (mem_efficient, "without_writes"),
-    "checkpoints": (mem_efficient, "take_over_checkpoints"),
-    "chunks": (mem_efficient, "chunk_trace"),
+    "origins": (before_autograd, "expand_scalars"),
+    "writes": (before_autograd, "without_writes"),
+    "checkpoints": (before_autograd, "take_over_checkpoints"),
+    "chunks": (before_autograd, "chunk_trace"),
     "reading": (chunking, "read_program"),
 }
 HEADS = {

@@ -11,7 +11,7 @@ import thunder
 import torch
 
 import thunder_mem
-import thunder_mem.transforms.mem_efficient as mem_efficient
+import thunder_mem.transforms.before_autograd as before_autograd
 from tests.checking.orders import latest_first
 from tests.fuzzing.command import uncompiled_regions
 from tests.programs.cases import randn
@@ -94,9 +94,9 @@ def fail(*_, **__):
 
 
 STAGES = {
-    "writes": (mem_efficient, "without_writes"),
-    "checkpoints": (mem_efficient, "take_over_checkpoints"),
-    "chunks": (mem_efficient, "chunk_trace"),
+    "writes": (before_autograd, "without_writes"),
+    "checkpoints": (before_autograd, "take_over_checkpoints"),
+    "chunks": (before_autograd, "chunk_trace"),
     "plan": (pipeline, "plan_program"),
     "emit": (stages, "emit"),
 }

@@ -7,26 +7,20 @@ import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
 from thunder.core.trace import TraceCtx, TraceTag
 from thunder.core.transform_common import Transform
-from thunder.extend import TemporaryExecutor, get_always_executors, get_default_executors
+from thunder.extend import TemporaryExecutor
 
-from thunder_mem.chunk_loop.plan import about_chunks
 from thunder_mem.costs.measured import COSTS, check_measurable
-from thunder_mem.frontend.checkpoint_tags import take_over_checkpoints
-from thunder_mem.frontend.functionalization import without_writes
 from thunder_mem.frontend.fx_calls import watch_calls
 from thunder_mem.frontend.fx_prologue_checks import pruned
-from thunder_mem.frontend.label_smoothing import without_ignored_targets
 from thunder_mem.frontend.missing_gradients import register_missing
-from thunder_mem.frontend.scalar_broadcast import expand_scalars
 from thunder_mem.frontend.tensor_parallel import waits_for_shards
 from thunder_mem.frontend.written_arguments import with_histories
-from thunder_mem.kernels.registered import mem_kernels_ex, with_statistics_apart
+from thunder_mem.kernels.registered import mem_kernels_ex
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.memory.plan import Refusal
 from thunder_mem.optimizer.step_in_backward import StepInBackward
@@ -36,24 +30,16 @@ from thunder_mem.planning.fallback import Original
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.plan_file import program_of, read_plan
 from thunder_mem.planning.record import current_record, note_program
-from thunder_mem.regions.fusion_executors import fuses_generally
-from thunder_mem.regions.nvfuser import without_broken_nvfuser
-from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.rendering.progress import stage
-from thunder_mem.runtime.cpu_attention import mem_attention_ex
-from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.schedule.registry import SortFunction
-from thunder_mem.tiling.find import ChunkingError, chunk_trace
-from thunder_mem.tiling.heads import with_head_groups
 from thunder_mem.tiling.marks import strip_tile_marks
-from thunder_mem.tiling.rows_per_chunk import lean_rows, leanest_rows
-from thunder_mem.tiling.tiles import Tiles, TilingError, tile_trace
+from thunder_mem.tiling.tiles import Tiles
 from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
-from thunder_mem.trace.origins import name_origins
 from thunder_mem.trace.shared_parameters import tag_shared_parameters
-from thunder_mem.trace.verification import verify_final
 from thunder_mem.transforms.base import ListedTransform
+from thunder_mem.transforms.before_autograd import chunked, prepared, tiled
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
+from thunder_mem.transforms.default_executors import with_defaults, with_kernels
 from thunder_mem.transforms.optimizer_step import check_optimizer, with_forward_noted, with_optimizer
 from thunder_mem.transforms.other_transforms import (
     accepts_missing_tangents,
@@ -220,12 +206,18 @@ class MemEfficient(ListedTransform):
         )
         tag_shared_parameters(computation_trace.args, prologue_trace, compile_data.fn)
         if waits_for_shards(self, compile_data.transforms, computation_trace):
-            return prologue_trace, self._prepared(computation_trace, prologue_trace), epilogue_trace
-        executors = _with_kernels(_with_defaults(compile_data.executors_list))
+            return (
+                prologue_trace,
+                prepared(computation_trace, prologue_trace, self._options, named=self._names_operations),
+                epilogue_trace,
+            )
+        executors = with_kernels(with_defaults(compile_data.executors_list))
         self._identify(computation_trace, self._asked(user_executors(executors)))
         kernels = mem_kernels_ex in executors
         with stage("preparing writes, scalars and checkpoints"):
-            computation_trace = prepared = self._prepared(computation_trace, prologue_trace, kernels=kernels)
+            computation_trace = ready = prepared(
+                computation_trace, prologue_trace, self._options, named=self._names_operations, kernels=kernels
+            )
         options = self._options
         other = rewriting_after(self, compile_data.transforms)
         if self._chunk and other:
@@ -233,20 +225,22 @@ class MemEfficient(ListedTransform):
             options = replace(options, refused=(Refusal("loss heads", reason),))
         elif self._chunk:
             with stage("cutting loss heads into chunks"):
-                computation_trace, options = self._chunked(computation_trace, user_executors(executors))
+                asked = self._chunk if isinstance(self._chunk, ChunkLossHead) else ChunkLossHead()
+                computation_trace, options = chunked(computation_trace, asked, options, user_executors(executors))
         untiled, marks = strip_tile_marks(computation_trace)
         if self._tile and not other:
             compile_data.executors_list = executors  # a tile is differentiated with the gradients of the same kernels
             with stage("cutting stretches into tiles"):
-                computation_trace, options = self._tiled(computation_trace, options, user_executors(executors))
+                tiles = _tiles_of(self._tile)
+                computation_trace, options = tiled(computation_trace, tiles, options, user_executors(executors))
         else:
             computation_trace = with_whole_stretches(computation_trace, type(self).__name__, other)
         options = composed(options, compile_data, computation_trace)
         options = with_optimizer(options, self._optimizer, computation_trace, prologue_trace, compile_data)
         later = behind(self, compile_data.transforms)
         original = whole = None
-        if computation_trace is not prepared:
-            original = Original(prologue_trace, prepared, epilogue_trace, later)
+        if computation_trace is not ready:
+            original = Original(prologue_trace, ready, epilogue_trace, later)
         may_choose = not marks and _tiles_of(self._tile).rows == "auto"
         if may_choose and any(d.what == "tiles" for d in options.decisions):
             whole = Original(prologue_trace, untiled, epilogue_trace, later)
@@ -308,76 +302,9 @@ class MemEfficient(ListedTransform):
         }
 
     @property
-    def _names_nothing(self) -> bool:
+    def _names_operations(self) -> bool:
         options = self._options  # under a budget `BudgetError` names operations
-        return options.recompute is None and options.budget is None and not options.named
-
-    def _prepared(self, trace: TraceCtx, prologue_trace: TraceCtx, *, kernels: bool = False) -> TraceCtx:
-        """The trace in functional form, for planning; unchanged after a failure.
-
-        With `kernels`, batch norms are in the form that `mem_kernels` takes.
-        """
-        try:
-            opened = without_ignored_targets(trace)
-            named = opened if self._names_nothing else name_origins(opened, prologue_trace)
-            prepared = take_over_checkpoints(expand_scalars(without_writes(named)))
-            prepared = with_statistics_apart(prepared) if kernels else prepared
-            verify_final(prepared)
-            return prepared
-        except Exception as error:
-            if self._options.strict:
-                raise
-            cause = f"{type(error).__name__}: {error}"
-            warnings.warn(f"MemEfficient left writes and checkpoints as Thunder has them: {cause}", stacklevel=2)
-            return trace
-
-    def _chunked(self, trace: TraceCtx, executors: tuple) -> tuple[TraceCtx, PlanningOptions]:
-        """The trace with chunked loss heads (unchanged after a failure), and the options with a record of it."""
-        try:
-            asked = self._chunk if isinstance(self._chunk, ChunkLossHead) else ChunkLossHead()
-            trace, record = chunk_trace(
-                trace,
-                chunks=asked.chunks,
-                rows=asked.rows,
-                accumulate=asked.accumulate,
-                executors_list=executors,
-                choose_rows=lean_rows if self._options.budget is None else leanest_rows,
-                verify=self._options.verify is not False,
-            )
-        except ChunkingError:  # the user marked this head by `with chunked():`
-            raise
-        except Exception as error:
-            if self._options.strict:
-                raise
-            cause = f"{type(error).__name__}: {error}"
-            warnings.warn(f"MemEfficient left the loss head as it is: {cause}", stacklevel=2)
-            return trace, replace(self._options, refused=(Refusal("loss head", cause),))
-        refused = tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals)
-        return trace, replace(self._options, refused=refused, decisions=about_chunks(record.loops))
-
-    def _tiled(self, trace: TraceCtx, options: PlanningOptions, executors: tuple) -> tuple[TraceCtx, PlanningOptions]:
-        """The trace with stretches in tiles (unchanged after a failure), and the options with a record of it."""
-        tiles = _tiles_of(self._tile)
-        try:
-            verify = options.verify is not False
-            whole, (trace, heads) = trace, with_head_groups(trace, executors)
-            trace, record = tile_trace(trace, tiles, executors_list=executors, verify=verify)
-            if not record.loops and heads:
-                heads = ()
-                trace, record = tile_trace(whole, tiles, executors_list=executors, verify=verify)
-        except TilingError:  # the user marked this stretch by `with tiled():`
-            raise
-        except Exception as error:
-            if options.strict:
-                raise
-            cause = f"{type(error).__name__}: {error}"
-            warnings.warn(f"MemEfficient left stretches whole: {cause}", stacklevel=2)
-            return trace, replace(options, refused=(*options.refused, Refusal("tiles", cause)))
-        refused = (
-            tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals) if tiles.rows != "auto" else ()
-        )
-        decisions = (*options.decisions, *about_chunks(record.loops), *heads)
-        return trace, replace(options, refused=(*options.refused, *refused), decisions=decisions)
+        return options.recompute is not None or options.budget is not None or bool(options.named)
 
     def __repr__(self) -> str:
         return (
@@ -400,29 +327,3 @@ def _chooser(recompute: Written | Policy) -> PartitionPolicy:
         raise TypeError(f"recompute is a configuration or a policy (op, graph) -> Action, not {quoted(recompute)}")
     check_policy(recompute)
     return PolicyChooser(recompute)
-
-
-def _with_kernels(executors: tuple) -> tuple:
-    """Add PyTorch's own kernels of composite operations if no executor fuses the operations' parts."""
-    given = user_executors(executors)
-    if any(map(fuses_generally, given)):
-        return executors
-    own = [e for e in (mem_attention_ex, mem_kernels_ex) if e not in given]
-    always = next((i for i, e in enumerate(executors) if e in get_always_executors()), len(executors))
-    return (*executors[:always], *own, *executors[always:])
-
-
-def _with_defaults(executors: tuple) -> tuple:
-    """Add the package's executors to Thunder's default list if it has no working general fusion executor."""
-    always = get_always_executors()
-    # Thunder puts one executor in front each time it processes the function, also for `ddp`, `fsdp`, `add_transform`.
-    own = sum(1 for _ in takewhile(lambda e: isinstance(e, TemporaryExecutor), executors))
-    given = executors[own:]
-    is_default = tuple(given) == (*get_default_executors(), *always)
-    given = without_broken_nvfuser(given)
-    if not is_default:
-        return (*executors[:own], *given)
-    simulated = simulated_device()
-    if any(map(fuses_generally, given)) or (simulated is not None and simulated.fusion is None):
-        return (*executors[:own], *given)
-    return (*executors[:own], mem_attention_ex, *given[: len(given) - len(always)], mem_pointwise_ex, *always)

@@ -1,0 +1,102 @@
+"""What `MemEfficient` does to a program before autograd, each step with its record, or none after a failure."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from thunder.core.trace import TraceCtx
+
+from thunder_mem.chunk_loop.plan import about_chunks
+from thunder_mem.frontend.checkpoint_tags import take_over_checkpoints
+from thunder_mem.frontend.functionalization import without_writes
+from thunder_mem.frontend.label_smoothing import without_ignored_targets
+from thunder_mem.frontend.scalar_broadcast import expand_scalars
+from thunder_mem.kernels.registered import with_statistics_apart
+from thunder_mem.memory.plan import Refusal
+from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.tiling.find import ChunkingError, chunk_trace
+from thunder_mem.tiling.heads import with_head_groups
+from thunder_mem.tiling.rows_per_chunk import lean_rows, leanest_rows
+from thunder_mem.tiling.tiles import Tiles, TilingError, tile_trace
+from thunder_mem.trace.origins import name_origins
+from thunder_mem.trace.verification import verify_final
+from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
+
+__all__ = ["chunked", "prepared", "tiled"]
+
+
+def prepared(
+    trace: TraceCtx, prologue_trace: TraceCtx, options: PlanningOptions, *, named: bool, kernels: bool = False
+) -> TraceCtx:
+    """The trace in functional form, for planning; unchanged after a failure.
+
+    Args:
+        trace, prologue_trace: the program's, before autograd.
+        options: of planning.
+        named: whether values get the names of the modules and lines that they come from.
+        kernels: whether batch norms are in the form that `mem_kernels` takes.
+    """
+    try:
+        opened = without_ignored_targets(trace)
+        opened = name_origins(opened, prologue_trace) if named else opened
+        ready = take_over_checkpoints(expand_scalars(without_writes(opened)))
+        ready = with_statistics_apart(ready) if kernels else ready
+        verify_final(ready)
+        return ready
+    except Exception as error:
+        if options.strict:
+            raise
+        cause = f"{type(error).__name__}: {error}"
+        warnings.warn(f"MemEfficient left writes and checkpoints as Thunder has them: {cause}", stacklevel=2)
+        return trace
+
+
+def chunked(
+    trace: TraceCtx, asked: ChunkLossHead, options: PlanningOptions, executors: tuple
+) -> tuple[TraceCtx, PlanningOptions]:
+    """The trace with chunked loss heads (unchanged after a failure), and the options with a record of it."""
+    try:
+        trace, record = chunk_trace(
+            trace,
+            chunks=asked.chunks,
+            rows=asked.rows,
+            accumulate=asked.accumulate,
+            executors_list=executors,
+            choose_rows=lean_rows if options.budget is None else leanest_rows,
+            verify=options.verify is not False,
+        )
+    except ChunkingError:  # the user marked this head by `with chunked():`
+        raise
+    except Exception as error:
+        if options.strict:
+            raise
+        cause = f"{type(error).__name__}: {error}"
+        warnings.warn(f"MemEfficient left the loss head as it is: {cause}", stacklevel=2)
+        return trace, replace(options, refused=(Refusal("loss head", cause),))
+    refused = tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals)
+    return trace, replace(options, refused=refused, decisions=about_chunks(record.loops))
+
+
+def tiled(
+    trace: TraceCtx, tiles: Tiles, options: PlanningOptions, executors: tuple
+) -> tuple[TraceCtx, PlanningOptions]:
+    """The trace with stretches in tiles (unchanged after a failure), and the options with a record of it."""
+    try:
+        verify = options.verify is not False
+        whole, (trace, heads) = trace, with_head_groups(trace, executors)
+        trace, record = tile_trace(trace, tiles, executors_list=executors, verify=verify)
+        if not record.loops and heads:
+            heads = ()
+            trace, record = tile_trace(whole, tiles, executors_list=executors, verify=verify)
+    except TilingError:  # the user marked this stretch by `with tiled():`
+        raise
+    except Exception as error:
+        if options.strict:
+            raise
+        cause = f"{type(error).__name__}: {error}"
+        warnings.warn(f"MemEfficient left stretches whole: {cause}", stacklevel=2)
+        return trace, replace(options, refused=(*options.refused, Refusal("tiles", cause)))
+    refused = tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals) if tiles.rows != "auto" else ()
+    decisions = (*options.decisions, *about_chunks(record.loops), *heads)
+    return trace, replace(options, refused=(*options.refused, *refused), decisions=decisions)

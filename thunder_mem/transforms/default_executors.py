@@ -1,0 +1,43 @@
+"""The package's own executors, beside those that the user named."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+from thunder.extend import TemporaryExecutor, get_always_executors, get_default_executors
+
+from thunder_mem.kernels.registered import mem_kernels_ex
+from thunder_mem.planning.executor import user_executors
+from thunder_mem.regions.fusion_executors import fuses_generally
+from thunder_mem.regions.nvfuser import without_broken_nvfuser
+from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+from thunder_mem.runtime.cpu_attention import mem_attention_ex
+from thunder_mem.runtime.simulated_device import simulated_device
+
+__all__ = ["with_defaults", "with_kernels"]
+
+
+def with_kernels(executors: tuple) -> tuple:
+    """Add PyTorch's own kernels of composite operations if no executor fuses the operations' parts."""
+    given = user_executors(executors)
+    if any(map(fuses_generally, given)):
+        return executors
+    own = [e for e in (mem_attention_ex, mem_kernels_ex) if e not in given]
+    always = next((i for i, e in enumerate(executors) if e in get_always_executors()), len(executors))
+    return (*executors[:always], *own, *executors[always:])
+
+
+def with_defaults(executors: tuple) -> tuple:
+    """Add the package's executors to Thunder's default list if it has no working general fusion executor."""
+    always = get_always_executors()
+    # Thunder puts one executor in front each time it processes the function, also for `ddp`, `fsdp`, `add_transform`.
+    own = sum(1 for _ in takewhile(lambda e: isinstance(e, TemporaryExecutor), executors))
+    given = executors[own:]
+    is_default = tuple(given) == (*get_default_executors(), *always)
+    given = without_broken_nvfuser(given)
+    if not is_default:
+        return (*executors[:own], *given)
+    simulated = simulated_device()
+    if any(map(fuses_generally, given)) or (simulated is not None and simulated.fusion is None):
+        return (*executors[:own], *given)
+    return (*executors[:own], mem_attention_ex, *given[: len(given) - len(always)], mem_pointwise_ex, *always)
