@@ -19,6 +19,7 @@ from rich.table import Table
 
 from benchmarks import longchat
 from benchmarks.models import gpt_module
+from tests.fuzzing.quick_thunder import interpreted_quickly
 from thunder_mem import MemEfficient, last_plan
 from thunder_mem.prediction.predict import predict
 from thunder_mem.prediction.simulate import simulate
@@ -44,7 +45,7 @@ def measure(name: str, tokens: int, tile: bool) -> Row:
     """The predicted peaks of one program."""
     own = name == "longchat-7b-16k"
     config = longchat.config(2) if own else Config.from_name(name, n_layer=2, block_size=tokens)
-    with simulate("H100-80GB"):
+    with simulate("H100-80GB"), interpreted_quickly():
         model = gpt_module(config, True, True, "cuda", torch.bfloat16)
         step = thunder.jit(model, transforms=[MemEfficient(strict=True, tile=tile)])
         ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
