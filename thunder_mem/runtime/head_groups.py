@@ -138,7 +138,7 @@ def _backward(
         for i, t in enumerate(given)
     ]
     sums: list[Tensor] = []  # of the gradients of one head of keys, over the groups of its queries
-    last = query.shape[1] // key.shape[1]
+    shared = query.shape[1] // key.shape[1]
     for of_query, of_key in _parts(query, key, groups):
         q, k, v = (last_dim_dense(t[:, h]) for t, h in zip(given, (of_query, of_key, of_key), strict=True))
         dout, o = (last_dim_dense(t[:, :, of_query]).transpose(1, 2) for t in (grad_out, out))
@@ -146,12 +146,12 @@ def _backward(
         grads[0][:, of_query].copy_(found[0])
         if groups <= key.shape[1]:
             sums = [found[1], found[2]]
-        elif of_query.start % last == 0:
+        elif of_query.start % shared == 0:
             sums = [t.to(log_sums.dtype, copy=True) for t in found[1:]]
         else:
             for total, part in zip(sums, found[1:], strict=True):
                 total.add_(part)
-        if of_query.stop % last == 0:  # no other group reads these keys and values
+        if of_query.stop % shared == 0:  # no other group reads these keys and values
             for grad, total in zip(grads[1:], sums, strict=True):
                 grad[:, of_key].copy_(total)
         del found
@@ -194,8 +194,6 @@ def _of_group(
 
 
 _backward_in_groups = mem_attention_ex.register_operator(_BACKWARD, meta=_backward_meta, fn=_backward)
-
-
 _backward_over_operands = mem_attention_ex.register_operator(f"{_BACKWARD}_over", meta=_backward_meta, fn=_backward)
 
 
