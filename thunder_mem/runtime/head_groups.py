@@ -24,7 +24,14 @@ from thunder_mem.runtime.cpu_attention import last_dim_dense, mem_attention_ex, 
 from thunder_mem.trace.kernel_scratch import flash_backward_bytes, score_blocks_bytes
 from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
 
-__all__ = ["attention_in_groups", "group_bounds", "is_backward_in_groups", "runs_in_groups", "writing_over"]
+__all__ = [
+    "attention_in_groups",
+    "group_bounds",
+    "is_backward_in_groups",
+    "runs_in_groups",
+    "writes_over_operands",
+    "writing_over",
+]
 
 _FORWARD, _BACKWARD = "mem_attention_groups_forward", "mem_attention_groups_backward"
 _aten = torch.ops.aten
@@ -205,6 +212,11 @@ def runs_in_groups(bsym: BoundSymbol) -> bool:
 def is_backward_in_groups(bsym: BoundSymbol) -> bool:
     """Whether the bound symbol is the backward of attention in groups; its second to fourth arguments are q, k, v."""
     return bsym.sym.executor is mem_attention_ex and bsym.sym.name.startswith(_BACKWARD)
+
+
+def writes_over_operands(bsym: BoundSymbol) -> bool:
+    """Whether the bound symbol is a backward that `writing_over` made."""
+    return bsym.sym is _backward_over_operands
 
 
 def writing_over(bsym: BoundSymbol, over: tuple[int, ...]) -> BoundSymbol:
