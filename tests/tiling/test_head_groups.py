@@ -197,6 +197,61 @@ def test_only_repetitions_of_each_head_in_a_row_are_left_out(few_blocks, options
     assert all("not repeated" not in d.how and words in d.how for d in of_heads(jitted))
 
 
+class WithoutKeys(Layer):
+    """No gradient flows through the repetition of keys and values."""
+
+    def repeated(self, t):
+        with torch.no_grad():
+            return super().repeated(t)
+
+
+def test_no_gradient_passes_a_repetition_without_one(few_blocks):
+    module, x = made(WithoutKeys(), (1, 64, 64))
+    x.requires_grad_()
+    module(x).sum().backward()
+    expected = [x.grad, *(p.grad for p in module.parameters() if p is not module.kv.weight)]
+    assert module.kv.weight.grad is None
+    x.grad = None
+    module.zero_grad()
+    jitted = compiled(module, Tiles(rows=20))
+    jitted(x).sum().backward()
+    assert [d.how for d in of_heads(jitted)] == ["attention of 8 heads in 2 groups"]
+    assert module.kv.weight.grad is None or not module.kv.weight.grad.any()
+    found = [x.grad, *(p.grad for p in module.parameters() if p is not module.kv.weight)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class Reshaped(nn.Module):
+    """Query, key and value are reshapes, which are views of an argument for some of its strides."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def block(self, *given):
+        q, k, v = (t.transpose(1, 2).reshape(2, 24, 32).view(2, 24, 4, 8).transpose(1, 2) for t in given)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return mixed + self.down(F.gelu(self.up(mixed)))
+
+    def forward(self, *given):
+        return checkpoint(self.block, *given, use_reentrant=False)
+
+
+def test_arguments_that_may_be_operands_are_not_overwritten(few_blocks):
+    module = Reshaped()
+    given = [torch.randn(2, 24, 4, 8).transpose(1, 2).requires_grad_() for _ in range(3)]
+    before = [t.detach().clone() for t in given]
+    module(*given).sum().backward()
+    expected = [t.grad.clone() for t in given]
+    for t in given:
+        t.grad = None
+    jitted = compiled(module, Tiles(rows=10))
+    jitted(*given).sum().backward()
+    assert of_heads(jitted)
+    torch.testing.assert_close([t.grad for t in given], expected, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(t, b) for t, b in zip(given, before, strict=True))
+
+
 @pytest.mark.slow
 def test_without_tiles_attention_stays_whole(few_blocks):
     module, x = made(Layers(), (1, 512, 64))

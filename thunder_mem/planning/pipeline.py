@@ -7,8 +7,8 @@
     carry the best one out                 emit, reuse buffers, overlap, schedule copies, fit chunks
     verify it                              the same program, without asking the planner
 
-Three free partitions come first: the user's checkpoints, those plus all values that fused code can recompute, and the
-minimum cut. Costly recomputation needs a budget that none of these fits.
+Free partitions come first: the user's checkpoints, those plus all values that fused code can recompute, and the
+minimum cut; with tiles also one that keeps inputs of stretches. Costly recomputation needs a budget that none of these fits.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from thunder_mem.planning.stages import carried_out
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.updates import about_states, with_updates
 from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_words
+from thunder_mem.runtime.head_groups import writes_over_operands
 from thunder_mem.runtime.scratch_cache import save_tables
 from thunder_mem.tiling.chunk_narrowing import narrow_sums
 from thunder_mem.tiling.chunk_resizing import leanest_loops
@@ -95,7 +96,8 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
     trace = prepared(without_dead_halves(without_unread_gradients(optimized)))
     planned = _fitting(trace, executors, options, given, start)
     assert planned.arranged is not None and planned.final is not None
-    if is_verified(planned.original, planned.plan.fingerprint, options.verify):
+    over = options.verify is None and any(map(writes_over_operands, planned.arranged.bound_symbols))
+    if over or is_verified(planned.original, planned.plan.fingerprint, options.verify):
         with stage("planning: verification"):
             verify_rewrite(planned.original, planned.arranged)
     elif options.verify is not False:  # cheap for traces of any length
@@ -143,7 +145,8 @@ def lower_plan(
     if outcome is not None:  # which nothing fits
         return min(without, with_tiles, key=attrgetter("peak_bytes"))
     tiled_bytes, whole_bytes = map(_peak_with_loss_outside, (with_tiles, without))
-    return with_tiles if tiled_bytes <= whole_bytes * (1 - _LEAST_GAIN) else without
+    lower = tiled_bytes <= whole_bytes * (1 - _LEAST_GAIN) and with_tiles.peak_bytes <= without.peak_bytes
+    return with_tiles if lower else without
 
 
 def _peak_with_loss_outside(planned: Planned) -> int:

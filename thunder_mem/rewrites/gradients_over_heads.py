@@ -9,6 +9,7 @@ from __future__ import annotations
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
 from thunder_mem.runtime.head_groups import is_backward_in_groups, writing_over
+from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.reading import TraceGraph
 
 __all__ = ["write_over_heads"]
@@ -24,11 +25,11 @@ def write_over_heads(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
     Returns:
         the new trace; the same object if there are none.
     """
-    over = {
-        id(bsym): _dead(source, op.index)
-        for op, bsym in zip(source.graph.ops, source.bsyms, strict=True)
-        if op.backward and is_backward_in_groups(bsym)
-    }
+    found = [op.index for op in source.graph.ops if op.backward and is_backward_in_groups(source.bsyms[op.index])]
+    if not found:
+        return trace
+    shared = _shared(source)
+    over = {id(source.bsyms[op]): _dead(source, op, shared) for op in found}
     if not any(over.values()):
         return trace
     new = from_trace(trace)
@@ -37,10 +38,20 @@ def write_over_heads(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
     return new
 
 
-def _dead(source: TraceGraph, index: int) -> tuple[int, ...]:
+def _shared(source: TraceGraph) -> frozenset[int]:
+    """Storages that are one for some strides of the arguments, as those of a tensor and its reshape."""
+    aliases = Aliases(source.bsyms)
+    of_class: dict[str, set[int]] = {}
+    for name, s in source.storage_of.items():
+        of_class.setdefault(aliases(name), set()).add(s)
+    return frozenset(s for storages in of_class.values() if len(storages) > 1 for s in storages)
+
+
+def _dead(source: TraceGraph, index: int, shared: frozenset[int]) -> tuple[int, ...]:
     """Which of query, key and value may be overwritten: repeated in the backward, dense, and read here last.
 
-    All other readers make something that this operation reads, so they run before it.
+    A storage that may be `shared` with another may be the user's own for other strides of the arguments. All other
+    readers make something that this operation reads, so they run before it.
     """
     graph, bsym = source.graph, source.bsyms[index]
     memory = [source.storage_of[p.name] for p in bsym.flat_proxy_args]
@@ -49,7 +60,7 @@ def _dead(source: TraceGraph, index: int) -> tuple[int, ...]:
     for i, proxy in enumerate(bsym.args[1:4]):
         s = source.storage_of[proxy.name]
         maker = graph.allocator[s]
-        if maker is None or not graph.ops[maker].backward or s in graph.outputs or memory.count(s) > 1:
+        if maker is None or not graph.ops[maker].backward or s in graph.outputs | shared or memory.count(s) > 1:
             continue
         others = [graph.ops[user] for user in graph.users[s] if user not in (maker, index)]
         others = [op for op in others if op.allocates or op.writes]  # a view's own readers are among them

@@ -24,7 +24,14 @@ from thunder_mem.runtime.cpu_attention import last_dim_dense, mem_attention_ex, 
 from thunder_mem.trace.kernel_scratch import flash_backward_bytes, score_blocks_bytes
 from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
 
-__all__ = ["attention_in_groups", "group_bounds", "is_backward_in_groups", "runs_in_groups", "writing_over"]
+__all__ = [
+    "attention_in_groups",
+    "group_bounds",
+    "is_backward_in_groups",
+    "runs_in_groups",
+    "writes_over_operands",
+    "writing_over",
+]
 
 _FORWARD, _BACKWARD = "mem_attention_groups_forward", "mem_attention_groups_backward"
 _aten = torch.ops.aten
@@ -138,7 +145,7 @@ def _backward(
         for i, t in enumerate(given)
     ]
     sums: list[Tensor] = []  # of the gradients of one head of keys, over the groups of its queries
-    last = query.shape[1] // key.shape[1]
+    shared = query.shape[1] // key.shape[1]
     for of_query, of_key in _parts(query, key, groups):
         q, k, v = (last_dim_dense(t[:, h]) for t, h in zip(given, (of_query, of_key, of_key), strict=True))
         dout, o = (last_dim_dense(t[:, :, of_query]).transpose(1, 2) for t in (grad_out, out))
@@ -146,12 +153,12 @@ def _backward(
         grads[0][:, of_query].copy_(found[0])
         if groups <= key.shape[1]:
             sums = [found[1], found[2]]
-        elif of_query.start % last == 0:
+        elif of_query.start % shared == 0:
             sums = [t.to(log_sums.dtype, copy=True) for t in found[1:]]
         else:
             for total, part in zip(sums, found[1:], strict=True):
                 total.add_(part)
-        if of_query.stop % last == 0:  # no other group reads these keys and values
+        if of_query.stop % shared == 0:  # no other group reads these keys and values
             for grad, total in zip(grads[1:], sums, strict=True):
                 grad[:, of_key].copy_(total)
         del found
@@ -194,8 +201,6 @@ def _of_group(
 
 
 _backward_in_groups = mem_attention_ex.register_operator(_BACKWARD, meta=_backward_meta, fn=_backward)
-
-
 _backward_over_operands = mem_attention_ex.register_operator(f"{_BACKWARD}_over", meta=_backward_meta, fn=_backward)
 
 
@@ -207,6 +212,11 @@ def runs_in_groups(bsym: BoundSymbol) -> bool:
 def is_backward_in_groups(bsym: BoundSymbol) -> bool:
     """Whether the bound symbol is the backward of attention in groups; its second to fourth arguments are q, k, v."""
     return bsym.sym.executor is mem_attention_ex and bsym.sym.name.startswith(_BACKWARD)
+
+
+def writes_over_operands(bsym: BoundSymbol) -> bool:
+    """Whether the bound symbol is a backward that `writing_over` made."""
+    return bsym.sym is _backward_over_operands
 
 
 def writing_over(bsym: BoundSymbol, over: tuple[int, ...]) -> BoundSymbol:

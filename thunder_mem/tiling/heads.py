@@ -27,7 +27,7 @@ from thunder_mem.memory.plan import Decision
 from thunder_mem.memory.units import counted
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.runtime.head_groups import attention_in_groups
-from thunder_mem.tiling.leaves import Leaf, read_program, size_bytes
+from thunder_mem.tiling.leaves import Leaf, is_cut, read_program, size_bytes
 from thunder_mem.trace.source_lines import place_of
 
 __all__ = ["with_head_groups"]
@@ -116,22 +116,29 @@ def _operands(
 
 
 def _before_repetition(producer: Mapping[str, Leaf], t: TensorProxy) -> TensorProxy:
-    """The tensor (B, K, S, D) whose heads `t` (B, H, S, D) repeats, each as often in a row; or `t` itself."""
+    """The tensor (B, K, S, D) whose heads `t` (B, H, S, D) repeats, each as often in a row; or `t` itself.
+
+    `t` itself also if the user cut the gradient off within the repetition.
+    """
     leaf = producer.get(t.name)
-    if leaf is None or leaf.bsym.sym.id is not PrimIDs.RESHAPE or leaf.inputs[0].ndim != 5:
+    if leaf is None or leaf.bsym.sym.id is not PrimIDs.RESHAPE or is_cut(leaf) or leaf.inputs[0].ndim != 5:
         return t
     now = leaf.inputs[0]
     batch, keys, times, rows, size = now.shape
     if (batch, keys * times, rows, size) != tuple(t.shape):
         return t
     dims: list[int | None] = list(range(5))  # for each dim of the repetition, the dim of `now`
-    while (leaf := producer.get(now.name)) is not None and leaf.bsym.sym.id is PrimIDs.BROADCAST_IN_DIM:
+    while (leaf := producer.get(now.name)) is not None and _broadcasts(leaf):
         now, _, to = leaf.bsym.args
         dims = [to.index(d) if d in to else None for d in dims]
         if now.ndim == 4:
             same = tuple(now.shape) == (batch, keys, rows, size)
             return now if same and dims == [0, 1, None, 2, 3] else t
     return t
+
+
+def _broadcasts(leaf: Leaf) -> bool:
+    return leaf.bsym.sym.id is PrimIDs.BROADCAST_IN_DIM and not is_cut(leaf)
 
 
 def _groups(query: TensorProxy, key: TensorProxy) -> int:
@@ -169,6 +176,6 @@ def _decision(bsym: BoundSymbol, operands: Sequence[TensorProxy], groups: int) -
     query, key, _ = operands
     text = f"attention of {query.shape[1]} heads in {counted(groups, 'group')}"
     if key.shape[1] < query.shape[1]:
-        text += f", {key.shape[1]} heads of keys not repeated"
+        text += f", {counted(key.shape[1], 'head')} of keys not repeated"
     before = 3 * size_bytes(query)
     return Decision("heads", text, "query, key, value", before, sum(map(size_bytes, operands)), place_of(bsym))
