@@ -23,11 +23,16 @@ BLOCK = re.compile(
     r"(?P<below>\n\n```text\n(?P<shown>.*?)^```$)?",
     re.S | re.M,
 )
-_TIME = re.compile(r"\d+(\.\d+)?(?=\s?(ms|s|x|times|seconds|milliseconds)\b)")
-_DIFFERENCE = re.compile(r"within (\d\S*|0)")
+_TIME = re.compile(r"\d+(\.\d+)?(?=\s?(ms|s|times|seconds|milliseconds)\b|\s?x\b(?! \d))")
+_DIFFERENCE = re.compile(r"within (\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
+_ROUNDING = 1e-3  # a larger difference is no rounding error, and is compared
 _LINE = re.compile(r"(?<=\.md:)\d+")
+<<<<<<< HEAD
 _VALUE = re.compile(r"\bt\d+\b")
 _WIDTH = re.compile(r"[ ─━-]{2,}")
+=======
+_WIDTH = re.compile(r"[ ─━]{2,}|-{3,}")
+>>>>>>> rev2
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,22 @@ def run(page: str, name: str) -> Iterator[tuple[Block, str]]:
 def without_times(text: str) -> str:
     """What a machine prints again: without times, rounding errors, names of values, lines of the page, and widths.
 
+    Signs and sizes (``2 x 4``) stay, and so do differences that are no rounding errors.
+
     Example:
         >>> without_times("eager    1.94 MiB   1.38 ms  1.31 x  results within 1e-07")
         'eager 1.94 MiB ~ ms ~ x results within ~'
     """
+<<<<<<< HEAD
     plain = _VALUE.sub("t~", _LINE.sub("~", _DIFFERENCE.sub("within ~", _TIME.sub("~", text))))
+=======
+    plain = _LINE.sub("~", _DIFFERENCE.sub(_without_rounding, _TIME.sub("~", text)))
+>>>>>>> rev2
     return "\n".join(_WIDTH.sub(" ", line).strip() for line in plain.strip().splitlines())
+
+
+def _without_rounding(match: re.Match[str]) -> str:
+    return "within ~" if float(match[1]) <= _ROUNDING else match[0]
 
 
 def filled(page: str, printed: dict[int, str]) -> str:

@@ -158,3 +158,11 @@ def test_several_devices_and_wrong_options_get_a_sentence():
         pass
     with pytest.raises(TypeError, match="bugdet"), memory_efficient(bugdet="1GiB"):
         pass
+
+
+def test_options_of_a_command_that_does_not_take_them_are_an_error(capsys):
+    with pytest.raises(SystemExit):
+        main(["finetune_full", "checkpoints/tiny", "--budget", "1GiB"])
+    assert "--budget and --no_fusion are for pretrain, finetune, finetune_lora, not for finetune_full" in (
+        capsys.readouterr().err
+    )

@@ -153,12 +153,130 @@ def test_a_first_pass_that_does_not_see_all_gradients():
     assert not torch.equal(model[0].bias, before[1])
 
 
+def other_loss(out, ours):
+    (100 * out).sum().backward()
+
+
+def loss_of_other_places(out, ours):
+    (out * torch.arange(8.0).sub(3.5)).sum().backward()
+
+
+def accumulated(out, ours):
+    with ours.accumulate():
+        out.sum().backward(retain_graph=True)
+    out.sum().backward()
+
+
+def cleared(out, ours):
+    ours.zero_grad()
+    out.sum().backward()
+
+
+def some_alone(out, ours):
+    out.sum().backward(inputs=[ours.param_groups[0]["params"][0]])
+
+
+@pytest.mark.parametrize(
+    "second, words",
+    [
+        (other_loss, "of another loss"),
+        (loss_of_other_places, "of another loss"),
+        (accumulated, "added up or cleared since"),
+        (cleared, "added up or cleared since"),
+        (some_alone, "asks for some gradients alone"),
+    ],
+)
+def test_a_second_backward_with_other_gradients(second, words):
+    """The norm that is known is not theirs, so nothing is updated."""
+    model, _, ours, step = made(optimizer=torch.optim.SGD, max_norm=0.1, two_pass=True)
+    before, x = values(model), torch.ones(2, 8)
+    if second is cleared:
+        with ours.accumulate():
+            step(x).sum().backward()
+    out = step(x)
+    with ours.first_pass():
+        out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=words):
+        second(out, ours)
+    assert all(map(torch.equal, values(model), before)) and ours.consistent
+
+
+def test_a_result_that_the_loss_of_one_pass_leaves_out():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.first(x)
+            return h, self.second(h).sum()
+
+    model = Two()
+    ours = StepInBackward(torch.optim.SGD(model.parameters(), lr=1.0), max_norm=0.1, two_pass=True)
+    before = values(model)
+    h, loss = compiled(model, ours)(torch.ones(2, 4))
+    with ours.first_pass():
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="of another loss"):
+        (loss + h.sum()).backward(retain_graph=True)
+    assert all(map(torch.equal, values(model), before))
+    loss.backward()
+    ours.step()
+    moved = torch.cat([(p - q).flatten() for p, q in zip(values(model), before, strict=True)])
+    assert moved.norm().item() == pytest.approx(0.1)
+
+
+def test_both_passes_run_the_same_programs():
+    """Two programs have one norm, in one backward or in two."""
+    parts = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    parameters = [p for part in parts for p in part.parameters()]
+    ours = StepInBackward(torch.optim.SGD(parameters, lr=1.0), max_norm=0.1, two_pass=True)
+    steps, before = [compiled(part, ours) for part in parts], [p.detach().clone() for p in parameters]
+    few, many = (step(torch.ones(2, 4)).sum() for step in steps)
+    with ours.first_pass():
+        many.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="reaches parameters that the one in first_pass"):
+        (few + many).backward(retain_graph=True)
+    assert all(map(torch.equal, parameters, before))
+    with ours.first_pass():
+        (few + 3 * many).backward(retain_graph=True)
+    few.backward()
+    with pytest.raises(RuntimeError, match="1 compiled programs had a backward in first_pass"):
+        ours.step()
+    (3 * many).backward()
+    ours.step()
+    moved = torch.cat([(p - q).flatten() for p, q in zip(parameters, before, strict=True)])
+    assert moved.norm().item() == pytest.approx(0.1)
+
+
+def test_a_first_pass_is_not_inside_another_and_forgets_a_forward_without_backward():
+    model, _, ours, step = made(optimizer=torch.optim.SGD, max_norm=0.1, two_pass=True)
+    before, x = values(model), torch.ones(2, 8)
+    step(x)
+    loss = step(x).sum()
+    with pytest.raises(RuntimeError, match="another forward of the same parameters"), ours.first_pass():
+        loss.backward(retain_graph=True)
+    loss = step(x).sum()
+    with pytest.raises(RuntimeError, match="inside first_pass"), ours.first_pass(), ours.first_pass():
+        pass
+    with ours.first_pass():
+        loss.backward(retain_graph=True)
+    assert all(map(torch.equal, values(model), before))
+    loss.backward()
+    ours.step()
+    assert not torch.equal(model[0].bias, before[1])
+
+
 def test_parameters_outside_of_the_program_cannot_take_two_passes():
     inside, outside = nn.Linear(5, 5), nn.Linear(5, 5)
     parameters = [*inside.parameters(), *outside.parameters()]
     ours = StepInBackward(torch.optim.SGD(parameters, lr=1.0), max_norm=0.1, two_pass=True)
     loss = outside(compiled(inside, ours)(torch.ones(2, 5))).sum()
     with pytest.raises(RuntimeError, match=r"2 parameters.* get their gradients from outside"), ours.first_pass():
+        loss.backward(retain_graph=True)
+    ours.zero_grad()
+    loss = compiled(inside, ours)(torch.ones(2, 5)).sum() + inside.bias.sum()  # which is read beside the program
+    with pytest.raises(RuntimeError, match=r"1 parameters.* get their gradients from outside"), ours.first_pass():
         loss.backward(retain_graph=True)
 
 

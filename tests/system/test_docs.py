@@ -73,7 +73,13 @@ def test_outputs_are_found_compared_and_filled_in():
     (first, took), (second, eight) = python_blocks.run(page, "page")
     assert (first.shown, second.shown) == ("took 2 ms 7\n", None)
     assert without_times(first.shown) == without_times(took)
-    assert without_times("9 steps 7") != without_times("9 steps 8")
+    for shown, wrong in (
+        ("9 steps 7", "9 steps 8"),
+        ("gradients within 1e-07", "gradients within 0.5"),
+        ("a difference of -1", "a difference of 1"),
+        ("2 x 4", "3 x 4"),
+    ):
+        assert without_times(shown) != without_times(wrong)
     new = python_blocks.filled(page, {first.line: took, second.line: eight})
     assert new == page + "\n```text\n8\n```\n", "the same output, times aside, stays"
     assert python_blocks.filled(page, {first.line: "12 GiB"}).startswith(page.split("took 2")[0] + "12 GiB\n```\n")

@@ -39,6 +39,9 @@ _ROWS = 64
 """Rows of a fine-tuning batch have the length of its longest text. They are filled up to a multiple of this, so that
 few programs are compiled. No token sees a later one, so this changes no loss."""
 
+_COMMANDS = ("pretrain", "finetune", "finetune_lora")
+"""litgpt's commands that train with `MemEfficient`; "finetune" is "finetune_lora"."""
+
 
 @contextmanager
 def memory_efficient(*, executors: Sequence[Executor | str] | None = None, **options: object) -> Iterator[None]:
@@ -193,6 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget")
     parser.add_argument("--no_fusion", action="store_true")
     own, others = parser.parse_known_args(arguments)
+    command = others[0] if others else None
+    if command not in _COMMANDS and (own.budget is not None or own.no_fusion):
+        parser.error(f"--budget and --no_fusion are for {', '.join(_COMMANDS)}, not for {command}")
     options = {} if own.budget is None else {"budget": own.budget}
     from litgpt.__main__ import main as litgpt_main
 

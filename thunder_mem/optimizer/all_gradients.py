@@ -7,17 +7,22 @@ finds the norm by a first backward.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from math import inf
+from collections.abc import Collection, Iterable, Sequence
+from math import dist, hypot, inf, isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.utils.weak import TensorWeakRef
+
+from thunder_mem.optimizer.gradient_edges import is_asked_for
 
 if TYPE_CHECKING:
     from thunder_mem.optimizer.compiled_updates import Updates
 
-__all__ = ["AllGradients", "FirstPass", "Verdict", "is_on", "report_to_scaler", "was_unscaled"]
+__all__ = ["AllGradients", "FirstPass", "Verdict", "is_on", "report_to_scaler", "size_of", "was_unscaled"]
+
+_SAME = 1e-4  # eager code outside of the program may add numbers up in another order in the second backward
 
 
 class Verdict(NamedTuple):
@@ -103,23 +108,28 @@ def _norm_of(norms: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
 class FirstPass:
     """A backward for the norm alone.
 
-    Attributes:
-        gradients: what it sees.
-        verdict: what it found, once it has ended.
+    Args:
+        gradients: finds what all gradients say.
         forwards: the number of forwards that ran before it.
+        parameters: of the optimizer.
+
+    Attributes:
+        verdict: what it found, once it has ended.
         left: by program, the parameters that have not been seen.
+        tangents: by program, the sizes of the gradients of its results.
+        used: the programs whose second backward has ended.
     """
 
-    def __init__(self, gradients: AllGradients, forwards: int) -> None:
-        self.gradients, self.forwards = gradients, forwards
+    def __init__(self, gradients: AllGradients, forwards: int, parameters: Iterable[torch.Tensor]) -> None:
+        self.gradients, self.forwards, self.parameters = gradients, forwards, tuple(parameters)
         self.verdict: Verdict | None = None
         self.left: dict[Updates, set[int]] = {}
+        self.tangents: dict[Updates, list[list[float]]] = {}
+        self.used: set[Updates] = set()
+        self._before = {id(p): (TensorWeakRef(p.grad), p.grad._version) for p in parameters if p.grad is not None}
 
-    def end(self, parameters: Iterable[torch.Tensor]) -> None:
+    def end(self) -> None:
         """Find the verdict.
-
-        Args:
-            parameters: of the optimizer.
 
         Raises:
             RuntimeError: no compiled backward ran to its end, or a parameter got its gradient from elsewhere.
@@ -129,8 +139,8 @@ class FirstPass:
                 "first_pass() saw no whole backward of a program that was compiled with this optimizer: call "
                 "loss.backward(retain_graph=True) inside"
             )
-        seen = {id(p) for updates in self.left for p in updates.parameters}
-        if others := [p for p in parameters if p.grad is not None and id(p) not in seen]:
+        seen = self._seen()
+        if others := [p for p in self.parameters if self._changed(p) or (p.grad is not None and id(p) not in seen)]:
             raise RuntimeError(
                 f"{len(others)} parameters, the first of shape {tuple(others[0].shape)}, get their gradients from "
                 "outside of the compiled program, and two backwards would add them twice: call zero_grad(), and leave "
@@ -138,6 +148,72 @@ class FirstPass:
             )
         self.verdict = self.gradients.verdict()
         self.gradients.clear()
+
+    def verdict_on(
+        self, updates: Updates, forwards: int, tangents: Sequence[Sequence[float]], asked: Collection[bool]
+    ) -> Verdict:
+        """The verdict, for the second backward of a program, before it updates anything.
+
+        Args:
+            forwards: the number of forwards that ran by now.
+            tangents: sizes of the gradients of the program's results.
+            asked: whether the backward gives each parameter its gradient.
+
+        Raises:
+            RuntimeError: this backward has other gradients than the first.
+        """
+        if self.verdict is None or updates not in self.left or forwards != self.forwards:
+            raise RuntimeError(FIRST_IS_MISSING)
+        if not all(asked):
+            raise RuntimeError("backward(inputs=...) asks for some gradients alone, and first_pass() saw all")
+        if not all(map(_alike, tangents, self.tangents[updates])):
+            raise RuntimeError(
+                "the second backward is of another loss than the one in first_pass(), whose norm is known"
+            )
+        if any(map(self._changed, updates.parameters)):
+            raise RuntimeError("gradients were added up or cleared since first_pass(): do so before it")
+        seen = self._seen()
+        others = (p for p in self.parameters if p.requires_grad and id(p) not in seen)
+        if any(is_asked_for(p, "a parameter") for p in others):
+            raise RuntimeError("the second backward reaches parameters that the one in first_pass() did not")
+        return self.verdict
+
+    def _seen(self) -> set[int]:
+        return {id(p) for updates in self.left for p in updates.parameters}
+
+    def _changed(self, p: torch.Tensor) -> bool:
+        """Whether the parameter's gradient is another than before the first pass."""
+        before, version = self._before.get(id(p), (None, 0))
+        if before is None or p.grad is None:
+            return before is not None or p.grad is not None
+        return before() is not p.grad or p.grad._version != version
+
+
+FIRST_IS_MISSING = (
+    "two_pass=True needs a first backward of the same forward: "
+    "with optimizer.first_pass(): loss.backward(retain_graph=True)"
+)
+
+
+def size_of(tangents: Sequence[torch.Tensor | None]) -> list[list[float]]:
+    """For each gradient of a result, numbers that are others for another loss: norms and sums of its rows."""
+    return [[] if t is None or not t.is_floating_point() else _size_of(t.detach()) for t in tangents]
+
+
+def _size_of(t: torch.Tensor) -> list[float]:
+    inner = tuple(range(1, t.dim()))
+    if not inner:
+        return t.reshape(-1).tolist()  # type: ignore[no-any-return]
+    dtype = torch.promote_types(t.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(t, dim=inner, dtype=dtype).tolist()
+    return [*norms, *(t.sum(inner, dtype=dtype) / max(1, t[:1].numel()) ** 0.5).tolist()]
+
+
+def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
+    size = hypot(*a)
+    if len(a) != len(b) or not isfinite(size):
+        return len(a) == len(b) and not isfinite(hypot(*b))
+    return dist(a, b) <= _SAME * size
 
 
 def is_on(scaler: torch.amp.GradScaler | None) -> bool:

@@ -16,7 +16,7 @@ import torch
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from torch.optim import Optimizer
 
-from thunder_mem.optimizer.all_gradients import AllGradients, FirstPass, Verdict, is_on
+from thunder_mem.optimizer.all_gradients import FIRST_IS_MISSING, AllGradients, FirstPass, Verdict, is_on, size_of
 from thunder_mem.optimizer.gradient_edges import add_gradient, hooked, is_asked_for
 from thunder_mem.optimizer.host_states import step_with
 
@@ -94,6 +94,7 @@ class CompiledUpdates:
         self._accumulating = False
         self._measuring = False
         self._first: FirstPass | None = None
+        self._tangents: list[list[float]] = []  # sizes of the gradients with which the last backward began
         self._forwards = 0
         self._skipped = False
         self._warned = False
@@ -132,6 +133,11 @@ class CompiledUpdates:
         """Record a forward whose backward will update parameters."""
         self._pending[updates] += 1
         self._forwards += 1
+
+    def see_tangents(self, tangents: Sequence[torch.Tensor | None]) -> None:
+        """Record the gradients of a program's results, before its backward begins."""
+        if self.two_pass:
+            self._tangents = size_of(tangents)
 
     def scale_of(self, updates: Updates, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """The number by which all gradients of a backward are multiplied, with those that were accumulated before it.
@@ -195,6 +201,8 @@ class CompiledUpdates:
         if not backward.left:
             self._pending[updates] -= 1
             self._backward = None
+            if self._first is not None and not backward.wait:
+                self._first.used.add(updates)
 
     def _running(self, updates: Updates) -> _Backward:
         """The backward of these updates that runs now."""
@@ -212,25 +220,12 @@ class CompiledUpdates:
                 why = "backward(inputs=...) asks for some alone" if not all(asked) else self._why_waiting(updates)
                 raise RuntimeError(f"two_pass needs all gradients in one backward, but {why}")
             self._first.left[updates] = set(range(len(updates.parameters)))
+            self._first.tangents[updates] = self._tangents
         if index not in self._first.left[updates]:
             raise RuntimeError("a second backward inside first_pass()")
         p = updates.parameters[index]
         self._first.gradients.add(self._places()[id(p)], grad if p.grad is None else p.grad + grad)
         self._first.left[updates].discard(index)
-
-    def _verdict(self, updates: Updates) -> Verdict:
-        """What the first pass found.
-
-        Raises:
-            RuntimeError: there was none, or it was of another forward.
-        """
-        first = self._first
-        if first is None or first.verdict is None or updates not in first.left or first.forwards != self._forwards:
-            raise RuntimeError(
-                "two_pass=True needs a first backward of the same forward: "
-                "with optimizer.first_pass(): loss.backward(retain_graph=True)"
-            )
-        return first.verdict
 
     def _waits(self, updates: Updates) -> tuple[list[bool], list[bool]]:
         """Which gradients of a backward have to wait for `step`, and which were asked for."""
@@ -260,7 +255,11 @@ class CompiledUpdates:
                 f"gradients wait for optimizer.step(), because {self._why_waiting(updates)}",
                 stacklevel=2,
             )
-        verdict = self._verdict(updates) if self.two_pass and self.needs_all and not alone else None
+        verdict = None
+        if self.two_pass and self.needs_all and not alone:
+            if self._first is None:
+                raise RuntimeError(FIRST_IS_MISSING)
+            verdict = self._first.verdict_on(updates, self._forwards, self._tangents, asked)
         self._skipped |= verdict is not None and verdict.skips
         groups = {id(p): group for group in self.wrapped.param_groups for p in group["params"]}
         wait = frozenset(i for i, waiting in enumerate(waits) if waiting)

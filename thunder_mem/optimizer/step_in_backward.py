@@ -141,6 +141,11 @@ class StepInBackward(CompiledUpdates, Optimizer):
                 f"{len(waiting)} parameters, the first of shape {tuple(waiting[0].shape)}, got gradients that the "
                 "backward did not know when it updated the others: load the state from before it"
             )
+        if self._first is not None and (unused := self._first.left.keys() - self._first.used):
+            raise RuntimeError(
+                f"{len(unused)} compiled programs had a backward in first_pass() and no second one: their gradients "
+                "are in the norm, so run it before step()"
+            )
         if waiting:
             self._step_waiting(waiting)
         if self.scaler is not None and is_on(self.scaler):
@@ -211,14 +216,18 @@ class StepInBackward(CompiledUpdates, Optimizer):
             raise RuntimeError("first_pass() is for StepInBackward(..., two_pass=True)")
         if self._accumulating:
             raise RuntimeError("first_pass() inside accumulate(): only the last backward before step() needs it")
+        if self._measuring:
+            raise RuntimeError("first_pass() inside first_pass()")
         self._check_whole()
-        first = FirstPass(self.all_gradients(), self._forwards)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        first = FirstPass(self.all_gradients(), self._forwards, parameters)
         self._first, self._measuring = first, True
         try:
             yield
-            first.end(p for group in self.param_groups for p in group["params"])
+            first.end()
         except BaseException:
             self._first = None
+            self._pending.clear()  # a forward that failed does not stand in the way of the next
             raise
         finally:
             self._measuring = False

@@ -34,6 +34,7 @@ __all__ = [
     "note_forward",
     "rehearsal_now",
     "rehearsed",
+    "see_tangents",
     "update_of",
     "update_parameter",
 ]
@@ -224,6 +225,18 @@ def _note(updates: Updates) -> None:
 
 
 note_forward = executor.register_operator("note_forward", meta=_note_meta, fn=_note, tags=(OpTags.DONT_DCE,))
+
+
+def _see_meta(updates: Updates, tangents: Sequence[TensorProxy]) -> None:
+    return None
+
+
+def _see(updates: Updates, tangents: Sequence[torch.Tensor | None]) -> None:
+    if _rehearsal.get() is None:
+        updates.optimizer.see_tangents(tangents)
+
+
+see_tangents = executor.register_operator("see_tangents", meta=_see_meta, fn=_see, tags=(OpTags.DONT_DCE,))
 
 
 def is_update(bsym: BoundSymbol) -> bool:

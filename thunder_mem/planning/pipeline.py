@@ -8,7 +8,8 @@
     verify it                              the same program, without asking the planner
 
 Free partitions come first: the user's checkpoints, those plus all values that fused code can recompute, and the
-minimum cut; with tiles also one that keeps inputs of stretches. Costly recomputation needs a budget that none of these fits.
+minimum cut; with tiles also one that keeps inputs of stretches. Costly recomputation needs a budget that none of these
+fits.
 """
 
 from __future__ import annotations

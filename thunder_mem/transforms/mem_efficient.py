@@ -40,7 +40,12 @@ from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.before_autograd import chunked, prepared, tiled
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.default_executors import with_defaults, with_kernels
-from thunder_mem.transforms.optimizer_step import check_optimizer, with_forward_noted, with_optimizer
+from thunder_mem.transforms.optimizer_step import (
+    check_optimizer,
+    with_forward_noted,
+    with_optimizer,
+    with_tangents_seen,
+)
 from thunder_mem.transforms.other_transforms import (
     accepts_missing_tangents,
     behind,
@@ -257,7 +262,9 @@ class MemEfficient(ListedTransform):
         final = computation_trace if self._options.verify is False else final_trace(computation_trace, self)
         if final is None or TraceTag.BACKWARD not in final.tags:
             return final if final is None or self._optimizer is None else with_forward_noted(final)
-        return with_missing_tangents(final) if accepts_missing_tangents(get_compile_data().transforms) else final
+        if accepts_missing_tangents(get_compile_data().transforms):
+            final = with_missing_tangents(final)
+        return final if self._optimizer is None else with_tangents_seen(final)
 
     def _is_alone_in(self, transforms: Sequence[Transform]) -> None:
         """Refuse a second `MemEfficient` with other options: only the last one's options would count."""

@@ -16,12 +16,12 @@ from thunder_mem.memory.outside_input import quoted
 from thunder_mem.memory.plan import Refusal
 from thunder_mem.optimizer.gradient_edges import hooked
 from thunder_mem.optimizer.step_in_backward import StepInBackward
-from thunder_mem.optimizer.update import check_arguments, is_update, note_forward, update_of
+from thunder_mem.optimizer.update import check_arguments, is_update, note_forward, see_tangents, update_of
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.rewrites.updates import Optimized
 from thunder_mem.trace.reading import UNPACKING, read_trace
 
-__all__ = ["check_optimizer", "with_forward_noted", "with_optimizer"]
+__all__ = ["check_optimizer", "with_forward_noted", "with_optimizer", "with_tangents_seen"]
 
 _NOT_FOUND = (
     "the program has no parameter of this optimizer that a module or a closure holds, so step() updates them: "
@@ -112,4 +112,21 @@ def with_forward_noted(forward: TraceCtx) -> TraceCtx:
         checks = check_arguments.bind(updates, found, inputs, output=None)
         new.bound_symbols = [*body[:start], checks, *body[start:], note_forward.bind(updates, output=None), result]
     new.set_provenance(TraceProvenance("Tell the optimizer of the forward"))
+    return new
+
+
+def with_tangents_seen(backward: TraceCtx) -> TraceCtx:
+    """The final backward, which shows the optimizer the gradients that it begins with; unchanged without two passes."""
+    update = next((update_of(b) for b in backward.bound_symbols if is_update(b)), None)
+    if update is None or not update.updates.optimizer.two_pass:
+        return backward
+    new = from_trace(backward)
+    body = backward.bound_symbols
+    names = {p.name for p in backward.args[1] if isinstance(p, TensorProxy)}
+    start = max(i for i, b in enumerate(body) if b.sym.id in UNPACKING)
+    tangents = [p for b in body[: start + 1] for p in b.flat_proxy_outs if p.name in names]
+    with tracectx(new):
+        seen = see_tangents.bind(update.updates, tangents, output=None)
+        new.bound_symbols = [*body[: start + 1], seen, *body[start + 1 :]]
+    new.set_provenance(TraceProvenance("Show the optimizer what the backward begins with"))
     return new
