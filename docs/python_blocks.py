@@ -27,12 +27,8 @@ _TIME = re.compile(r"\d+(\.\d+)?(?=\s?(ms|s|times|seconds|milliseconds)\b|\s?x\b
 _DIFFERENCE = re.compile(r"within (\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 _ROUNDING = 1e-3  # a larger difference is no rounding error, and is compared
 _LINE = re.compile(r"(?<=\.md:)\d+")
-<<<<<<< HEAD
 _VALUE = re.compile(r"\bt\d+\b")
-_WIDTH = re.compile(r"[ ─━-]{2,}")
-=======
 _WIDTH = re.compile(r"[ ─━]{2,}|-{3,}")
->>>>>>> rev2
 
 
 @dataclass(frozen=True)
@@ -87,11 +83,7 @@ def without_times(text: str) -> str:
         >>> without_times("eager    1.94 MiB   1.38 ms  1.31 x  results within 1e-07")
         'eager 1.94 MiB ~ ms ~ x results within ~'
     """
-<<<<<<< HEAD
-    plain = _VALUE.sub("t~", _LINE.sub("~", _DIFFERENCE.sub("within ~", _TIME.sub("~", text))))
-=======
-    plain = _LINE.sub("~", _DIFFERENCE.sub(_without_rounding, _TIME.sub("~", text)))
->>>>>>> rev2
+    plain = _VALUE.sub("t~", _LINE.sub("~", _DIFFERENCE.sub(_without_rounding, _TIME.sub("~", text))))
     return "\n".join(_WIDTH.sub(" ", line).strip() for line in plain.strip().splitlines())
 
 
