@@ -203,7 +203,7 @@ def size_of(tangents: Sequence[torch.Tensor | None]) -> list[list[float]]:
 def _size_of(t: torch.Tensor) -> list[float]:
     inner = tuple(range(1, t.dim()))
     if not inner:
-        return t.reshape(-1).tolist()  # type: ignore[no-any-return]
+        return t.reshape(-1).tolist()
     dtype = torch.promote_types(t.dtype, torch.float32)
     norms = torch.linalg.vector_norm(t, dim=inner, dtype=dtype).tolist()
     return [*norms, *(t.sum(inner, dtype=dtype) / max(1, t[:1].numel()) ** 0.5).tolist()]
