@@ -242,6 +242,14 @@ def test_options_that_have_no_meaning_are_refused(options, compile, message):
         options.check(compile, "none")
 
 
+def test_a_missing_nvfuser_is_one_sentence_before_anything_runs(monkeypatch):
+    monkeypatch.delitem(thunder.extend._executor_map, "nvfuser", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    said = r"nvFuser is not installed: pip install torch==2\.10\.0 nvfuser-cu128-torch210, for Python 3\.10 or 3\.12"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        Options(device="cuda", fusion="nvfuser").check("thunder", "none")
+
+
 def test_a_simulated_device_is_one_device():
     with pytest.raises(ValueError, match="fsdp"):
         Options(device="simulate:H100-80GB").check("thunder", "fsdp")
