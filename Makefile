@@ -8,7 +8,7 @@ PARALLEL := -n 2 --dist loadfile
 # CI passes --longest=5: a test that takes more seconds and is not marked slow fails the run.
 LONGEST ?=
 
-.PHONY: demo gpu test test-nvfuser test-notebooks test-long fuzz upstream-tests mutants lint docs notebooks dist
+.PHONY: demo gpu test test-nvfuser test-versions test-notebooks test-long fuzz upstream-tests mutants lint docs notebooks dist
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)  ## the main job: issue 1337's functions and a small training step, before and after
@@ -26,6 +26,17 @@ PYTHON312 ?= $(shell for v in system $$(pyenv versions --bare 2>/dev/null | grep
   PYENV_VERSION=$$v python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
 test-nvfuser: $(NVFUSER)/.installed  ## what the real nvFuser makes of plans, without a GPU: 2 minutes, once 8 GB
 	$(NVFUSER)/bin/python -m pytest --confcutdir=tests/with_nvfuser -n 2 --dist load tests/with_nvfuser
+
+# The oldest and the newest versions that work; what `make test` has is between them. The versions are exact, so that a
+# machine's own constraints do not count.
+VERSIONS := .venv-versions
+PAIR ?= oldest
+PAIR_oldest := torch==2.8.0 lightning-thunder==0.2.6
+PAIR_newest := torch==2.15.0 lightning-thunder==0.2.7.dev20260201
+FOR_VERSIONS := tests/system/test_compat.py tests/frontend tests/optimizer/test_around_the_step.py tests/comparison \
+  tests/transforms/test_mem_efficient.py tests/transforms/test_plugin.py tests/inductor/test_executors.py
+test-versions: $(VERSIONS)/$(PAIR)/.installed  ## one pair of versions, PAIR=oldest or newest: 4 minutes, once 6 GB
+	$(VERSIONS)/$(PAIR)/bin/python -m pytest -m "not slow" $(PARALLEL) $(FOR_VERSIONS)
 
 ARGS ?=
 # What has passed is not run again. Without a GPU: make gpu ARGS="--device simulate".
@@ -99,4 +110,11 @@ $(NVFUSER)/.installed:
 	$(NVFUSER)/bin/python -m pip install --quiet nvfuser-cu128-torch210 lightning-thunder==0.2.6 \
 	  litgpt==0.5.13 "transformers>=4.50,<5" scipy rich pytest pytest-xdist
 	$(NVFUSER)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+$(VERSIONS)/%/.installed:
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	PIP_CONSTRAINT=/dev/null $(@D)/bin/python -m pip install --quiet $(PAIR_$*) scipy rich pytest pytest-xdist \
+	  hypothesis "transformers>=4.50,<5"
+	$(@D)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
