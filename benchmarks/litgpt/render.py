@@ -152,7 +152,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[name]) for name in compilers]
-    figure.legend(handles, compilers, ncols=5, loc="outside upper center", frameon=False, fontsize=9)
+    figure.legend(handles, compilers, ncols=4, loc="outside upper center", frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
