@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from tests.checking.durations import *  # noqa: F403 - hooks of pytest
 from tests.fuzzing.quick_thunder import claimed_once, loaded_here, looked_up_once
 from thunder_mem.runtime import scratch_cache
+from thunder_mem.schedule import registry
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -45,6 +46,15 @@ def _seed():
     """Each test draws the same, and multiplies float32 as exactly as PyTorch does by default, whoever ran before."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(autouse=True)
+def _no_sort_stays():
+    """A sort that a test or a page registers is gone after it."""
+    known = dict(registry._REGISTRY)
+    yield
+    registry._REGISTRY.clear()
+    registry._REGISTRY.update(known)
 
 
 @pytest.fixture(autouse=True, scope="module")
