@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.programs.models import stack
 from thunder_mem import MemEfficient, last_plan, predict, simulate
 from thunder_mem.costs import measured as cost_measure
+from thunder_mem.costs.plan_time import bound_symbol_seconds, overlapped_seconds, trace_seconds
 from thunder_mem.costs.roofline import (
     bound_symbol_bytes,
     bound_symbol_flops,
@@ -165,6 +166,45 @@ def test_an_unclaimed_composite_costs_its_parts():
     assert composite.sym.executor is None
     assert cost_s(composite, TOY) == pytest.approx(sum(cost_s(b, TOY) for b in composite.subsymbols))
     assert cost_s(composite, TOY) > 2 * TOY.launch_s
+
+
+def test_views_in_a_region_move_nothing():
+    def fn(x):
+        y = x.sin()
+        return y, y.reshape(-1, 10), x.reshape(-1, 1) + 1
+
+    (fused,) = (b for b in traces_of(fn, t(20, 50)) if b.sym.is_fusion)
+    assert bound_symbol_bytes(fused) == 4000 * 3  # x, its sine and the sum
+
+
+def traces_of(fn, x):
+    jitted = thunder.jit(fn, executors=[mem_pointwise_ex])
+    jitted(x)
+    return thunder.last_traces(jitted)[-1].bound_symbols
+
+
+def test_a_composite_that_a_kernel_will_run_is_one_kernel():
+    x = t(1000, dtype=torch.bfloat16)
+    trace = thunder.trace()(lambda x: thunder.torch.add(x, x), x)
+    parts_s = sum(bound_symbol_seconds(b, TOY) for b in trace.bound_symbols)
+    assert trace_seconds(trace, TOY) == pytest.approx(0.5 + 4000 / 1e3)
+    assert parts_s > 2 * trace_seconds(trace, TOY)  # bfloat16 to float32 and back
+
+
+def test_the_host_starts_kernels_ahead_of_a_gpu():
+    gpu = DeviceModel("gpu", 0, 1e3, {}, 1e9, 0.5)
+    large, small = t(1000), t(10)
+
+    def seconds(fn, *args):
+        trace = thunder.trace()(fn, *args)
+        return overlapped_seconds(trace, gpu), trace_seconds(trace, gpu)
+
+    assert seconds(lambda x: thunder.torch.sin(thunder.torch.sin(x)), large) == pytest.approx((0.5 + 16, 1 + 16))
+    ahead, serial = seconds(lambda x: thunder.torch.sin(thunder.torch.sin(x)), small)  # .08 s each, less than a launch
+    assert (ahead, serial) == pytest.approx((1 + 0.08, 1 + 0.16))
+    cpu = DEVICE_MODELS["cpu"]
+    trace = thunder.trace()(lambda x: thunder.torch.sin(x), large)
+    assert overlapped_seconds(trace, cpu) == trace_seconds(trace, cpu)
 
 
 def test_device_table():

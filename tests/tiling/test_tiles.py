@@ -15,6 +15,7 @@ from tests.tiling.test_chunk_losses import loss_and_grads, prepare
 from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, predict, tiled
 from thunder_mem.planning import pipeline
 from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.planning.program import Planned
 from thunder_mem.tiling.tiles import TilingError
 
 WIDTH, WIDE = 16, 64
@@ -126,6 +127,13 @@ def test_the_peak_falls_and_is_predicted_to_the_byte():
     assert peaks[Tiles(rows=64)] < 0.7 * peaks[False]
 
 
+@pytest.fixture
+def time_is_free(monkeypatch):
+    """Small products on a CPU take longer in tiles than the default allows."""
+    monkeypatch.setattr(pipeline, "_FREE_TIME", float("inf"))
+
+
+@pytest.mark.usefixtures("time_is_free")
 def test_by_default_checkpoints_are_tiled_where_the_plan_has_a_lower_peak():
     module, x = made(Stack(blocks=2, width=64, wide=256), (1, 1024, 64))
     jitted, whole = compiled(module, True), compiled(module, False)
@@ -151,6 +159,7 @@ class WithLogits(nn.Module):
 
 
 @pytest.mark.parametrize("vocabulary, count", [(8, 2), (640, 0)])
+@pytest.mark.usefixtures("time_is_free")
 @pytest.mark.slow
 def test_by_default_nothing_is_tiled_where_the_peak_is_in_a_loss_outside(vocabulary, count):
     """A cross entropy outside holds three times the logits: with many of them, tiles cost time and gain nothing."""
@@ -160,17 +169,51 @@ def test_by_default_nothing_is_tiled_where_the_peak_is_in_a_loss_outside(vocabul
     assert len(tiles_of(jitted)) == count
 
 
-@pytest.mark.parametrize(("tiled_bytes", "tiles_run"), [(980, True), (981, False), (1000, False), (1100, False)])
-def test_by_default_tiles_must_lower_the_peak_by_a_fiftieth(monkeypatch, tiled_bytes, tiles_run):
-    peaks = {"tiled": tiled_bytes, "whole": 1000}
+def chosen_of(monkeypatch, tiled, whole, budget=None):
+    """The plan that `lower_plan` takes of two, each given by its peak in bytes and its time."""
+    figures = {"tiled": tiled, "whole": whole}
 
     def planned(trace, executors, options):
-        return SimpleNamespace(name=trace, source=trace, peak_bytes=peaks[trace], plan=SimpleNamespace(budget=None))
+        peak_bytes = figures[trace][0]
+        if budget is not None and peak_bytes > 2 * budget:
+            raise BudgetError(budget, peak_bytes, "parameters")
+        outcome = SimpleNamespace(budget_bytes=budget)
+        fields = {"plan": SimpleNamespace(budget=outcome, candidate=SimpleNamespace(peak_bytes=peak_bytes))}
+        return Planned(source=trace, fuse=None, trace=trace, original=trace, **fields)
 
     monkeypatch.setattr(pipeline, "planned_trace", planned)
+    monkeypatch.setattr(pipeline, "final_seconds", lambda plan: figures[plan.trace][1])
     monkeypatch.setattr(pipeline, "_outside_bytes", lambda trace: 0)
-    chosen = pipeline.lower_plan("tiled", lambda: "whole", (), PlanningOptions())
-    assert chosen.name == ("tiled" if tiles_run else "whole")
+    return pipeline.lower_plan("tiled", lambda: "whole", (), PlanningOptions(budget=budget)).trace
+
+
+@pytest.mark.parametrize(
+    ("tiled", "chosen"),
+    [((999, 1.0), "tiled"), ((1000, 0.5), "whole"), ((500, 1.01), "tiled"), ((500, 1.011), "whole")],
+)
+def test_by_default_tiles_lower_the_peak_and_take_one_percent_of_time_at_most(monkeypatch, tiled, chosen):
+    assert chosen_of(monkeypatch, tiled, (1000, 1.0)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("tiled", "whole", "chosen"),
+    [
+        ((900, 1.2), (1000, 1.0), "whole"),  # both fit: the faster
+        ((900, 0.9), (1000, 1.0), "tiled"),
+        ((900, 1.0), (1000, 1.0), "whole"),
+        ((900, 1.2), (1001, 1.0), "tiled"),  # one fits
+        ((1010, 1.2), (1001, 1.0), "whole"),  # none: the smaller
+        ((900, 1.2), (9000, 1.0), "tiled"),  # none at all for one of the two
+        ((9000, 1.2), (900, 1.0), "whole"),
+    ],
+)
+def test_under_a_budget_the_faster_plan_that_fits_runs(monkeypatch, tiled, whole, chosen):
+    assert chosen_of(monkeypatch, tiled, whole, budget=1000) == chosen
+
+
+def test_under_a_budget_that_nothing_fits_the_smaller_peak_is_named(monkeypatch):
+    with pytest.raises(BudgetError, match=r"smallest found is 7\.8"):
+        chosen_of(monkeypatch, (8000, 1.0), (9000, 1.0), budget=1000)
 
 
 @pytest.mark.parametrize("rows", [64, 300])
@@ -203,6 +246,7 @@ class NormOutside(nn.Module):
 
 
 @pytest.mark.parametrize("reads_rows_apart", [True, False])
+@pytest.mark.usefixtures("time_is_free")
 def test_by_default_no_norm_outside_of_a_checkpoint_is_computed_twice(reads_rows_apart):
     """And the product whose result the checkpoint keeps is the end of the stretch, for it would be repeated inside."""
     module, x = made(NormOutside(reads_rows_apart), (1024, 64), torch.float64)

@@ -92,7 +92,7 @@ class LoopPlan:
         forward_block_bytes, backward_block_bytes: the most bytes that a block holds beyond its inputs.
         forward_block_calls, backward_block_calls: the host's calls to start a block; 0 on a CPU, which is the host.
         wide_row_bytes: of a stretch: bytes of one row of the results of its products.
-        row_flops: of a stretch: operations of its products for one row, forwards.
+        forward_tile_s, backward_tile_s: of a stretch: seconds of the device for a tile, without a GPU's launches.
     """
 
     name: str
@@ -118,7 +118,8 @@ class LoopPlan:
     forward_block_calls: int = 0
     backward_block_calls: int = 0
     wide_row_bytes: int = 0
-    row_flops: int = 0
+    forward_tile_s: float = 0.0
+    backward_tile_s: float = 0.0
 
     @property
     def is_stretch(self) -> bool:

@@ -51,21 +51,9 @@ def _products(gemms: Sequence[Gemm], grads: Collection[int], backward: bool) -> 
 
 def device_seconds(plan: LoopPlan, device: DeviceModel, *, backward: bool) -> float:
     """Seconds of the device for one run of the loop."""
-    row_s = row_seconds(plan.gemms, plan.grads, device, backward=backward)
-    return plan.n * (row_s + _stretch_row_seconds(plan, device, backward))
-
-
-def _stretch_row_seconds(plan: LoopPlan, device: DeviceModel, backward: bool) -> float:
-    """Seconds for one row of a stretch: its products, and kernels between them that move their results.
-
-    A backward repeats each product, and multiplies its gradient by both operands.
-    """
-    if not plan.row_flops:
-        return 0.0
-    products = 3 if backward else 1
-    dtype = str(plan.outputs[0].dtype).removeprefix("torch.")
-    moved_s = 2 * plan.wide_row_bytes / device.bandwidth_bytes_per_s
-    return products * (plan.row_flops / device.matmul_flops(dtype) + moved_s)
+    if plan.is_stretch:  # which was priced when its tiles were built
+        return plan.n / plan.chunk_rows * (plan.backward_tile_s if backward else plan.forward_tile_s)
+    return plan.n * row_seconds(plan.gemms, plan.grads, device, backward=backward)
 
 
 def loop_seconds(plan: LoopPlan, device: DeviceModel, *, backward: bool) -> float:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
+from thunder.executors.torchex import ex as torch_ex
 
-from thunder_mem.costs.roofline import cost_s, kernels_cost_s, region_cost_s
+from thunder_mem.costs.roofline import bound_symbol_bytes, cost_s, is_free, kernels_cost_s, region_cost_s
 from thunder_mem.memory.device_models import DeviceModel
 from thunder_mem.memory.kernel_figures import KernelFigures
 from thunder_mem.memory.plan import Plan
 from thunder_mem.trace.op_traits import traits_of
 from thunder_mem.trace.reading import TraceGraph, read_trace
 
-__all__ = ["bound_symbol_seconds", "plan_seconds", "trace_seconds"]
+__all__ = ["bound_symbol_seconds", "overlapped_seconds", "plan_seconds", "trace_seconds"]
 
 
 def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
@@ -55,14 +58,41 @@ def trace_seconds(trace: TraceCtx, device: DeviceModel) -> float:
     But a region of `mem_pointwise` on a GPU counts as the kernels that Inductor writes for it, with their traffic.
     """
     source = read_trace(trace)
-    total = 0.0
+    return sum(_final_seconds(bsym, source, device) for bsym in source.bsyms)
+
+
+def _final_seconds(bsym: BoundSymbol, source: TraceGraph, device: DeviceModel) -> float:
+    figures = traits_of(bsym).kernels(bsym, source.layout)
+    if isinstance(figures, KernelFigures):
+        return kernels_cost_s([bsym], figures.moved_bytes, figures.launches, device)
+    if _is_one_kernel(bsym):
+        return kernels_cost_s([bsym], bound_symbol_bytes(bsym), 1, device)
+    return bound_symbol_seconds(bsym, device)
+
+
+def _is_one_kernel(bsym: BoundSymbol) -> bool:
+    """Whether Thunder still has to claim a composite, which one kernel of PyTorch's runs whole."""
+    unclaimed = bsym.subsymbols and bsym.sym.executor is None and not bsym.sym.is_fusion
+    return bool(unclaimed) and not is_free(bsym) and torch_ex.can_execute(bsym)
+
+
+def overlapped_seconds(trace: TraceCtx, device: DeviceModel) -> float:
+    """Seconds of any final trace where the host starts kernels ahead of the device; on a CPU one after the other.
+
+    A GPU waits for the host only where kernels are shorter than their launches, so many small kernels between large
+    ones are free.
+    """
+    if device.name == "cpu":
+        return trace_seconds(trace, device)
+    instant = replace(device, launch_s=0.0)
+    source = read_trace(trace)
+    host_s = device_s = 0.0
     for bsym in source.bsyms:
-        figures = traits_of(bsym).kernels(bsym, source.layout)
-        if isinstance(figures, KernelFigures):
-            total += kernels_cost_s([bsym], figures.moved_bytes, figures.launches, device)
-        else:
-            total += bound_symbol_seconds(bsym, device)
-    return total
+        serial_s, busy_s = (_final_seconds(bsym, source, model) for model in (device, instant))
+        if serial_s:
+            begins_s, host_s = max(device_s, host_s + device.launch_s), host_s + serial_s - busy_s
+            device_s = max(begins_s + busy_s, host_s)
+    return device_s
 
 
 def bound_symbol_seconds(bsym: BoundSymbol, device: DeviceModel) -> float:

@@ -191,6 +191,8 @@ def bound_symbol_bytes(bsym: BoundSymbol) -> int:
     """
     if is_free(bsym):
         return 0
+    if bsym.sym.is_fusion and bsym.subsymbols:
+        return _fusion_bytes(bsym)
     ins, outs = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
     written = sum(map(tensor_bytes, outs))
     if _name(bsym) in _GATHERS:
@@ -201,6 +203,25 @@ def bound_symbol_bytes(bsym: BoundSymbol) -> int:
     return written + sum(map(tensor_bytes, ins))
 
 
+def _fusion_bytes(bsym: BoundSymbol) -> int:
+    """Bytes that a region reads and writes: its views move none, whether of an argument or of another result."""
+    memory: dict[str, str] = {}  # of a view: the value that it shows
+    computed_from: set[str] = set()
+    for sub in bsym.subsymbols:
+        ins, outs = _tensors(sub.flat_proxy_args), _tensors(sub.flat_proxy_outs)
+        shown = [memory.get(t.name, t.name) for t in ins]
+        if ins and is_free(sub):
+            memory |= {out.name: shown[0] for out in outs}
+        else:
+            computed_from.update(shown)
+    given = {t.name: t for t in _tensors(bsym.flat_proxy_args)}
+    written: dict[str, int] = {}
+    for out in _tensors(bsym.flat_proxy_outs):
+        if (name := memory.get(out.name, out.name)) not in given:
+            written[name] = max(written.get(name, 0), tensor_bytes(out))
+    return sum(written.values()) + sum(tensor_bytes(t) for name, t in given.items() if name in computed_from)
+
+
 def cost_s(bsym: BoundSymbol, device: DeviceModel) -> float:
     """Seconds that one bound symbol takes on `device`.
 
@@ -209,6 +230,8 @@ def cost_s(bsym: BoundSymbol, device: DeviceModel) -> float:
     """
     bsym = traits_of(bsym).runs(bsym)  # a generator's state costs nothing beside what is drawn
     if is_free(bsym):
+        return 0.0
+    if bsym.sym.is_fusion and bsym.subsymbols and all(map(is_free, bsym.subsymbols)):
         return 0.0
     whole = bsym.sym.is_fusion or bsym.sym.executor is not None or _is_product(bsym) or not bsym.subsymbols
     if not whole:

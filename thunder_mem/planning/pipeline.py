@@ -28,6 +28,7 @@ from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import dce
 from thunder.extend import FusionExecutor
 
+from thunder_mem.costs.plan_time import overlapped_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.fusion.arrangement import arrange, between_halves, cannot_beat
 from thunder_mem.fusion.contraction import FusionCapabilities
@@ -67,8 +68,9 @@ __all__ = ["choose_partition", "lower_plan", "plan_joint_trace", "plan_partition
 # While the caller computes a loss and its gradient, so many times the gradient's bytes are alive.
 _LOSS_COPIES = 3
 
-# Tiles repeat no work, but small products and sums over tiles take time: a twelfth of a small step on a CPU (measured).
-_LEAST_GAIN = 0.02
+# Tiles repeat no work, but every tile reads the weights again and adds to their gradients. By default they may take
+# this share of the program's modelled time.
+_FREE_TIME = 0.01
 
 Finish = Callable[[Planned], Planned]
 
@@ -117,10 +119,10 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
 def lower_plan(
     tiled: TraceCtx, whole: Callable[[], TraceCtx] | None, executors: Sequence[FusionExecutor], options: PlanningOptions
 ) -> Planned:
-    """The plan of a joint trace with tiles if its peak is clearly lower, else that of the same program without.
+    """The plan of a joint trace with tiles if its peak is lower and it takes as good as no time, else without tiles.
 
     The peak may be in a loss outside, for which only what the forward leaves alive counts. Tiles are no gain there, but
-    take time. Under a budget the plan with tiles stays if it fits.
+    take time. Under a budget the faster plan that fits is chosen.
 
     Args:
         tiled: the trace as Thunder has it, before fusion.
@@ -132,22 +134,41 @@ def lower_plan(
     if whole is None:
         return planned_trace(tiled, executors, options)
     untiled = replace(options, decisions=tuple(d for d in options.decisions if d.what not in ("tiles", "heads")))
+    tried = [_plan_or_error(trace, executors, asked) for trace, asked in ((tiled, options), (whole(), untiled))]
+    found = [planned for planned in tried if isinstance(planned, Planned)]
+    if not found:
+        errors = [error for error in tried if isinstance(error, BudgetError)]
+        raise min(errors, key=attrgetter("smallest_peak_bytes"))
+    if options.budget is not None:
+        return min(reversed(found), key=_beyond_budget)
+    with_tiles, without = found
+    lower = _peak_with_loss_outside(with_tiles) < _peak_with_loss_outside(without)
+    free = final_seconds(with_tiles) <= (1 + _FREE_TIME) * final_seconds(without)
+    return with_tiles if lower and free and with_tiles.peak_bytes <= without.peak_bytes else without
+
+
+def _plan_or_error(
+    trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions
+) -> Planned | BudgetError:
     try:
-        with_tiles = planned_trace(tiled, executors, options)
+        return planned_trace(trace, executors, options)
     except BudgetError as error:
-        try:
-            return planned_trace(whole(), executors, untiled)
-        except BudgetError as other:
-            raise min(error, other, key=attrgetter("smallest_peak_bytes")) from None
-    outcome = with_tiles.plan.budget
-    if outcome is not None and with_tiles.peak_bytes <= outcome.budget_bytes:
-        return with_tiles
-    without = planned_trace(whole(), executors, untiled)
-    if outcome is not None:  # which nothing fits
-        return min(without, with_tiles, key=attrgetter("peak_bytes"))
-    tiled_bytes, whole_bytes = map(_peak_with_loss_outside, (with_tiles, without))
-    lower = tiled_bytes <= whole_bytes * (1 - _LEAST_GAIN) and with_tiles.peak_bytes <= without.peak_bytes
-    return with_tiles if lower else without
+        return error.with_traceback(None)  # which holds frames with the program
+
+
+def _beyond_budget(planned: Planned) -> tuple[int, float]:
+    """The bytes above the budget, then the seconds."""
+    outcome = planned.plan.budget
+    assert outcome is not None
+    return max(0, planned.peak_bytes - outcome.budget_bytes), final_seconds(planned)
+
+
+def final_seconds(planned: Planned) -> float:
+    """The modelled seconds of a plan that was carried out, with what waits for copies to the host and back."""
+    assert planned.final is not None
+    outcome = planned.plan.budget
+    exposed_s = outcome.exposed_ms / 1e3 if outcome is not None else 0.0
+    return overlapped_seconds(planned.final, device_model_of(device_of(planned.source))) + exposed_s
 
 
 def _peak_with_loss_outside(planned: Planned) -> int:

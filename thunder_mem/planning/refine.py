@@ -14,7 +14,7 @@ from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor
 
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
-from thunder_mem.costs.measured import costs_of
+from thunder_mem.costs.plan_time import bound_symbol_seconds, plan_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.fusion.arrangement import arrange
 from thunder_mem.memory.graph import Op
@@ -30,17 +30,22 @@ __all__ = ["refined"]
 
 # The most tries of each rewrite, as long as it lowers the peak.
 _ROUNDS = 4
-# The share of the program's modelled time that stretches in tiles may take once more.
-_MOST_TIME = 0.01
+# The share of the program's modelled time that stretches in tiles may take once more: half of what is free
+# (`pipeline.py: _FREE_TIME`), because tiles take some themselves.
+_MOST_TIME = 0.005
 
 
 def refined(planned: Planned, executors: Sequence[FusionExecutor], sort: str | SortFunction) -> Planned:
     """The plan with small views copied and idle values recomputed, as far as that lowers the peak."""
     said: list[Decision] = []
-    rewrites = (_with_copied_views, about_views), (_with_remakes, about_remakes), (_with_tiles_again, about_remakes)
-    for rewrite, about in rewrites:
+    rewrites = (
+        (_with_copied_views, about_views, _ROUNDS),
+        (_with_remakes, about_remakes, _ROUNDS),
+        (_with_tiles_again, about_remakes, 1),  # whose time is limited
+    )
+    for rewrite, about, rounds in rewrites:
         before_bytes, total = planned.peak_bytes, 0
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             new, count = rewrite(planned)
             if not count:
                 break
@@ -74,9 +79,9 @@ def _with_tiles_again(planned: Planned) -> tuple[TraceCtx, int]:
     source = planned.source
     loops = {op.index for op, bsym in zip(source.graph.ops, source.bsyms, strict=True) if _is_repeated(op, bsym)}
     remakes = idle_at_peak(source, planned.plan, planned.fuse, frozenset(loops)) if loops else ()
-    seconds_of = costs_of("roofline", device_model_of(device_of(source)))
-    seconds = {op: seconds_of(source.bsyms[op]) for op in loops}
-    left_s = _MOST_TIME * sum(map(seconds_of, source.bsyms)) if remakes else 0.0
+    device = device_model_of(device_of(source))
+    seconds = {op: bound_symbol_seconds(source.bsyms[op], device) for op in loops}
+    left_s = _MOST_TIME * plan_seconds(planned.plan, source, device) if remakes else 0.0
     chosen, again = list[Remake](), set[int]()
     for remake in reversed(remakes):  # the last one made is the last one needed, beside the most gradients
         more = {op for s in remake.chain if (op := source.graph.allocator[s]) in loops} - again

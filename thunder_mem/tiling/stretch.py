@@ -27,7 +27,7 @@ WIDE_RATIO = 1.25
 
 _SAME_VALUES = {*VIEWS, PrimIDs.CONVERT_ELEMENT_TYPE}
 
-_REACH = 48
+_REACH = 80
 """Operations that a stretch takes in beyond its products, upwards and downwards."""
 
 

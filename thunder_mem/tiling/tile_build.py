@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from thunder.core.prims import PrimIDs
 
 from thunder_mem.chunk_loop.plan import LoopPlan
 from thunder_mem.chunk_loop.price import block_calls
 from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.run import ChunkLoop
+from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.tiling.build import Blocks, differentiable_of, head_label, spec_of, sum_dtype
 from thunder_mem.tiling.leaves import Leaf, size_bytes
 from thunder_mem.tiling.region import Region
+from thunder_mem.tiling.tile_price import tile_seconds
 
 __all__ = ["build_tiles", "tile_gain_bytes"]
 
@@ -71,7 +71,12 @@ def build_tiles(
         forward_block_bytes=max(b.peak_bytes for b in forward.values()),
         backward_block_bytes=max((b.peak_bytes for b in backward.values()), default=0),
         wide_row_bytes=sum(size_bytes(m.outputs[0]) for m in products) // region.n,
-        row_flops=sum(map(_flops, products)) // region.n,
+    )
+    device = device_model_of(torch.device(plan.device))
+    plan = replace(
+        plan,
+        forward_tile_s=tile_seconds(plan, forward[rows], device),
+        backward_tile_s=tile_seconds(plan, backward[rows], device) if backward else 0.0,
     )
     if torch.device(plan.device).type == "cuda":
         plan = replace(
@@ -92,11 +97,3 @@ def _label(products: Sequence[Leaf]) -> str:
     others = len(products) - 1
     rest = f" and {others} more product{'s' * (others > 1)}" if others else ""
     return head_label(products[0]) + rest
-
-
-def _flops(product: Leaf) -> int:
-    x, w = product.inputs[:2]
-    depth = x.shape[-1]
-    if product.bsym.sym.id == PrimIDs.LINEAR:
-        return 2 * x.numel * w.shape[0]
-    return 2 * depth * math.prod(product.outputs[0].shape)

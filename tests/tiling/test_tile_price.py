@@ -1,0 +1,98 @@
+"""The modelled time of tiles on a GPU, against bounds by arithmetic; no clock decides."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from thunder_mem import MemEfficient, Tiles, last_plan, simulate
+from thunder_mem.chunk_loop.price import device_seconds, host_calls, loop_seconds
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.memory.device_models import device_model
+
+H100 = device_model("H100-80GB")
+TOKENS, WIDTH, WIDE = 4096, 256, 1024
+
+
+def mlp(x, up, down):
+    return x + F.linear(F.relu(F.linear(x, up)), down)
+
+
+def step(x, up, down):
+    return checkpoint(mlp, x.sin(), up, down, use_reentrant=False).sum(dtype=torch.float32)
+
+
+def inputs(tokens=TOKENS, width=WIDTH, wide=WIDE, dtype=torch.bfloat16):
+    shapes = (tokens, width), (wide, width), (width, wide)
+    return tuple(torch.empty(*shape, dtype=dtype, device="cuda", requires_grad=True) for shape in shapes)
+
+
+def stretch(rows, accumulate=None, executors=(), dtype=torch.bfloat16):
+    """The plan of the only stretch, in tiles of these rows."""
+    tile = Tiles(rows=rows, accumulate=accumulate)
+    with simulate("H100-80GB"):
+        jitted = thunder.jit(step, executors=list(executors), transforms=[MemEfficient(strict=True, tile=tile)])
+        jitted(*inputs(dtype=dtype))
+        (plan,) = {loop_of(b).plan for b in thunder.last_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)}
+    return plan
+
+
+def test_more_rows_never_cost_more_and_the_products_bound_the_time():
+    seconds = []
+    for rows in (256, 512, 1024, 2048):
+        plan = stretch(rows)
+        seconds.append([device_seconds(plan, H100, backward=backward) for backward in (False, True)])
+    assert all(a >= b for more, fewer in pairwise(seconds) for a, b in zip(more, fewer, strict=True))
+    product_s = 2 * TOKENS * WIDTH * WIDE / H100.matmul_flops("bfloat16")
+    for forward_s, backward_s in seconds:
+        assert forward_s > 2 * product_s
+        assert backward_s > 5 * product_s  # of six: the second product's result is not needed, so it is not repeated
+
+
+def test_the_hosts_calls_come_on_top():
+    plan = stretch(512)
+    for backward in (False, True):
+        calls = host_calls(plan, backward=backward)
+        alone_s = device_seconds(plan, H100, backward=backward)
+        assert calls >= 2 * plan.chunks
+        assert loop_seconds(plan, H100, backward=backward) == pytest.approx(alone_s + calls * H100.launch_s)
+
+
+def test_sums_of_gradients_cost_their_bytes():
+    """A sum in the input's dtype keeps one more byte a number, which many kernels take apart and join."""
+    wide, finer = (stretch(512, accumulate) for accumulate in ("float32", "input"))
+    assert wide.forward_tile_s == finer.forward_tile_s
+    assert finer.backward_tile_s > wide.backward_tile_s
+    single = stretch(512, dtype=torch.float32)
+    weights_bytes = 2 * WIDTH * WIDE * 4
+    assert single.backward_tile_s > 2 * weights_bytes / H100.bandwidth_bytes_per_s
+
+
+def test_a_copy_of_rows_is_counted():
+    plan = stretch(1024)
+    copied_bytes = 2 * 1024 * WIDTH * 2
+    products_s = 2 * 2 * 1024 * WIDTH * WIDE / H100.matmul_flops("bfloat16")
+    assert plan.forward_tile_s > products_s + copied_bytes / H100.bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize(("tokens", "width", "tiled"), [(32768, 4096, True), (8192, 512, False)])
+def test_by_default_large_products_run_in_tiles_and_small_ones_whole(tokens, width, tiled):
+    """A product of 2,048 rows with a small weight takes less time than its host's calls."""
+    with simulate("H100-80GB", fusion="nvfuser"):
+        jitted = thunder.jit(step, transforms=[MemEfficient(strict=True)])
+        jitted(*inputs(tokens, width, 4 * width))
+    assert any(d.what == "tiles" for d in last_plan(jitted).decisions) == tiled
+
+
+def test_a_tile_on_a_cpu_has_a_time_too():
+    x, up, down = (torch.randn(*s, requires_grad=True) for s in ((64, 8), (32, 8), (8, 32)))
+    jitted = thunder.jit(step, executors=[], transforms=[MemEfficient(strict=True, tile=Tiles(rows=16))])
+    jitted(x, up, down).backward()
+    (plan,) = {loop_of(b).plan for b in thunder.last_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)}
+    cpu = device_model("cpu")
+    assert math.isclose(loop_seconds(plan, cpu, backward=False), 4 * plan.forward_tile_s)
+    assert plan.backward_tile_s > plan.forward_tile_s > 2 * cpu.launch_s
