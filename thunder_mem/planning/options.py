@@ -29,5 +29,6 @@ class PlanningOptions:
     verify: bool | None = None
     named: bool = False  # operations always keep the names that the program gives them
     optimized: Optimized | None = None  # parameters that the backward updates
+    repeat_tiles: bool = True  # results of stretches in tiles may be computed once more
     refused: tuple[Refusal, ...] = ()  # by earlier passes
     decisions: tuple[Decision, ...] = ()  # of earlier passes

@@ -48,7 +48,7 @@ from thunder_mem.planning.program import (
     read_program,
     saving_problem,
 )
-from thunder_mem.planning.refine import refined
+from thunder_mem.planning.refine import TILES_AGAIN, refined
 from thunder_mem.planning.stages import carried_out
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.updates import about_states, with_updates
@@ -142,8 +142,11 @@ def lower_plan(
     if options.budget is not None:
         return min(reversed(found), key=_beyond_budget)
     with_tiles, without = found
+    most_s = (1 + _FREE_TIME) * final_seconds(without)
+    if final_seconds(with_tiles) > most_s and any(d.what == TILES_AGAIN for d in with_tiles.plan.decisions):
+        with_tiles = planned_trace(tiled, executors, replace(options, repeat_tiles=False))
     lower = _peak_with_loss_outside(with_tiles) < _peak_with_loss_outside(without)
-    free = final_seconds(with_tiles) <= (1 + _FREE_TIME) * final_seconds(without)
+    free = final_seconds(with_tiles) <= most_s
     return with_tiles if lower and free and with_tiles.peak_bytes <= without.peak_bytes else without
 
 
@@ -276,7 +279,12 @@ def plan_partition(program: Program, rebuilt: frozenset[int], offloaded: frozens
 def _arranged(program: Program, trace: TraceCtx, read: TraceGraph, fuse: FusionCapabilities) -> Planned:
     names = [str(e.name) for e in program.executors]
     made = arrange(read.graph, fuse, names, sort=program.options.sort)
-    planned = refined(Planned(made, read, fuse, trace, program.trace), program.executors, program.options.sort)
+    planned = refined(
+        Planned(made, read, fuse, trace, program.trace),
+        program.executors,
+        program.options.sort,
+        program.options.repeat_tiles,
+    )
     decisions = (*program.asked, about_saving(program.source.graph, read.graph), *planned.plan.decisions)
     return replace(planned, plan=replace(planned.plan, decisions=decisions))
 

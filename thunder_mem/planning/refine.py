@@ -6,7 +6,7 @@ that could be recomputed later. Each rewrite is tried as a whole and stays if th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from thunder.core.symbol import BoundSymbol
@@ -26,26 +26,39 @@ from thunder_mem.rewrites.rematerialize import Remake, about_remakes, idle_at_pe
 from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.trace.reading import read_trace
 
-__all__ = ["refined"]
+__all__ = ["TILES_AGAIN", "refined"]
+
+TILES_AGAIN = "tiles again"
+"""Names the decision to run some tiles once more."""
+
+Rewrite = Callable[[Planned], tuple[TraceCtx, int]]
+About = Callable[[int, int, int], Decision]
 
 # The most tries of each rewrite, as long as it lowers the peak.
 _ROUNDS = 4
-# The share of the program's modelled time that stretches in tiles may take once more: half of what is free
-# (`pipeline.py: _FREE_TIME`), because tiles take some themselves.
-_MOST_TIME = 0.005
+# The share of the program's modelled time that stretches in tiles may take once more. Tiles may save some time, too, so
+# this is more than what is free in all (`pipeline.py: lower_plan`).
+_MOST_TIME = 0.02
 
 
-def refined(planned: Planned, executors: Sequence[FusionExecutor], sort: str | SortFunction) -> Planned:
-    """The plan with small views copied and idle values recomputed, as far as that lowers the peak."""
+def refined(
+    planned: Planned, executors: Sequence[FusionExecutor], sort: str | SortFunction, repeat_tiles: bool = True
+) -> Planned:
+    """The plan with small views copied and idle values recomputed, as far as that lowers the peak.
+
+    Args:
+        planned: the plan.
+        executors: the fusion executors.
+        sort: of the new plans.
+        repeat_tiles: whether results of stretches in tiles may be recomputed too, which takes some time.
+    """
+    rewrites: list[tuple[Rewrite, About]] = [(_with_copied_views, about_views), (_with_remakes, about_remakes)]
+    if repeat_tiles:
+        rewrites.append((_Repetition(), _about_repetition))
     said: list[Decision] = []
-    rewrites = (
-        (_with_copied_views, about_views, _ROUNDS),
-        (_with_remakes, about_remakes, _ROUNDS),
-        (_with_tiles_again, about_remakes, 1),  # whose time is limited
-    )
-    for rewrite, about, rounds in rewrites:
+    for rewrite, about in rewrites:
         before_bytes, total = planned.peak_bytes, 0
-        for _ in range(rounds):
+        for _ in range(_ROUNDS):
             new, count = rewrite(planned)
             if not count:
                 break
@@ -74,20 +87,33 @@ def _with_remakes(planned: Planned) -> tuple[TraceCtx, int]:
     return (with_rematerialized(planned.source, planned.trace, remakes) if remakes else planned.trace), len(remakes)
 
 
-def _with_tiles_again(planned: Planned) -> tuple[TraceCtx, int]:
-    """The same for the results of stretches in tiles, such as query, key and value, if the time is small."""
-    source = planned.source
-    loops = {op.index for op, bsym in zip(source.graph.ops, source.bsyms, strict=True) if _is_repeated(op, bsym)}
-    remakes = idle_at_peak(source, planned.plan, planned.fuse, frozenset(loops)) if loops else ()
-    device = device_model_of(device_of(source))
-    seconds = {op: bound_symbol_seconds(source.bsyms[op], device) for op in loops}
-    left_s = _MOST_TIME * plan_seconds(planned.plan, source, device) if remakes else 0.0
-    chosen, again = list[Remake](), set[int]()
-    for remake in reversed(remakes):  # the last one made is the last one needed, beside the most gradients
-        more = {op for s in remake.chain if (op := source.graph.allocator[s]) in loops} - again
-        if (cost_s := sum(seconds[op] for op in more)) <= left_s:
-            left_s, again, chosen = left_s - cost_s, again | more, [*chosen, remake]
-    return (with_rematerialized(source, planned.trace, chosen) if again else planned.trace), len(chosen) * bool(again)
+class _Repetition:
+    """The same for the results of stretches in tiles, such as query, key and value, within some seconds in all."""
+
+    def __init__(self) -> None:
+        self.left_s: float | None = None
+
+    def __call__(self, planned: Planned) -> tuple[TraceCtx, int]:
+        """The trace that recomputes such values which are idle at the peak, and their number."""
+        source, device = planned.source, device_model_of(device_of(planned.source))
+        loops = {op.index for op, bsym in zip(source.graph.ops, source.bsyms, strict=True) if _is_repeated(op, bsym)}
+        remakes = idle_at_peak(source, planned.plan, planned.fuse, frozenset(loops)) if loops else ()
+        if not remakes:
+            return planned.trace, 0
+        if self.left_s is None:
+            self.left_s = _MOST_TIME * plan_seconds(planned.plan, source, device)
+        seconds = {op: bound_symbol_seconds(source.bsyms[op], device) for op in loops}
+        chosen, again = list[Remake](), set[int]()
+        for remake in reversed(remakes):  # the last one made is the last one needed, beside the most gradients
+            more = {op for s in remake.chain if (op := source.graph.allocator[s]) in loops} - again
+            if (cost_s := sum(seconds[op] for op in more)) <= self.left_s:
+                self.left_s, again, chosen = self.left_s - cost_s, again | more, [*chosen, remake]
+        trace = with_rematerialized(source, planned.trace, chosen) if again else planned.trace
+        return trace, len(chosen) * bool(again)
+
+
+def _about_repetition(repeated: int, before_bytes: int, after_bytes: int) -> Decision:
+    return replace(about_remakes(repeated, before_bytes, after_bytes), what=TILES_AGAIN)
 
 
 def _is_repeated(op: Op, bsym: BoundSymbol) -> bool:
