@@ -1,6 +1,7 @@
 """The modelled time of tiles on a GPU, against bounds by arithmetic; no clock decides."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from thunder_mem import MemEfficient, Tiles, last_plan, simulate
 from thunder_mem.chunk_loop.price import device_seconds, host_calls, loop_seconds
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.memory.device_models import device_model
+from thunder_mem.tiling.tile_price import tile_seconds
 
 H100 = device_model("H100-80GB")
 TOKENS, WIDTH, WIDE = 4096, 256, 1024
@@ -72,11 +74,17 @@ def test_sums_of_gradients_cost_their_bytes():
     assert single.backward_tile_s > 2 * weights_bytes / H100.bandwidth_bytes_per_s
 
 
-def test_a_copy_of_rows_is_counted():
-    plan = stretch(1024)
-    copied_bytes = 2 * 1024 * WIDTH * 2
-    products_s = 2 * 2 * 1024 * WIDTH * WIDE / H100.matmul_flops("bfloat16")
-    assert plan.forward_tile_s > products_s + copied_bytes / H100.bandwidth_bytes_per_s
+def test_a_copy_of_rows_is_read_from_a_cache_that_holds_them():
+    with simulate("H100-80GB", fusion="nvfuser"):
+        jitted = thunder.jit(mlp, transforms=[MemEfficient(strict=True, tile=Tiles(rows=1024))])
+        jitted(*inputs())
+        (loop,) = {loop_of(b) for b in thunder.last_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)}
+    row_bytes = 1024 * WIDTH * 2
+    times = [
+        tile_seconds(loop.plan, loop.forward[1024], replace(H100, cache_bytes=cache))
+        for cache in (2 * row_bytes, 2 * row_bytes - 1)
+    ]
+    assert times[1] - times[0] == pytest.approx(row_bytes / H100.bandwidth_bytes_per_s)
 
 
 @pytest.mark.parametrize(("tokens", "width", "tiled"), [(32768, 4096, True), (8192, 512, False)])

@@ -13,9 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from tests.programs.chunk_cases import CASES
 from tests.tiling.test_chunk_losses import loss_and_grads, prepare
 from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, predict, tiled
+from thunder_mem.memory.plan import Decision
 from thunder_mem.planning import pipeline
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.program import Planned
+from thunder_mem.planning.refine import TILES_AGAIN
 from thunder_mem.tiling.tiles import TilingError
 
 WIDTH, WIDE = 16, 64
@@ -169,17 +171,23 @@ def test_by_default_nothing_is_tiled_where_the_peak_is_in_a_loss_outside(vocabul
     assert len(tiles_of(jitted)) == count
 
 
-def chosen_of(monkeypatch, tiled, whole, budget=None):
-    """The plan that `lower_plan` takes of two, each given by its peak in bytes and its time."""
-    figures = {"tiled": tiled, "whole": whole}
+def chosen_of(monkeypatch, tiled, whole, budget=None, again=None):
+    """The plan that `lower_plan` takes of two, each given by its peak in bytes and its time.
+
+    `again` is the same for a plan that runs some tiles once more.
+    """
+    figures = {"tiled": tiled, "whole": whole, "again": again}
 
     def planned(trace, executors, options):
+        decisions = ()
+        if trace == "tiled" and options.repeat_tiles and again is not None:
+            trace, decisions = "again", (Decision(TILES_AGAIN, "", "", 0, 0),)
         peak_bytes = figures[trace][0]
         if budget is not None and peak_bytes > 2 * budget:
             raise BudgetError(budget, peak_bytes, "parameters")
         outcome = SimpleNamespace(budget_bytes=budget)
-        fields = {"plan": SimpleNamespace(budget=outcome, candidate=SimpleNamespace(peak_bytes=peak_bytes))}
-        return Planned(source=trace, fuse=None, trace=trace, original=trace, **fields)
+        plan = SimpleNamespace(budget=outcome, candidate=SimpleNamespace(peak_bytes=peak_bytes), decisions=decisions)
+        return Planned(plan=plan, source=trace, fuse=None, trace=trace, original=trace)
 
     monkeypatch.setattr(pipeline, "planned_trace", planned)
     monkeypatch.setattr(pipeline, "final_seconds", lambda plan: figures[plan.trace][1])
@@ -193,6 +201,14 @@ def chosen_of(monkeypatch, tiled, whole, budget=None):
 )
 def test_by_default_tiles_lower_the_peak_and_take_one_percent_of_time_at_most(monkeypatch, tiled, chosen):
     assert chosen_of(monkeypatch, tiled, (1000, 1.0)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("again", "tiled", "chosen"),
+    [((400, 1.01), (500, 1.0), "again"), ((400, 1.02), (500, 1.0), "tiled"), ((400, 1.03), (500, 1.02), "whole")],
+)
+def test_by_default_tiles_run_once_more_where_the_time_has_room(monkeypatch, again, tiled, chosen):
+    assert chosen_of(monkeypatch, tiled, (1000, 1.0), again=again) == chosen
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class DeviceModel:
         launch_s: seconds to start one kernel.
         link_bytes_per_s: of copies to the host's pinned memory, and back.
         copy_s: seconds to start one such copy.
+        cache_bytes: its last-level cache, from which a value is read soon after it was written; 0 if unknown.
     """
 
     name: str
@@ -34,10 +35,11 @@ class DeviceModel:
     launch_s: float = 5e-6
     link_bytes_per_s: float = 2.5e10
     copy_s: float = 1e-5
+    cache_bytes: int = 0
 
     def __post_init__(self) -> None:
         rates = (self.bandwidth_bytes_per_s, self.vector_flops, self.link_bytes_per_s, *self.peak_flops.values())
-        if min(rates) <= 0 or min(self.launch_s, self.copy_s, self.memory_bytes) < 0:
+        if min(rates) <= 0 or min(self.launch_s, self.copy_s, self.memory_bytes, self.cache_bytes) < 0:
             raise ValueError(f"device {self.name!r}: rates must be positive, memory and starts not negative: {self}")
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
 
@@ -56,30 +58,38 @@ class DeviceModel:
 
 
 def _gpu(
-    spec: DeviceSpec, gb_per_s: float, half: float, single: float, double: float, bfloat: float, link: float
+    spec: DeviceSpec, gb_per_s: float, half: float, single: float, double: float, bfloat: float, link: float, cache: int
 ) -> DeviceModel:
     # float32 without TF32, which PyTorch leaves off by default.
     tera = {"float16": half, "bfloat16": bfloat, "float32": single, "float64": double}
     peaks = {dtype: rate * 1e12 for dtype, rate in tera.items()}
-    return DeviceModel(spec.name, spec.memory_bytes, gb_per_s * 1e9, peaks, single * 1e12, link_bytes_per_s=link * 1e9)
+    return DeviceModel(
+        name=spec.name,
+        memory_bytes=spec.memory_bytes,
+        bandwidth_bytes_per_s=gb_per_s * 1e9,
+        peak_flops=peaks,
+        vector_flops=single * 1e12,
+        link_bytes_per_s=link * 1e9,
+        cache_bytes=cache * 2**20,
+    )
 
 
-# Vendors' data sheets: GB/s, then dense Tflop/s of float16, float32, float64 and bfloat16; and GB/s of the link to
-# the host, four fifths of what 16 lanes of its generation of PCIe (3, 4 or 5) carry in one direction.
+# Vendors' data sheets: GB/s, then dense Tflop/s of float16, float32, float64 and bfloat16; GB/s of the link to the
+# host, four fifths of what 16 lanes of its generation of PCIe (3, 4 or 5) carry in one direction; MiB of the L2 cache.
 _SHEETS = {
-    "V100-16GB": (900, 125, 15.7, 7.8, 15.7, 12.6),
-    "V100-32GB": (900, 125, 15.7, 7.8, 15.7, 12.6),
-    "T4": (320, 65, 8.1, 0.25, 8.1, 12.6),
-    "RTX3090": (936, 71, 35.6, 0.56, 71, 25.2),
-    "RTX4090": (1008, 165, 82.6, 1.29, 165, 25.2),
-    "A10G": (600, 70, 31.5, 0.49, 70, 25.2),
-    "L4": (300, 121, 30.3, 0.49, 121, 25.2),
-    "L40S": (864, 362, 91.6, 1.43, 362, 25.2),
-    "A100-40GB": (1555, 312, 19.5, 19.5, 312, 25.2),
-    "A100-80GB": (2039, 312, 19.5, 19.5, 312, 25.2),
-    "H100-80GB": (3350, 989, 67, 67, 989, 50.4),
-    "H200-141GB": (4800, 989, 67, 67, 989, 50.4),
-    "B200-180GB": (7700, 2250, 75, 37, 2250, 50.4),
+    "V100-16GB": (900, 125, 15.7, 7.8, 15.7, 12.6, 6),
+    "V100-32GB": (900, 125, 15.7, 7.8, 15.7, 12.6, 6),
+    "T4": (320, 65, 8.1, 0.25, 8.1, 12.6, 4),
+    "RTX3090": (936, 71, 35.6, 0.56, 71, 25.2, 6),
+    "RTX4090": (1008, 165, 82.6, 1.29, 165, 25.2, 72),
+    "A10G": (600, 70, 31.5, 0.49, 70, 25.2, 6),
+    "L4": (300, 121, 30.3, 0.49, 121, 25.2, 48),
+    "L40S": (864, 362, 91.6, 1.43, 362, 25.2, 96),
+    "A100-40GB": (1555, 312, 19.5, 19.5, 312, 25.2, 40),
+    "A100-80GB": (2039, 312, 19.5, 19.5, 312, 25.2, 40),
+    "H100-80GB": (3350, 989, 67, 67, 989, 50.4, 50),
+    "H200-141GB": (4800, 989, 67, 67, 989, 50.4, 50),
+    "B200-180GB": (7700, 2250, 75, 37, 2250, 50.4, 126),
 }
 
 # A desktop CPU in round figures, fixed so that plans do not depend on the machine they are made on.

@@ -21,6 +21,9 @@ __all__ = ["tile_seconds"]
 # Of a sum that keeps one more byte: it is read and stored in 3 bytes, and joined, added and split in float32.
 _FINER_PASSES = 6
 
+# Of a cache, for what was just written: the rest holds what the same kernel read.
+_CACHED = 0.5
+
 
 def tile_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> float:
     """Seconds of the device for one tile: its kernels, copies of its rows, and sums of its gradients.
@@ -34,17 +37,20 @@ def tile_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> float:
     """
     kernels = replace(device, launch_s=0.0) if body.launches else device
     seconds = trace_seconds(body.trace, kernels)
-    moved_bytes = sum(2 * _row_bytes(spec, body.rows) for spec in plan.outputs) if body.outputs else 0
+    copied_bytes = sum(_row_bytes(spec, body.rows) for spec in plan.outputs) if body.outputs else 0
+    moved_bytes = 0
     for slot, i in enumerate(plan.sides):
         if not body.wants_gradients or i not in plan.grads:
             continue
         spec = plan.inputs[i]
         if spec.sharding.split:
-            moved_bytes += 2 * _row_bytes(spec, body.rows)
+            copied_bytes += _row_bytes(spec, body.rows)
         elif slot in body.pairs:
             seconds += _product_sum_seconds(plan, i, body.rows, device)
         else:
             moved_bytes += spec.nbytes + _sum_bytes(plan, i)
+    # The rows were just written, so a cache that holds them is read, and not the memory.
+    moved_bytes += copied_bytes * (1 if copied_bytes <= _CACHED * device.cache_bytes else 2)
     return seconds + moved_bytes / device.bandwidth_bytes_per_s
 
 

@@ -42,10 +42,6 @@ from thunder_mem.trace.view_prims import VIEWS
 
 __all__ = ["Tiles", "TilingError", "tile_trace"]
 
-_TILES, _MOST_FLOORS = 8, 2
-"""As many tiles, unless a tile would then have fewer rows than products need, or more than twice these."""
-
-
 _ELEMENTWISE = pointwise_ids() | set(VIEWS)
 
 
@@ -189,8 +185,8 @@ class _Tiler:
         if isinstance(self.tiles.rows, int):
             rows, sized = self.tiles.rows, "asked"
         else:
-            floor = floor_rows(str(out.device.device_str()), dtypes.to_torch_dtype(out.dtype))
-            rows, sized = min(max(floor, region.n // _TILES), _MOST_FLOORS * floor), "tile"
+            # More would spare few readings of weights, which products hide, and their rows would leave the cache.
+            rows, sized = floor_rows(str(out.device.device_str()), dtypes.to_torch_dtype(out.dtype)), "tile"
         if not asked and region.n < 2 * rows:
             return None
         loop = build_tiles(region, rows, sized, self.tiles.accumulate, self.executors, f"tiles{len(self.loops)}")
