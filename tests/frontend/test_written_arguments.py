@@ -7,6 +7,7 @@ import thunder
 import torch
 from thunder.dynamo import thunderfx
 
+from tests.fuzzing.configs import uncompiled_regions
 from thunder_mem import MemEfficient, predict_step
 
 
@@ -33,6 +34,19 @@ def under_no_grad_alone(s, r):
     with torch.no_grad():
         s.add_(r)
     return r.sin()
+
+
+def twice_under_no_grad(s, r):
+    with torch.no_grad():
+        s.add_(r)
+        s.mul_(2)
+    return r.sin()
+
+
+def rows_under_no_grad(s, r):
+    with torch.no_grad():
+        s[0] = r[1]
+    return (s * r).sum()
 
 
 def both(s, r):
@@ -62,6 +76,8 @@ WRITES = {
     "under no_grad and not": under_no_grad_and_not,
     "under no_grad, returned": under_no_grad_and_returned,
     "under no_grad, nobody reads it": under_no_grad_alone,
+    "under no_grad, twice": twice_under_no_grad,
+    "under no_grad, an element": rows_under_no_grad,
 }
 
 
@@ -86,6 +102,16 @@ def test_gradients_are_those_of_eager(fn, used_afterwards):
     for _ in range(2):
         for got, want in zip(results(jitted, used_afterwards), results(fn, used_afterwards), strict=True):
             torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("fn", [fn for name, fn in WRITES.items() if name.startswith("under")])
+def test_an_executor_may_run_a_write_inside_of_a_whole_operation(fn):
+    """`torchcompile` takes `ltorch.add_` and does not look inside, where the write is."""
+    jitted = thunder.jit(fn, executors=["torchcompile"], transforms=[MemEfficient(strict=True)])
+    with uncompiled_regions():
+        for _ in range(2):
+            for got, want in zip(results(jitted, True), results(fn, True), strict=True):
+                torch.testing.assert_close(got, want)
 
 
 def test_thunder_alone_loses_them():

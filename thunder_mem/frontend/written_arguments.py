@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -150,19 +151,35 @@ def _written(trace: TraceCtx, whole: Mapping[str, str]) -> list[TensorProxy]:
 
 
 def _past_no_grad(trace: TraceCtx, whole: Mapping[str, str], written: Collection[str]) -> TraceCtx:
-    """The trace in which gradients bypass a write under `torch.no_grad`, to the argument before it."""
+    """The trace in which gradients bypass a write under `torch.no_grad`, to the argument before it.
+
+    Nothing uses the written name afterwards. Thunder then runs a write in the forward only if it stands in the trace by
+    itself, so an operation that an executor would run whole is taken apart.
+    """
+
+    def bypassed(leaf: BoundSymbol) -> bool:
+        return is_copy(leaf) and not leaf.kwargs["grad_enabled"] and whole.get(leaf.args[1].name) in written
+
     new = from_trace(trace)
     swap: dict[Any, TensorProxy] = {}
     with tracectx(new):
-        for bsym in trace.bound_symbols:
-            bsym = bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym
-            new.bound_symbols.append(bsym)
-            for leaf in leaves(bsym):
-                if is_copy(leaf) and not leaf.kwargs["grad_enabled"] and whole.get(leaf.args[1].name) in written:
-                    seen = TensorProxy(like=leaf.output, requires_grad=True)
-                    new.bound_symbols.append(prims.update_aliases.bind((leaf.args[1],), output=(seen,)))
-                    swap[variableify(leaf.output)] = seen
+        for bsym in chain.from_iterable(_taken_apart(b, bypassed) for b in trace.bound_symbols):
+            swapped = bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym
+            new.bound_symbols.append(swapped)
+            if bypassed(bsym):
+                seen = TensorProxy(like=bsym.output, requires_grad=True)
+                new.bound_symbols.append(prims.update_aliases.bind((swapped.args[1],), output=(seen,)))
+                swap[variableify(bsym.output)] = seen
     return new
+
+
+def _taken_apart(bsym: BoundSymbol, wanted: Callable[[BoundSymbol], bool]) -> Iterator[BoundSymbol]:
+    """The bound symbol, or its parts if any of its leaves is wanted, so that this leaf is one of them."""
+    if bsym.subsymbols and any(map(wanted, leaves(bsym))):
+        for part in bsym.subsymbols:
+            yield from _taken_apart(part, wanted)
+    else:
+        yield bsym
 
 
 def _asking(
