@@ -36,12 +36,13 @@ class Invalid(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """What a caller sees of one run: `tensors` by name ("output 0", "gradient x1", "input x0"), and the RNG."""
+    """What a caller sees of one run: `tensors` by name ("output 0", "gradient x1", "input x0"), RNG and grad mode."""
 
     tensors: Mapping[str, torch.Tensor]
     asks_gradient: tuple[bool, ...]
     forward_rng: torch.Tensor
     backward_rng: torch.Tensor
+    grad_mode: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ def run(
     With `retain` it goes backward twice, and `tensors` holds the first gradients as "first gradient x0" too.
     """
     torch.default_generator.manual_seed(SEED)  # that of the CPU alone, which takes no time
-    outputs = fn(*inputs.values())
+    with torch.enable_grad():  # whatever `fn` leaves is not for the next run
+        outputs = fn(*inputs.values())
+        grad_mode = torch.is_grad_enabled()
     forward_rng = torch.get_rng_state()
     asks_gradient = tuple(o.requires_grad for o in outputs)
     tensors = {f"output {i}": o.detach().clone() for i, o in enumerate(outputs)}
@@ -93,7 +96,7 @@ def run(
         tensors[f"gradient {name}"] = torch.zeros_like(leaf) if grad is None else grad
     for name, t in inputs.items():
         tensors[f"input {name}"] = t.detach().clone()
-    return Result(tensors, asks_gradient, forward_rng, torch.get_rng_state())
+    return Result(tensors, asks_gradient, forward_rng, torch.get_rng_state(), grad_mode)
 
 
 @dataclass
@@ -263,6 +266,8 @@ def differences(expected: Expectation, got: Result) -> list[str]:
             distance = _distance(value, expected.reference[wanted])
             if not distance <= expected.tolerance[wanted]:
                 found.append(f"{name}: off by {distance:.3g}, allowed {expected.tolerance[wanted]:.3g}")
+    if got.grad_mode != expected.eager.grad_mode:
+        found.append(f"gradients are {'enabled' if got.grad_mode else 'disabled'} after the forward")
     if not torch.equal(got.forward_rng, expected.eager.forward_rng):
         found.append("random state after the forward")
     elif not torch.equal(got.backward_rng, expected.eager.backward_rng):

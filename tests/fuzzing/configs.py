@@ -6,6 +6,7 @@ A program costs most where Thunder traces it, and that is the same whatever comp
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import zlib
 from collections.abc import Callable, Iterator
@@ -146,7 +147,24 @@ def _jit(fn: Callable, options: Options, transforms: list) -> Callable:
     more: dict[str, Any] = {} if names is None else {"executors": list(names)}
     if fusion_type is not None:
         more["fusion_type"] = fusion_type
-    return (thunderfx if options.fx else thunder.jit)(fn, transforms=transforms, **more)
+    if options.fx:
+        return _leaving_gradients_enabled(thunderfx(fn, transforms=transforms, **more))
+    return thunder.jit(fn, transforms=transforms, **more)
+
+
+def _leaving_gradients_enabled(compiled: Callable) -> Callable:
+    """The same without a defect of Thunder's: what ThunderFX compiles may leave PyTorch's gradients disabled.
+
+    Where a program enters `torch.no_grad` in a graph of Inductor's and leaves it in one of Thunder's, Thunder enables
+    gradients at the first call only. Every later program of the process would run without, eager ones too.
+    """
+
+    @functools.wraps(compiled)
+    def call(*args: Any) -> Any:
+        with torch.enable_grad():  # which ends with what was before
+            return compiled(*args)
+
+    return call
 
 
 def plain(options: Options) -> Callable[[Callable], Callable]:

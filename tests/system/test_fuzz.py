@@ -151,6 +151,18 @@ def test_thunder_still_gets_wrong(name: str):
     assert not torch.allclose(ours, eager)
 
 
+def test_thunder_still_leaves_gradients_disabled():
+    """When this fails, `configs._leaving_gradients_enabled` can go."""
+    steps = Step("sinc", ("v0",), ("x0",)), Step("sin", ("v2",), ("x0",)), Step("mul", ("v3",), ("v1", "v2"))
+    body = Region("no_grad", (steps[0], Step("detach", ("v1",), ("v0",))), ("v1",)), *steps[1:]
+    program = Program((Input("x0", (4,), grad=True),), body, ("v3",))
+    torch._dynamo.reset()
+    with uncompiled_regions():
+        assert check(program, thunderfx) == ["second run, gradients are disabled after the forward"]
+        assert torch.is_grad_enabled()
+        assert judge(program, CONFIGS["fx"]) == []
+
+
 # The fuzzer itself.
 def test_a_seed_gives_one_program():
     script = "import random, tests.programs.generate as g; print([g.generate(random.Random(s)) for s in range(25)])"
@@ -346,7 +358,7 @@ def test_a_program_runs_through_thunderfx():
     compiled = CONFIGS["fx"].compile(function(source(program)))
     with uncompiled_regions():
         compiled(*materialise(program.inputs).values())
-    parts = [(part.compiler, part.operations) for part in fx.subgraphs(compiled)]
+    parts = [(part.compiler, part.operations) for part in fx.subgraphs(compiled.__wrapped__)]
     assert [who for who, _ in parts] == ["thunder", "inductor", "thunder", "thunder"], parts
     assert verdict(program, CONFIGS["fx"]) == ("right", [])
 
