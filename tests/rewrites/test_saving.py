@@ -294,7 +294,10 @@ def test_what_is_repeated_is_new_belongs_to_the_backward_and_comes_once(traces):
             fresh = [b for b in new.bound_symbols if names(b.flat_proxy_outs) - old]
             assert all(BACKWARD in b.tags for b in fresh)
             again = read_trace(new)
-            assert read_trace(new, earlier=source).graph == again.graph, text
+            read = read_trace(new, earlier=source)
+            assert read.graph == again.graph, text
+            answers = source, fusibility(source, [mem_pointwise_ex])
+            assert fusibility(read, [mem_pointwise_ex], answers) == fusibility(again, [mem_pointwise_ex]), text
             assert all(again.graph.ops[again.producer_of[n]].backward for n in set(defined) - old)
             assert len(new.bound_symbols) == len(trace.bound_symbols) + len(fresh)
             makers = {source.graph.allocator[s] for s in reached_back(source.graph, storages)}

@@ -21,7 +21,7 @@ from thunder_mem.fusion.contraction import (
 )
 from thunder_mem.fusion.producer_duplication import WithDuplicates, duplicate_cheap_producers
 from thunder_mem.memory.graph import Graph
-from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.memory.live_ranges import Timeline, price_order
 from thunder_mem.memory.plan import Arrangement, Decision, Plan, PlannedRegion
 from thunder_mem.schedule.registry import SortFunction, SortResult, sort_graph
 
@@ -38,7 +38,12 @@ class _Arrangement:
     name: str
     base: WithDuplicates
     groups: Groups
-    peaks: tuple[int, int]
+    timeline: Timeline
+
+    @cached_property
+    def peaks(self) -> tuple[int, int]:
+        """The peak of each half, forward and backward; 0 for a missing half."""
+        return _peaks(self.timeline)
 
     @cached_property
     def overwritten_peak_bytes(self) -> int:
@@ -47,9 +52,7 @@ class _Arrangement:
         `rewrites/buffer_reuse.py` knows which regions really can, but only on the final trace. Without this figure, a
         plan that looks lower may end higher, because a value with a later reader does not die.
         """
-        regions = self.base.graph.contract(self.groups)
-        position = {op.payload: op.index for op in regions.ops}
-        timeline = price_order(regions, [position[group] for group in self.groups])
+        timeline, regions = self.timeline, self.timeline.graph
         peak_bytes = 0
         for step, (op, live_bytes) in enumerate(zip(timeline.order, timeline.live_bytes, strict=True)):
             saved_bytes = 0
@@ -194,7 +197,7 @@ def _priced(name: str, base: WithDuplicates, groups: Iterable[tuple[int, ...]]) 
     steps = tuple(part for group in groups for part in _emittable(group, base))
     regions = base.graph.contract(steps)
     position = {op.payload: op.index for op in regions.ops}
-    return _Arrangement(name, base, steps, peaks_of(regions, [position[step] for step in steps]))
+    return _Arrangement(name, base, steps, price_order(regions, [position[step] for step in steps]))
 
 
 def _emittable(group: tuple[int, ...], base: WithDuplicates) -> Groups:
@@ -218,10 +221,15 @@ def _emittable(group: tuple[int, ...], base: WithDuplicates) -> Groups:
 
 def peaks_of(regions: Graph, order: Sequence[int]) -> tuple[int, int]:
     """The peak of each half, forward and backward, in this order; 0 for a missing half."""
-    peaks = [0, 0]
-    for op, live in zip(order, price_order(regions, order).live_bytes, strict=True):
-        half = regions.ops[op].backward
-        peaks[half] = max(peaks[half], live)
+    return _peaks(price_order(regions, order))
+
+
+def _peaks(timeline: Timeline) -> tuple[int, int]:
+    peaks, ops = [0, 0], timeline.graph.ops
+    for op, live in zip(timeline.order, timeline.live_bytes, strict=True):
+        half = ops[op].backward
+        if live > peaks[half]:
+            peaks[half] = live
     return peaks[0], peaks[1]
 
 

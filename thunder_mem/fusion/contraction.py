@@ -160,7 +160,7 @@ class _Chains:
         self.before = list(map(set, regions.predecessors))
         self.after = list(map(set, regions.successors))
         self.users = list(map(set, regions.users))
-        self.touches = [set(op.touches) for op in regions.ops]
+        self.touches = list(map(set, regions.touches))
         self.makes = [set(op.allocates) for op in regions.ops]
 
     def consumer_to_join(self, p: int) -> int | None:
@@ -310,7 +310,7 @@ class _Merger:
         """Slots after `here`, within the window, that touch a storage that `ops` touch, as a heap."""
         found: set[int] = set()
         for op in ops:
-            for s in self.graph.ops[op].touches:
+            for s in self.graph.touches[op]:
                 if self.large[s]:
                     slots = self.slots_of[s]
                     found.update(slots[bisect_right(slots, here) : bisect_right(slots, here + MERGE_WINDOW)])
@@ -328,7 +328,7 @@ class _Merger:
         """Merge at `target` if the live bytes from `here` to `there` stay within `limit`."""
         moved = {*self.slots[here], *self.slots[there]}
         change = [0] * (there - here + 2)
-        for s in dict.fromkeys(s for op in moved for s in self.graph.ops[op].touches):
+        for s in dict.fromkeys(s for op in moved for s in self.graph.touches[op]):
             self._add_change(change, s, moved, here, there, target)
         live, delta = [], 0
         for k in range(there - here + 1):
@@ -343,7 +343,7 @@ class _Merger:
         self.live_bytes[here : there + 1] = live
         for op in self.slots[other]:
             self.slot_of[op] = target
-            for s in self.graph.ops[op].touches:
+            for s in self.graph.touches[op]:
                 self._move(self.slots_of[s], other, target)
         self.slots[target] = (*self.slots[here], *self.slots[there])
         self.takes[target] = self.takes[here] & self.takes[there]

@@ -83,9 +83,10 @@ def _where_fused(graph: Graph, fuse: FusionCapabilities) -> Sequence[int]:
 def _choose(graph: Graph, fuse: FusionCapabilities, where: Sequence[int], joining: bool) -> list[bool]:
     """The ops to recompute in their consumers: the most optimistic choice, repriced until stable."""
     absorbed = list(fuse.cheap)
+    offered = [op for op in graph.ops if fuse.cheap[op.index] and graph.outputs.isdisjoint(op.allocates)]
     for joins in (False, True)[: 1 + joining]:
         for _ in range(4):
-            chosen = _reprice(graph, fuse, where, absorbed, joins)
+            chosen = _reprice(graph, fuse, where, offered, absorbed, joins)
             if chosen == absorbed:
                 break
             absorbed = chosen
@@ -93,41 +94,69 @@ def _choose(graph: Graph, fuse: FusionCapabilities, where: Sequence[int], joinin
 
 
 def _reprice(
-    graph: Graph, fuse: FusionCapabilities, where: Sequence[int], absorbed: Sequence[bool], joining: bool
+    graph: Graph,
+    fuse: FusionCapabilities,
+    where: Sequence[int],
+    offered: Sequence[Op],
+    absorbed: Sequence[bool],
+    joining: bool,
 ) -> list[bool]:
-    end = list(range(len(graph)))  # the last op that needs the value, or its copy
-    for i in range(len(graph) - 1, -1, -1):
-        end[i] = max([end[c] if absorbed[c] else where[c] for c in fuse.consumers[i]], default=i)
-    last_use = [-1] * len(graph.storages)
-    for op in graph.ops:
-        if joining or not absorbed[op.index]:
-            use = end[op.index] if absorbed[op.index] else where[op.index]
-            for s in op.touches:
-                last_use[s] = max(last_use[s], use)
+    """The ops of `offered` to recompute, if the values of `absorbed` ops live as long as their copies need them."""
+    allocator, storages = graph.allocator, graph.storages
+    end, needed = _ends(fuse, where, absorbed)
+    last_use = [-1] * len(storages)
+    for user, touched in enumerate(graph.touches):
+        if joining or not absorbed[user]:
+            use = needed[user]
+            for s in touched:
+                if last_use[s] < use:
+                    last_use[s] = use
+    # What is alive to the end costs nothing, whoever reads it.
+    last_use = [
+        len(graph) if s.held or s.index in graph.outputs else use for s, use in zip(storages, last_use, strict=True)
+    ]
 
-    allocator, storages, outputs = graph.allocator, graph.storages, graph.outputs
-    stays = [s.held or s.index in outputs for s in storages]
     chosen = list(absorbed) if joining else [False] * len(graph)
-    sources: list[tuple[int, ...]] = [()] * len(graph)
-    values: list[frozenset[int]] = [frozenset()] * len(graph)
-    views = [0] * len(graph)
-    for op in graph.ops:
+    sources: dict[int, tuple[int, ...]] = {}
+    values: dict[int, frozenset[int]] = {}
+    views: dict[int, int] = {}
+    for op in offered:
         i = op.index
-        if not fuse.cheap[i] or not outputs.isdisjoint(op.allocates):
-            continue
-        direct = [s for s in op.reads if (maker := allocator[s]) is None or not chosen[maker]]
         rebuilt = [p for p in fuse.operands[i] if chosen[p]]
-        sources[i] = tuple(dict.fromkeys([*direct, *(s for p in rebuilt for s in sources[p])]))
-        made = sum([storages[s].nbytes for s in op.allocates])
-        values[i] = frozenset(op.allocates).union(*[values[p] for p in rebuilt])
+        read = [s for s in op.reads if (maker := allocator[s]) is None or not chosen[maker]]
+        for p in rebuilt:
+            read += sources[p]
+        sources[i] = direct = tuple(dict.fromkeys(read))
+        made = 0
+        for s in op.allocates:
+            made += storages[s].nbytes
+        values[i] = inside = frozenset(op.allocates).union(*[values[p] for p in rebuilt])
         if made:
-            kept_alive = sum([storages[s].nbytes for s in sources[i] if not stays[s] and last_use[s] < end[i]])
-            is_short = len(sources[i]) <= MAX_CHAIN_SOURCES and len(values[i]) <= MAX_CHAIN_VALUES
-            chosen[i] = chosen[i] or (made > kept_alive and is_short)
+            if chosen[i] or len(direct) > MAX_CHAIN_SOURCES or len(inside) > MAX_CHAIN_VALUES:
+                continue
+            kept_alive = 0
+            for s in direct:
+                if last_use[s] < end[i]:
+                    kept_alive += storages[s].nbytes
+            chosen[i] = made > kept_alive
         else:
-            views[i] = 1 + max([views[p] for p in rebuilt], default=0)
+            views[i] = 1 + max([views.get(p, 0) for p in rebuilt], default=0)
             chosen[i] = views[i] <= MAX_CHAIN_VIEWS
     return chosen
+
+
+def _ends(fuse: FusionCapabilities, where: Sequence[int], absorbed: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """For each op the last op that needs its value, or a copy of it; and the last op that needs its operands."""
+    end, needed = list(range(len(where))), list(where)
+    for i in range(len(where) - 1, -1, -1):
+        consumers = fuse.consumers[i]
+        if len(consumers) == 1:
+            end[i] = needed[consumers[0]]
+        elif consumers:
+            end[i] = max([needed[c] for c in consumers])
+        if absorbed[i]:
+            needed[i] = end[i]
+    return end, needed
 
 
 def _chain(root: int, fuse: FusionCapabilities, absorbed: Sequence[bool]) -> tuple[int, ...]:

@@ -123,12 +123,17 @@ class Graph:
         return tuple(map(tuple, after))
 
     @cached_property
+    def touches(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the storages that it touches; see `Op.touches`."""
+        return tuple([op.touches for op in self.ops])
+
+    @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
         """For each storage the ops that touch it, the allocating one included, in source order."""
         users: list[list[int]] = [[] for _ in self.storages]
-        for op in self.ops:
-            for s in op.touches:
-                users[s].append(op.index)
+        for op, touched in enumerate(self.touches):
+            for s in touched:
+                users[s].append(op)
         return tuple(map(tuple, users))
 
     @cached_property

@@ -73,7 +73,7 @@ class Program:
                 new, read = over, read_trace(over, earlier=read)
         if away := offloaded | self.constraints.offload:
             new, read = offloading(self.source, read, new, away)
-        takes = self.fuse if read is self.source else fusibility(read, self.executors)
+        takes = self.fuse if read is self.source else fusibility(read, self.executors, (self.source, self.fuse))
         allocator = self.source.graph.allocator
         keepers = [op for s in self.constraints.must_save if (op := allocator[s]) is not None]
         names = {p.name for op in keepers for p in self.source.bsyms[op].flat_proxy_outs}

@@ -63,7 +63,7 @@ def refined(
             if not count:
                 break
             read = read_trace(new, earlier=planned.source)
-            fuse = fusibility(read, executors)
+            fuse = fusibility(read, executors, (planned.source, planned.fuse))
             made = arrange(read.graph, fuse, [str(e.name) for e in executors], sort=sort)
             if made.candidate.peak_bytes >= planned.peak_bytes:
                 break

@@ -6,7 +6,7 @@ the return stay outside the graph and keep their places.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -119,7 +119,8 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
                 producer_of.setdefault(p.name, i)
 
     pinned = frozenset(p.name for p in _returned(result))
-    ops = _ops(body, effects, forward_count, arguments, storage_of, layout)
+    known = {id(op.payload): op for op in earlier.graph.ops} if earlier else {}
+    ops = _ops(body, effects, forward_count, arguments, storage_of, layout, known)
     if zeros:
         first = ops[forward_count]
         ops[forward_count] = replace(first, allocates=(*first.allocates, *(s.index for s in zeros)))
@@ -230,7 +231,9 @@ def _ops(
     arguments: Sequence[Proxy],
     storage_of: dict[str, int],
     layout: Layout,
+    known: Mapping[int, Op],
 ) -> list[Op]:
+    """The ops of `body`, which have the scratch of those that were read before, by their bound symbols' identity."""
     born = {storage_of[p.name] for p in arguments}
     started: dict[str, tuple[int, ...]] = {}  # the storages that a collective in flight still reads, by its future
     ops = []
@@ -250,12 +253,18 @@ def _ops(
                 reads=tuple(reads),
                 writes=tuple(dict.fromkeys(storage_of[name] for name in effect.writes)),
                 allocates=tuple(allocates),
-                scratch_bytes=estimated_scratch_bytes(b) + region_scratch_bytes(b, layout),
+                scratch_bytes=_scratch_bytes(b, layout, known.get(id(b))),
                 backward=i >= forward_count,
                 payload=b,
             )
         )
     return ops
+
+
+def _scratch_bytes(bsym: BoundSymbol, layout: Layout, known: Op | None) -> int:
+    if known is not None and not bsym.sym.is_fusion:  # a region's kernels depend on the layout
+        return known.scratch_bytes
+    return estimated_scratch_bytes(bsym) + region_scratch_bytes(bsym, layout)
 
 
 def _data_edges(body: Sequence[BoundSymbol], producer_of: dict[str, int]) -> list[tuple[int, int]]:
