@@ -9,7 +9,7 @@ PARALLEL := -n 2 --dist worksteal
 # CI passes --longest=5: a test that takes more seconds and is not marked slow fails the run.
 LONGEST ?=
 
-.PHONY: demo gpu test test-nvfuser test-notebooks test-long fuzz upstream-tests mutants lint docs notebooks dist
+.PHONY: demo gpu test test-nvfuser test-versions test-notebooks test-long fuzz upstream-tests mutants lint docs notebooks dist
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)  ## the main job: issue 1337's functions and a small training step, before and after
@@ -27,6 +27,23 @@ PYTHON312 ?= $(shell for v in system $$(pyenv versions --bare 2>/dev/null | grep
   PYENV_VERSION=$$v python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
 test-nvfuser: $(NVFUSER)/.installed  ## what the real nvFuser makes of plans, without a GPU: 2 minutes, once 8 GB
 	$(NVFUSER)/bin/python -m pytest --confcutdir=tests/with_nvfuser -n 2 --dist load tests/with_nvfuser
+
+# The oldest versions that work, and the newest; what every other target has is between them. Python 3.10 is the oldest,
+# too, where there is one. An environment has 6 GB, so each goes when its tests have passed; KEEP=1 leaves it.
+VERSIONS := .venv-versions
+PAIRS ?= oldest newest
+oldest := torch==2.8.0 lightning-thunder==0.2.6
+newest := torch==2.14.1 lightning-thunder==0.2.7.dev20260201
+PYTHON310 ?= $(shell for v in system $$(pyenv versions --bare 2>/dev/null | grep '^3\.10'); do \
+  PYENV_VERSION=$$v python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
+test-versions: $(PAIRS:%=test-%-versions)  ## first steps with the oldest and the newest PyTorch and Thunder: 6 minutes
+test-oldest-versions: PYTHON := $(or $(PYTHON310),$(PYTHON))
+test-%-versions:
+	test -x $(VERSIONS)/$*/bin/python || $(PYTHON) -m venv $(VERSIONS)/$*
+	$(VERSIONS)/$*/bin/python -m pip install --quiet $($*) "transformers>=4.50,<5" scipy rich pytest pytest-xdist
+	$(VERSIONS)/$*/bin/python -m pip install --quiet --no-deps -e .
+	OMP_NUM_THREADS=1 $(VERSIONS)/$*/bin/python -m pytest --confcutdir=tests/with_versions $(PARALLEL) tests/with_versions
+	test -n "$(KEEP)" || rm -rf $(VERSIONS)/$*
 
 ARGS ?=
 # What has passed is not run again. Without a GPU: make gpu ARGS="--device simulate".

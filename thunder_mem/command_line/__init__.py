@@ -24,5 +24,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():  # of Thunder's imports, about other packages that could be installed
         if not options.debug:
             warnings.simplefilter("ignore")
+        import thunder_mem.compat  # noqa: F401 - before Thunder; the process is the command's own
         from thunder_mem.command_line.answers import answer
     return answer(options)

@@ -163,12 +163,16 @@ def _row(
     name: str, compiler: Callable[[], Any], step: Step, reference: _Reference, repeats: int
 ) -> tuple[Row, int | None]:
     """The row of a compiler, and the bytes that the caller held; an error becomes a sentence."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     try:
         return _measured(name, compiler(), step, reference, repeats)
     except Exception as error:
         if name == EAGER and not isinstance(error, torch.OutOfMemoryError):
             raise
         failure = shortened(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_REASON)
+        # Thunder leaves a torch.vmap open in which its tracing fails, and everything after it would run inside.
+        while torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
+            torch._C._functorch.pop_dynamic_layer_stack()
     if step.device.type == "cuda":
         torch.cuda.empty_cache()
     return Row(name, failure=failure), None

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dis import Positions
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from thunder.core.codeutils import Positions
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import InterpreterFrame, InterpreterRuntimeCtx, unwrap
 

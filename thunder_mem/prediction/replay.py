@@ -210,9 +210,13 @@ class Ledger:
     def sweep(self, keys: Iterable[int] | None = None) -> int:
         """Drop the storages (of `keys`, by default all) without live tensors; return the bytes freed.
 
-        It looks only at `keys`, or at the storages that died since they were last looked at.
+        It looks only at `keys`, or at the storages that died since they were last looked at; where PyTorch does not
+        tell, at all.
         """
-        candidates = list(self._died) if keys is None else set(keys)
+        if keys is None:
+            candidates = set(self._died if _DEATHS_ARE_TOLD else self._alive)
+        else:
+            candidates = set(keys)
         dead = [key for key in candidates if key in self._alive and self._alive[key].storage.expired()]
         self._died.difference_update(dead)
         freed_bytes = 0
@@ -231,6 +235,18 @@ class Ledger:
         event = Event(len(self.events), phase, name, live_bytes=self.live_bytes, host_bytes=host_bytes, **details)
         self.events.append(event)
         return event
+
+
+def _deaths_are_told() -> bool:
+    tensor = torch.empty(1, device="cpu")
+    storage = tensor.untyped_storage()
+    beside, notice = StorageWeakRef(storage), weakref.ref(storage)
+    del storage, tensor
+    return beside.expired() and notice() is None
+
+
+_DEATHS_ARE_TOLD = _deaths_are_told()
+"""Whether a weak reference to a storage dies with it; in PyTorch 2.8 it waits for the `StorageWeakRef` beside it."""
 
 
 def replay(
