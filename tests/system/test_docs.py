@@ -43,7 +43,7 @@ def name_of(page: Path) -> str:
 
 _SLOW_PAGES = {
     "big_vocabulary", "budget", "compare", "frontier", "integration", "long_context", "prediction", "saving",
-    "step_in_backward", "transformers",
+    "small_card", "step_in_backward", "transformers",
 }  # fmt: skip
 
 
