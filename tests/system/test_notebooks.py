@@ -37,4 +37,4 @@ def test_committed_as_it_ran(path):
 
 
 def test_there_is_one_of_each():
-    assert [path.name[:2] for path in PATHS] == ["01", "02", "03", "04", "05", "06"]
+    assert [path.name[:2] for path in PATHS] == ["01", "02", "03", "04", "05", "06", "07"]
