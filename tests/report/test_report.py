@@ -11,8 +11,6 @@ import rich.console
 import thunder
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from thunder.dynamo import thunderfx
 from torch import nn
 
@@ -30,7 +28,6 @@ from thunder_mem.report import Report, explain
 from thunder_mem.report.advice import advice
 from thunder_mem.report.facts import CATEGORIES
 from thunder_mem.report.layers import layer_numbers, ranges
-from thunder_mem.report.peaks import hills
 from thunder_mem.report.sections import sections
 from thunder_mem.transforms import MemEfficient
 
@@ -382,34 +379,6 @@ def test_json_says_the_same_and_is_plain(planned, tmp_path):
 def test_an_unknown_ending_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"'report\.doc'.*\.json"):
         Report(synthetic(20)).save(tmp_path / "report.doc")
-
-
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=40), st.sampled_from([0, 0.05, 0.3, 1]))
-def test_hills_against_a_walk_from_every_top(live, share):
-    least = max(1, share * (max(live) - min(live)))
-
-    def descent(i):
-        """How far one has to go down from `i` to get higher (to the left: as high)."""
-        depths = []
-        for step, higher in ((-1, lambda v: v >= live[i]), (1, lambda v: v > live[i])):
-            lowest, j = live[i], i + step
-            while 0 <= j < len(live) and not higher(live[j]):
-                lowest, j = min(lowest, live[j]), j + step
-            if 0 <= j < len(live):
-                depths.append(live[i] - lowest)
-        return min(depths, default=None)
-
-    expected = [i for i in range(len(live)) if (d := descent(i)) is None or d >= least]
-    expected.sort(key=lambda i: (-live[i], i))
-    assert list(hills(live, count=50, share=share)) == expected
-    assert live[hills(live)[0]] == max(live)
-
-
-def test_hills_refuse_nonsense():
-    with pytest.raises(ValueError, match="count from 1 up"):
-        hills([1], count=0)
-    with pytest.raises(ValueError, match=r"share in 0\.\.1"):
-        hills([1], share=2)
 
 
 @pytest.mark.parametrize("through_fx", [False, True])

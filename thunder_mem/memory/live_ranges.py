@@ -80,21 +80,6 @@ class Timeline:
         alive = (s for s, (born, dies) in enumerate(self._ranges) if born <= step <= dies)
         return tuple(sorted(alive, key=lambda s: (-self.graph.storages[s].nbytes, s)))
 
-    def top_peaks(self, count: int = 5) -> tuple[int, ...]:
-        """The steps of the `count` highest local peaks, highest first.
-
-        A local peak is the first step of a stretch of equal bytes with less on both sides, so one
-        tall hill appears once.
-        """
-        live = self.live_bytes
-        starts = [step for step in range(len(live)) if not step or live[step] != live[step - 1]]
-        tops = [
-            step
-            for before, step, after in zip([None, *starts], starts, [*starts[1:], None], strict=False)
-            if (before is None or live[before] < live[step]) and (after is None or live[after] < live[step])
-        ]
-        return tuple(sorted(tops, key=lambda step: (-live[step], step))[:count])
-
 
 def price_order(graph: Graph, order: Sequence[int] | None = None) -> Timeline:
     """Price an order of `graph`, the source order by default, in time linear in the graph's size.

@@ -15,6 +15,7 @@ from functools import cached_property
 
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.graph import Graph
+from thunder_mem.memory.hills import hills
 from thunder_mem.partition.evaluation import Evaluation
 from thunder_mem.partition.min_cut_partition import saved_storages
 
@@ -143,7 +144,7 @@ class MemoryRow:
 def memory_rows(candidates: MilpVariables, trial: Evaluation, count: int = 16) -> list[MemoryRow]:
     """The rows of a trial's highest local peaks and of the end of its forward."""
     timeline = trial.timeline
-    steps = list(timeline.top_peaks(count))
+    steps = list(hills(timeline.live_bytes, count, share=0))
     first_backward = sum(not op.backward for op in timeline.graph.ops)
     if 0 < first_backward < len(timeline.order):
         steps.append(first_backward)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from thunder_mem.memory.hills import hills
 from thunder_mem.memory.plan import Plan
 from thunder_mem.prediction.predict import Prediction
 from thunder_mem.rendering.document import Document
@@ -20,7 +21,6 @@ from thunder_mem.report.dataflow import dataflow_svg
 from thunder_mem.report.facts import CATEGORIES, Facts, Place, label
 from thunder_mem.report.layout import document, timeline_view
 from thunder_mem.report.optimality import Optimality
-from thunder_mem.report.peaks import hills
 from thunder_mem.report.snapshot import snapshot_bytes
 
 if TYPE_CHECKING:

@@ -93,22 +93,10 @@ def test_who_stays_and_who_dies():
     assert timeline.alive_at(1) == (5, 4, 3, 1, 0)
 
 
-def test_top_peaks_are_the_hills():
-    storages = [Storage(i, size, held=False) for i, size in enumerate((4, 1, 9, 1, 6))]
-    ops = [Op(i, reads=(), allocates=(i,)) for i in range(5)]
-    timeline = price_order(make_graph(ops, storages))
-    assert timeline.live_bytes == (4, 1, 9, 1, 6)
-    assert timeline.top_peaks() == (2, 4, 0)
-    assert timeline.top_peaks(1) == (timeline.peak_step,)
-    flat = price_order(make_graph([Op(0), Op(1), Op(2)], [Storage(0, 5, held=True)]))
-    assert flat.top_peaks() == (0,)
-
-
 def test_a_graph_without_ops():
     timeline = price_order(make_graph([], [Storage(0, 8), Storage(1, 2, held=True)]))
     assert (timeline.live_bytes, timeline.peak_bytes, timeline.peak_step) == ((), 10, -1)
     assert timeline.live_range(0) == (0, -1)
-    assert timeline.top_peaks() == ()
 
 
 def test_refusals_name_the_offender():
