@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import thunder_mem.transforms.before_autograd as before_autograd
 from tests.tiling.test_tiles import errors, gradients, made
 from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict
 from thunder_mem.runtime import head_groups
@@ -120,6 +121,19 @@ def assert_right(module, x, tile, groups, factor=2.0):
 def test_gradients_of_a_model_are_as_exact_as_eagers(few_blocks, checkpoints):
     module, x = made(Layers(checkpoints, is_causal=True), (1, 512, 64))
     assert_right(module, x, Tiles(rows=100), 2 * ["8 groups"])
+
+
+def test_attention_stays_whole_where_tiles_fail(few_blocks, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(before_autograd, "tile_trace", fail)
+    module, x = made(Layers(), (1, 512, 64))
+    jitted = thunder.jit(module, executors=[mem_attention_ex], transforms=[MemEfficient(tile=Tiles(rows=100))])
+    with pytest.warns(UserWarning, match="MemEfficient left stretches whole: RuntimeError: planted"):
+        jitted(x)
+    assert not of_heads(jitted)
+    assert any(b.sym.name == "mem_attention_forward" for b in thunder.last_traces(jitted)[-1].bound_symbols)
 
 
 @pytest.mark.slow

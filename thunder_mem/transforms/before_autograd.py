@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 from thunder.core.trace import TraceCtx
@@ -14,6 +13,7 @@ from thunder_mem.frontend.label_smoothing import without_ignored_targets
 from thunder_mem.frontend.scalar_broadcast import expand_scalars
 from thunder_mem.kernels.registered import with_statistics_apart
 from thunder_mem.memory.plan import Refusal
+from thunder_mem.planning.failures import left
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.tiling.find import ChunkingError, chunk_trace
 from thunder_mem.tiling.heads import with_head_groups
@@ -45,10 +45,7 @@ def prepared(
         verify_final(ready)
         return ready
     except Exception as error:
-        if options.strict:
-            raise
-        cause = f"{type(error).__name__}: {error}"
-        warnings.warn(f"MemEfficient left writes and checkpoints as Thunder has them: {cause}", stacklevel=2)
+        left("writes and checkpoints as Thunder has them", error, strict=options.strict)
         return trace
 
 
@@ -69,10 +66,7 @@ def chunked(
     except ChunkingError:  # the user marked this head by `with chunked():`
         raise
     except Exception as error:
-        if options.strict:
-            raise
-        cause = f"{type(error).__name__}: {error}"
-        warnings.warn(f"MemEfficient left the loss head as it is: {cause}", stacklevel=2)
+        cause = left("the loss head as it is", error, strict=options.strict)
         return trace, replace(options, refused=(Refusal("loss head", cause),))
     refused = tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals)
     return trace, replace(options, refused=refused, decisions=about_chunks(record.loops))
@@ -84,19 +78,16 @@ def tiled(
     """The trace with stretches in tiles (unchanged after a failure), and the options with a record of it."""
     try:
         verify = options.verify is not False
-        whole, (trace, heads) = trace, with_head_groups(trace, executors)
-        trace, record = tile_trace(trace, tiles, executors_list=executors, verify=verify)
+        in_groups, heads = with_head_groups(trace, executors)
+        new, record = tile_trace(in_groups, tiles, executors_list=executors, verify=verify)
         if not record.loops and heads:
             heads = ()
-            trace, record = tile_trace(whole, tiles, executors_list=executors, verify=verify)
+            new, record = tile_trace(trace, tiles, executors_list=executors, verify=verify)
     except TilingError:  # the user marked this stretch by `with tiled():`
         raise
     except Exception as error:
-        if options.strict:
-            raise
-        cause = f"{type(error).__name__}: {error}"
-        warnings.warn(f"MemEfficient left stretches whole: {cause}", stacklevel=2)
+        cause = left("stretches whole", error, strict=options.strict)
         return trace, replace(options, refused=(*options.refused, Refusal("tiles", cause)))
     refused = tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals) if tiles.rows != "auto" else ()
     decisions = (*options.decisions, *about_chunks(record.loops), *heads)
-    return trace, replace(options, refused=(*options.refused, *refused), decisions=decisions)
+    return new, replace(options, refused=(*options.refused, *refused), decisions=decisions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from thunder_mem.frontend.functionalization import without_writes
 from thunder_mem.frontend.fx_prologue_checks import pruned
 from thunder_mem.frontend.label_smoothing import without_ignored_targets
 from thunder_mem.frontend.tensor_parallel import waits_for_shards
+from thunder_mem.planning.failures import left
 from thunder_mem.tiling.chunk_resizing import write_over_dead_rows
 from thunder_mem.tiling.find import ChunkingError, check_options, chunk_trace
 from thunder_mem.transforms.base import ListedTransform
@@ -88,8 +88,7 @@ class ChunkLossHead(ListedTransform):
         except ChunkingError:  # the user marked this head by `with chunked():`
             raise
         except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            warnings.warn(f"ChunkLossHead left the program as it is: {cause}", stacklevel=2)
+            cause = left("the program as it is", error, by=type(self).__name__)
             record = ChunkRecord(refusals=(HeadRefusal("of the whole program", "", "the program", "", cause),))
         self.records.append(record)
         prologue_trace = pruned(data, prologue_trace, computation_trace, epilogue_trace)
@@ -100,8 +99,7 @@ class ChunkLossHead(ListedTransform):
         try:
             return write_over_dead_rows(trace)
         except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            warnings.warn(f"ChunkLossHead left the gradients of rows in memory of their own: {cause}", stacklevel=2)
+            left("the gradients of rows in memory of their own", error, by=type(self).__name__)
             return trace
 
     def __repr__(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -26,6 +25,7 @@ from thunder_mem.memory.plan import Refusal
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.partition.budget import parse_budget
 from thunder_mem.planning.executor import final_trace, install_planner, user_executors
+from thunder_mem.planning.failures import left
 from thunder_mem.planning.fallback import Original
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.plan_file import program_of, read_plan
@@ -277,12 +277,8 @@ class MemEfficient(ListedTransform):
         try:
             program = program_of(trace)
         except Exception as error:
-            if self._options.strict or self._plan is not None:
-                raise
-            cause = f"{type(error).__name__}: {error}"
-            warnings.warn(
-                f"MemEfficient left this program without a digest, so it has no plan file: {cause}", stacklevel=3
-            )
+            strict = self._options.strict or self._plan is not None
+            left("this program without a digest, so it has no plan file", error, strict=strict, stacklevel=4)
             program = {"digest": "", "operations": len(trace.bound_symbols)}
         note_program(program, asked)
         if self._plan is not None:
