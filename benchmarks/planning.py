@@ -25,7 +25,7 @@ from benchmarks.models import llama_step
 from thunder_mem import MemEfficient
 from thunder_mem.planning import executor, pipeline, stages
 from thunder_mem.planning import program as programs
-from thunder_mem.prediction.predict import compiled_entry
+from thunder_mem.prediction.compiled_call import compiled_entry
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 

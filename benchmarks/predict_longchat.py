@@ -25,7 +25,8 @@ from rich.console import Console
 from benchmarks.longchat import TOKENS, config
 from benchmarks.models import gpt_module
 from thunder_mem import MemEfficient
-from thunder_mem.prediction.predict import compiled_entry, predict
+from thunder_mem.prediction.compiled_call import compiled_entry
+from thunder_mem.prediction.predict import predict
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import predict_step
 

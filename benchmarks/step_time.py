@@ -32,7 +32,7 @@ from benchmarks.litgpt.matrix import MODELS
 from benchmarks.litgpt.models import CUSTOM, WithLoss, block_class, build_custom, known_models
 from benchmarks.models import Program, llama_step
 from thunder_mem import MemEfficient
-from thunder_mem.prediction.predict import compiled_entry
+from thunder_mem.prediction.compiled_call import compiled_entry
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 

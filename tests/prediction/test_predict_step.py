@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.programs.predict_cases import CASES, WAYS, Net, Tied, trained
 from thunder_mem import predict
-from thunder_mem.prediction import scratch
+from thunder_mem.prediction import operator_scratch, scratch
 from thunder_mem.prediction.measure import measure_peak
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import predict_step, training_step
@@ -310,7 +310,7 @@ def test_wrong_arguments_of_a_step(optimizer, loss_fn, options, error, message):
 def forget():
     """Whatever was measured is measured again."""
     scratch._PROBES.clear()
-    scratch._OPERATOR_PROBES.clear()
+    operator_scratch._OPERATOR_PROBES.clear()
     scratch.scratch_cache.table()._known.clear()
 
 

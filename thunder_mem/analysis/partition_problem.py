@@ -18,7 +18,7 @@ from thunder_mem.planning.executor import user_executors
 from thunder_mem.planning.pipeline import choose_partition, plan_partition, programs_seen
 from thunder_mem.planning.program import Planned, Program, saving_problem
 from thunder_mem.planning.stages import carried_out
-from thunder_mem.prediction.predict import compiled_entry
+from thunder_mem.prediction.compiled_call import compiled_entry
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.transforms.mem_efficient import MemEfficient
 

@@ -31,16 +31,9 @@ from thunder_mem.command_line.output import (
     verdict_json,
 )
 from thunder_mem.command_line.pages import check_files, plan_page, predict_page
-from thunder_mem.command_line.predictions import (
-    Outcome,
-    Question,
-    ask,
-    compare_compilers,
-    limits_of,
-    machine,
-    survey,
-)
+from thunder_mem.command_line.predictions import ask, compare_compilers, machine, survey
 from thunder_mem.command_line.program import Program, UsageError, in_words, load_target, make_program
+from thunder_mem.command_line.questions import Outcome, Question, limits_of
 from thunder_mem.comparison.result import OURS
 from thunder_mem.frontend.thunderfx import is_fx
 from thunder_mem.memory.device_specs import DeviceSpec, device_spec

@@ -8,7 +8,7 @@ from typing import Any
 
 from thunder_mem.analysis.frontier_page import frontier_table
 from thunder_mem.analysis.frontier_points import Frontier
-from thunder_mem.command_line.predictions import Outcome
+from thunder_mem.command_line.questions import Outcome
 from thunder_mem.memory.units import change, size
 from thunder_mem.rendering.document import Section
 from thunder_mem.report import Report

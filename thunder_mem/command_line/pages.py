@@ -9,8 +9,8 @@ import pathlib
 from collections.abc import Sequence
 
 from thunder_mem.analysis.frontier_points import FRONTIER_ENDINGS
-from thunder_mem.command_line.predictions import Outcome
 from thunder_mem.command_line.program import UsageError
+from thunder_mem.command_line.questions import Outcome
 from thunder_mem.rendering.document import Section
 from thunder_mem.rendering.html import fragment, page, timeline_html
 from thunder_mem.report import Report

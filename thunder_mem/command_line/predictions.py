@@ -6,7 +6,7 @@ import contextlib
 import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import thunder
@@ -16,6 +16,8 @@ from thunder.extend import Executor, get_default_executors
 from thunder_mem.analysis.frontier import memory_time_frontier
 from thunder_mem.analysis.frontier_points import Frontier
 from thunder_mem.command_line.program import Program, UsageError, in_words
+from thunder_mem.command_line.questions import Outcome, Question, limits_of
+from thunder_mem.command_line.training import loss_of, optimizer_of, stepper_of
 from thunder_mem.comparison.compare import compare
 from thunder_mem.comparison.result import Comparison
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx
@@ -23,8 +25,8 @@ from thunder_mem.memory.device_specs import DeviceSpec
 from thunder_mem.memory.plan import Plan
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.planning.record import last_plan
-from thunder_mem.prediction.caching_allocator import Allocation, allocate
-from thunder_mem.prediction.predict import Prediction, PredictionError, predict
+from thunder_mem.prediction.caching_allocator import allocate
+from thunder_mem.prediction.predict import PredictionError, predict
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import predict_step
 from thunder_mem.regions.fusion_executors import fuser_of, with_fuser
@@ -32,63 +34,7 @@ from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.transforms import MemEfficient
 
-__all__ = [
-    "Outcome",
-    "Question",
-    "ask",
-    "compare_compilers",
-    "limits_of",
-    "machine",
-    "survey",
-]
-
-_BUDGET = "the budget"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A prediction compared with its limits.
-
-    Attributes:
-        jitted: the compiled program.
-        prediction: of a call, or of a training step.
-        plan: of MemEfficient, if it ran.
-        allocation: the figures of PyTorch's allocator on a GPU; None on a CPU.
-        limits: name and bytes of each given limit; for a GPU, the memory that it leaves to tensors.
-        asked: this command requested the plan, not the script.
-    """
-
-    jitted: Any
-    prediction: Prediction
-    plan: Plan | None
-    allocation: Allocation | None
-    limits: tuple[tuple[str, int], ...]
-    asked: bool = True
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak that must fit, see `Prediction.peak_bytes`."""
-        return self.prediction.peak_bytes
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """The tightest limit; None without any."""
-        return min((nbytes for _, nbytes in self.limits), default=None)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within every limit; true without any."""
-        return all(self.peak_bytes <= nbytes for _, nbytes in self.limits)
-
-    @property
-    def own_budget_bytes(self) -> int | None:
-        """The budget that the script's own `MemEfficient` had for this very call; None without one."""
-        bought = self.plan.budget if self.plan is not None and not self.asked else None
-        return None if bought is None or "optimizer" in self.prediction.phases else bought.budget_bytes
-
-    def beside_the_budget(self) -> Outcome:
-        """The same outcome without the limit of `--budget`."""
-        return replace(self, limits=tuple(limit for limit in self.limits if limit[0] != _BUDGET))
+__all__ = ["ask", "compare_compilers", "machine", "survey"]
 
 
 @contextlib.contextmanager
@@ -101,47 +47,6 @@ def machine(device: str | None, fusion: str | None) -> Iterator[DeviceSpec | Non
     fuser = {None: "mem_pointwise", "none": None}.get(fusion, fusion)
     with simulate(device, fusion=fuser) as simulated, torch.device("cuda"):
         yield simulated.spec
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question about a program.
-
-    Attributes:
-        fusion: the fusion executor, see `thunder-mem --help`.
-        plain: compile with Thunder alone.
-        optimizer: name of one of torch.optim; None: the program's own, if it has one.
-        step_in_backward: the backward that `MemEfficient` plans updates the parameters.
-        states: where the optimizer's states are then, "device" or "host".
-        loss: "sum" or "mean", if the program has no loss of its own.
-        accumulate: microbatches of a step.
-        inference: no gradients.
-        spec: the simulated GPU, if any.
-        budget_bytes: a limit beside the GPU's memory.
-        options: further options of `MemEfficient`, unused with `plain`.
-        fx: through ThunderFX.
-        parts: accept several subgraphs, and predict the one that peaks highest.
-    """
-
-    fusion: str | None
-    plain: bool
-    optimizer: str | None
-    step_in_backward: bool
-    states: str
-    loss: str | None
-    accumulate: int
-    inference: bool
-    spec: DeviceSpec | None
-    budget_bytes: int | None
-    options: Mapping[str, str] = field(default_factory=dict)
-    fx: bool = False
-    parts: bool = False
-
-
-def limits_of(spec: DeviceSpec | None, budget_bytes: int | None, library_bytes: int = 0) -> tuple[tuple[str, int], ...]:
-    """Name and bytes of each given limit; for a GPU, the memory that libraries leave."""
-    limits = [] if spec is None else [(spec.name, spec.usable_bytes - library_bytes)]
-    return (*limits, *([] if budget_bytes is None else [(_BUDGET, budget_bytes)]))
 
 
 def survey(
@@ -201,8 +106,8 @@ def compare_compilers(
         program.model,
         *program.args,
         kwargs=program.kwargs,
-        loss_fn=_loss(program, question.loss),
-        optimizer=_optimizer(program, question.optimizer),
+        loss_fn=loss_of(program, question.loss),
+        optimizer=optimizer_of(program, question.optimizer),
         mem_efficient=_mem_efficient(question.options, question.budget_bytes),
         executors=_executors(question.fusion),
         torch_compile=torch_compile,
@@ -333,7 +238,7 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
     if question.fx or program.is_fx:
         return _through_fx(program, question, budget_bytes)
     jitted = program.model
-    stepper = _stepper(program, question)
+    stepper = stepper_of(program, question)
     if not program.is_jitted:
         in_backward = stepper if isinstance(stepper, StepInBackward) else None
         plan = _mem_efficient(question.options, budget_bytes).with_optimizer(in_backward)
@@ -348,7 +253,7 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
         prediction = predict_step(
             jitted,
             stepper,
-            _loss(program, question.loss),
+            loss_of(program, question.loss),
             *program.args,
             kwargs=program.kwargs,
             accumulate=question.accumulate,
@@ -356,58 +261,3 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
     allocation = allocate(prediction, question.spec.usable_bytes) if question.spec is not None else None
     limits = limits_of(question.spec, question.budget_bytes, prediction.library_bytes)
     return Outcome(jitted, prediction, last_plan(jitted), allocation, limits, not program.is_jitted)
-
-
-def _stepper(program: Program, question: Question) -> torch.optim.Optimizer | None:
-    """The step's optimizer; it steps in the backward if that is asked for, but never under Thunder alone."""
-    optimizer = _optimizer(program, question.optimizer)
-    if optimizer is not None and question.inference:
-        raise UsageError("--inference has no training step: leave the optimizer out")
-    if question.plain:
-        return optimizer.wrapped if isinstance(optimizer, StepInBackward) else optimizer
-    if question.states == "host" and isinstance(optimizer, StepInBackward) and optimizer.states != "host":
-        raise UsageError("the program has a StepInBackward already: give it states='host' itself")
-    if question.states == "host" and not question.step_in_backward:
-        raise UsageError("--states host is for updates in the backward: give --step-in-backward, too")
-    if not question.step_in_backward or isinstance(optimizer, StepInBackward):
-        return optimizer
-    if optimizer is None:
-        raise UsageError("--step-in-backward needs an optimizer: give --optimizer, too")
-    if program.is_jitted:
-        raise UsageError("the program is jitted already: give a StepInBackward to its own MemEfficient")
-    return StepInBackward(optimizer, states=question.states)
-
-
-def _optimizer(program: Program, name: str | None) -> torch.optim.Optimizer | None:
-    if name is None:
-        return program.optimizer
-    kind: Any = getattr(torch.optim, name, None)
-    if not _is_optimizer(kind):
-        known = sorted(name for name, k in vars(torch.optim).items() if _is_optimizer(k))
-        raise UsageError(f"torch.optim has no optimizer {name!r}; it has {', '.join(known)}")
-    owner = program.model
-    if isinstance(owner, torch.nn.Module):
-        parameters: list[torch.Tensor] = [p for p in owner.parameters() if p.requires_grad]
-    else:
-        given = torch.utils._pytree.tree_leaves((program.args, program.kwargs))
-        parameters = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
-    if not parameters:
-        raise UsageError(f"there is nothing that {name} could train: no parameter, and no input, requires a gradient")
-    make: Any = kind
-    return make(parameters)
-
-
-def _is_optimizer(kind: Any) -> bool:
-    base = torch.optim.Optimizer
-    return isinstance(kind, type) and issubclass(kind, base) and kind is not base
-
-
-def _loss(program: Program, name: str | None) -> Callable[[Any], torch.Tensor] | None:
-    if program.loss is not None or name is None:
-        return program.loss
-
-    def loss(output: Any) -> torch.Tensor:
-        tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-        return getattr(tensors[0].float(), name)()
-
-    return loss

@@ -8,7 +8,8 @@ from thunder_mem.comparison.result import EAGER, TORCH_COMPILE
 from thunder_mem.comparison.step import Step
 from thunder_mem.memory.outside_input import shortened
 from thunder_mem.memory.units import size
-from thunder_mem.prediction.predict import Prediction, compiled_entry, predict
+from thunder_mem.prediction.compiled_call import compiled_entry
+from thunder_mem.prediction.predict import Prediction, predict
 from thunder_mem.prediction.training_step import predict_step
 from thunder_mem.report.above_eager import eager_memory, why_above
 from thunder_mem.report.facts import CATEGORIES

@@ -161,9 +161,9 @@ def rehearsed(rehearsal: Rehearsal) -> Iterator[None]:
         _rehearsal.reset(token)
 
 
-def rehearsal_now() -> Rehearsal | None:
-    """The rehearsal that takes the place of updates now."""
-    return _rehearsal.get()
+def rehearsal_now() -> Rehearsal:
+    """The rehearsal that takes the place of updates now, else a new one."""
+    return _rehearsal.get() or Rehearsal()
 
 
 def _update_meta(update: Update, p: TensorProxy, grad: TensorProxy, scale: TensorProxy | None = None) -> None:

@@ -8,35 +8,26 @@ runs.
 
 from __future__ import annotations
 
-import os
-import re
-import textwrap
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import thunder
 import torch
-from thunder.core.proxies import NumberProxy, TensorProxy
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thunder_mem.frontend.thunderfx import is_fx, only_subgraph
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.optimizer.state_transfers import StateTransfers
 from thunder_mem.optimizer.update import is_update, update_of
 from thunder_mem.optimizer.variants import StepVariant
+from thunder_mem.prediction.compiled_call import compiled_entry
+from thunder_mem.prediction.fake_inputs import device_type_of, to_fake
 from thunder_mem.prediction.grad_accumulation import accumulate
 from thunder_mem.prediction.library_memory import LibraryMemory, library_memory, unknown_library_memory
 from thunder_mem.prediction.replay import Block, Event, Ledger, PredictionError, Runner, replay
 from thunder_mem.prediction.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.prediction.tangents import checked_tangents, fill_with_zeros, passed_through
-from thunder_mem.regions.fake_regions import empty_like_proxy
-from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.scratch_cache import save_tables
-from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.trace.missing_tangents import makes_missing_tangents
 
 __all__ = ["Held", "Prediction", "PredictionError", "predict"]
@@ -331,130 +322,3 @@ def run_backward(
     """Replay a backward trace, with `saved` and `tangents` as the lists that it empties."""
     with mode:
         return replay(trace, [saved, tangents], mode, ledger, "backward", runner)
-
-
-def compiled_entry(
-    jitted: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, call: bool
-) -> tuple[Any, list[Any], list[str]]:
-    """Thunder's cache entry for a call, the computation's inputs, and assumptions about them.
-
-    With `call` false it is the last compilation's, for any arguments.
-    """
-    if is_fx(jitted):
-        if call:
-            raise ValueError(
-                "ThunderFX compiles when it runs: call the program once, then predict it without arguments"
-            )
-        jitted = only_subgraph(jitted)
-    data: Any = thunder.compile_data(jitted)
-    stats = thunder.compile_stats(jitted)
-    if data is None or stats is None:
-        raise TypeError(f"predict takes what thunder.jit returned, not {type(jitted).__name__}")
-    if not call:
-        if not stats.interpreter_cache:
-            raise ValueError(
-                "the jitted function has never been called, so there is nothing to predict: "
-                "call it once, or give predict the arguments of a call"
-            )
-        entry = stats.interpreter_cache[-1]
-        with mode_of(()):
-            inputs = [_from_proxy(p) for p in entry.computation_traces[-1].args]
-        _check_simulated(inputs)
-        return entry, inputs, ["inputs are dense and share no memory"]
-    grad_enabled = torch.is_grad_enabled()
-    try:
-        with stage("tracing by Thunder"):
-            entry, inputs, _ = data.get_computation_and_inputs(*args, **kwargs)
-    except Exception as error:
-        if type(error).__module__.startswith("thunder_mem."):
-            raise  # errors of this package explain themselves
-        cause = re.sub(r"<function (\S+) at 0x[0-9a-f]+>", r"\1", str(error))
-        cause = textwrap.shorten(cause, 300, placeholder=" …")  # Thunder's messages can go on for pages
-        where = _users_line(error)
-        raise PredictionError(f"the function cannot be traced{where}: {type(error).__name__}: {cause}") from error
-    finally:
-        torch.set_grad_enabled(grad_enabled)
-    _check_simulated(inputs)
-    return entry, list(inputs), []
-
-
-def _check_simulated(inputs: Sequence[Any]) -> None:
-    """Refuse a program on the CPU while a GPU is simulated: the answer would be about the CPU."""
-    simulated, devices = simulated_device(), {t.device.type for t in _tensors(inputs)}
-    if simulated is not None and devices == {"cpu"}:
-        raise ValueError(
-            f"the program lives on the CPU while the {simulated.name} is simulated: make the model and its arguments "
-            'inside of `with torch.device("cuda"):`, or move them there by .to("cuda")'
-        )
-
-
-def _users_line(error: BaseException | None) -> str:
-    """ " at file:line" of the user's innermost line that Thunder was tracing, or ""."""
-    while error is not None:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if os.path.isfile(frame.filename)]
-        own = [frame.filename.startswith(_THIS) for frame in frames]
-        traced = own.index(False) if False in own else len(own)  # earlier frames called Thunder
-        ends = own.index(True, traced) if True in own[traced:] else len(own)  # later frames belong to a transform
-        users = [frame for frame in frames[traced:ends] if not frame.filename.startswith(_LIBRARIES)]
-        if users:
-            return f" at {users[-1].filename}:{users[-1].lineno}"
-        error = error.__cause__
-    return ""
-
-
-_THIS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, thunder))
-
-
-def to_fake(values: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensorMode, Any]:
-    """`values` with fake tensors for all tensors, and their mode: the given one, or that of a fake tensor among them.
-
-    Real tensors that share a storage become fake tensors that share one.
-    """
-    chosen = mode or mode_of(values)
-    return chosen, tree_map_only(
-        torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else chosen.from_tensor(t, static_shapes=True), values
-    )
-
-
-def device_type_of(values: Any) -> str:
-    """The kind of device whose memory is predicted for a program of these inputs: "cuda" or "cpu".
-
-    Raises:
-        ValueError: they live where memory cannot be predicted.
-    """
-    devices = {t.device for t in _tensors(values)}
-    if any(d.type == "meta" for d in devices):
-        raise ValueError(
-            "tensors on the meta device take no memory: build the model inside of "
-            'simulate("H100-80GB") with torch.device("cuda"), which allocates nothing either'
-        )
-    other = sorted(d.type for d in devices if d.type not in ("cpu", "cuda"))
-    if other:
-        raise ValueError(f"memory is predicted for 'cpu' and 'cuda', not for {other[0]!r}")
-    gpus = sorted(str(d) for d in devices if d.type == "cuda")
-    if len(gpus) > 1:
-        raise ValueError(f"the program lives on {' and '.join(gpus)}: its memory is predicted for one GPU only")
-    return "cuda" if gpus else "cpu"
-
-
-def mode_of(values: Any) -> FakeTensorMode:
-    fake = next((t for t in _tensors(values) if isinstance(t, FakeTensor)), None)
-    if fake is not None:
-        return fake.fake_mode
-    return torch._guards.active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
-
-
-def _from_proxy(proxy: Any) -> Any:
-    if isinstance(proxy, TensorProxy):
-        t = empty_like_proxy(proxy)
-        return t.requires_grad_() if proxy.requires_grad else t
-    if isinstance(proxy, NumberProxy):
-        return proxy.value
-    raise PredictionError(
-        f"the argument {proxy.name} is neither a tensor nor a number: give predict the call's arguments"
-    )

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from thunder_mem.memory.device_bytes import host_bytes
-from thunder_mem.optimizer.update import Rehearsal, is_update, rehearsal_now, rehearsed
+from thunder_mem.optimizer.update import is_update, rehearsal_now, rehearsed
 from thunder_mem.runtime.host_transfers import is_transfer
 from thunder_mem.trace.op_traits import traits_of
 from thunder_mem.trace.source_lines import place_of
@@ -281,7 +281,7 @@ def replay(
     @no_autocast
     def run_all() -> Any:
         result = None
-        with mode, tracectx(trace), rehearsed(rehearsal_now() or Rehearsal()):
+        with mode, tracectx(trace), rehearsed(rehearsal_now()):
             for bsym in cast(list[BoundSymbol], trace.bound_symbols):
                 result = _step(bsym, env, ledger, phase, runner)
         return result

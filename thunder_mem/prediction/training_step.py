@@ -23,9 +23,11 @@ from thunder_mem.optimizer.host_states import step_each
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.optimizer.update import is_update, rehearsed, update_of
 from thunder_mem.optimizer.variants import step_variants
+from thunder_mem.prediction.compiled_call import compiled_entry
+from thunder_mem.prediction.fake_inputs import device_type_of, mode_of
 from thunder_mem.prediction.fake_optimizer import hold_states, make_state, next_scalars, twin_optimizer
 from thunder_mem.prediction.fake_twins import Leaves, Twins, Watch
-from thunder_mem.prediction.predict import Prediction, compiled_entry, device_type_of, finish, mode_of
+from thunder_mem.prediction.predict import Prediction, finish
 from thunder_mem.prediction.rehearsed_updates import RehearsedUpdates
 from thunder_mem.prediction.replay import Ledger, replay
 from thunder_mem.prediction.scratch import ProbingRunner, SimulatedRunner

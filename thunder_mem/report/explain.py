@@ -13,7 +13,8 @@ from thunder_mem.frontend.thunderfx import highest_peak, is_fx, left_to_others, 
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.partition.budget import parse_budget
 from thunder_mem.planning.record import last_failure, last_plan
-from thunder_mem.prediction.predict import Prediction, compiled_entry, predict
+from thunder_mem.prediction.compiled_call import compiled_entry
+from thunder_mem.prediction.predict import Prediction, predict
 from thunder_mem.report.above_eager import about_eager, eager_memory
 from thunder_mem.report.advice import about_step
 from thunder_mem.report.facts import NO_PLAN

@@ -47,7 +47,7 @@ def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
       multiplies bfloat16 itself;
     - the backward of fused attention holds two blocks of scores on a CPU;
     - on a GPU it adds up the query's gradient in float32, for flash attention with the padding that
-      `prediction/scratch.py` also states.
+      `prediction/operator_scratch.py` also states.
     """
     outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
     tensor = next((p for p in (*outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy)), None)
