@@ -18,12 +18,13 @@ from types import MappingProxyType
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.costs.roofline import bound_symbol_flops
 from thunder_mem.trace.collectives import awaited_futures, is_gather, is_reduction, starts
 from thunder_mem.trace.effects import COMMUNICATION
 from thunder_mem.trace.reading import TraceGraph, read_trace
+from thunder_mem.trace.rebuilding import in_order
 
 __all__ = ["Walk", "free_predecessors", "made_of_shards", "ordered_collectives", "starts_of"]
 
@@ -46,10 +47,7 @@ def ordered_collectives(
     order = collective_order(source, also_needs(source) if also_needs is not None else {})
     if order == list(range(len(source.graph))):
         return trace
-    new = from_trace(trace)
-    new.bound_symbols = [*source.prefix, *(source.bsyms[op] for op in order), source.result]
-    new.set_provenance(TraceProvenance("Collectives in the order of use and completion"))
-    return new
+    return in_order(trace, source, order, "Collectives in the order of use and completion")
 
 
 def collective_order(source: TraceGraph, also_needs: Mapping[int, Collection[int]]) -> list[int]:

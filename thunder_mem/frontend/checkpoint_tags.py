@@ -18,10 +18,11 @@ from collections.abc import Collection
 import thunder.torch as ltorch
 from thunder.core.proxies import ProxyTag
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.runtime.repeatability import recompute_obstacle
 from thunder_mem.trace.reading import TraceGraph
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["CHECKPOINTED", "checkpointed_storages", "take_over_checkpoints"]
 
@@ -42,15 +43,14 @@ def take_over_checkpoints(trace: TraceCtx) -> TraceCtx:
     """
     if not any(_is_marked(b) or b.sym == ltorch.checkpoint for b in trace.bound_symbols):
         return trace
-    new = from_trace(trace)
+    bsyms: list[BoundSymbol] = []
     internal = {p.name for b in trace.bound_symbols for p in b.flat_proxy_outs if _THUNDERS_ON_PROXY in p.tags}
     for bsym in trace.bound_symbols:
         taken_over = _taken_over(bsym, frozenset(), False)
         # Thunder does not mark the op that makes a checkpoint's result. Its operands show that it is inside.
         last = not _is_marked(bsym) and any(p.name in internal for p in bsym.flat_proxy_args)
-        new.bound_symbols += [_with_marked_parts(b) for b in taken_over] if last else taken_over
-    new.set_provenance(TraceProvenance("Checkpoints are planned"))
-    return new
+        bsyms += [_with_marked_parts(b) for b in taken_over] if last else taken_over
+    return rebuilt(trace, bsyms, "Checkpoints are planned")
 
 
 def _is_marked(bsym: BoundSymbol) -> bool:

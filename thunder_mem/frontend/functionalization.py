@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thunder.core import dtypes, prims
@@ -24,6 +24,7 @@ from thunder.torch import _inplace_to_out_of_place
 
 from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.effects import effects_of, is_copy, leaves
+from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.source_lines import place_of
 from thunder_mem.trace.view_prims import CERTAIN_VIEWS
 
@@ -89,16 +90,17 @@ def _with_own_repeats(trace: TraceCtx) -> TraceCtx:
     """
     memory = Aliases(trace.bound_symbols)
     written = {memory(copy.args[1].name) for b in trace.bound_symbols for copy in _copies(b)}
-    new = from_trace(trace)
-    with tracectx(new):
+
+    def copied() -> Iterator[BoundSymbol]:
         for bsym in trace.bound_symbols:
             if bsym.sym.name == "repeat" and memory(bsym.output.name) in written:
                 shown = TensorProxy(like=bsym.output, requires_grad=bsym.output.requires_grad)
-                copy = prims.clone.bind(shown, output=bsym.output)
-                new.bound_symbols += [bsym.from_bsym_swap_proxies({variableify(bsym.output): shown}), copy]
+                yield bsym.from_bsym_swap_proxies({variableify(bsym.output): shown})
+                yield prims.clone.bind(shown, output=bsym.output)
             else:
-                new.bound_symbols.append(bsym)
-    return new
+                yield bsym
+
+    return rebuilt(trace, copied)
 
 
 def _warn(write: BoundSymbol, why: str, instead: str) -> None:

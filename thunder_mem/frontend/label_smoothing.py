@@ -12,9 +12,10 @@ from operator import is_
 import thunder.torch as ltorch
 from thunder.core.proxies import pyval
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.frontend.loss_decompositions import decomposed
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["without_ignored_targets"]
 
@@ -25,10 +26,7 @@ def without_ignored_targets(trace: TraceCtx) -> TraceCtx:
     new = [_rewritten(bsym, trace) for bsym in trace.bound_symbols]
     if all(map(is_, new, trace.bound_symbols)):
         return trace
-    written = from_trace(trace)
-    written.bound_symbols = new
-    written.set_provenance(TraceProvenance("Ignored targets left out of smoothed labels"))
-    return written
+    return rebuilt(trace, new, "Ignored targets left out of smoothed labels")
 
 
 def _rewritten(bsym: BoundSymbol, trace: TraceCtx) -> BoundSymbol:

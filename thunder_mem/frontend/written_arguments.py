@@ -31,6 +31,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.effects import is_copy, leaves
 from thunder_mem.trace.origins import source_of
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["with_histories"]
 
@@ -160,17 +161,17 @@ def _past_no_grad(trace: TraceCtx, whole: Mapping[str, str], written: Collection
     def bypassed(leaf: BoundSymbol) -> bool:
         return is_copy(leaf) and not leaf.kwargs["grad_enabled"] and whole.get(leaf.args[1].name) in written
 
-    new = from_trace(trace)
-    swap: dict[Any, TensorProxy] = {}
-    with tracectx(new):
+    def bypassing() -> Iterator[BoundSymbol]:
+        swap: dict[Any, TensorProxy] = {}
         for bsym in chain.from_iterable(_taken_apart(b, bypassed) for b in trace.bound_symbols):
             swapped = bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym
-            new.bound_symbols.append(swapped)
+            yield swapped
             if bypassed(bsym):
                 seen = TensorProxy(like=bsym.output, requires_grad=True)
-                new.bound_symbols.append(prims.update_aliases.bind((swapped.args[1],), output=(seen,)))
+                yield prims.update_aliases.bind((swapped.args[1],), output=(seen,))
                 swap[variableify(bsym.output)] = seen
-    return new
+
+    return rebuilt(trace, bypassing)
 
 
 def _taken_apart(bsym: BoundSymbol, wanted: Callable[[BoundSymbol], bool]) -> Iterator[BoundSymbol]:
@@ -223,10 +224,8 @@ def _handing_on(prologue: TraceCtx, at: int) -> TraceCtx:
     """The prologue that also gives the epilogue an argument of the computation."""
     *body, result = prologue.bound_symbols
     ((inputs, handed_on),) = result.args
-    new = from_trace(prologue)
-    new.bound_symbols = [*body, result.from_bsym(args=((inputs, (*handed_on, inputs[at])),))]
-    new.set_provenance(TraceProvenance(f"Hand {inputs[at].name} on"))
-    return new
+    handing_on = result.from_bsym(args=((inputs, (*handed_on, inputs[at])),))
+    return rebuilt(prologue, [*body, handing_on], f"Hand {inputs[at].name} on")
 
 
 def _rebasing(

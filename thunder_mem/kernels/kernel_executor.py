@@ -19,10 +19,12 @@ from thunder.core import dtypes
 from thunder.core.devices import DeviceType
 from thunder.core.proxies import NumberProxy, TensorProxy, pyval
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx
 from thunder.core.transforms import put_grad
 from thunder.executors.torchex import ex as torch_ex
 from thunder.extend import OperatorExecutor, register_executor
+
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = [
     "Mask",
@@ -125,10 +127,7 @@ def without_unread_gradients(trace: TraceCtx) -> TraceCtx:
     bound = [_narrowed(b, read) if b.sym.id in _several else b for b in trace.bound_symbols]
     if all(new is old for new, old in zip(bound, trace.bound_symbols, strict=True)):
         return trace
-    new = from_trace(trace)
-    new.bound_symbols = bound
-    new.set_provenance(TraceProvenance("Gradients that nothing reads are not computed"))
-    return new
+    return rebuilt(trace, bound, "Gradients that nothing reads are not computed")
 
 
 def _narrowed(bsym: BoundSymbol, read: set[str]) -> BoundSymbol:

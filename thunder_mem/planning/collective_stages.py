@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from thunder.core.compile_data import get_compile_data
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.distributed.collective_order import Walk, made_of_shards, ordered_collectives
@@ -22,6 +22,7 @@ from thunder_mem.planning.program import device_of
 from thunder_mem.rewrites.zero3 import asks_for_zero3, needed_by_checkpoints, with_parameters_gathered_again
 from thunder_mem.trace.collectives import awaited_futures, starts
 from thunder_mem.trace.reading import TraceGraph, read_trace
+from thunder_mem.trace.rebuilding import in_order
 
 __all__ = ["buckets_not_built", "communicating", "prepared", "with_overlap"]
 
@@ -97,9 +98,7 @@ def with_overlap(emitted: TraceCtx, plan: Plan, given: TraceCtx) -> tuple[TraceC
             break
     least = min(exposed for exposed, _ in tried)
     exposed, order = next(t for t in tried if t[0] <= max(own_s, 1.01 * least))
-    new = from_trace(emitted)
-    new.bound_symbols = [*source.prefix, *(source.bsyms[op] for op in order), source.result]
-    new.set_provenance(TraceProvenance("Collectives behind computation"))
+    new = in_order(emitted, source, order, "Collectives behind computation")
     total = sum(c.seconds for c in collectives)
     how = f"{len(collectives)} collectives, {_ms(exposed)} of {_ms(total)} not hidden ({_ms(own_s)} in Thunder's order)"
     forward, backward = peaks_of(source.graph, order)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from thunder.core.trace import from_trace
 from thunder.executors.torch_autograd import connect_to_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -32,6 +31,7 @@ from thunder_mem.prediction.rehearsed_updates import RehearsedUpdates
 from thunder_mem.prediction.replay import Ledger, replay
 from thunder_mem.prediction.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.trace.missing_tangents import makes_missing_tangents, without_zeros_for
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["instead_of_optimizer", "predict_step", "training_step"]
 
@@ -282,10 +282,8 @@ def _mirror_once(twins: Twins, known: Iterable[tuple[Any, Any]]) -> Callable[[An
 
 def _returned(entry: Any, output: Any) -> Any:
     """The epilogue's result for the computation's output, without its writes to the caller's module."""
-    trace = from_trace(entry.epilogue_traces[-1])
-    trace.bound_symbols = [
-        b for b in entry.epilogue_traces[-1].bound_symbols if not str(b.sym.id).startswith("PrimIDs.PACK_")
-    ]
+    epilogue = entry.epilogue_traces[-1]
+    trace = rebuilt(epilogue, [b for b in epilogue.bound_symbols if not str(b.sym.id).startswith("PrimIDs.PACK_")])
     names = [name for name, _ in trace.siginfo().args]
     values = dict.fromkeys(names)
     values.update(zip(names[len(names) - len(output) :], output, strict=True))

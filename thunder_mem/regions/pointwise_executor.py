@@ -25,7 +25,7 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, pyval, unvariableify
 from thunder.core.rematerialization import rematerialize
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx, TraceProvenance
 from thunder.core.transform_common import dce
 from thunder.executors.data_dependent_partition import Node, fuse_bound_symbols
 from thunder.executors.passes import update_fusion_call_ctx
@@ -41,6 +41,7 @@ from thunder_mem.regions.fusible_prims import POINTWISE, REDUCTIONS, SHAPES
 from thunder_mem.regions.inplace_outputs import InplacePlan
 from thunder_mem.regions.region_views import views_outside
 from thunder_mem.trace.layout import is_dense_function
+from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.renaming import renamed, under
 
 __all__ = ["MemPointwiseExecutor", "mem_pointwise_ex", "new_leaves", "region_function"]
@@ -132,15 +133,12 @@ class MemPointwiseExecutor(TorchCompileExecutor):
                 region.bound_symbols = list(map(_computed_once, run))
                 run = [self.fuse(region, next(regions))]
             fused += run
-        new_trace = from_trace(trace)
-        new_trace.bound_symbols = fused
-        new_trace.set_provenance(TraceProvenance("Fusion of neighbours"))
-        return new_trace
+        return rebuilt(trace, fused, "Fusion of neighbours")
 
     def _fused(self, trace: TraceCtx) -> TraceCtx:
         """The fusion pass of a trace without effects."""
-        ordered = from_trace(trace)
-        ordered.bound_symbols, outside = views_outside(trace.bound_symbols, self.can_fuse)
+        bsyms, outside = views_outside(trace.bound_symbols, self.can_fuse)
+        ordered = rebuilt(trace, bsyms)
 
         def takes(bsym: BoundSymbol) -> bool:
             return outside.isdisjoint(o.name for o in bsym.flat_proxy_outs) and self.can_fuse(bsym)
@@ -155,9 +153,7 @@ class MemPointwiseExecutor(TorchCompileExecutor):
             if len(group) > 1 or takes(group[0]):
                 group = [self.fuse(Region(producers, consumers, group), next(regions))]
             fused += group
-        new_trace = from_trace(trace)
-        new_trace.bound_symbols = fused
-        new_trace = update_fusion_call_ctx(dce(rematerialize(new_trace)))
+        new_trace = update_fusion_call_ctx(dce(rematerialize(rebuilt(trace, fused))))
         new_trace.set_provenance(TraceProvenance("Fusion"))
         return new_trace
 

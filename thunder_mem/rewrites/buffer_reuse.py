@@ -15,7 +15,7 @@ from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.fusion.arrangement import order_halves, peaks_of
 from thunder_mem.kernels.activation_kernels import over_gradient
@@ -29,6 +29,7 @@ from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.op_traits import traits_of
 from thunder_mem.trace.reading import TraceGraph, proxies_in, read_trace
+from thunder_mem.trace.rebuilding import in_order, rebuilt
 
 __all__ = ["BufferReuse", "reuse_and_sort", "reuse_dying", "with_reuse"]
 
@@ -86,9 +87,8 @@ def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None, given: Collec
             nbytes += source.layout.nbytes(arg.name)
     if not swap:
         return None
-    new_trace = from_trace(trace)
-    new_trace.bound_symbols = [swap.get(id(b), b) for b in trace.bound_symbols]
-    new_trace.set_provenance(TraceProvenance("Results take over the memory of what dies"))
+    bsyms = [swap.get(id(b), b) for b in trace.bound_symbols]
+    new_trace = rebuilt(trace, bsyms, "Results take over the memory of what dies")
     graph = _with_shared_storages(source.graph, memory_of)
     return BufferReuse(new_trace, graph, results, nbytes, *peaks_of(graph, range(len(graph))))
 
@@ -171,9 +171,7 @@ def _reused_and_sorted(source: TraceGraph, trace: TraceCtx, sort: str | SortFunc
     order, _ = order_halves(first.graph, sort)
     if list(order) == sorted(order):
         return
-    sorted_trace = from_trace(trace)
-    sorted_trace.bound_symbols = [*source.prefix, *(source.bsyms[op] for op in order), source.result]
-    sorted_trace.set_provenance(TraceProvenance("Sorted for results that take over memory"))
+    sorted_trace = in_order(trace, source, order, "Sorted for results that take over memory")
     if (second := reuse_dying(sorted_trace, read_trace(sorted_trace, earlier=source))) is not None:
         yield second
 

@@ -7,15 +7,18 @@ backward still needs, as eager does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.effects import is_copy
 from thunder_mem.trace.reading import TraceGraph
+from thunder_mem.trace.rebuilding import with_body
 
 __all__ = ["protect_old_values"]
 
@@ -61,21 +64,18 @@ def protect_old_values(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
     if not copies:
         return trace
 
-    new = from_trace(trace)
-    with tracectx(new):
+    def body() -> Iterator[BoundSymbol]:
         due: dict[int, list[TensorProxy]] = {}
         for before, p in copies.values():
             due.setdefault(before, []).append(p)
         swap: dict = {}
-        body: list[BoundSymbol] = []
         for index, bsym in enumerate(source.bsyms):
             if index in due:
                 copied, bsym = _write_after_copies(bsym, due[index], swap)
-                body += copied
-            body.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if index in readers else bsym)
-        new.bound_symbols = [*source.prefix, *body, source.result]
-    new.set_provenance(TraceProvenance("Copy what the backward needs before it is overwritten"))
-    return new
+                yield from copied
+            yield bsym.from_bsym_swap_proxies(swap, skip_output=True) if index in readers else bsym
+
+    return with_body(trace, source, body, "Copy what the backward needs before it is overwritten")
 
 
 def _write_after_copies(

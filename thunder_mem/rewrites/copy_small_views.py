@@ -8,19 +8,20 @@ treated alike, so that the peak does not just move to the next layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.memory.plan import Decision, Plan
 from thunder_mem.memory.plan_steps import plan_steps
 from thunder_mem.memory.units import counted
 from thunder_mem.trace.layout import is_view
 from thunder_mem.trace.reading import BACKWARD, TraceGraph
+from thunder_mem.trace.rebuilding import with_body
 from thunder_mem.trace.renaming import renamed
 
 __all__ = ["ViewCopy", "about_views", "pinned_bases", "with_copied_views"]
@@ -122,10 +123,10 @@ def with_copied_views(source: TraceGraph, trace: TraceCtx, splits: Iterable[View
         trace: a plain or joint trace before fusion.
         splits: from `pinned_bases`.
     """
-    new = from_trace(trace)
-    due: dict[int, list[BoundSymbol]] = {}
-    swap_at: dict[int, dict[str, Proxy]] = {}
-    with tracectx(new):
+
+    def body() -> Iterator[BoundSymbol]:
+        due: dict[int, list[BoundSymbol]] = {}
+        swap_at: dict[int, dict[str, Proxy]] = {}
         for split in splits:
             backward = source.graph.ops[split.readers[0]].backward
             for name in split.views:
@@ -135,13 +136,11 @@ def with_copied_views(source: TraceGraph, trace: TraceCtx, splits: Iterable[View
                 due.setdefault(maker, []).append(copy.from_bsym(tags=copy.tags | {BACKWARD}) if backward else copy)
                 for reader in split.readers:
                     swap_at.setdefault(reader, {})[view.name] = copy.output
-        body: list[BoundSymbol] = []
         for index, bsym in enumerate(source.bsyms):
-            body.append(renamed(bsym, swap_at.get(index, {}), outputs=False))
-            body += due.get(index, [])
-        new.bound_symbols = [*source.prefix, *body, source.result]
-    new.set_provenance(TraceProvenance("Copy small views that hold large tensors"))
-    return new
+            yield renamed(bsym, swap_at.get(index, {}), outputs=False)
+            yield from due.get(index, [])
+
+    return with_body(trace, source, body, "Copy small views that hold large tensors")
 
 
 def about_views(copied: int, before_bytes: int, after_bytes: int) -> Decision:

@@ -6,11 +6,12 @@ forward stay, because a second backward reads them again.
 
 from __future__ import annotations
 
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.runtime.head_groups import is_backward_in_groups, writing_over
 from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.reading import TraceGraph
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["write_over_heads"]
 
@@ -32,10 +33,8 @@ def write_over_heads(source: TraceGraph, trace: TraceCtx) -> TraceCtx:
     over = {id(source.bsyms[op]): _dead(source, op, shared) for op in found}
     if not any(over.values()):
         return trace
-    new = from_trace(trace)
-    new.bound_symbols = [writing_over(b, over[id(b)]) if over.get(id(b)) else b for b in trace.bound_symbols]
-    new.set_provenance(TraceProvenance("Gradients of attention over its operands"))
-    return new
+    bsyms = [writing_over(b, over[id(b)]) if over.get(id(b)) else b for b in trace.bound_symbols]
+    return rebuilt(trace, bsyms, "Gradients of attention over its operands")
 
 
 def _shared(source: TraceGraph) -> frozenset[int]:

@@ -11,10 +11,11 @@ from collections.abc import Collection, Iterable, Sequence
 from thunder.core.devices import cpu
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, get_tracectx, tracectx
+from thunder.core.trace import TraceCtx, get_tracectx
 
 from thunder_mem.runtime.host_transfers import offload, offload_wait, prefetch, prefetch_wait
 from thunder_mem.trace.reading import BACKWARD, TraceGraph, read_trace
+from thunder_mem.trace.rebuilding import with_body
 from thunder_mem.trace.renaming import named, renamed
 
 __all__ = ["offload_in_backward", "offload_obstacle", "offloading"]
@@ -75,11 +76,8 @@ def offload_in_backward(source: TraceGraph, trace: TraceCtx, storages: Collectio
         trace: a joint trace with all its recomputation.
         storages: of `source.graph`; none that `offload_obstacle` refuses.
     """
-    new = from_trace(trace)
-    with tracectx(new):
-        new.bound_symbols = [*source.prefix, *_Moves(source, storages).body(), source.result]
-    new.set_provenance(TraceProvenance("Offload what the backward fetches again"))
-    return new
+    moves = _Moves(source, storages)
+    return with_body(trace, source, moves.body, "Offload what the backward fetches again")
 
 
 def offloading(

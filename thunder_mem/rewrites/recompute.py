@@ -7,17 +7,19 @@ recompute chosen values.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.rewrites.regathered_values import second_gathers
 from thunder_mem.runtime.repeatability import recompute_obstacle
 from thunder_mem.runtime.rng_replay import run_with_rng_state, save_rng_state
 from thunder_mem.trace.effects import Effects, effects_of, leaves
 from thunder_mem.trace.reading import BACKWARD, TraceGraph
+from thunder_mem.trace.rebuilding import rebuilt, with_body
 from thunder_mem.trace.renaming import named, renamed
 
 __all__ = ["forbid_rng_replay", "gathers_of_held", "recompute_in_backward", "repeat_late"]
@@ -30,12 +32,11 @@ def forbid_rng_replay(trace: TraceCtx) -> TraceCtx:
 
     For programs that are recorded as CUDA graphs: a generator's state cannot be saved while recording.
     """
-    new = from_trace(trace)
-    new.bound_symbols = [
+    bsyms = (
         b.from_bsym(tags=b.tags | {OpTags.DONT_RECOMPUTE_IN_BACKWARD}) if _draws(effects_of(b)) else b
         for b in trace.bound_symbols
-    ]
-    return new
+    )
+    return rebuilt(trace, bsyms)
 
 
 def _draws(effects: Effects) -> bool:
@@ -91,11 +92,7 @@ def repeat_late(
         storages: those that may be recomputed, also on the way to others; each made by an op that may be repeated.
         why: for the trace's provenance.
     """
-    new = from_trace(trace)
-    with tracectx(new):
-        new.bound_symbols = [*source.prefix, *_body(source, late, frozenset(storages)), source.result]
-    new.set_provenance(TraceProvenance(why))
-    return new
+    return with_body(trace, source, partial(_body, source, late, frozenset(storages)), why)
 
 
 def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: frozenset[int]) -> list[BoundSymbol]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from thunder.core import prims
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.costs.plan_time import bound_symbol_seconds
 from thunder_mem.fusion.arrangement import peaks_of
@@ -26,6 +26,7 @@ from thunder_mem.memory.live_ranges import price_order
 from thunder_mem.memory.plan import Decision, Plan
 from thunder_mem.runtime.host_transfers import is_transfer, offloaded_names
 from thunder_mem.trace.reading import TraceGraph, read_trace
+from thunder_mem.trace.rebuilding import in_order
 
 __all__ = ["Scheduled", "schedule_transfers", "with_transfers"]
 
@@ -76,9 +77,7 @@ def schedule_transfers(trace: TraceCtx, device: DeviceModel, limit_bytes: int) -
     if max(peaks_of(graph, order)) > max(limit_bytes, *peaks_of(graph, range(len(graph)))):
         order = list(range(len(graph)))
     timeline = price_order(graph, order)
-    new = from_trace(trace)
-    new.bound_symbols = [*source.prefix, *(source.bsyms[op] for op in order), source.result]
-    new.set_provenance(TraceProvenance("Copies to the host and back run beside other work"))
+    new = in_order(trace, source, order, "Copies to the host and back run beside other work")
     names = offloaded_names(new.bound_symbols)
     link_s, exposed_s = _times(source, order, found.seconds, found.copy_s)
     return Scheduled(new, names, timeline.host_peak_bytes, link_s, exposed_s, *peaks_of(graph, order))

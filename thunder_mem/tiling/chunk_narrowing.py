@@ -10,10 +10,11 @@ from dataclasses import replace
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, saved_proxies
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["narrow_sums"]
 
@@ -33,24 +34,19 @@ def narrow_sums(trace: TraceCtx) -> TraceCtx | None:
             swap[id(loop)] = loop.with_plan(replace(plan, grad_dtypes=own, why=why))
     if not swap:
         return None
-    new = from_trace(trace)
-    new.set_provenance(TraceProvenance("Gradients of loss heads added up in the weights' own dtype"))
     saved: dict[int, tuple[TensorProxy, ...]] = {}
-    new.bound_symbols = [_narrowed(b, new, swap, saved) for b in trace.bound_symbols]
-    return new
+    why = "Gradients of loss heads added up in the weights' own dtype"
+    return rebuilt(trace, lambda: [_narrowed(b, swap, saved) for b in trace.bound_symbols], why)
 
 
-def _narrowed(
-    bsym: BoundSymbol, trace: TraceCtx, swap: dict[int, ChunkLoop], saved: dict[int, tuple[TensorProxy, ...]]
-) -> BoundSymbol:
+def _narrowed(bsym: BoundSymbol, swap: dict[int, ChunkLoop], saved: dict[int, tuple[TensorProxy, ...]]) -> BoundSymbol:
     if not is_chunk_loop(bsym) or id(loop_of(bsym)) not in swap:
         return bsym
     key = id(loop_of(bsym))
     loop = swap[key]
     changes = {"args": (loop, *bsym.args[1:]), "_object_ctx": {}}
     if bsym.sym.name == "chunk_loop_with_grads":
-        with tracectx(trace):
-            saved[key] = tuple(saved_proxies(loop.plan))
+        saved[key] = tuple(saved_proxies(loop.plan))
         changes["output"] = (*bsym.output[: len(loop.plan.outputs)], *saved[key])
     elif bsym.sym.name == "chunk_loop_finish":
         changes["args"] = (loop, bsym.args[1], *saved[key])

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.plan import LoopPlan, about_chunks
 from thunder_mem.chunk_loop.run import ChunkLoop
@@ -32,6 +32,7 @@ from thunder_mem.tiling.rows_per_chunk import floor_rows
 from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.trace.reading import proxies_in, read_trace
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["ResizedLoops", "fit_loops", "leanest_loops", "with_fitted_loops", "write_over_dead_rows"]
 
@@ -121,13 +122,11 @@ def with_fitted_loops(plan: Plan, fitted: ResizedLoops) -> Plan:
 
 
 def _with_loops(trace: TraceCtx, swap: dict[int, ChunkLoop]) -> TraceCtx:
-    new = from_trace(trace)
-    new.bound_symbols = [
+    bsyms = (
         rebind(b, swap[id(loop_of(b))]) if is_chunk_loop(b) and id(loop_of(b)) in swap else b
         for b in trace.bound_symbols
-    ]
-    new.set_provenance(TraceProvenance("Chunks as large as the program's peak allows"))
-    return new
+    )
+    return rebuilt(trace, bsyms, "Chunks as large as the program's peak allows")
 
 
 def _fitted(plan: LoopPlan, uses: Sequence[tuple[BoundSymbol, int]], peak_bytes: int, budget_bytes: int) -> LoopPlan:

@@ -20,11 +20,12 @@ from thunder.core import dtypes, prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transform_common import dce
 from thunder.extend import FusionExecutor, OperatorExecutor
 
 from thunder_mem.sharding.op_rules import pointwise_ids
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["fusible_picks"]
 
@@ -53,12 +54,12 @@ def fusible_picks(trace: TraceCtx, executors: Sequence[Any]) -> TraceCtx:
                 rewriter.opened.add(at)
     if not written:
         return trace
-    new = from_trace(trace)
-    new.bound_symbols = []
-    for at, bsym in enumerate(trace.bound_symbols):
-        for b in rewriter.leaves[at] if at in rewriter.opened else [bsym]:
-            new.bound_symbols += written.get(id(b), [b])
-    return dce(new)
+    opened = (
+        b
+        for at, bsym in enumerate(trace.bound_symbols)
+        for b in (rewriter.leaves[at] if at in rewriter.opened else [bsym])
+    )
+    return dce(rebuilt(trace, [new for b in opened for new in written.get(id(b), [b])]))
 
 
 def _named_as(bsym: BoundSymbol, scope: Sequence[BoundSymbol], result: TensorProxy) -> list[BoundSymbol]:

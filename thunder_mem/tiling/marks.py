@@ -13,9 +13,10 @@ from thunder.core.interpreter import interpreter_needs_wrap
 from thunder.core.jit_ext import _general_jit_lookaside_map, record_source_loc_in_symbol_header
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.symbols import executor
+from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.source_lines import place_of
 
 __all__ = ["Mark", "chunked", "strip_marks", "strip_tile_marks", "tiled", "with_products"]
@@ -136,9 +137,7 @@ def _strip(trace: TraceCtx, begin: Symbol, end: Symbol) -> tuple[TraceCtx, tuple
             kept.append(b)
             for inside in opened:
                 inside.append(b)
-    new = from_trace(trace)
-    new.bound_symbols = kept
-    return new, tuple(marks)
+    return rebuilt(trace, kept), tuple(marks)
 
 
 def _made(bsym: BoundSymbol) -> set[str]:

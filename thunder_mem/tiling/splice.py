@@ -14,6 +14,7 @@ from thunder_mem.tiling.leaves import read_program, rewritten, walk
 from thunder_mem.tiling.region import Refused, Region
 from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.effects import effects_of
+from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.verification import VerificationError
 
 __all__ = ["splice", "unchunked"]
@@ -76,9 +77,7 @@ def unchunked(
     flat = []
     for trace in (before, after):
         leaves = (leaf for root in read_program(trace).roots for leaf, _ in walk(root))
-        new = from_trace(trace)
-        new.bound_symbols = [b for leaf in leaves for b in _opened(leaf, replaced)]
-        flat.append(dce(new))
+        flat.append(dce(rebuilt(trace, [b for leaf in leaves for b in _opened(leaf, replaced)])))
     return flat[0], flat[1]
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import dce
 from thunder.extend import get_always_executors
+
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["without_dead_halves"]
 
@@ -22,9 +24,7 @@ def without_dead_halves(trace: TraceCtx) -> TraceCtx:
     parts = [part for bsym in trace.bound_symbols for part in _parts(bsym, read)]
     if parts == trace.bound_symbols:
         return trace
-    new = from_trace(trace)
-    new.bound_symbols = parts
-    return dce(new)
+    return dce(rebuilt(trace, parts))
 
 
 def _parts(bsym: BoundSymbol, read: set[str]) -> Sequence[BoundSymbol]:

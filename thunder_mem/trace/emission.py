@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx
 from thunder.core.utils import OrderedSet
 from thunder.executors.utils import Region
 from thunder.extend import FusionExecutor
@@ -16,6 +18,7 @@ from thunder_mem.memory.plan import Plan, PlannedRegion
 from thunder_mem.trace.layout import is_view
 from thunder_mem.trace.op_traits import traits_of
 from thunder_mem.trace.reading import BACKWARD, UNPACKING, TraceGraph
+from thunder_mem.trace.rebuilding import with_body
 from thunder_mem.trace.renaming import named, renamed
 
 __all__ = ["emit", "regions_in_order"]
@@ -46,25 +49,22 @@ def emit(
         executors: fusion executors by name.
         note: provenance, printed above the trace.
     """
-    new = from_trace(trace)
-    body: list[BoundSymbol] = []
-    with tracectx(new):  # which may record how symbolic shapes were looked at: not part of the program
-        steps = [_step(source, region) for region in plan.regions]
-        wanted = {name for step in steps for name in step.wants} | source.pinned
-        fused = 0
-        for step in steps:
-            executor = executors.get(step.region.executor or "")
-            if executor is None or all(is_view(b) for b in step.bsyms):
-                body.extend(step.bsyms)
-                continue
-            bsym = executor.fuse(_region(step, wanted), fused)
-            if step.region.backward:
-                bsym.tags.add(BACKWARD)
-            body.append(bsym)
-            fused += 1
-    new.bound_symbols = [*source.prefix, *body, source.result]
-    new.set_provenance(TraceProvenance(note))
-    return new
+    return with_body(trace, source, partial(_fused, source, plan, executors), note)
+
+
+def _fused(source: TraceGraph, plan: Plan, executors: Mapping[str, FusionExecutor]) -> Iterator[BoundSymbol]:
+    steps = [_step(source, region) for region in plan.regions]
+    wanted = {name for step in steps for name in step.wants} | source.pinned
+    numbers = count()
+    for step in steps:
+        executor = executors.get(step.region.executor or "")
+        if executor is None or all(is_view(b) for b in step.bsyms):
+            yield from step.bsyms
+            continue
+        bsym = executor.fuse(_region(step, wanted), next(numbers))
+        if step.region.backward:
+            bsym.tags.add(BACKWARD)
+        yield bsym
 
 
 def regions_in_order(regions: Sequence[PlannedRegion], emitted: TraceCtx, final: TraceCtx) -> tuple[PlannedRegion, ...]:

@@ -11,16 +11,20 @@ autograd knows the outputs, asks autograd for None.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from thunder.core import dtypes, prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy, variableify
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 from thunder.extend import OperatorExecutor
+
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["asks_for_none", "makes_missing_tangents", "takes_none", "with_missing_tangents", "without_zeros_for"]
 
@@ -96,11 +100,9 @@ def asks_for_none(epilogue: TraceCtx, computation: TraceCtx) -> TraceCtx:
     asked = any(isinstance(p, TensorProxy) and p.requires_grad for p in computation.args)
     if not asked or not takes_none(taken):
         return epilogue
-    new = from_trace(epilogue)
     *body, last = epilogue.bound_symbols
-    new.bound_symbols = [*body, ask_for_none.bind(*taken, output=None), last]
-    new.set_provenance(TraceProvenance("Ask autograd for None in place of zeros"))
-    return new
+    asking = [*body, ask_for_none.bind(*taken, output=None), last]
+    return rebuilt(epilogue, asking, "Ask autograd for None in place of zeros")
 
 
 def makes_missing_tangents(backward: TraceCtx) -> bool:
@@ -118,20 +120,22 @@ def with_missing_tangents(backward: TraceCtx) -> TraceCtx:
     if not takes_none(tangents) or makes_missing_tangents(backward):
         return backward
     unread = {p.name: p for p in tangents if isinstance(p, TensorProxy)}
+    making = partial(_making_missing, backward.bound_symbols, unread)
+    return rebuilt(backward, making, "Make missing gradients of outputs")
+
+
+def _making_missing(bsyms: Sequence[BoundSymbol], unread: dict[str, TensorProxy]) -> Iterator[BoundSymbol]:
+    """The bound symbols of a backward, with each gradient made before its first reader if it is missing."""
     swap: dict[Any, Proxy] = {}
-    new = from_trace(backward)
-    with tracectx(new):
-        for bsym in backward.bound_symbols:
-            reads = bsym.sym.id not in (PrimIDs.DEL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.UNPACK_TRIVIAL)
-            for name in dict.fromkeys(p.name for p in bsym.flat_proxy_args) if reads else ():
-                if (p := unread.pop(name, None)) is None:
-                    continue
-                made = TensorProxy(like=p)
-                kind = dtypes.to_torch_dtype(p.dtype), p.device.device_str()
-                new.bound_symbols.append(given_or_zeros.bind(p, tuple(p._shape), *kind, output=made))
-                new.bound_symbols.append(prims.python_del.bind(p, output=None))
-                swap[variableify(p)] = made
-            unpacks = bsym.sym.id in (PrimIDs.UNPACK_SEQUENCE, PrimIDs.UNPACK_TRIVIAL)
-            new.bound_symbols.append(bsym if unpacks else bsym.from_bsym_swap_proxies(swap, skip_output=True))
-    new.set_provenance(TraceProvenance("Make missing gradients of outputs"))
-    return new
+    for bsym in bsyms:
+        unpacks = bsym.sym.id in (PrimIDs.UNPACK_SEQUENCE, PrimIDs.UNPACK_TRIVIAL)
+        reads = not unpacks and bsym.sym.id != PrimIDs.DEL
+        for name in dict.fromkeys(p.name for p in bsym.flat_proxy_args) if reads else ():
+            if (p := unread.pop(name, None)) is None:
+                continue
+            made = TensorProxy(like=p)
+            kind = dtypes.to_torch_dtype(p.dtype), p.device.device_str()
+            yield given_or_zeros.bind(p, tuple(p._shape), *kind, output=made)
+            yield prims.python_del.bind(p, output=None)
+            swap[variableify(p)] = made
+        yield bsym if unpacks else bsym.from_bsym_swap_proxies(swap, skip_output=True)

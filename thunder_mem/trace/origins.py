@@ -17,9 +17,10 @@ import thunder
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx
 from thunder.extend import TemporaryExecutor
 
+from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.source_lines import place_of
 
 __all__ = [
@@ -148,14 +149,11 @@ def name_origins(trace: TraceCtx, prologue: TraceCtx | None = None) -> TraceCtx:
     paths = _parameters(prologue)
     layers = _layers(trace, paths)
     modules = _modules(trace, paths, layers)
-    new = from_trace(trace)
-    for index, bsym in enumerate(trace.bound_symbols):
-        if bsym.sym.id in _SCENERY:
-            new.bound_symbols.append(bsym)
-        else:
-            new.bound_symbols.append(_tagged(bsym, Origin(index, symbol_name(bsym.sym), modules[index], layers[index])))
-    new.set_provenance(TraceProvenance("Operations know where they come from"))
-    return new
+    named = [
+        b if b.sym.id in _SCENERY else _tagged(b, Origin(i, symbol_name(b.sym), modules[i], layers[i]))
+        for i, b in enumerate(trace.bound_symbols)
+    ]
+    return rebuilt(trace, named, "Operations know where they come from")
 
 
 def _tagged(bsym: BoundSymbol, origin: Origin) -> BoundSymbol:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx, TraceProvenance
 from thunder.executors.passes import del_last_used
 
 from thunder_mem.schedule.registry import SortFunction, sort_graph
 from thunder_mem.trace.reading import TraceGraph, read_trace
+from thunder_mem.trace.rebuilding import in_order
 
 __all__ = ["sort_bound_symbols"]
 
@@ -47,9 +48,7 @@ def sort_bound_symbols(trace: TraceCtx, sort: str | SortFunction = "auto") -> Tr
         order += [half.ops[i].payload for i in sort_graph(half, sort).order]
     if order == list(range(len(order))) and not _moved_by_reading(source, trace):
         return trace
-    bsyms = [source.bsyms[i] for i in order]  # type: ignore[call-overload]
-    new = from_trace(trace)
-    new.bound_symbols = [*source.prefix, *bsyms, source.result]
+    new = in_order(trace, source, order)  # type: ignore[arg-type]
     released = {b.sym.name for b in trace.bound_symbols} & {"python_del", "clear_mutable_collection"}
     if released:
         new = del_last_used(new, clear_mutable_collections="clear_mutable_collection" in released)

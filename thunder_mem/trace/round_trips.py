@@ -8,11 +8,12 @@ from thunder.core.dtypes import bfloat16, dtype, float16, float32, float64, to_s
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.effects import effects_of
 from thunder_mem.trace.reading import joint_results, proxies_in
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["without_round_trips"]
 
@@ -50,9 +51,7 @@ def without_round_trips(trace: TraceCtx) -> TraceCtx:
         bsyms.append(bsym)
     if not swap:
         return trace
-    new = from_trace(trace)
-    new.bound_symbols = bsyms
-    return new
+    return rebuilt(trace, bsyms)
 
 
 def _overwritten(trace: TraceCtx) -> Callable[[str], bool]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from thunder.core.compile_data import _compile_data
 from thunder.core.proxies import TensorProxy
-from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, tracectx
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceTag
 from torch.utils._pytree import tree_leaves
 
 from thunder_mem.frontend.optimized_parameters import optimized_parameters
@@ -20,6 +21,7 @@ from thunder_mem.optimizer.update import check_arguments, is_update, note_forwar
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.rewrites.updates import Optimized
 from thunder_mem.trace.reading import UNPACKING, read_trace
+from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["check_optimizer", "with_forward_noted", "with_optimizer", "with_tangents_seen"]
 
@@ -101,18 +103,18 @@ def with_forward_noted(forward: TraceCtx) -> TraceCtx:
     update = next((update_of(b) for b in stats.last_backward_traces[-1].bound_symbols if is_update(b)), None)
     if update is None:
         return forward
-    new = from_trace(forward)
     *body, result = forward.bound_symbols
     updates = update.updates
     tensors = {p.name: p for p in forward.args if isinstance(p, TensorProxy)}
     found = [tensors[name] for name in updates.names]
     inputs = [p for name, p in tensors.items() if name not in updates.arguments]
-    with tracectx(new):
-        start = next(i for i, b in enumerate(body) if b.sym.id not in UNPACKING)
+    start = next(i for i, b in enumerate(body) if b.sym.id not in UNPACKING)
+
+    def telling() -> list[BoundSymbol]:
         checks = check_arguments.bind(updates, found, inputs, output=None)
-        new.bound_symbols = [*body[:start], checks, *body[start:], note_forward.bind(updates, output=None), result]
-    new.set_provenance(TraceProvenance("Tell the optimizer of the forward"))
-    return new
+        return [*body[:start], checks, *body[start:], note_forward.bind(updates, output=None), result]
+
+    return rebuilt(forward, telling, "Tell the optimizer of the forward")
 
 
 def with_tangents_seen(backward: TraceCtx) -> TraceCtx:
@@ -120,13 +122,13 @@ def with_tangents_seen(backward: TraceCtx) -> TraceCtx:
     update = next((update_of(b) for b in backward.bound_symbols if is_update(b)), None)
     if update is None or not update.updates.optimizer.two_pass:
         return backward
-    new = from_trace(backward)
     body = backward.bound_symbols
     names = {p.name for p in backward.args[1] if isinstance(p, TensorProxy)}
     start = max(i for i, b in enumerate(body) if b.sym.id in UNPACKING)
     tangents = [p for b in body[: start + 1] for p in b.flat_proxy_outs if p.name in names]
-    with tracectx(new):
+
+    def showing() -> list[BoundSymbol]:
         seen = see_tangents.bind(update.updates, tangents, output=None)
-        new.bound_symbols = [*body[: start + 1], seen, *body[start + 1 :]]
-    new.set_provenance(TraceProvenance("Show the optimizer what the backward begins with"))
-    return new
+        return [*body[: start + 1], seen, *body[start + 1 :]]
+
+    return rebuilt(backward, showing, "Show the optimizer what the backward begins with")

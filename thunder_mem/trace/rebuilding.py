@@ -1,0 +1,54 @@
+"""A trace with other bound symbols: what every pass over a trace returns in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+
+if TYPE_CHECKING:
+    from thunder_mem.trace.reading import TraceGraph
+
+__all__ = ["in_order", "rebuilt", "with_body"]
+
+BoundSymbols = Iterable[BoundSymbol] | Callable[[], Iterable[BoundSymbol]]
+
+
+def rebuilt(trace: TraceCtx, bound_symbols: BoundSymbols, provenance: str = "") -> TraceCtx:
+    """A new trace with the arguments and names of another.
+
+    Args:
+        trace: the other trace; it is not changed.
+        bound_symbols: of the new trace. A function makes them while the new trace is the current one, so that new
+            proxies get names that are free in it.
+        provenance: printed above the trace.
+    """
+    new = from_trace(trace)
+    with tracectx(new):
+        new.bound_symbols = list(bound_symbols() if callable(bound_symbols) else bound_symbols)
+    if provenance:
+        new.set_provenance(TraceProvenance(provenance))
+    return new
+
+
+def with_body(trace: TraceCtx, source: TraceGraph, body: BoundSymbols, provenance: str = "") -> TraceCtx:
+    """The trace with another body between its unpacking and its return.
+
+    Args:
+        trace, body, provenance: as for `rebuilt`.
+        source: the reading of `trace`.
+    """
+    return rebuilt(trace, lambda: (*source.prefix, *(body() if callable(body) else body), source.result), provenance)
+
+
+def in_order(trace: TraceCtx, source: TraceGraph, order: Sequence[int], provenance: str = "") -> TraceCtx:
+    """The trace with its operations in another order, as indices in `source.graph`.
+
+    Args:
+        trace, provenance: as for `rebuilt`.
+        source: the reading of `trace`.
+        order: all operations.
+    """
+    return with_body(trace, source, [source.bsyms[op] for op in order], provenance)
