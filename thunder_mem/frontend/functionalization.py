@@ -19,12 +19,12 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.pytree import tree_flatten_with_dataclass
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx
 from thunder.torch import _inplace_to_out_of_place
 
 from thunder_mem.trace.aliases import Aliases
 from thunder_mem.trace.effects import effects_of, is_copy, leaves
-from thunder_mem.trace.rebuilding import rebuilt
+from thunder_mem.trace.rebuilding import rebuilt, recorded
 from thunder_mem.trace.source_lines import place_of
 from thunder_mem.trace.view_prims import CERTAIN_VIEWS
 
@@ -71,16 +71,9 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
             "it goes to a torch.diagonal, which is a copy in programs with gradients. The tensor keeps its old values",
             "Compute a new one (torch.where with a mask of the diagonal)",
         )
-    rewriter = _Rewriter(from_trace(trace), memory, replaceable, recipes, arguments)
-    *body, result = trace.bound_symbols
-    with tracectx(rewriter.trace):
-        for bsym in body:
-            rewriter.take(bsym)
-        rewriter.end(result)
-    new = rewriter.trace
-    new.bound_symbols = rewriter.done
-    new.set_provenance(TraceProvenance("Writes to intermediate values become new values"))
-    return new
+    rewriter = _Rewriter(memory, replaceable, recipes, arguments)
+    why = "Writes to intermediate values become new values"
+    return rebuilt(trace, lambda: rewriter.rewritten(trace.bound_symbols), why)
 
 
 def _with_own_repeats(trace: TraceCtx) -> TraceCtx:
@@ -217,7 +210,6 @@ class _Rewriter:
     `current` is the content of a view of a replaceable class after that many writes to the class (`as_of`).
     """
 
-    trace: TraceCtx
     memory: Aliases
     classes: frozenset[str]
     recipes: Mapping[str, BoundSymbol]
@@ -228,6 +220,14 @@ class _Rewriter:
     as_of: dict[str, int] = field(default_factory=dict)
     writes: Counter = field(default_factory=Counter)
     through_views: list[TensorProxy] = field(default_factory=list)
+
+    def rewritten(self, bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
+        """All of a trace, its return included."""
+        *body, result = bsyms
+        for bsym in body:
+            self.take(bsym)
+        self.end(result)
+        return self.done
 
     def take(self, bsym: BoundSymbol) -> None:
         if bsym.sym.id is PrimIDs.UPDATE_ALIASES:
@@ -301,10 +301,10 @@ class _Rewriter:
     def _take_again(self, recipe: BoundSymbol) -> None:
         """Take a view again, of the present value of its base."""
         (base,) = recipe.flat_proxy_args
-        self.trace.push_scope([])
         again = recipe.from_bsym_swap_proxies({variableify(base): self._known(base)}, skip_output=True)
-        outs = again.sym(*again.args, **again.kwargs)
-        self.done += [b.from_bsym(tags=recipe.tags | b.tags) for b in self.trace.pop_scope()]
+        with recorded() as made:
+            outs = again.sym(*again.args, **again.kwargs)
+        self.done += [b.from_bsym(tags=recipe.tags | b.tags) for b in made]
         for old, new in zip(_tensors(recipe.output), _tensors(outs), strict=True):
             self._set(old.name, new)
 

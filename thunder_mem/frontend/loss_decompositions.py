@@ -7,6 +7,7 @@ whose own decomposition by Thunder has that form (`mse_loss`) are not listed her
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import thunder.torch as ltorch
@@ -15,10 +16,11 @@ from thunder.core import dtypes, prims
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.sharding.op_rules import pointwise
 from thunder_mem.sharding.propagation import RULES, RuleError
+from thunder_mem.trace.rebuilding import recorded
 
 __all__ = ["DECOMPOSITIONS", "decomposed"]
 
@@ -32,16 +34,10 @@ def decomposed(bsym: BoundSymbol, trace: TraceCtx) -> BoundSymbol:
     fn = DECOMPOSITIONS.get(bsym.sym.id)
     subsymbols: Sequence[BoundSymbol] = bsym.subsymbols
     if fn is not None:
-        scope: list[BoundSymbol] = []
-        depth = len(trace.scopes)
-        trace.push_scope(scope)
-        try:
-            with tracectx(trace):
-                result = langctx(Languages.TORCH)(fn)(*bsym.args, **bsym.kwargs)
-        except Exception:  # arguments that the decomposition does not know: the op stays closed
-            result = None
-        finally:
-            del trace.scopes[depth:]
+        result = None
+        # The op stays closed if the decomposition does not know its arguments.
+        with suppress(Exception), recorded(trace) as scope:
+            result = langctx(Languages.TORCH)(fn)(*bsym.args, **bsym.kwargs)
         if result is not None:
             (out,) = bsym.flat_proxy_outs
             result.tags.update(out.tags)

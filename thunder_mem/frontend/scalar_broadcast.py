@@ -15,10 +15,11 @@ from thunder.core.devices import DeviceType
 from thunder.core.dtypes import is_inexact_dtype
 from thunder.core.proxies import Proxy, TensorProxy, pyval, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.regions.fusible_prims import POINTWISE
 from thunder_mem.trace.effects import leaves
+from thunder_mem.trace.rebuilding import rebuilt, recorded
 
 __all__ = ["expand_scalars"]
 
@@ -32,11 +33,7 @@ def expand_scalars(trace: TraceCtx) -> TraceCtx:
         return trace
     if not any(_scalars(bsym) for top in trace.bound_symbols for bsym in leaves(top)):
         return trace
-    expanded = from_trace(trace)
-    with tracectx(expanded):
-        expanded.bound_symbols = [new for bsym in trace.bound_symbols for new in _rewritten(expanded, bsym)]
-    expanded.set_provenance(TraceProvenance("Scalars expanded"))
-    return expanded
+    return rebuilt(trace, lambda: [new for bsym in trace.bound_symbols for new in _rewritten(bsym)], "Scalars expanded")
 
 
 def _scalars(bsym: BoundSymbol) -> list[TensorProxy]:
@@ -56,16 +53,15 @@ def _is_scalar(a: TensorProxy) -> bool:
     return a.ndim == 0 and is_inexact_dtype(a.dtype) and a.device.devicetype is DeviceType.CPU
 
 
-def _rewritten(trace: TraceCtx, bsym: BoundSymbol) -> Sequence[BoundSymbol]:
+def _rewritten(bsym: BoundSymbol) -> Sequence[BoundSymbol]:
     if bsym.subsymbols:
-        subsymbols = [new for sub in bsym.subsymbols for new in _rewritten(trace, sub)]
+        subsymbols = [new for sub in bsym.subsymbols for new in _rewritten(sub)]
         same = len(subsymbols) == len(bsym.subsymbols) and all(map(is_, subsymbols, bsym.subsymbols))
         return [bsym if same else bsym.from_bsym(subsymbols=subsymbols)]
     if not (scalars := _scalars(bsym)):
         return [bsym]
     partner = next(a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy) and a.ndim)
-    trace.push_scope([])
-    shape = tuple(partner.shape)  # of existing values: with symbolic sizes, this is an operation
-    swaps: dict[object, Proxy] = {variableify(a): prims.broadcast_in_dim(a, shape, ()) for a in scalars}
-    made = trace.pop_scope()
+    with recorded() as made:
+        shape = tuple(partner.shape)  # of existing values: with symbolic sizes, this is an operation
+        swaps: dict[object, Proxy] = {variableify(a): prims.broadcast_in_dim(a, shape, ()) for a in scalars}
     return [*made, bsym.from_bsym_swap_proxies(swaps, skip_output=True)]

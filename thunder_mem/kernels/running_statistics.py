@@ -13,11 +13,12 @@ import thunder.torch as ltorch
 import torch
 from thunder.core.proxies import ProxyTag, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.kernels.kernel_executor import has_dtype_of, is_float, is_number, mem_kernels_ex
 from thunder_mem.kernels.norm_kernels import batch_norm_training
 from thunder_mem.trace.effects import is_copy, leaves
+from thunder_mem.trace.rebuilding import rebuilt, recorded
 
 __all__ = ["with_statistics_apart"]
 
@@ -38,11 +39,11 @@ def with_statistics_apart(trace: TraceCtx) -> TraceCtx:
     """The computation trace, before autograd, with the training of batch norms in `mem_kernels`' form."""
     if not any(map(_is_training, trace.bound_symbols)):
         return trace
-    new = from_trace(trace)
-    for bsym in trace.bound_symbols:
-        new.bound_symbols += _apart(bsym, new) if _is_training(bsym) else [bsym]
-    new.set_provenance(TraceProvenance("Running statistics are written beside batch norms"))
-    return new
+    return rebuilt(
+        trace,
+        lambda: [b for bsym in trace.bound_symbols for b in (_apart(bsym) if _is_training(bsym) else [bsym])],
+        "Running statistics are written beside batch norms",
+    )
 
 
 def _arguments(bsym: BoundSymbol) -> dict[str, Any]:
@@ -69,11 +70,10 @@ def _writes(bsym: BoundSymbol) -> list[BoundSymbol]:
     return [leaf for leaf in leaves(bsym) if is_copy(leaf)]
 
 
-def _apart(bsym: BoundSymbol, trace: TraceCtx) -> list[BoundSymbol]:
+def _apart(bsym: BoundSymbol) -> list[BoundSymbol]:
     """The normalisation, the averages, and the writes of the given bound symbol, with their results."""
     given = _arguments(bsym)
-    with tracectx(trace):
-        trace.push_scope([])
+    with recorded() as done:
         out, mean, _, variance = batch_norm_training(given["a"], given["weight"], given["bias"], given["eps"])
         batch = {"running_mean": mean, "running_var": variance}
         sources = {
@@ -81,7 +81,6 @@ def _apart(bsym: BoundSymbol, trace: TraceCtx) -> list[BoundSymbol]:
             for name in batch
             if (running := given[name]) is not None
         }
-        done = trace.pop_scope()
     done += [w.from_bsym(args=(sources[w.args[1].name], *w.args[1:])) for w in _writes(bsym)]
     swap = {variableify(out): bsym.output}
     place = {"source_filename": bsym.source_filename, "source_positions": bsym.source_positions}

@@ -28,6 +28,7 @@ from thunder_mem.tiling.block_replay import torch_language, trace_block
 from thunder_mem.tiling.fusible_gathers import fusible_picks
 from thunder_mem.tiling.leaves import walk
 from thunder_mem.tiling.region import Region, Value
+from thunder_mem.trace.rebuilding import recorded
 from thunder_mem.trace.round_trips import without_round_trips
 
 __all__ = ["build_body"]
@@ -76,11 +77,8 @@ def build_body(
             tangents[j] = bsym.output
     order = tuple(sorted(tangents))
     pairs: tuple[int, ...] = ()
-    fits: list[BoundSymbol] = []
-    joint.push_scope(fits)
-    with tracectx(joint), torch_language():
+    with recorded(joint) as fits, torch_language():
         grads = [_summed_to(g, a) for g, a, want in zip(returned["output"], forward.args, wanted, strict=False) if want]
-    del joint.scopes[1:]
     body += fits
     results = grads
     if products:

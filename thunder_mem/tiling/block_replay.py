@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import thunder.torch as ltorch
@@ -19,6 +19,7 @@ from thunder_mem.sharding.propagation import RuleError, Sharding, local_shape
 from thunder_mem.tiling.leaves import is_cut, walk
 from thunder_mem.tiling.log_sums import share_of_log_sum, unpack_log_sums
 from thunder_mem.tiling.region import Refused, Region, Value, relation
+from thunder_mem.trace.rebuilding import recorded
 
 __all__ = ["torch_language", "trace_block"]
 
@@ -157,15 +158,10 @@ class _Replay:
         args, kwargs = tree_map(
             lambda x: variants[x.name][0] if isinstance(x, TensorProxy) else x, (bsym.args, bsym.kwargs)
         )
-        scope: list[BoundSymbol] = []
-        depth = len(self.trace.scopes)
-        self.trace.push_scope(scope)
-        try:
+        result = None
+        # A composite may refuse the block's shape for reasons of its own.
+        with suppress(Exception), recorded(self.trace) as scope:
             result = bsym.sym(*args, **kwargs)
-        except Exception:  # a composite may refuse the block's shape for reasons of its own
-            result = None
-        finally:
-            del self.trace.scopes[depth:]  # an exception leaves unfinished ops' scopes behind
         if result is None or len(scope) != 1:
             return False
         replayed = [b for b, _ in walk(scope[0]) if _touches_tensors(b)]

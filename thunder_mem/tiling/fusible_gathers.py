@@ -20,12 +20,12 @@ from thunder.core import dtypes, prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import dce
 from thunder.extend import FusionExecutor, OperatorExecutor
 
 from thunder_mem.sharding.op_rules import pointwise_ids
-from thunder_mem.trace.rebuilding import rebuilt
+from thunder_mem.trace.rebuilding import rebuilt, recorded
 
 __all__ = ["fusible_picks"]
 
@@ -97,23 +97,14 @@ class _Rewriter:
                 return False
         return False
 
-    def _traced(self, scope: list[BoundSymbol], fn: Any) -> TensorProxy:
-        depth = len(self.trace.scopes)
-        self.trace.push_scope(scope)
-        try:
-            with tracectx(self.trace):
-                return fn()
-        finally:
-            del self.trace.scopes[depth:]
-
     def gather(self, bsym: BoundSymbol) -> tuple[list[BoundSymbol], TensorProxy] | None:
         """The gather of one value a row, moved to the operands of its source, if these are fused."""
         if bsym.sym.id not in _GATHERS or not _one_a_row(bsym.args[0], bsym.args[1], bsym.args[2]):
             return None
         source, index, dim = bsym.args
-        scope: list[BoundSymbol] = []
         opened: set[int] = set()
-        result = self._traced(scope, lambda: self._picked(source, index, dim, opened, {}))
+        with recorded(self.trace) as scope:
+            result = self._picked(source, index, dim, opened, {})
         # At most one gather may remain; several would read more values than they save.
         gathers = [b for b in scope if b.sym.id in _GATHERS]
         if len(gathers) != 1 or gathers[0].args[0].name == source.name:
@@ -160,17 +151,13 @@ class _Rewriter:
         if tuple(value.shape) != tuple(index.shape):
             return None
         shape, axes = tuple(target.shape), tuple(range(target.ndim))
-
-        def compare() -> TensorProxy:
+        with recorded(self.trace) as scope:
             columns = prims.iota(shape[dim], start=0, step=1, device=target.device, dtype=dtypes.int64)
             hit = prims.eq(
                 prims.broadcast_in_dim(columns, shape, (dim,)),
                 prims.broadcast_in_dim(prims.convert_element_type(index, dtypes.int64), shape, axes),
             )
-            return prims.where(hit, prims.broadcast_in_dim(value, shape, axes), float(zeros.args[1]))
-
-        scope: list[BoundSymbol] = []
-        result = self._traced(scope, compare)
+            result = prims.where(hit, prims.broadcast_in_dim(value, shape, axes), float(zeros.args[1]))
         if result.dtype != bsym.output.dtype or not all(map(self._fuses, scope)):
             return None
         self.scattered[bsym.output.name] = value, dim
@@ -188,8 +175,8 @@ class _Rewriter:
         value, dim = self.scattered.get(operand.name, (None, -1))
         if value is None or tuple(dims) != (dim,) or leaf.output.dtype != value.dtype:
             return None
-        scope: list[BoundSymbol] = []
-        result = self._traced(scope, lambda: prims.squeeze(value, (dim,)))
+        with recorded(self.trace) as scope:
+            result = prims.squeeze(value, (dim,))
         return (scope, result) if all(map(self._fuses, scope)) else None
 
 

@@ -19,7 +19,7 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import ProxyTag, TensorProxy, variableify
 from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol, has_tags
-from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import dce
 
 from thunder_mem.sharding.propagation import RuleError
@@ -27,6 +27,7 @@ from thunder_mem.tiling.leaves import PRODUCTS, Leaf, Program, is_cut, numel, re
 from thunder_mem.tiling.region import Region, amplifying_products, escapes, relation
 from thunder_mem.tiling.row_cuts import Cut, apply_cut, cut_of, kept_shape, operand_cuts, through_reshape
 from thunder_mem.trace.effects import effects_of
+from thunder_mem.trace.rebuilding import recorded
 
 __all__ = ["Hoisted", "hoist_beside", "hoist_rows"]
 
@@ -211,17 +212,12 @@ class _Writer:
         share = math.prod(kept_shape(source.shape, cut)) / numel(source)
         if not cut or not 0 < share <= 1:
             raise RuleError("it picks no rows, or more than there are")
-        depth = len(self.new.scopes)
-        self.new.push_scope(self.scope)
-        try:
-            with tracectx(self.new), langctx(Languages.TORCH):
-                moved = self._of(source, cut, picker)
-                moved = apply_cut(moved, tuple(b for b in whole if b not in cut))
-                if ProxyTag.DETACHED_AUTOGRAD_GRAPH in moved.tags:
-                    moved = prims.shallow_copy(moved)  # the picker's own result bears no such mark
-                self._place(picker)
-        finally:
-            del self.new.scopes[depth:]
+        with recorded(self.new) as self.scope, langctx(Languages.TORCH):
+            moved = self._of(source, cut, picker)
+            moved = apply_cut(moved, tuple(b for b in whole if b not in cut))
+            if ProxyTag.DETACHED_AUTOGRAD_GRAPH in moved.tags:
+                moved = prims.shallow_copy(moved)  # the picker's own result bears no such mark
+            self._place(picker)
         if not self.product:
             raise RuleError("its operand does not depend on the product")
         self._check_writes(picker)

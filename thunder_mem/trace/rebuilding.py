@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, get_tracectx, tracectx
 
 if TYPE_CHECKING:
     from thunder_mem.trace.reading import TraceGraph
 
-__all__ = ["in_order", "rebuilt", "with_body"]
+__all__ = ["in_order", "rebuilt", "recorded", "with_body"]
 
 BoundSymbols = Iterable[BoundSymbol] | Callable[[], Iterable[BoundSymbol]]
 
@@ -52,3 +53,22 @@ def in_order(trace: TraceCtx, source: TraceGraph, order: Sequence[int], provenan
         order: all operations.
     """
     return with_body(trace, source, [source.bsyms[op] for op in order], provenance)
+
+
+@contextmanager
+def recorded(trace: TraceCtx | None = None) -> Iterator[list[BoundSymbol]]:
+    """A context whose operations go into the given list instead of the trace.
+
+    Args:
+        trace: becomes the current one, for names of new proxies; by default the current one stays.
+    """
+    trace = trace or get_tracectx()
+    assert trace is not None
+    made: list[BoundSymbol] = []
+    depth = len(trace.scopes)
+    trace.push_scope(made)
+    try:
+        with tracectx(trace):
+            yield made
+    finally:
+        del trace.scopes[depth:]  # an exception leaves the scopes of unfinished operations behind
