@@ -246,7 +246,7 @@ def test_copies_run_beside_other_work_as_far_as_there_is_room(deep):
     device = replace(device_model("cpu"), link_bytes_per_s=1e9)
     found = [schedule_transfers(planned.trace, device, limit) for limit in (1, planned.peak_bytes * 3 // 2, 10**9)]
     for scheduled, limit in zip(found, (1, planned.peak_bytes * 3 // 2, 10**9), strict=True):
-        peak = max(scheduled.forward_peak_bytes, scheduled.backward_peak_bytes)
+        peak = max(scheduled.peaks)
         assert peak <= max(limit, planned.peak_bytes)
         assert 0 <= scheduled.exposed_s <= scheduled.link_s
         verify_rewrite(planned.original, scheduled.trace)

@@ -15,7 +15,7 @@ from math import inf
 from thunder_mem.distributed.collective_order import Walk
 from thunder_mem.distributed.link_model import Collective, exposed_s
 from thunder_mem.memory.graph import Graph
-from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.memory.live_ranges import peaks_of, price_order
 
 __all__ = ["overlapped"]
 
@@ -49,18 +49,10 @@ def overlapped(
     walk = Walk(graph.predecessors)
     for op in new:
         walk.take(op)
-    before, after = _peaks(graph, order), _peaks(graph, walk.order)
+    before, after = peaks_of(graph, order), peaks_of(graph, walk.order)
     fits = all(now <= max(was, limit) for now, was, limit in zip(after, before, limits, strict=True))
     better = exposed_s(walk.order, seconds, collectives) <= exposed_s(order, seconds, collectives)
     return walk.order if fits and better else list(order)
-
-
-def _peaks(graph: Graph, order: Sequence[int]) -> list[int]:
-    peaks = [0, 0]
-    for op, live in zip(order, price_order(graph, order).live_bytes, strict=True):
-        half = graph.ops[op].backward
-        peaks[half] = max(peaks[half], live)
-    return peaks
 
 
 class _Half:

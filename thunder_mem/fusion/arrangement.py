@@ -21,11 +21,11 @@ from thunder_mem.fusion.contraction import (
 )
 from thunder_mem.fusion.producer_duplication import WithDuplicates, duplicate_cheap_producers
 from thunder_mem.memory.graph import Graph
-from thunder_mem.memory.live_ranges import Timeline, price_order
+from thunder_mem.memory.live_ranges import Timeline, peaks_of, price_order
 from thunder_mem.memory.plan import Arrangement, Decision, Plan, PlannedRegion
 from thunder_mem.schedule.registry import SortFunction, SortResult, sort_graph
 
-__all__ = ["about_order", "about_regions", "arrange", "between_halves", "cannot_beat", "order_halves", "peaks_of"]
+__all__ = ["about_order", "about_regions", "arrange", "between_halves", "cannot_beat", "order_halves"]
 
 
 THUNDERS_OWN = "neighbours, source order"
@@ -43,7 +43,7 @@ class _Arrangement:
     @cached_property
     def peaks(self) -> tuple[int, int]:
         """The peak of each half, forward and backward; 0 for a missing half."""
-        return _peaks(self.timeline)
+        return self.timeline.peaks
 
     @cached_property
     def overwritten_peak_bytes(self) -> int:
@@ -154,7 +154,7 @@ def _propose(base: WithDuplicates, sort: str | SortFunction) -> _Proposal:
     arrangements = [_arrange("planned", base, regions, order)]
     if sort != "auto":  # which alone never has a higher peak than the source order
         arrangements.append(_arrange("planned, source order", base, regions, range(len(regions))))
-    return _Proposal(tuple(arrangements), algorithm, peaks_of(regions, range(len(regions))))
+    return _Proposal(tuple(arrangements), algorithm, peaks_of(regions))
 
 
 def fingerprint(graph: Graph) -> str:
@@ -217,20 +217,6 @@ def _emittable(group: tuple[int, ...], base: WithDuplicates) -> Groups:
         (tuple(sorted(core)),) if len(core) == 1 or base.fuse.executors(core) else tuple((op,) for op in sorted(core))
     )
     return (*kept, *reversed(views))
-
-
-def peaks_of(regions: Graph, order: Sequence[int]) -> tuple[int, int]:
-    """The peak of each half, forward and backward, in this order; 0 for a missing half."""
-    return _peaks(price_order(regions, order))
-
-
-def _peaks(timeline: Timeline) -> tuple[int, int]:
-    peaks, ops = [0, 0], timeline.graph.ops
-    for op, live in zip(timeline.order, timeline.live_bytes, strict=True):
-        half = ops[op].backward
-        if live > peaks[half]:
-            peaks[half] = live
-    return peaks[0], peaks[1]
 
 
 def _choose(arrangements: Sequence[_Arrangement]) -> _Arrangement:

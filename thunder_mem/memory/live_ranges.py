@@ -14,7 +14,7 @@ from itertools import accumulate
 from thunder_mem.memory.graph import Graph
 from thunder_mem.memory.running_set import liveness, profile
 
-__all__ = ["Timeline", "price_order"]
+__all__ = ["Timeline", "peaks_of", "price_order"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,16 @@ class Timeline:
     live_bytes: tuple[int, ...] = field(repr=False)
     peak_bytes: int
     peak_step: int
+
+    @property
+    def peaks(self) -> tuple[int, int]:
+        """The peaks of forward and backward; 0 for a missing half."""
+        peaks, ops = [0, 0], self.graph.ops
+        for op, live in zip(self.order, self.live_bytes, strict=True):
+            half = ops[op].backward
+            if live > peaks[half]:
+                peaks[half] = live
+        return peaks[0], peaks[1]
 
     @cached_property
     def _ranges(self) -> tuple[tuple[int, int], ...]:
@@ -106,3 +116,8 @@ def price_order(graph: Graph, order: Sequence[int] | None = None) -> Timeline:
         return Timeline(graph, (), (), live.start_bytes, -1)
     peak_bytes = max(steps)
     return Timeline(graph, tuple(order), steps, peak_bytes, steps.index(peak_bytes))
+
+
+def peaks_of(graph: Graph, order: Sequence[int] | None = None) -> tuple[int, int]:
+    """The peaks of forward and backward in an order, by default the source order; 0 for a missing half."""
+    return price_order(graph, order).peaks

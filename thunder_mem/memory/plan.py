@@ -147,11 +147,19 @@ class Plan:
     def candidate(self) -> Arrangement:
         return next(c for c in self.candidates if c.name == self.chosen)
 
-    def with_peaks(self, forward_peak_bytes: int, backward_peak_bytes: int) -> Plan:
-        """The same plan with the present peaks of its trace."""
-        new = replace(self.candidate, forward_peak_bytes=forward_peak_bytes, backward_peak_bytes=backward_peak_bytes)
+    def after(self, *decisions: Decision, peaks: tuple[int, int] | None = None) -> Plan:
+        """The plan after further decisions.
+
+        Args:
+            decisions: in the order they were made.
+            peaks: bytes of its trace since, in the forward and in the backward. None if no decision changes them.
+        """
+        plan = replace(self, decisions=(*self.decisions, *decisions))
+        if peaks is None:
+            return plan
+        new = replace(self.candidate, forward_peak_bytes=peaks[0], backward_peak_bytes=peaks[1])
         return replace(
-            self,
+            plan,
             candidates=tuple(new if c.name == self.chosen else c for c in self.candidates),
             budget=self.budget and replace(self.budget, peak_bytes=new.peak_bytes),
         )

@@ -99,5 +99,4 @@ def _with_outcome(free: Planned, planned: Planned, outcome: BudgetOutcome) -> Pl
         moved = f" and offload {len(outcome.offloaded):,} values" if outcome.offloaded else ""
         how = f"recompute for {outcome.recompute_ms:.3g} ms{moved}{least}, by {outcome.method}"
     bought = Decision("budget", how, "peak", free.peak_bytes, planned.peak_bytes)
-    plan = replace(planned.plan, budget=outcome, decisions=(*planned.plan.decisions, bought))
-    return replace(planned, plan=plan)
+    return replace(planned, plan=replace(planned.plan.after(bought), budget=outcome))

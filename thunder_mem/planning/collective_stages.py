@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 
 from thunder.core.compile_data import get_compile_data
 from thunder.core.trace import TraceCtx
@@ -16,7 +15,8 @@ from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.distributed.collective_order import Walk, made_of_shards, ordered_collectives
 from thunder_mem.distributed.link_model import collectives_of, computing_seconds, exposed_s
 from thunder_mem.distributed.overlap_scheduling import overlapped
-from thunder_mem.fusion.arrangement import THUNDERS_OWN, peaks_of
+from thunder_mem.fusion.arrangement import THUNDERS_OWN
+from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Decision, Plan, Refusal
 from thunder_mem.planning.program import device_of
 from thunder_mem.rewrites.zero3 import asks_for_zero3, needed_by_checkpoints, with_parameters_gathered_again
@@ -101,15 +101,9 @@ def with_overlap(emitted: TraceCtx, plan: Plan, given: TraceCtx) -> tuple[TraceC
     new = in_order(emitted, source, order, "Collectives behind computation")
     total = sum(c.seconds for c in collectives)
     how = f"{len(collectives)} collectives, {_ms(exposed)} of {_ms(total)} not hidden ({_ms(own_s)} in Thunder's order)"
-    forward, backward = peaks_of(source.graph, order)
-    decision = Decision("communication", how, "peak", plan.candidate.peak_bytes, max(forward, backward))
-    chosen = replace(plan.candidate, forward_peak_bytes=forward, backward_peak_bytes=backward)
-    return new, replace(
-        plan,
-        candidates=tuple(chosen if c.name == plan.chosen else c for c in plan.candidates),
-        decisions=(*plan.decisions, decision),
-        budget=plan.budget and replace(plan.budget, peak_bytes=chosen.peak_bytes),
-    )
+    peaks = peaks_of(source.graph, order)
+    decision = Decision("communication", how, "peak", plan.candidate.peak_bytes, max(peaks))
+    return new, plan.after(decision, peaks=peaks)
 
 
 def _waits_on_demand(source: TraceGraph) -> Sequence[int]:

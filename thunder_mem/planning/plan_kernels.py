@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.fusion.arrangement import peaks_of
 from thunder_mem.memory.kernel_figures import KernelFigures
+from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Decision, Plan
 from thunder_mem.memory.units import counted, size
 from thunder_mem.trace.kernel_scratch import region_scratch_bytes
@@ -33,10 +33,9 @@ def with_kernels(plan: Plan, trace: TraceCtx) -> Plan:
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
         kept_bytes = region_scratch_bytes(bsym, source.layout)
         bare.append(replace(op, scratch_bytes=op.scratch_bytes - kept_bytes) if kept_bytes else op)
-    order = range(len(source.graph))
-    before, after = peaks_of(replace(source.graph, ops=tuple(bare)), order), peaks_of(source.graph, order)
+    before, after = peaks_of(replace(source.graph, ops=tuple(bare))), peaks_of(source.graph)
     launches, most = sum(f.launches for f in known), max(f.scratch_bytes for f in known)
-    return replace(plan, decisions=(*plan.decisions, about_kernels(len(known), launches, most, before, after)))
+    return plan.after(about_kernels(len(known), launches, most, before, after))
 
 
 def about_kernels(

@@ -71,7 +71,7 @@ def refined(
             total += count
         if total:
             said.append(about(total, before_bytes, planned.peak_bytes))
-    return replace(planned, plan=replace(planned.plan, decisions=(*planned.plan.decisions, *said)))
+    return replace(planned, plan=planned.plan.after(*said))
 
 
 def _with_copied_views(planned: Planned) -> tuple[TraceCtx, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.costs.roofline import device_model_of
-from thunder_mem.fusion.arrangement import peaks_of
+from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Plan
 from thunder_mem.planning.collective_stages import with_overlap
 from thunder_mem.planning.program import Planned, Program, device_of
@@ -92,8 +92,7 @@ def carried_out(program: Program, planned: Planned, given: TraceCtx, start: int)
     executors = {str(e.name): e for e in program.executors}
     note = f"Memory planning (took {(time.perf_counter_ns() - start) // 1_000_000} milliseconds)"
     first = emit(planned.source, planned.trace, plan, executors, note)
-    graph = read_trace(first).graph
-    emitted = Emitted(program, given, first, plan.with_peaks(*peaks_of(graph, range(len(graph)))))
+    emitted = Emitted(program, given, first, plan.after(peaks=peaks_of(read_trace(first).graph)))
     for step in STAGES:
         with stage(f"planning: {step.__name__.replace('_', ' ')}"):
             emitted = step(emitted)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import le
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
@@ -17,9 +18,10 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.fusion.arrangement import order_halves, peaks_of
+from thunder_mem.fusion.arrangement import order_halves
 from thunder_mem.kernels.activation_kernels import over_gradient
 from thunder_mem.memory.graph import Graph, make_graph
+from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Decision, Plan
 from thunder_mem.regions.compiled_region import RegionFunction
 from thunder_mem.regions.inplace_outputs import InplacePlan
@@ -45,7 +47,7 @@ class BufferReuse:
         trace: the new trace.
         results: the number of results written over an input.
         nbytes: their bytes.
-        forward_peak_bytes, backward_peak_bytes: of the trace, including the caller's tensors.
+        peaks: bytes of the forward and of the backward, including the caller's tensors.
         graph: of the trace.
     """
 
@@ -53,12 +55,11 @@ class BufferReuse:
     graph: Graph
     results: int
     nbytes: int
-    forward_peak_bytes: int
-    backward_peak_bytes: int
+    peaks: tuple[int, int]
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.forward_peak_bytes, self.backward_peak_bytes)
+        return max(self.peaks)
 
 
 def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None, given: Collection[str] = ()) -> BufferReuse | None:
@@ -90,7 +91,7 @@ def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None, given: Collec
     bsyms = [swap.get(id(b), b) for b in trace.bound_symbols]
     new_trace = rebuilt(trace, bsyms, "Results take over the memory of what dies")
     graph = _with_shared_storages(source.graph, memory_of)
-    return BufferReuse(new_trace, graph, results, nbytes, *peaks_of(graph, range(len(graph))))
+    return BufferReuse(new_trace, graph, results, nbytes, peaks_of(graph))
 
 
 def _with_shared_storages(graph: Graph, memory_of: Mapping[int, int]) -> Graph:
@@ -130,10 +131,7 @@ def with_reuse(plan: Plan, reused: BufferReuse) -> Plan:
     """
     how = f"{reused.results} results written over values that die, {reused.nbytes:,} bytes"
     decision = Decision("reuse", how, "peak", plan.candidate.peak_bytes, reused.peak_bytes)
-    return replace(
-        plan.with_peaks(reused.forward_peak_bytes, reused.backward_peak_bytes),
-        decisions=(*plan.decisions, decision),
-    )
+    return plan.after(decision, peaks=reused.peaks)
 
 
 def reuse_and_sort(source: TraceGraph, trace: TraceCtx, sort: str | SortFunction) -> BufferReuse | None:
@@ -153,12 +151,8 @@ def reuse_and_sort(source: TraceGraph, trace: TraceCtx, sort: str | SortFunction
     """
     if not any(_function(b) or over_gradient(b) for b in trace.bound_symbols):
         return None
-    forward_bytes, backward_bytes = peaks_of(source.graph, range(len(source.graph)))
-    found = [
-        reused
-        for reused in _reused_and_sorted(source, trace, sort)
-        if reused.forward_peak_bytes <= forward_bytes and reused.backward_peak_bytes <= backward_bytes
-    ]
+    peaks = peaks_of(source.graph)
+    found = [reused for reused in _reused_and_sorted(source, trace, sort) if all(map(le, reused.peaks, peaks))]
     return min(found, key=lambda reused: reused.peak_bytes, default=None)
 
 

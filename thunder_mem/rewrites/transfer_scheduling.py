@@ -19,10 +19,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.costs.plan_time import bound_symbol_seconds
-from thunder_mem.fusion.arrangement import peaks_of
 from thunder_mem.memory.device_models import DeviceModel
 from thunder_mem.memory.graph import GraphError
-from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.memory.live_ranges import peaks_of, price_order
 from thunder_mem.memory.plan import Decision, Plan
 from thunder_mem.runtime.host_transfers import is_transfer, offloaded_names
 from thunder_mem.trace.reading import TraceGraph, read_trace
@@ -41,7 +40,7 @@ class Scheduled:
         host_bytes: the most bytes that they take at once in the host's memory.
         link_s: the time of all copies, both ways.
         exposed_s: the time by which they prolong the step.
-        forward_peak_bytes, backward_peak_bytes: of the trace, including the caller's tensors.
+        peaks: bytes of the forward and of the backward, including the caller's tensors.
     """
 
     trace: TraceCtx
@@ -49,8 +48,7 @@ class Scheduled:
     host_bytes: int
     link_s: float
     exposed_s: float
-    forward_peak_bytes: int
-    backward_peak_bytes: int
+    peaks: tuple[int, int]
 
 
 def schedule_transfers(trace: TraceCtx, device: DeviceModel, limit_bytes: int) -> Scheduled | None:
@@ -74,13 +72,13 @@ def schedule_transfers(trace: TraceCtx, device: DeviceModel, limit_bytes: int) -
         graph.check_order(order)
     except GraphError:  # an op depends on a copy in an unexpected way
         order = list(range(len(graph)))
-    if max(peaks_of(graph, order)) > max(limit_bytes, *peaks_of(graph, range(len(graph)))):
+    if max(peaks_of(graph, order)) > max(limit_bytes, *peaks_of(graph)):
         order = list(range(len(graph)))
     timeline = price_order(graph, order)
     new = in_order(trace, source, order, "Copies to the host and back run beside other work")
     names = offloaded_names(new.bound_symbols)
     link_s, exposed_s = _times(source, order, found.seconds, found.copy_s)
-    return Scheduled(new, names, timeline.host_peak_bytes, link_s, exposed_s, *peaks_of(graph, order))
+    return Scheduled(new, names, timeline.host_peak_bytes, link_s, exposed_s, peaks_of(graph, order))
 
 
 def with_transfers(plan: Plan, scheduled: Scheduled) -> Plan:
@@ -90,16 +88,15 @@ def with_transfers(plan: Plan, scheduled: Scheduled) -> Plan:
         plan: of the trace whose copies were scheduled.
         scheduled: the result.
     """
-    plan = plan.with_peaks(scheduled.forward_peak_bytes, scheduled.backward_peak_bytes)
     count = len(scheduled.names)
     how = (
         f"{count:,} {'value' if count == 1 else 'values'} to the host and back: {scheduled.link_s * 1e3:.3g} ms on the "
         f"link, {scheduled.exposed_s * 1e3:.3g} ms of them not hidden behind other work"
     )
     decision = Decision("offload", how, "host", 0, scheduled.host_bytes)
+    plan = plan.after(decision, peaks=scheduled.peaks)
     return replace(
         plan,
-        decisions=(*plan.decisions, decision),
         budget=plan.budget
         and replace(
             plan.budget,

@@ -24,9 +24,8 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.chunk_loop.plan import LoopPlan, about_chunks
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, rebind, scratch_bytes_under
-from thunder_mem.fusion.arrangement import peaks_of
 from thunder_mem.memory.device_bytes import block_bytes
-from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.memory.live_ranges import peaks_of, price_order
 from thunder_mem.memory.plan import Plan
 from thunder_mem.tiling.rows_per_chunk import floor_rows
 from thunder_mem.trace.aliases import Aliases
@@ -44,13 +43,12 @@ class ResizedLoops:
     Attributes:
         trace: the new trace; the same object when it has no loops.
         loops: their plans, in the order of the trace.
-        forward_peak_bytes, backward_peak_bytes: of the new trace, including the caller's tensors.
+        peaks: bytes of the forward and of the backward, including the caller's tensors.
     """
 
     trace: TraceCtx
     loops: tuple[LoopPlan, ...]
-    forward_peak_bytes: int
-    backward_peak_bytes: int
+    peaks: tuple[int, int]
 
 
 def fit_loops(trace: TraceCtx, budget_bytes: int | None = None) -> ResizedLoops | None:
@@ -86,9 +84,7 @@ def fit_loops(trace: TraceCtx, budget_bytes: int | None = None) -> ResizedLoops 
     if swap:
         trace = _with_loops(trace, swap)
         graph = read_trace(trace, earlier=source).graph
-    return ResizedLoops(
-        trace, tuple(swap.get(k, loop).plan for k, loop in loops.items()), *peaks_of(graph, range(len(graph)))
-    )
+    return ResizedLoops(trace, tuple(swap.get(k, loop).plan for k, loop in loops.items()), peaks_of(graph))
 
 
 def leanest_loops(trace: TraceCtx) -> TraceCtx | None:
@@ -115,10 +111,7 @@ def _scratch_bytes(plan: LoopPlan) -> int:
 def with_fitted_loops(plan: Plan, fitted: ResizedLoops) -> Plan:
     """The plan with the present peaks and chunks of its trace."""
     others = (d for d in plan.decisions if d.what not in ("loss head", "tiles"))
-    return replace(
-        plan.with_peaks(fitted.forward_peak_bytes, fitted.backward_peak_bytes),
-        decisions=(*about_chunks(fitted.loops), *others),
-    )
+    return replace(plan, decisions=about_chunks(fitted.loops)).after(*others, peaks=fitted.peaks)
 
 
 def _with_loops(trace: TraceCtx, swap: dict[int, ChunkLoop]) -> TraceCtx:
