@@ -27,8 +27,9 @@ from thunder_mem.prediction.training_step import predict_step
 from thunder_mem.report import Report, explain
 from thunder_mem.report.advice import advice
 from thunder_mem.report.facts import CATEGORIES
-from thunder_mem.report.layers import layer_numbers, ranges
+from thunder_mem.report.layers import ranges
 from thunder_mem.report.sections import sections
+from thunder_mem.trace.origins import layer_numbers
 from thunder_mem.transforms import MemEfficient
 
 
@@ -110,8 +111,12 @@ def test_equal_layers_are_named(stacked):
 
 def test_layer_numbers_are_those_of_lists():
     names = ["h_0_norm_1", "h_1_norm_1", "h_0_norm_2", "h_1_norm_2", "wte", "fc_1", "fc_2"]
-    assert layer_numbers(names) == {"h_0_norm_1": 0, "h_1_norm_1": 1, "h_0_norm_2": 0, "h_1_norm_2": 1}
-    assert layer_numbers(f"t_{i}_weight" for i in (0, 2, 4)) == {"t_0_weight": 0, "t_2_weight": 2, "t_4_weight": 4}
+    assert layer_numbers(names, from_zero=True) == {"h_0_norm_1": 0, "h_1_norm_1": 1, "h_0_norm_2": 0, "h_1_norm_2": 1}
+    assert layer_numbers((f"t_{i}_weight" for i in (0, 2, 4)), from_zero=True) == {
+        "t_0_weight": 0,
+        "t_2_weight": 2,
+        "t_4_weight": 4,
+    }
     assert ranges([0, 1, 2, 31, 30, 5]) == "0-2, 5, 30-31" and ranges([]) == ""
 
 

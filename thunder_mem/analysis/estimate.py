@@ -32,6 +32,7 @@ from thunder_mem.prediction.predict import Prediction, PredictionError, finish
 from thunder_mem.prediction.replay import Ledger
 from thunder_mem.prediction.simulate import attention_backend_for, simulate
 from thunder_mem.prediction.stand_ins import OnCpu, in_place_of, owned_by, stepping
+from thunder_mem.prediction.training_step import check_steps
 from thunder_mem.runtime.simulated_device import SimulatedDevice, simulated_device
 
 __all__ = ["estimate", "follow"]
@@ -226,10 +227,7 @@ def _check(model_or_step: Any, optimizer: Any, accumulate: Any) -> None:
         raise TypeError("the model is compiled by Thunder, and estimate follows eager code: use predict_step")
     if not isinstance(optimizer, torch.optim.Optimizer | None):
         raise TypeError(f"estimate takes a torch.optim optimizer or None, not {type(optimizer).__name__}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError("LBFGS calls the model from a closure, as often as it likes: its step cannot be predicted")
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate is the number of microbatches, an int from 1 up, not {accumulate!r}")
+    check_steps(optimizer, accumulate)
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ from thunder_mem.runtime.output_layout import describe, lay_out
 from thunder_mem.runtime.rng_replay import with_valid_state
 from thunder_mem.runtime.scratch_cache import Probe
 from thunder_mem.trace.kernel_scratch import estimated_scratch_bytes
+from thunder_mem.trace.op_traits import region_function
 
 __all__ = ["ProbingRunner", "SimulatedRunner"]
 
@@ -67,8 +68,7 @@ def _known_probes(bsym: BoundSymbol) -> _Probes:
         return _PROBES_OF.setdefault(loop_of(bsym), {})
     if not bsym.sym.is_fusion:
         return _PROBES
-    function = next(iter((bsym._call_ctx or {}).values()))
-    return _PROBES_OF.setdefault(function, {})
+    return _PROBES_OF.setdefault(region_function(bsym), {})
 
 
 class ProbingRunner:

@@ -33,7 +33,7 @@ from thunder_mem.prediction.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.trace.missing_tangents import makes_missing_tangents, without_zeros_for
 from thunder_mem.trace.rebuilding import rebuilt
 
-__all__ = ["instead_of_optimizer", "predict_step", "training_step"]
+__all__ = ["check_steps", "instead_of_optimizer", "predict_step", "training_step"]
 
 
 def training_step(
@@ -112,10 +112,7 @@ def predict_step(
     """
     if not isinstance(optimizer, torch.optim.Optimizer | None):
         raise TypeError(f"predict_step takes a torch.optim optimizer or None, {instead_of_optimizer(optimizer)}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError("LBFGS calls the model from a closure, as often as it likes: its step cannot be predicted")
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate is the number of microbatches, an int from 1 up, not {accumulate!r}")
+    check_steps(optimizer, accumulate)
     entry, inputs, assumptions = compiled_entry(model, args, dict(kwargs or {}), call=True)
     if entry.backward_fn is None:
         raise ValueError("nothing that the model takes or owns requires a gradient, so there is no step to predict")
@@ -189,6 +186,19 @@ def predict_step(
     ledger.sweep()
     notes = [] if first or optimizer is None else ["the optimizer has its state already"]
     return replace(finish(ledger, (*assumptions, *runner.assumptions, *notes)), step_variants=variants)
+
+
+def check_steps(optimizer: torch.optim.Optimizer | None, accumulate: object) -> None:
+    """Refuse what no prediction of a step can follow.
+
+    Raises:
+        TypeError: the optimizer needs a closure.
+        ValueError: `accumulate` is no number of microbatches.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS calls the model from a closure, as often as it likes: its step cannot be predicted")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate is the number of microbatches, an int from 1 up, not {accumulate!r}")
 
 
 def instead_of_optimizer(optimizer: Any) -> str:

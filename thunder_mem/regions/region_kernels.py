@@ -29,6 +29,7 @@ from thunder_mem.regions.kernel_module import KernelModule, read_module
 from thunder_mem.runtime import scratch_cache
 from thunder_mem.runtime.output_layout import meta_like
 from thunder_mem.trace.layout import Layout
+from thunder_mem.trace.op_traits import region_function
 
 __all__ = ["kernel_figures", "kernel_module", "region_function_of"]
 
@@ -39,9 +40,7 @@ _FIGURES_OF: WeakKeyDictionary[RegionFunction, dict[Hashable, KernelFigures | No
 
 def region_function_of(bsym: BoundSymbol) -> RegionFunction | None:
     """The compiled function, if it is a region of `mem_pointwise`."""
-    if not bsym.sym.is_fusion or not bsym._call_ctx:
-        return None
-    function = next(iter(bsym._call_ctx.values()))
+    function = region_function(bsym) if bsym.sym.is_fusion else None
     return function if isinstance(function, RegionFunction) else None
 
 

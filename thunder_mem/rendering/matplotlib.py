@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from thunder_mem.memory.outside_input import shortened
 from thunder_mem.memory.units import size
 from thunder_mem.rendering.curve import columns, ticks, whole_numbers
 from thunder_mem.rendering.document import Life, TimelineView
@@ -102,4 +103,4 @@ def _lives(view: TimelineView, lives: Sequence[Life], axes: Any) -> None:
 
 def _short(life: Life) -> str:
     name = life.name if life.count == 1 else f"{life.count} × {life.name}, …"
-    return name if len(name) <= 34 else f"{name[:33]}…"
+    return shortened(name, 34)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from thunder_mem.memory.outside_input import shortened
 from thunder_mem.memory.units import size
 from thunder_mem.rendering.curve import columns, ticks
 from thunder_mem.rendering.document import Life, TimelineView
@@ -64,7 +65,7 @@ def timeline_svg(view: TimelineView, top_bytes: int | None = None) -> str:
     x, y = (edges[i] + edges[i + 1]) / 2, scale.y(view.peak_bytes)
     anchor, dx = ("start", 8) if x < _WIDTH / 2 else ("end", -8)
     parts.append(f'<path class="mark" d="M{x:.1f} {y:.1f}l-5 -9h10z"/>')
-    text = escape(_cut(f"{size(view.peak_bytes)} at {view.label(view.peak)}", 70))
+    text = escape(shortened(f"{size(view.peak_bytes)} at {view.label(view.peak)}", 70))
     parts.append(f'<text class="strong" x="{x + dx:.1f}" y="{y - 4:.1f}" text-anchor="{anchor}">{text}</text>')
     for i, p in enumerate(shown):
         title = f"{view.label(p)}: {size(view.device_bytes[p])}\n{view.place(p)}"
@@ -113,7 +114,3 @@ def _name(life: Life) -> str:
     count = "" if life.count == 1 else f"{life.count} × "
     room = 17 - len(count)
     return count + (life.name if len(life.name) <= room else f"…{life.name[1 - room :]}")
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from thunder_mem.memory.outside_input import shortened
 from thunder_mem.memory.units import size
 from thunder_mem.prediction.predict import Held
 from thunder_mem.prediction.replay import Event
@@ -165,7 +166,7 @@ def _box(report: Report, position: int, colour: int, is_peak: bool, layout: _Lay
     facts, event, y = report._facts, report.prediction.timeline[position], layout.y(position)
     members = _members(event)
     label = f"#{event.index} {event.name}" + (f": {', '.join(members)}" if members else "")
-    outputs = _cut(", ".join(event.outputs), 16)
+    outputs = shortened(", ".join(event.outputs), 16)
     nbytes = report.prediction.device_bytes[position]
     title = f"{event.phase} {label}\nmakes {', '.join(event.outputs) or 'nothing'}; {size(nbytes)} held"
     held = [n for n, storage in facts.reads[position].items() if facts.prediction.storages[storage].born < 0]
@@ -174,12 +175,12 @@ def _box(report: Report, position: int, colour: int, is_peak: bool, layout: _Lay
     left, bar, place = layout.left, layout.left + _BOX_WIDTH + 8, facts.places[position]
     room = int((_BOX_WIDTH - 24) / _CHARACTER) - len(outputs)
     line = ("gradient of " if place.undoes else "") + shorten(place.used_at or place.source)
-    where = _cut(f"{line}: {place.code}" if place.code else line, int(_RIGHT / _CHARACTER))
+    where = shortened(f"{line}: {place.code}" if place.code else line, int(_RIGHT / _CHARACTER))
     filled = (_BAR - 20) * nbytes / max(1, report.peak_bytes)
     return [
         f'<g><title>{escape(title)}</title><rect class="box{" peak" if is_peak else ""}" x="{left}" y="{y}" '
         f'width="{_BOX_WIDTH}" height="{_BOX}" rx="3" fill="{_RAMP[colour]}"/>'
-        f'<text{white} x="{left + 8}" y="{y + 15}">{escape(_cut(label, room))}</text>'
+        f'<text{white} x="{left + 8}" y="{y + 15}">{escape(shortened(label, room))}</text>'
         f'<text{white} x="{left + _BOX_WIDTH - 8}" y="{y + 15}" text-anchor="end">{escape(outputs)}</text></g>',
         f'<rect class="bar" x="{bar}" y="{y + 3}" width="{filled:.1f}" height="{_BOX - 6}"/>'
         f'<text x="{bar + 4}" y="{y + 15}">{size(nbytes)}</text>',
@@ -210,7 +211,3 @@ def _document(width: int, height: int, parts: list[str]) -> str:
             "</svg>\n",
         ]
     )
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"

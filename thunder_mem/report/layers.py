@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 from thunder_mem.prediction.predict import Prediction
+from thunder_mem.trace.origins import layer_numbers
 
-__all__ = ["layer_numbers", "layers_of", "ranges"]
-
-
-def layer_numbers(names: Iterable[str]) -> dict[str, int]:
-    """Name -> number of its layer, for names that differ from others only in numbers.
-
-    If names have several such numbers, the one with the most values is the layer. Lists of modules count from
-    0, so numbers that are never 0 (`norm_1`, `norm_2`) are parts of names.
-
-    Example:
-        >>> layer_numbers(["h_0_norm_1", "h_1_norm_1", "h_2_norm_1", "h_0_norm_2", "wte"])
-        {'h_0_norm_1': 0, 'h_1_norm_1': 1, 'h_2_norm_1': 2, 'h_0_norm_2': 0}
-    """
-    numbers: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-    for name in dict.fromkeys(names):
-        numbers.setdefault(re.sub(r"\d+", "#", name), []).append((name, tuple(map(int, re.findall(r"\d+", name)))))
-    found = {}
-    for alike in numbers.values():
-        values = [set(column) for column in zip(*(of for _, of in alike), strict=True)]
-        counted = [i for i, column in enumerate(values) if 0 in column and len(column) > 1]
-        if not counted:
-            continue
-        at = max(counted, key=lambda i: (len(values[i]), -i))
-        found.update({name: of[at] for name, of in alike})
-    return found
+__all__ = ["layers_of", "ranges"]
 
 
 def layers_of(
@@ -48,7 +24,7 @@ def layers_of(
         reads, results: per operation of its timeline, the storages of its operands and of its outputs.
     """
     held = [i for i, s in enumerate(prediction.storages) if s.born < 0]
-    by_name = layer_numbers(prediction.storages[i].name for i in held)
+    by_name = layer_numbers((prediction.storages[i].name for i in held), from_zero=True)
     layers = {i: by_name[prediction.storages[i].name] for i in held if prediction.storages[i].name in by_name}
     parameters = frozenset(layers)
     for event, operands, made in zip(prediction.timeline, reads, results, strict=True):

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import thunder
-from thunder.extend import FusionExecutor
 from thunder.transforms.cudagraph import CUDAGraphTransform
 
 from thunder_mem.frontend.thunderfx import (
@@ -19,6 +18,7 @@ from thunder_mem.frontend.thunderfx import (
 )
 from thunder_mem.planning.executor import user_executors
 from thunder_mem.planning.record import last_plan
+from thunder_mem.regions.fusion_executors import fuses_generally
 from thunder_mem.tiling.region import RETURNED_WHOLE
 
 __all__ = ["about_compilation", "about_subgraphs"]
@@ -34,15 +34,11 @@ def about_compilation(jitted: Any) -> tuple[str, ...]:
     """Notes about the executors and transforms of a function compiled with `MemEfficient`."""
     data: Any = thunder.compile_data(jitted)
     notes = []
-    if not any(_fuses_all(e) for e in user_executors(data.executors_list)):
+    if not any(map(fuses_generally, user_executors(data.executors_list))):
         notes.append(NOT_FUSED)
     if any(isinstance(t, CUDAGraphTransform) for t in data.transforms):
         notes.append(CUDA_GRAPHS)
     return tuple(notes)
-
-
-def _fuses_all(executor: Any) -> bool:
-    return isinstance(executor, FusionExecutor) and not getattr(executor, "required_ops", None)
 
 
 def about_subgraphs(compiled: Any) -> tuple[str, ...]:

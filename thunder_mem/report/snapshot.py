@@ -11,6 +11,7 @@ import pickle
 from bisect import bisect
 from typing import Any
 
+from thunder_mem.memory.device_bytes import rounded
 from thunder_mem.prediction.predict import Prediction
 from thunder_mem.report.facts import CATEGORIES, Facts, Place
 
@@ -19,7 +20,6 @@ __all__ = ["snapshot", "snapshot_bytes"]
 # The viewer's own names; it fails on a file with categories but without "unknown".
 _VIEWER_CATEGORY = dict(zip(CATEGORIES[:-1], ("parameter", "activation", "gradient", "unknown"), strict=True))
 _SCRATCH_CATEGORY = "temporary"
-_UNIT = 512
 
 
 class _Addresses:
@@ -31,7 +31,7 @@ class _Addresses:
         self._free: list[tuple[int, int]] = []  # (address, bytes), by address
 
     def take(self, nbytes: int) -> int:
-        needed = _padded(nbytes)
+        needed = rounded(nbytes)
         for i, (address, room) in enumerate(self._free):
             if room >= needed:
                 if room == needed:
@@ -44,7 +44,7 @@ class _Addresses:
         return address
 
     def give_back(self, address: int, nbytes: int) -> None:
-        start, end = address, address + _padded(nbytes)
+        start, end = address, address + rounded(nbytes)
         i = bisect(self._free, (start, 0))
         if i < len(self._free) and self._free[i][0] == end:
             end += self._free.pop(i)[1]
@@ -144,12 +144,12 @@ def _segments(space: _Addresses, left: list[tuple[int, int, list[dict[str, Any]]
 
     for address, nbytes, frames in left:
         gap(address)
-        padded = _padded(nbytes)
+        padded = rounded(nbytes)
         block = {"address": address, "size": padded, "requested_size": nbytes, "state": "active_allocated"}
         blocks.append({**block, "frames": frames})
         at = address + padded
     gap(space.end)
-    held_bytes = sum(_padded(nbytes) for _, nbytes, _ in left)
+    held_bytes = sum(rounded(nbytes) for _, nbytes, _ in left)
     return [
         {
             "device": 0,
@@ -174,7 +174,3 @@ def _frame(name: str, place: Place) -> dict[str, Any]:
     file, line = (file, line) if colon else (line, "")  # a module's name is no file
     name = f"{name} (gradient of this line)" if place.undoes else name
     return {"filename": file or "trace", "line": int(line) if line.isdigit() else 0, "name": name}
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _UNIT) * _UNIT

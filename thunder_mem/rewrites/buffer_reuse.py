@@ -23,9 +23,9 @@ from thunder_mem.kernels.activation_kernels import over_gradient
 from thunder_mem.memory.graph import Graph, make_graph
 from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Decision, Plan
-from thunder_mem.regions.compiled_region import RegionFunction
 from thunder_mem.regions.inplace_outputs import InplacePlan
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex, new_leaves, region_function
+from thunder_mem.regions.region_kernels import region_function_of
 from thunder_mem.rewrites.region_reuse import plan_reuse
 from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.trace.aliases import Aliases
@@ -149,7 +149,7 @@ def reuse_and_sort(source: TraceGraph, trace: TraceCtx, sort: str | SortFunction
     Raises:
         GraphError: from the sort.
     """
-    if not any(_function(b) or over_gradient(b) for b in trace.bound_symbols):
+    if not any(region_function_of(b) or over_gradient(b) for b in trace.bound_symbols):
         return None
     peaks = peaks_of(source.graph)
     found = [reused for reused in _reused_and_sorted(source, trace, sort) if all(map(le, reused.peaks, peaks))]
@@ -216,7 +216,7 @@ def _written_in_place(source: TraceGraph, memory: _Memory, index: int) -> BoundS
         alone = [memory(p.name) for p in bsym.flat_proxy_args].count(memory(gradient.name)) == 1
         alike = gradient.dtype == result.dtype and gradient.shape == result.shape
         return over if dies and alone and alike and source.layout.is_plain(gradient.name) else None
-    if _function(bsym) is None:
+    if region_function_of(bsym) is None:
         return None
     reuse = _reuse(source, memory, index)
     return _with_reuse(bsym, reuse) if reuse is not None else None
@@ -254,18 +254,10 @@ def _with_reuse(bsym: BoundSymbol, reuse: InplacePlan) -> BoundSymbol:
     return new.from_bsym(tags=bsym.tags, header=f"written in place: {told}")
 
 
-def _function(bsym: BoundSymbol) -> RegionFunction | None:
-    """The compiled function, if it is a region of `mem_pointwise`."""
-    if not bsym.sym.is_fusion or not bsym._call_ctx:
-        return None
-    function = next(iter(bsym._call_ctx.values()))
-    return function if isinstance(function, RegionFunction) else None
-
-
 def _is_fresh(bsym: BoundSymbol) -> bool:
     """Whether its results are views of its operands, or new memory."""
     if bsym.sym.is_fusion:
-        return _function(bsym) is not None
+        return region_function_of(bsym) is not None
     if bsym.sym.executor is not None:
         return str(bsym.sym.executor.name) in _FRESH_EXECUTORS
     return isinstance(bsym.sym.id, PrimIDs) or bool(bsym.subsymbols)

@@ -200,14 +200,20 @@ def _layer_of(module: str, layer: int | None) -> str:
     return f"{head}.{layer}" if found else ""
 
 
-def layer_numbers(names: Iterable[str]) -> dict[str, int]:
+def layer_numbers(names: Iterable[str], *, from_zero: bool = False) -> dict[str, int]:
     """Name -> number of its layer, for names that differ from others only in numbers.
 
-    If names have several numbers, the one with the most values is the layer.
+    If names have several such numbers, the one with the most values is the layer.
+
+    Args:
+        names: of parameters.
+        from_zero: leave out numbers that are never 0, as in `norm_1` and `norm_2`. Lists of modules count from 0.
 
     Example:
         >>> layer_numbers(["h.0.norm_1", "h.1.norm_1", "h.2.norm_1", "h.0.norm_2", "wte"])
         {'h.0.norm_1': 0, 'h.1.norm_1': 1, 'h.2.norm_1': 2, 'h.0.norm_2': 0}
+        >>> layer_numbers(["norm_1", "norm_2"]), layer_numbers(["norm_1", "norm_2"], from_zero=True)
+        ({'norm_1': 1, 'norm_2': 2}, {})
     """
     alike: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for name in dict.fromkeys(names):
@@ -215,10 +221,10 @@ def layer_numbers(names: Iterable[str]) -> dict[str, int]:
     found = {}
     for group in alike.values():
         values = [set(column) for column in zip(*(numbers for _, numbers in group), strict=True)]
-        if not values or max(map(len, values)) < 2:
-            continue
-        at = max(range(len(values)), key=lambda i: (len(values[i]), -i))
-        found.update({name: numbers[at] for name, numbers in group})
+        counted = [i for i, column in enumerate(values) if len(column) > 1 and (0 in column or not from_zero)]
+        if counted:
+            at = max(counted, key=lambda i: (len(values[i]), -i))
+            found.update({name: numbers[at] for name, numbers in group})
     return found
 
 
