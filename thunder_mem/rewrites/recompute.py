@@ -32,10 +32,10 @@ def forbid_rng_replay(trace: TraceCtx) -> TraceCtx:
 
     For programs that are recorded as CUDA graphs: a generator's state cannot be saved while recording.
     """
-    bsyms = (
+    bsyms = [
         b.from_bsym(tags=b.tags | {OpTags.DONT_RECOMPUTE_IN_BACKWARD}) if _draws(effects_of(b)) else b
         for b in trace.bound_symbols
-    )
+    ]
     return rebuilt(trace, bsyms)
 
 

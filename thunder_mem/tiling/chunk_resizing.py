@@ -115,10 +115,10 @@ def with_fitted_loops(plan: Plan, fitted: ResizedLoops) -> Plan:
 
 
 def _with_loops(trace: TraceCtx, swap: dict[int, ChunkLoop]) -> TraceCtx:
-    bsyms = (
+    bsyms = [
         rebind(b, swap[id(loop_of(b))]) if is_chunk_loop(b) and id(loop_of(b)) in swap else b
         for b in trace.bound_symbols
-    )
+    ]
     return rebuilt(trace, bsyms, "Chunks as large as the program's peak allows")
 
 

@@ -23,7 +23,8 @@ def rebuilt(trace: TraceCtx, bound_symbols: BoundSymbols, provenance: str = "") 
     Args:
         trace: the other trace; it is not changed.
         bound_symbols: of the new trace. A function makes them while the new trace is the current one, so that new
-            proxies get names that are free in it.
+            proxies get names that are free in it. What Thunder records meanwhile, as for a look at symbolic shapes, is
+            no part of it.
         provenance: printed above the trace.
     """
     new = from_trace(trace)
