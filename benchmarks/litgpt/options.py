@@ -29,6 +29,7 @@ class Options:
         mem_chunk: its `chunk`: whether loss heads run chunk by chunk, or in how many chunks.
         mem_recompute: its `recompute`: a configuration, "layerwise", or a file's path.
         mem_reuse: its `reuse`: whether results may be written over values that nobody reads any more.
+        mem_tile: its `tile`: whether token-wise stretches run in tiles.
         optimizer_in_backward: the backward updates each parameter, see `thunder_mem.StepInBackward`.
         fusion: who fuses what Thunder compiles: "mem_pointwise", "nvfuser" or "torchcompile"; if not given, Thunder's
             default executors where they fuse, else mem_pointwise.
@@ -44,6 +45,7 @@ class Options:
     mem_chunk: bool | int = True
     mem_recompute: str | None = None
     mem_reuse: bool = True
+    mem_tile: bool = True
     optimizer_in_backward: bool = False
     fusion: str | None = None
     fusion_type: str | None = None
@@ -78,7 +80,7 @@ class Options:
                 f"--optimizer_in_backward is for one device, not for --distributed_mode {distributed_mode}"
             )
         if not self.mem_efficient:
-            given += [option for option in ("mem_chunk", "mem_reuse") if getattr(self, option) is not True]
+            given += [option for option in ("mem_chunk", "mem_reuse", "mem_tile") if getattr(self, option) is not True]
         if given:
             raise ValueError(f"--{given[0]} is an option of MemEfficient: give --mem_efficient True too")
         if self.mem_efficient and "thunder" not in compile:
@@ -119,6 +121,7 @@ class Options:
                 on_infeasible="warn" if smallest else "error",
                 recompute=self.mem_recompute,
                 reuse=self.mem_reuse,
+                tile=self.mem_tile,
                 optimizer=optimizer,
                 strict=True,
             )
