@@ -1,9 +1,9 @@
 """How the peak of a step grows with the tokens of a sequence: ``python -m benchmarks.tokens``.
 
 Two layers of Llama-3-8B in bfloat16 on a simulated H100: Thunder's benchmark loop with AdamW, checkpoints and the loss
-inside, with one sequence of 16K to 512K tokens. The table and the picture count the bytes above parameters, gradients
-and AdamW's states, in KB a token. Writes ``benchmarks/results/tokens.json`` and ``tokens.png``; what has a row is not
-run again.
+inside, with one sequence of 16K to 512K tokens. The table counts the bytes above parameters, gradients
+and AdamW's states, in KB a token. Writes ``benchmarks/results/tokens.json``, and the picture of the guide on tiles;
+what has a row is not run again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.table import Table
 from benchmarks.litgpt.rows import metrics_here
 
 RESULTS = Path(__file__).parent / "results" / "tokens.json"
+PICTURE = Path(__file__).parents[1] / "docs" / "images" / "tokens.svg"
 TOKENS = tuple(2**k for k in range(14, 20))
 STEP = (
     *("--model_name", "Llama-3-8B", "--n_layers", "2", "--micro_batch_size", "1"),
@@ -97,6 +98,7 @@ def _table(rows: list[Row]) -> Table:
 
 
 def _draw(rows: list[Row]) -> None:
+    matplotlib.rcParams["svg.hashsalt"] = "thunder_mem"  # the same names in every run
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for compiler, colour in zip(COMPILERS, _COLOURS, strict=True):
         mine = [row for row in rows if row.compiler == compiler]
@@ -113,7 +115,7 @@ def _draw(rows: list[Row]) -> None:
     axes.set_title("Two layers of Llama-3-8B, checkpoints, loss inside, AdamW (simulated)", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
-    figure.savefig(RESULTS.with_suffix(".png"), dpi=120)
+    figure.savefig(PICTURE, metadata={"Date": None})
 
 
 if __name__ == "__main__":
