@@ -108,8 +108,9 @@ def names(trace) -> list[str]:
 
 
 def stepping(
-    wrap: Callable, *, sharded: bool = True, steps: int = 3, apart: int = 0, states: str = "device", **model_options
-) -> dict:
+    wrap: Callable, *, sharded: bool = True, steps: int = 3, apart: int = 0, kind: type = torch.optim.AdamW,
+    inside: dict | None = None, **model_options,
+) -> dict:  # fmt: skip
     """Train with updates in the backward; how far parameters are from eager's in float64.
 
     Args:
@@ -117,30 +118,43 @@ def stepping(
         sharded: each rank has a part of each parameter.
         steps: of the optimizer.
         apart: batches before each step's last one, under `no_sync`, whose gradients are summed.
-        states: where the optimizer's are.
+        kind: of optimizer.
+        inside: options of `StepInBackward`.
         model_options: of `model`.
     """
     rank, world = distributed.get_rank(), distributed.get_world_size()
     original = model(**model_options)
     reference = copy.deepcopy(original).double()
-    adamw = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    optimizer = StepInBackward(torch.optim.AdamW(original.parameters(), lr=1e-2), states=states)
+    eager_optimizer = kind(reference.parameters(), lr=1e-2)
+    optimizer = StepInBackward(kind(original.parameters(), lr=1e-2), **(inside or {}))
     compiled = wrap(thunder.jit(original, executors=[], transforms=[MemEfficient(strict=True, optimizer=optimizer)]))
     try:
         compiled(*batch(rank))
         message = ""
     except ValueError as error:
         message = str(error)
-    optimizer.use(torch.optim.AdamW(compiled.parameters(), lr=1e-2))
+    optimizer.use(kind(compiled.parameters(), lr=1e-2))
     for s in range(steps):
         batches = range(s * (apart + 1), (s + 1) * (apart + 1))
         for b in batches:
             torch.stack([reference(*batch(r, step=b)) for r in range(world)]).mean().backward()
             with compiled.no_sync() if b != batches[-1] else nullcontext():
-                compiled(*batch(rank, step=b)).backward()
+                loss = compiled(*batch(rank, step=b))
+                loss = loss if optimizer.scaler is None else optimizer.scaler.scale(loss)
+                if optimizer.two_pass and b == batches[-1]:
+                    with optimizer.first_pass():
+                        loss.backward(retain_graph=True)
+                loss.backward()
         given = sum(p.grad is not None for p in compiled.parameters())
-        for each in (adamw, optimizer):
-            each.step()
+        if optimizer.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), optimizer.max_norm)
+        eager_optimizer.step()
+        if optimizer.scaler is None:
+            optimizer.step()
+        else:
+            optimizer.scaler.step(optimizer)
+            optimizer.scaler.update()
+        for each in (eager_optimizer, optimizer):
             each.zero_grad()
     errors = []
     for name, p in compiled.named_parameters():
@@ -168,12 +182,44 @@ def ddp_stepping_accumulated() -> dict:
     return stepping(ddp, sharded=False, apart=2)
 
 
+def ddp_stepping_in_two_passes() -> dict:
+    """Clipped by the norm of the gradients' mean over ranks, with a scaler, and after batches under `no_sync`."""
+    clipped = {"max_norm": 0.05, "two_pass": True}
+    plain = stepping(ddp, sharded=False, tied=True, kind=torch.optim.SGD, inside=clipped)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    summed = stepping(ddp, sharded=False, apart=1, kind=torch.optim.SGD, inside={**clipped, "scaler": scaler})
+    digest = plain["digest"] + summed["digest"] + str(scaler.get_scale())
+    return {**plain, "error": max(plain["error"], summed["error"]), "digest": digest}
+
+
+def one_rank_overflows() -> dict:
+    """Only the first rank's loss is not finite; with two passes and with one, no rank's parameters change."""
+    rank, found = distributed.get_rank(), {}
+    for two_pass in (False, True):
+        original = model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        optimizer = StepInBackward(torch.optim.AdamW(original.parameters()), scaler=scaler, two_pass=two_pass)
+        compiled = ddp(thunder.jit(original, executors=[], transforms=[MemEfficient(strict=True, optimizer=optimizer)]))
+        optimizer.use(torch.optim.AdamW(compiled.parameters(), lr=1e-2))
+        before = [p.detach().clone() for p in compiled.parameters()]
+        loss = scaler.scale(compiled(*batch(rank))) * (float("inf") if rank == 0 else 1.0)
+        if two_pass:
+            with optimizer.first_pass():
+                loss.backward(retain_graph=True)
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(map(torch.equal, before, compiled.parameters()))
+        found[two_pass] = {"same": same, "scale": scaler.get_scale()}
+    return found
+
+
 def zero2_stepping() -> dict:
     return stepping(sharding(ZERO2, LAYER), steps=2)
 
 
 def zero2_stepping_from_host() -> dict:
-    return stepping(sharding(ZERO2, LAYER), steps=2, states="host")
+    return stepping(sharding(ZERO2, LAYER), steps=2, inside={"states": "host"})
 
 
 def zero3_stepping() -> dict:
@@ -561,6 +607,8 @@ CASES: dict[str, Callable[[], dict]] = {
         different_models,
         different_plans,
         one_rank_fails,
+        one_rank_overflows,
+        ddp_stepping_in_two_passes,
         zero2_stepping,
         zero2_stepping_from_host,
     )
