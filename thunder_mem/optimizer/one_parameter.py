@@ -36,6 +36,13 @@ _SLICE_BYTES_ELSEWHERE = 32 << 20  # enough work for a kernel of a GPU
 _SLICE_BYTES_FROM_HOST = 16 << 20  # more slices, so that the link works in both directions most of the time
 _ROUND = 64  # rows: slices of whole vectors, whose elements all take the same path through a kernel
 
+_CAPTURE_CHECK = next(
+    name
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")  # PyTorch 2.11, 2.8
+    if hasattr(torch.optim.Optimizer, name)
+)
+"""A method that PyTorch's optimizers call in each step. With `lightning` it opens the driver's library each time."""
+
 _BY_ELEMENT = frozenset(
     getattr(torch.optim, name)
     for name in (
@@ -213,12 +220,21 @@ def _only(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], p: torch.Tensor, state: defaultdict[torch.Tensor, Any]
 ) -> Iterator[None]:
     """The optimizer over one parameter and with another state, for the moment."""
-    groups, whole = optimizer.param_groups, optimizer.state
+    own, groups, whole = optimizer.__dict__, optimizer.param_groups, optimizer.state
+    unchecked = p.device.type == "cpu" and _CAPTURE_CHECK not in own  # no graph of a GPU is captured
     optimizer.param_groups, optimizer.state = [{**options, "params": [p]}], state
+    if unchecked:
+        own[_CAPTURE_CHECK] = _nothing
     try:
         yield
     finally:
         optimizer.param_groups, optimizer.state = groups, whole
+        if unchecked:
+            del own[_CAPTURE_CHECK]
+
+
+def _nothing() -> None:
+    """Takes the place of a check."""
 
 
 def group_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Any]:
