@@ -252,7 +252,8 @@ def unhooked(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer without attributes that other code added; its groups and state are still to be replaced."""
     copy = object.__new__(type(optimizer))
-    copy.__dict__.update(optimizer.__dict__)
+    # Tables of an optimizer are its own: bitsandbytes moves those in a table to the device of a step.
+    copy.__dict__.update({k: dict(v) if type(v) is dict else v for k, v in optimizer.__dict__.items()})
     copy.__dict__.pop("step", None)  # a learning-rate scheduler binds the original's
     copy.__dict__.pop("zero_grad", None)
     copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

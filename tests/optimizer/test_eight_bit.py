@@ -1,0 +1,44 @@
+"""8-bit optimizers inside the backward, where they are installed."""
+
+import copy
+
+import pytest
+import thunder
+import torch
+from torch import nn
+
+from thunder_mem import MemEfficient, StepInBackward
+from thunder_mem.optimizer.one_parameter import bare_copy
+
+
+@pytest.mark.filterwarnings("ignore")  # of the other packages
+@pytest.mark.parametrize("package", ["bitsandbytes", pytest.param("torchao", marks=pytest.mark.slow)])
+def test_eight_bit_states(package):
+    """The numbers of the same optimizer behind eager PyTorch's backward; torchao compiles its step, in 15 seconds."""
+    kind = pytest.importorskip(f"{package}.optim").AdamW8bit
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2)))
+    eager = copy.deepcopy(model)
+    theirs, ours = kind(eager.parameters(), lr=1e-2), StepInBackward(kind(model.parameters(), lr=1e-2))
+    step = thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True, optimizer=ours)])
+    for _ in range(3):
+        x = torch.randn(4, 256)
+        for run, optimizer in ((step, ours), (eager, theirs)):
+            run(x).square().mean().backward()
+            assert run is eager or all(p.grad is None for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, model.parameters(), eager.parameters()))
+
+
+def test_a_trial_step_leaves_an_optimizers_tables_alone():
+    class Table(torch.optim.SGD):
+        """Moves a table to the device of the step, as bitsandbytes does."""
+
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.table = {"map": torch.ones(4)}
+
+    optimizer = Table([nn.Parameter(torch.ones(2))])
+    bare_copy(optimizer).table["map"] = torch.ones(4, device="meta")
+    assert optimizer.table["map"].device.type == "cpu"
