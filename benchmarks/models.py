@@ -215,8 +215,10 @@ def llama_step(
     return Program(name, gpt, (inputs,), output_grad, trains=True)
 
 
-def gpt_module(config: Config, checkpointing: bool, loss_inside: bool, device: str, dtype: torch.dtype) -> nn.Module:
-    """A litgpt model of any configuration, on a device that may be simulated.
+def gpt_module(
+    config: Config, checkpointing: bool, loss_inside: bool, device: str, dtype: torch.dtype, kind: type[GPT] = GPT
+) -> nn.Module:
+    """A litgpt model of any configuration and kind, on a device that may be simulated.
 
     Called with tokens (B, T) it gives logits (B, T, V), or with tokens and targets the mean cross entropy.
     """
@@ -224,7 +226,7 @@ def gpt_module(config: Config, checkpointing: bool, loss_inside: bool, device: s
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            gpt = GPT(config)
+            gpt = kind(config)
     finally:
         torch.set_default_dtype(default)
     if checkpointing:

@@ -138,8 +138,7 @@ def measure(name: str, layers: int, tokens: int, tile: bool, in_backward: bool) 
 class Measured:
     """A whole step of the small llama on this CPU: bytes above the start, and seconds by alternating steps.
 
-    `ratio` is the median, over rounds in which each contender steps once, of its time over that of `BASELINE`; both
-    times are None without rounds.
+    `ratio` is its median time over that of `BASELINE`, which step in turn; both are None without rounds.
     """
 
     dtype: str
@@ -221,8 +220,7 @@ def measured(console: Console, rounds: int) -> list[Measured]:
                 times[name].append(time.perf_counter() - start)
         for name, (run, predicted) in runs.items():
             seconds = statistics.median(times[name]) if rounds else None
-            ratios = [a / b for a, b in zip(times[name], times[BASELINE], strict=True)]
-            ratio = statistics.median(ratios) if rounds else None
+            ratio = seconds and seconds / statistics.median(times[BASELINE])
             known = predicted and predicted()
             rows.append(Measured(str(dtype).removeprefix("torch."), name, measure_peak(run), known, seconds, ratio))
     return rows
