@@ -228,6 +228,7 @@ def test_the_registry_is_left_as_it_was():
         (Options(optimizer_in_backward=True), "thunder", "optimizer_in_backward is an option of MemEfficient"),
         (Options(device="cpu", mem_budget="min"), "thunder", "mem_budget"),
         (Options(device="cpu", mem_chunk=4), "thunder", "mem_chunk"),
+        (Options(device="cpu", mem_tile=False), "thunder", "mem_tile"),
         (Options(device="cpu", mem_efficient=True), "inductor", "nowhere"),
         (Options(device="cpu", fusion_type="clever"), "thunder", "dataflow"),
         (Options(device="simulate:T4", fusion="xla"), "thunder", "unknown fusion 'xla'.*'mem_pointwise', 'nvfuser'"),

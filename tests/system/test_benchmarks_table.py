@@ -30,6 +30,10 @@ def test_all_of_thunders_options_are_there():
     parser = command.make_parser()
     ours = command.parse(["--compile", "thunder", "--dynamic", "True", "--mem_budget", "40GiB", "--mem_chunk", "False"])
     assert ours[0].mem_budget == "40GiB" and ours[0].mem_chunk is False
+    (transform,) = command.parse(["--compile", "thunder", "--mem_efficient", "True", "--mem_tile", "False"])[
+        0
+    ].transforms()
+    assert "tile=False" in repr(transform)
     assert ours[1]["dynamic"] is True
     code = command.load_thunders().Benchmark_litGPT.__init__.__code__
     thunders = code.co_varnames[1 : code.co_argcount]
