@@ -142,12 +142,12 @@ def lower_plan(
     if options.budget is not None:
         return min(reversed(found), key=_beyond_budget)
     with_tiles, without = found
-    most_s = (1 + _FREE_TIME) * final_seconds(without)
-    if final_seconds(with_tiles) > most_s and any(d.what == TILES_AGAIN for d in with_tiles.plan.decisions):
+    most_s, tiled_s = (1 + _FREE_TIME) * final_seconds(without), final_seconds(with_tiles)
+    if tiled_s > most_s and any(d.what == TILES_AGAIN for d in with_tiles.plan.decisions):
         with_tiles = planned_trace(tiled, executors, replace(options, repeat_tiles=False))
+        tiled_s = final_seconds(with_tiles)
     lower = _peak_with_loss_outside(with_tiles) < _peak_with_loss_outside(without)
-    free = final_seconds(with_tiles) <= most_s
-    return with_tiles if lower and free and with_tiles.peak_bytes <= without.peak_bytes else without
+    return with_tiles if lower and tiled_s <= most_s and with_tiles.peak_bytes <= without.peak_bytes else without
 
 
 def _plan_or_error(
