@@ -99,7 +99,7 @@ def is_free(bsym: BoundSymbol) -> bool:
     ins, outs = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
     if name in _CASTS and name != "contiguous" and len(ins) == len(outs) == 1:
         return ins[0].dtype == outs[0].dtype and ins[0].device == outs[0].device
-    if bsym.subsymbols and not bsym.sym.is_fusion:
+    if bsym.subsymbols:
         return all(map(is_free, bsym.subsymbols))
     return not outs and not name.endswith("_")
 
@@ -230,8 +230,6 @@ def cost_s(bsym: BoundSymbol, device: DeviceModel) -> float:
     """
     bsym = traits_of(bsym).runs(bsym)  # a generator's state costs nothing beside what is drawn
     if is_free(bsym):
-        return 0.0
-    if bsym.sym.is_fusion and bsym.subsymbols and all(map(is_free, bsym.subsymbols)):
         return 0.0
     whole = bsym.sym.is_fusion or bsym.sym.executor is not None or _is_product(bsym) or not bsym.subsymbols
     if not whole:
