@@ -36,12 +36,8 @@ _SLICE_BYTES_ELSEWHERE = 32 << 20  # enough work for a kernel of a GPU
 _SLICE_BYTES_FROM_HOST = 16 << 20  # more slices, so that the link works in both directions most of the time
 _ROUND = 64  # rows: slices of whole vectors, whose elements all take the same path through a kernel
 
-_CAPTURE_CHECK = next(
-    name
-    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")  # PyTorch 2.11, 2.8
-    if hasattr(torch.optim.Optimizer, name)
-)
-"""A method that PyTorch's optimizers call in each step. With `lightning` it opens the driver's library each time."""
+_CAPTURE_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")  # PyTorch 2.11, 2.8
+"""Methods that PyTorch's optimizers call in each step. With `lightning` they open the driver's library each time."""
 
 _BY_ELEMENT = frozenset(
     getattr(torch.optim, name)
@@ -221,16 +217,16 @@ def _only(
 ) -> Iterator[None]:
     """The optimizer over one parameter and with another state, for the moment."""
     own, groups, whole = optimizer.__dict__, optimizer.param_groups, optimizer.state
-    unchecked = p.device.type == "cpu" and _CAPTURE_CHECK not in own  # no graph of a GPU is captured
+    on_cpu = p.device.type == "cpu"  # where no graph of a GPU is captured
+    unchecked = [name for name in _CAPTURE_CHECKS if on_cpu and name not in own]
     optimizer.param_groups, optimizer.state = [{**options, "params": [p]}], state
-    if unchecked:
-        own[_CAPTURE_CHECK] = _nothing
+    own.update(dict.fromkeys(unchecked, _nothing))
     try:
         yield
     finally:
         optimizer.param_groups, optimizer.state = groups, whole
-        if unchecked:
-            del own[_CAPTURE_CHECK]
+        for name in unchecked:
+            del own[name]
 
 
 def _nothing() -> None:
