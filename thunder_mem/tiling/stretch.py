@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
+from numpy.typing import NDArray
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 
 from thunder_mem.sharding.propagation import RuleError, Sharding
+from thunder_mem.tiling.borders import Borders, Mask, borders_between
 from thunder_mem.tiling.leaves import Leaf, Program, effects, numel
-from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, escapes, propagate_leaf, row_space
+from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, propagate_leaf, row_space
 from thunder_mem.trace.origins import symbol_name
 from thunder_mem.trace.view_prims import VIEWS
 
@@ -58,13 +61,6 @@ class _Closure:
         except RuleError:
             return False
         return True
-
-    def crossing(self, inside: frozenset[int], at: int) -> int:
-        """Bytes of one row of all values of members or around them that exist whole while `inside` runs at `at`."""
-        program = self.program
-        touched = (t for i in self.members for t in (*program.leaves[i].inputs, *program.leaves[i].outputs))
-        rows = {t.name: self.row_bytes(t) for t in touched if self.splits(t)}
-        return sum(nbytes for name, nbytes in rows.items() if _exists_whole(program, name, inside, at))
 
     def take(self, leaf: Leaf, known: Mapping[int, Sharding]) -> None:
         """Add a leaf.
@@ -108,7 +104,7 @@ def _viewed(program: Program, t: TensorProxy) -> TensorProxy:
 
 
 def grow_stretch(
-    program: Program, leaf: Leaf, rows: int, allowed: Callable[[frozenset[int]], bool] = lambda inside: True
+    program: Program, leaf: Leaf, rows: int, allowed: Callable[[Borders], Mask] = lambda borders: ~borders.inside[-1]
 ) -> Region | None:
     """The stretch around the product `leaf`, whose operand `rows` carries the row space.
 
@@ -118,7 +114,7 @@ def grow_stretch(
         program: the flattened trace.
         leaf: the product.
         rows: 0 or 1.
-        allowed: whether a stretch may consist of these leaves.
+        allowed: which stretches may be.
 
     Returns:
         the stretch that fewest bytes cross; None if no allowed one can run by rows.
@@ -135,17 +131,20 @@ def grow_stretch(
     closure.narrow = WIDE_RATIO * closure.row_bytes(leaf.inputs[rows])
     _take_wide(closure, leaf)
     core = frozenset(closure.members)
-    aboves, belows = [core, *_above(closure, core)], [core, *_below(closure, core)]
-    sets = [(up, -down, above | below) for up, above in enumerate(aboves) for down, below in enumerate(belows)]
-    obstacles = [_obstacle(closure, inside) for *_, inside in sets]
-    whole = [s for s, why in zip(sets, obstacles, strict=True) if not why and _is_convex(program, s[-1])]
-    if not whole:
-        raise Refused(leaf, next(filter(None, obstacles), "a value leaves it and comes back to it"))
-    fit = [s for s in whole if allowed(s[-1])]
-    if not fit:
+    borders = borders_between(program, [core, *_above(closure, core)], [core, *_below(closure, core)])
+    obstacles = [*_read_otherwise(closure, borders), *_cut_composites(closure, borders)]
+    blocked = borders.either(mask for mask, _ in obstacles)
+    whole = borders.only(~(blocked | borders.comes_back()))
+    if not len(whole):
+        first = int(blocked.argmax())
+        words = (why for mask, why in obstacles if mask[first])
+        raise Refused(leaf, next(words, "a value leaves it and comes back to it"))
+    fit = whole.only(allowed(whole))
+    if not len(fit):
         return None
-    *_, inside = min(fit, key=lambda s: (closure.crossing(s[-1], leaf.index), *s[:2]))
-    return _region(closure, inside)
+    up, down = fit.reach
+    best = np.lexsort((-down, up, _crossing_bytes(closure, fit, leaf.index)))[0]
+    return _region(closure, fit.members(int(best)))
 
 
 def _take_wide(closure: _Closure, seed: Leaf) -> None:
@@ -239,63 +238,40 @@ def _sides_of(closure: _Closure, leaf: Leaf, start: int) -> Iterator[int]:
             pending += producer.inputs
 
 
-def _is_convex(program: Program, inside: frozenset[int]) -> bool:
-    """Nothing that is computed from its results goes into it."""
-    reached: set[str] = set()
-    for leaf in program.leaves[min(inside) : max(inside) + 1]:
-        if leaf.index in inside:
-            if any(t.name in reached for t in leaf.inputs):
-                return False
-        elif any(t.name in reached or _made_in(program, t, inside) for t in leaf.inputs):
-            reached.update(o.name for o in leaf.outputs)
-    return True
+def _crossing_bytes(closure: _Closure, borders: Borders, at: int) -> NDArray[np.int64]:
+    """Bytes of one row of all values of members or around them that exist whole while a stretch runs at leaf `at`."""
+    leaves = (closure.program.leaves[i] for i in closure.members)
+    touched = {t.name: t for leaf in leaves for t in (*leaf.inputs, *leaf.outputs)}
+    total = np.zeros(len(borders), dtype=np.int64)
+    for t in filter(closure.splits, touched.values()):
+        total += closure.row_bytes(t) * borders.exists_whole(t.name, at)
+    return total
 
 
-def _exists_whole(program: Program, name: str, inside: frozenset[int], at: int) -> bool:
-    """Whether a value is made whole by the members, read by them, or waits for others while they run at `at`."""
-    producer, readers = program.producer.get(name), program.consumers.get(name, ())
-    if producer is not None and producer.index in inside:
-        return escapes(program, name, inside)
-    if any(r.index in inside for r in readers):
-        return True
-    exists = producer is None or producer.index < at
-    return exists and (name in program.returned or any(r.index > at for r in readers))
-
-
-def _obstacle(closure: _Closure, inside: frozenset[int]) -> str:
-    """Why these members cannot run by rows, or ""."""
-    return _read_otherwise(closure, inside) or _cut_composite(closure, inside)
-
-
-def _read_otherwise(closure: _Closure, inside: frozenset[int]) -> str:
-    """A member's result that another member reads whole, or by other rows, such as a table that it indexes."""
+def _read_otherwise(closure: _Closure, borders: Borders) -> Iterator[tuple[Mask, str]]:
+    """Members' results that other members read whole, or by other rows, such as a table that a stretch indexes."""
     program = closure.program
-    made = {o.name: closure.members[i][-1 - j] for i in inside for j, o in enumerate(program.leaves[i].outputs)}
-    for i in sorted(inside):
+    made = {o.name: closure.members[i][-1 - j] for i in borders.row_of for j, o in enumerate(program.leaves[i].outputs)}
+    for i in borders.row_of:
         for slot, t in enumerate(program.leaves[i].inputs):
             if t.name in made and made[t.name] != closure.members[i][slot]:
-                return f"{program.leaves[i].label} in it needs rows of {t.name} that other tiles compute"
-    return ""
+                why = f"{program.leaves[i].label} in it needs rows of {t.name} that other tiles compute"
+                yield borders.holds(i) & borders.makes(t.name), why
 
 
-def _cut_composite(closure: _Closure, inside: frozenset[int]) -> str:
-    """A composite in which a value by rows crosses the border, so that executors could not run it whole."""
+def _cut_composites(closure: _Closure, borders: Borders) -> Iterator[tuple[Mask, str]]:
+    """Composites in which a value by rows crosses the border, so that executors could not run them whole."""
     program = closure.program
-    touched = {t.name: t for i in inside for t in (*program.leaves[i].inputs, *program.leaves[i].outputs)}
+    leaves = (program.leaves[i] for i in borders.row_of)
+    touched = {t.name: t for leaf in leaves for t in (*leaf.inputs, *leaf.outputs)}
     for t in filter(closure.splits, touched.values()):
         producer = program.producer.get(t.name)
         if producer is None or not producer.parents:
             continue
         for reader in program.consumers.get(t.name, ()):
-            crosses = (producer.index in inside) != (reader.index in inside)
-            if crosses and reader.parents and reader.parents[0] is producer.parents[0]:
-                return f"only a part of {symbol_name(reader.parents[0].sym)} could run in tiles"
-    return ""
-
-
-def _made_in(program: Program, t: TensorProxy, inside: frozenset[int]) -> bool:
-    producer = program.producer.get(t.name)
-    return producer is not None and producer.index in inside
+            if reader.parents and reader.parents[0] is producer.parents[0]:
+                why = f"only a part of {symbol_name(reader.parents[0].sym)} could run in tiles"
+                yield borders.makes(t.name) ^ borders.holds(reader.index), why
 
 
 def _region(closure: _Closure, inside: frozenset[int]) -> Region:

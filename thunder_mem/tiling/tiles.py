@@ -28,11 +28,12 @@ from thunder_mem.frontend.checkpoint_tags import CHECKPOINTED
 from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.sharding.op_rules import pointwise_ids
+from thunder_mem.tiling.borders import Borders, Mask
 from thunder_mem.tiling.build import head_label
 from thunder_mem.tiling.find import AUTO_MIN_BYTES, check_accumulate
 from thunder_mem.tiling.leaves import Leaf, Program, read_program, size_bytes
 from thunder_mem.tiling.marks import Mark, strip_tile_marks
-from thunder_mem.tiling.region import Refused, Region, amplifying_products, escapes
+from thunder_mem.tiling.region import Refused, Region, amplifying_products
 from thunder_mem.tiling.rows_per_chunk import floor_rows
 from thunder_mem.tiling.splice import splice, unchunked
 from thunder_mem.tiling.stretch import WIDE_RATIO, grow_stretch, splits_activations
@@ -134,7 +135,7 @@ class _Tiler:
             self.tried.add(f"{leaf.outputs[0].name}/{rows}")
             try:
                 asked = self._is_asked(leaf.outputs[0].name)
-                region = grow_stretch(program, leaf, rows, partial(_is_free, program, asked=asked))
+                region = grow_stretch(program, leaf, rows, partial(_are_free, asked=asked))
                 loop = self._loop(leaf, region) if region else None
                 if region is None or loop is None:
                     continue
@@ -197,19 +198,20 @@ class _Tiler:
         self.refusals[name] = StretchRefusal(head_label(leaf), leaf.source, e.leaf.label, e.leaf.source, e.reason)
 
 
-def _is_free(program: Program, inside: frozenset[int], *, asked: bool) -> bool:
+def _are_free(borders: Borders, *, asked: bool) -> Mask:
     """Whether the user asked for tiles, or their backward repeats nothing that costs time and is not repeated anyway.
 
     An operation whose result leaves the stretch need not be marked: a checkpoint keeps its own result, so it does not
     mark the operation that makes it.
     """
-    if asked:
-        return True
-    leaving = {o.name for i in inside for o in program.leaves[i].outputs if escapes(program, o.name, inside)}
-    if program.needs_grad.isdisjoint(leaving):
-        return True
-    inner = (program.leaves[i] for i in inside if leaving.isdisjoint(o.name for o in program.leaves[i].outputs))
-    return all(map(_repeats_free, inner))
+    gradient = costly = borders.inside[-1]
+    program = borders.program
+    for leaf in (program.leaves[i] for i in borders.row_of):
+        leaving = {o.name: borders.lets_out(o.name) for o in leaf.outputs}
+        gradient = borders.either([gradient, *(leaving[name] for name in program.needs_grad & leaving.keys())])
+        if not _repeats_free(leaf):
+            costly = costly | (borders.holds(leaf.index) & ~borders.either(leaving.values()))
+    return ~(gradient & costly) | asked
 
 
 def _repeats_free(leaf: Leaf) -> bool:
