@@ -14,6 +14,7 @@ from thunder_mem import MemEfficient, Tiles, last_plan, simulate
 from thunder_mem.chunk_loop.price import device_seconds, host_calls, loop_seconds
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.memory.device_models import device_model
+from thunder_mem.tiling.chunk_narrowing import narrow_sums
 from thunder_mem.tiling.tile_price import tile_seconds
 
 H100 = device_model("H100-80GB")
@@ -72,6 +73,18 @@ def test_sums_of_gradients_cost_their_bytes():
     single = stretch(512, dtype=torch.float32)
     weights_bytes = 2 * WIDTH * WIDE * 4
     assert single.backward_tile_s > 2 * weights_bytes / H100.bandwidth_bytes_per_s
+
+
+def test_narrowed_sums_cost_what_asked_ones_cost():
+    with simulate("H100-80GB"):
+        jitted = thunder.jit(step, executors=[], transforms=[MemEfficient(strict=True, tile=Tiles(rows=512))])
+        jitted(*inputs())
+        narrow = narrow_sums(thunder.last_traces(jitted)[-1])
+        (found,) = {loop_of(b).plan for b in narrow.bound_symbols if is_chunk_loop(b)}
+    asked = stretch(512, "input")
+    assert found.grad_dtypes == asked.grad_dtypes
+    assert found.backward_tile_s == asked.backward_tile_s
+    assert found.backward_block_calls == asked.backward_block_calls
 
 
 def test_a_copy_of_rows_is_read_from_a_cache_that_holds_them():

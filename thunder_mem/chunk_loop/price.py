@@ -7,7 +7,10 @@ also has enough rows for the host to need at most a twentieth of the device's ti
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
 
 from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.gradient_sums import sum_calls
@@ -24,6 +27,7 @@ __all__ = [
     "loop_seconds",
     "row_scratch_bytes",
     "row_seconds",
+    "with_block_calls",
 ]
 
 HOST_SHARE = 0.05
@@ -87,6 +91,22 @@ def block_calls(plan: LoopPlan, body: Body) -> int:
         calls += sum(g.wanted(plan.grads) for g in plan.gemms) - len(body.over)
         calls += sum(sum_calls(plan, i) for i in plan.sides if i in plan.grads)
     return calls
+
+
+def with_block_calls(plan: LoopPlan, forward: Mapping[int, Body], backward: Mapping[int, Body]) -> LoopPlan:
+    """The plan with the host's calls to start its blocks; the same plan on a CPU, which is the host.
+
+    Args:
+        plan: of the loop, with its dtypes of sums.
+        forward, backward: its blocks, by rows.
+    """
+    if torch.device(plan.device).type != "cuda":
+        return plan
+    return replace(
+        plan,
+        forward_block_calls=max(block_calls(plan, b) for b in (forward or backward).values()),
+        backward_block_calls=max((block_calls(plan, b) for b in backward.values()), default=0),
+    )
 
 
 def busy_rows(plan: LoopPlan, body: Body, device: DeviceModel) -> int:

@@ -15,7 +15,7 @@ from thunder.core.prims import PrimIDs
 
 from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.plan import Gemm, Head, LoopPlan, Spec
-from thunder_mem.chunk_loop.price import block_calls, busy_rows, gpu_block_rows, row_scratch_bytes
+from thunder_mem.chunk_loop.price import busy_rows, gpu_block_rows, row_scratch_bytes, with_block_calls
 from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.costs.roofline import device_model_of
@@ -146,13 +146,7 @@ def build_loop(
         forward_block_bytes=max(b.peak_bytes for b in (forward or backward).values()),
         backward_block_bytes=max((b.peak_bytes for b in backward.values()), default=0),
     )
-    plan = replace(plan, grad_dtypes=sums(plan.chunks))
-    if gpu is not None:
-        plan = replace(
-            plan,
-            forward_block_calls=max(block_calls(plan, b) for b in (forward or backward).values()),
-            backward_block_calls=max((block_calls(plan, b) for b in backward.values()), default=0),
-        )
+    plan = with_block_calls(replace(plan, grad_dtypes=sums(plan.chunks)), forward, backward)
     return ChunkLoop(plan, forward, backward)
 
 

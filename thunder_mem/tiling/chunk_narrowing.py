@@ -12,8 +12,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from thunder_mem.chunk_loop.price import with_block_calls
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, saved_proxies
+from thunder_mem.tiling.tile_price import priced
 from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["narrow_sums"]
@@ -31,7 +33,9 @@ def narrow_sums(trace: TraceCtx) -> TraceCtx | None:
         own = tuple(plan.inputs[i].dtype for i in plan.grads)
         if not plan.sums_asked and own != plan.grad_dtypes and id(loop) not in swap:
             why = f"{plan.why}; gradients add up in the weights' own dtype, as the budget has no room for float32"
-            swap[id(loop)] = loop.with_plan(replace(plan, grad_dtypes=own, why=why))
+            priced_again = priced if plan.is_stretch else with_block_calls
+            narrow = priced_again(replace(plan, grad_dtypes=own, why=why), loop.forward, loop.backward)
+            swap[id(loop)] = loop.with_plan(narrow)
     if not swap:
         return None
     saved: dict[int, tuple[TensorProxy, ...]] = {}

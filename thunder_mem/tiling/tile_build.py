@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
-
 from thunder_mem.chunk_loop.plan import LoopPlan
-from thunder_mem.chunk_loop.price import block_calls
 from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.run import ChunkLoop
-from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.tiling.build import Blocks, differentiable_of, head_label, spec_of, sum_dtype
 from thunder_mem.tiling.leaves import Leaf, size_bytes
 from thunder_mem.tiling.region import Region
-from thunder_mem.tiling.tile_price import tile_seconds
+from thunder_mem.tiling.tile_price import priced
 
 __all__ = ["build_tiles", "tile_gain_bytes"]
 
@@ -72,19 +67,7 @@ def build_tiles(
         backward_block_bytes=max((b.peak_bytes for b in backward.values()), default=0),
         wide_row_bytes=sum(size_bytes(m.outputs[0]) for m in products) // region.n,
     )
-    device = device_model_of(torch.device(plan.device))
-    plan = replace(
-        plan,
-        forward_tile_s=tile_seconds(plan, forward[rows], device),
-        backward_tile_s=tile_seconds(plan, backward[rows], device) if backward else 0.0,
-    )
-    if torch.device(plan.device).type == "cuda":
-        plan = replace(
-            plan,
-            forward_block_calls=max(block_calls(plan, b) for b in forward.values()),
-            backward_block_calls=max((block_calls(plan, b) for b in backward.values()), default=0),
-        )
-    return ChunkLoop(plan, forward, backward)
+    return ChunkLoop(priced(plan, forward, backward), forward, backward)
 
 
 def tile_gain_bytes(plan: LoopPlan) -> int:

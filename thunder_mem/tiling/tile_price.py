@@ -8,21 +8,42 @@ rows of a tile. The roofline (`costs/roofline.py`) prices every kernel of a tile
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+
+import torch
 
 from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.plan import LoopPlan, Spec
+from thunder_mem.chunk_loop.price import with_block_calls
 from thunder_mem.costs.plan_time import trace_seconds
+from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.memory.device_models import DeviceModel
 from thunder_mem.sharding.propagation import local_shape
 
-__all__ = ["tile_seconds"]
+__all__ = ["priced", "tile_seconds"]
 
 # Of a sum that keeps one more byte: it is read and stored in 3 bytes, and joined, added and split in float32.
 _FINER_PASSES = 6
 
 # Of a cache, for what was just written: the rest holds what the same kernel read.
 _CACHED = 0.5
+
+
+def priced(plan: LoopPlan, forward: Mapping[int, Body], backward: Mapping[int, Body]) -> LoopPlan:
+    """The plan of a stretch with the time of its tiles, and the host's calls to start them.
+
+    Args:
+        plan: of the stretch, with its dtypes of sums, which have a price too.
+        forward, backward: its tiles, by rows; no backward without gradients.
+    """
+    device, rows = device_model_of(torch.device(plan.device)), plan.chunk_rows
+    plan = replace(
+        plan,
+        forward_tile_s=tile_seconds(plan, forward[rows], device),
+        backward_tile_s=tile_seconds(plan, backward[rows], device) if backward else 0.0,
+    )
+    return with_block_calls(plan, forward, backward)
 
 
 def tile_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> float:
