@@ -232,11 +232,13 @@ def test_it_agrees_with_a_compiled_step():
     [
         (3, None, None, {}, TypeError, "a module or a function, not int"),
         (nn.Linear(4, 4), 3, None, {}, TypeError, "optimizer or None, not int"),
+        (nn.Linear(4, 4), torch.optim.SGD, None, {}, TypeError, r"call it with the parameters, SGD\(model.parameters"),
         (nn.Linear(4, 4), "LBFGS", None, {}, TypeError, "closure"),
         (nn.Linear(4, 4), None, None, {}, ValueError, r"scalar tensor, but it is a tensor of shape \(2, 4\)"),
         (nn.Linear(4, 4), None, lambda out: 3, {}, ValueError, "scalar tensor, but it is int"),
         (nn.Linear(4, 4), None, lambda out: out.detach().sum(), {}, ValueError, "does not depend on anything"),
         (nn.Linear(4, 4), None, torch.sum, {"accumulate": 0}, ValueError, "from 1 up, not 0"),
+        (nn.Linear(4, 4), None, torch.sum, {"accumulate": True}, ValueError, "from 1 up, not True"),
         (thunder.jit(nn.Linear(4, 4)), None, torch.sum, {}, TypeError, "use predict_step"),
         (torch.compile(nn.Linear(4, 4)), None, torch.sum, {}, TypeError, "give it the module"),
         (lambda x: x[x > 0], None, torch.sum, {}, PredictionError, "aten::gt.Scalar .* without data"),

@@ -225,9 +225,7 @@ def _check(model_or_step: Any, optimizer: Any, accumulate: Any) -> None:
         raise TypeError("the model is compiled by torch.compile, and estimate follows eager code: give it the module")
     if is_fx(model_or_step) or thunder.compile_data(model_or_step) is not None:
         raise TypeError("the model is compiled by Thunder, and estimate follows eager code: use predict_step")
-    if not isinstance(optimizer, torch.optim.Optimizer | None):
-        raise TypeError(f"estimate takes a torch.optim optimizer or None, not {type(optimizer).__name__}")
-    check_steps(optimizer, accumulate)
+    check_steps("estimate", optimizer, accumulate)
 
 
 @contextlib.contextmanager

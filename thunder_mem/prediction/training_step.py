@@ -110,9 +110,7 @@ def predict_step(
         TypeError, ValueError, PredictionError: as `predict`; also for an optimizer that needs a closure,
             and a loss that is no scalar or does not depend on a parameter.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer | None):
-        raise TypeError(f"predict_step takes a torch.optim optimizer or None, {instead_of_optimizer(optimizer)}")
-    check_steps(optimizer, accumulate)
+    check_steps("predict_step", optimizer, accumulate)
     entry, inputs, assumptions = compiled_entry(model, args, dict(kwargs or {}), call=True)
     if entry.backward_fn is None:
         raise ValueError("nothing that the model takes or owns requires a gradient, so there is no step to predict")
@@ -188,16 +186,22 @@ def predict_step(
     return replace(finish(ledger, (*assumptions, *runner.assumptions, *notes)), step_variants=variants)
 
 
-def check_steps(optimizer: torch.optim.Optimizer | None, accumulate: object) -> None:
+def check_steps(asked: str, optimizer: object, accumulate: object) -> None:
     """Refuse what no prediction of a step can follow.
 
+    Args:
+        asked: the function that the user called, which messages name.
+        optimizer, accumulate: its arguments.
+
     Raises:
-        TypeError: the optimizer needs a closure.
+        TypeError: the optimizer is none, or needs a closure.
         ValueError: `accumulate` is no number of microbatches.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise TypeError(f"{asked} takes a torch.optim optimizer or None, {instead_of_optimizer(optimizer)}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS calls the model from a closure, as often as it likes: its step cannot be predicted")
-    if not isinstance(accumulate, int) or accumulate < 1:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate is the number of microbatches, an int from 1 up, not {accumulate!r}")
 
 
