@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import thunder
 
+from benchmarks import cards, tokens
 from benchmarks.gpu import matrix as run_book
 from benchmarks.litgpt import command, rows, table
 from benchmarks.litgpt.harness import run
@@ -180,3 +182,20 @@ def test_the_run_books_matrix_runs_on_a_cpu(tmp_path, monkeypatch):
         record = json.loads(path.read_text())
         assert [r["compiler"] for r in record["rows"]] == ["eager", "torch.compile"][:count]
         assert all("peak_bytes" in r for r in record["rows"])
+
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+
+
+def test_the_guide_shows_the_table_of_cards():
+    rows = [cards.Planned(**row) for row in json.loads(cards.RESULTS.read_text())["rows"]]
+    assert cards.table(rows) in (GUIDES / "step_in_backward.md").read_text(encoding="utf-8")
+
+
+def test_the_guide_shows_the_bytes_of_a_token():
+    rows = [tokens.Row(**row) for row in json.loads(tokens.RESULTS.read_text())["rows"]]
+    guide = (GUIDES / "tiles.md").read_text(encoding="utf-8")
+    for compiler in tokens.COMPILERS:
+        figures = [f"{row.token_bytes / 1e3:.0f}" for row in rows if row.compiler == compiler]
+        assert len(figures) == len(tokens.TOKENS)
+        assert any(" | ".join(figures) in line.replace("*", "") for line in guide.splitlines()), (compiler, figures)
