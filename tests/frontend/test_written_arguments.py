@@ -9,6 +9,7 @@ from thunder.dynamo import thunderfx
 
 from tests.fuzzing.configs import uncompiled_regions
 from thunder_mem import MemEfficient, predict_step
+from thunder_mem.transforms import before_autograd
 
 
 def under_no_grad(s, r):
@@ -60,6 +61,13 @@ def rows(s, r):
     return s.pow(2).sum()
 
 
+def beside_a_new_value(s, r):
+    y = r.sin()
+    y.mul_(2)
+    s.add_(y)
+    return y
+
+
 WRITES = {
     "a sum": lambda s, r: (s.add_(r), s.pow(2).sum())[1],
     "a product, whose gradient needs the old value": lambda s, r: (s.mul_(r), s.pow(2).sum())[1],
@@ -78,6 +86,7 @@ WRITES = {
     "under no_grad, nobody reads it": under_no_grad_alone,
     "under no_grad, twice": twice_under_no_grad,
     "under no_grad, an element": rows_under_no_grad,
+    "beside a write to a new value": beside_a_new_value,
 }
 
 
@@ -112,6 +121,43 @@ def test_an_executor_may_run_a_write_inside_of_a_whole_operation(fn):
         for _ in range(2):
             for got, want in zip(results(jitted, True), results(fn, True), strict=True):
                 torch.testing.assert_close(got, want)
+
+
+def only_under_no_grad(s, r):
+    with torch.no_grad():
+        s.add_(r)
+
+
+def under_no_grad_then_not(s, r):
+    with torch.no_grad():
+        s.mul_(2)
+    r.add_(s)
+
+
+@pytest.mark.parametrize("fn", [only_under_no_grad, under_no_grad_then_not])
+def test_a_program_without_results_may_write(fn):
+    def after(fn):
+        torch.manual_seed(0)
+        x, y = (torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        s, r = x * 1, y * 1
+        assert fn(s, r) is None
+        return [s, r, *torch.autograd.grad((s.sin() * r).sum(), (x, y))]
+
+    for got, want in zip(
+        after(thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])), after(fn), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_failure_leaves_the_write_as_thunder_has_it(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(before_autograd, "with_histories", fails)
+    s, r = torch.ones(3, requires_grad=True) * 1, torch.ones(3)
+    with pytest.warns(UserWarning, match="left writes to arguments as Thunder has them: RuntimeError: planted"):
+        thunder.jit(only_under_no_grad, executors=[], transforms=[MemEfficient()])(s, r)
+    assert s.tolist() == [2, 2, 2]
 
 
 def test_thunder_alone_loses_them():

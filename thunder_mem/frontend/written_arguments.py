@@ -84,9 +84,11 @@ def with_histories(
         return prologue, computation, epilogue
     whole = _whole_names(computation)
     written = _written(computation, whole)
-    if not written:
+    with_grad = {whole.get(leaf.args[1].name) for _, leaf in _copies(computation) if leaf.kwargs["grad_enabled"]}
+    # A new history is one more result. Without any result no gradient flows, and Thunder runs every write.
+    if not written or not (_tensors(result.args[0]["output"]) or any(p.name in with_grad for p in written)):
         return prologue, computation, epilogue
-    with_grad = {whole[leaf.args[1].name] for _, leaf in _copies(computation) if leaf.kwargs["grad_enabled"]}
+    written.sort(key=lambda p: p.name not in with_grad)  # a write under no_grad may need another one's result
     computation = _past_no_grad(computation, whole, {p.name for p in written})
     whole = _whole_names(computation)
     for p in written:

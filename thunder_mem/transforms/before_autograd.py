@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from thunder.core.trace import TraceCtx
 
@@ -11,6 +12,7 @@ from thunder_mem.frontend.checkpoint_tags import take_over_checkpoints
 from thunder_mem.frontend.functionalization import without_writes
 from thunder_mem.frontend.label_smoothing import without_ignored_targets
 from thunder_mem.frontend.scalar_broadcast import expand_scalars
+from thunder_mem.frontend.written_arguments import with_histories
 from thunder_mem.kernels.registered import with_statistics_apart
 from thunder_mem.memory.plan import Refusal
 from thunder_mem.planning.failures import left
@@ -23,7 +25,24 @@ from thunder_mem.trace.origins import name_origins
 from thunder_mem.trace.verification import verify_final
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 
-__all__ = ["chunked", "prepared", "tiled"]
+__all__ = ["chunked", "prepared", "tiled", "with_written_arguments"]
+
+
+def with_written_arguments(
+    traces: tuple[TraceCtx, TraceCtx, TraceCtx | None], compile_options: dict[str, Any], options: PlanningOptions
+) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+    """The program's three traces, in which autograd sees writes to arguments; unchanged after a failure.
+
+    Args:
+        traces: prologue, computation and epilogue, as Thunder passes them to a transform.
+        compile_options: Thunder's, see `with_histories`.
+        options: of planning.
+    """
+    try:
+        return with_histories(*traces, compile_options)
+    except Exception as error:
+        left("writes to arguments as Thunder has them", error, strict=options.strict)
+        return traces
 
 
 def prepared(

@@ -18,7 +18,6 @@ from thunder_mem.frontend.fx_calls import watch_calls
 from thunder_mem.frontend.fx_prologue_checks import pruned
 from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.frontend.tensor_parallel import waits_for_shards
-from thunder_mem.frontend.written_arguments import with_histories
 from thunder_mem.kernels.registered import mem_kernels_ex
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.memory.plan import Refusal
@@ -37,7 +36,7 @@ from thunder_mem.tiling.tiles import Tiles
 from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
 from thunder_mem.trace.shared_parameters import tag_shared_parameters
 from thunder_mem.transforms.base import ListedTransform
-from thunder_mem.transforms.before_autograd import chunked, prepared, tiled
+from thunder_mem.transforms.before_autograd import chunked, prepared, tiled, with_written_arguments
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.default_executors import with_defaults, with_kernels
 from thunder_mem.transforms.optimizer_step import (
@@ -206,8 +205,8 @@ class MemEfficient(ListedTransform):
         self._is_alone_in(compile_data.transforms)
         if self._options.costs == "measured":
             check_measurable()
-        prologue_trace, computation_trace, epilogue_trace = with_histories(
-            prologue_trace, computation_trace, epilogue_trace, compile_data.compile_options
+        prologue_trace, computation_trace, epilogue_trace = with_written_arguments(
+            (prologue_trace, computation_trace, epilogue_trace), compile_data.compile_options, self._options
         )
         tag_shared_parameters(computation_trace.args, prologue_trace, compile_data.fn)
         if waits_for_shards(self, compile_data.transforms, computation_trace):
