@@ -156,8 +156,8 @@ def _written(trace: TraceCtx, whole: Mapping[str, str]) -> list[TensorProxy]:
 def _past_no_grad(trace: TraceCtx, whole: Mapping[str, str], written: Collection[str]) -> TraceCtx:
     """The trace in which gradients bypass a write under `torch.no_grad`, to the argument before it.
 
-    Nothing uses the written name afterwards. Thunder then runs a write in the forward only if it stands in the trace by
-    itself, so an operation that an executor would run whole is taken apart.
+    Nothing uses the written name afterwards. Thunder runs such a write only if it is an operation of the trace, not a
+    part of one. So an operation with a write inside is replaced by its parts.
     """
 
     def bypassed(leaf: BoundSymbol) -> bool:

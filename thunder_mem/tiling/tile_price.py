@@ -1,8 +1,8 @@
 """The device's time for one tile: more rows share one reading of the weights and one addition to their gradients.
 
-A loop of tiles computes what the whole stretch computes, but every tile reads all weights, adds its gradients of them
-to sums that lie in memory, and copies its rows to their places. So tiles cost time where weights are large beside the
-rows of a tile. The roofline (`costs/roofline.py`) prices every kernel of a tile's compiled trace.
+A loop of tiles computes what the whole stretch computes. But every tile reads all weights, adds their gradients to sums
+in memory, and copies its rows to their places. So tiles cost time where weights are large beside the rows of a tile.
+The roofline (`costs/roofline.py`) prices every kernel of a tile's compiled trace.
 """
 
 from __future__ import annotations
