@@ -1,15 +1,16 @@
 """What the host has to start for chunk loops on a GPU that is not there: ``python -m benchmarks.loop_calls``.
 
 The loss heads of the benchmark matrix at full size (16,384 tokens, bfloat16, activation checkpointing, the loss
-inside, two layers), on a simulated H100. Each row is one run of the loop by which gradients come: its calls, how long
-the host takes for them by the device model, and how long the device works by the roofline. Writes
-``benchmarks/results/loop_calls.json``.
+inside, two layers), and the stretches that run in tiles there, on a simulated H100. Each row is one run of the loop by
+which gradients come: its calls, how long the host takes for them by the device model, and how long the device works by
+the roofline. Equal loops have one row. Writes ``benchmarks/results/loop_calls.json``.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import thunder
@@ -40,17 +41,25 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Row:
-    """A loop of a model's plan; `host_share` is that of the device's time which the host takes."""
+    """A loop of a model's plan.
+
+    Attributes:
+        loops: how many equal ones the plan has.
+        depth, width: of a head's product; None for a stretch in tiles, which has several.
+        wide_bytes: of the results of a chunk's products.
+        host_share: of the device's time, the share that the host takes.
+    """
 
     model: str
+    loops: int
     rows: int
-    depth: int
-    width: int
+    depth: int | None
+    width: int | None
     mode: str
     chunks: int
     chunk_rows: int
     block_rows: int
-    logits_bytes: int
+    wide_bytes: int
     scratch_bytes: int
     calls: int
     host_s: float
@@ -63,17 +72,18 @@ def row_of(model: str, plan: LoopPlan) -> Row:
     device = device_model(DEVICE)
     calls = host_calls(plan, backward=True)
     host_s, device_s = calls * device.launch_s, device_seconds(plan, device, backward=True)
-    gemm = plan.gemms[0]
+    gemm = None if plan.is_stretch else plan.gemms[0]
     return Row(
         model=model,
+        loops=1,
         rows=plan.n,
-        depth=gemm.depth,
-        width=gemm.width,
+        depth=gemm and gemm.depth,
+        width=gemm and gemm.width,
         mode=plan.mode,
         chunks=plan.chunks,
         chunk_rows=plan.chunk_rows,
         block_rows=plan.block_rows,
-        logits_bytes=plan.logits_bytes,
+        wide_bytes=plan.chunk_rows * (plan.wide_row_bytes if plan.is_stretch else plan.row_bytes),
         scratch_bytes=plan.backward_scratch_bytes,
         calls=calls,
         host_s=host_s,
@@ -83,7 +93,7 @@ def row_of(model: str, plan: LoopPlan) -> Row:
 
 
 def measure(name: str) -> list[Row]:
-    """Plan a model of the matrix; one row for each of its chunk loops."""
+    """Plan a model of the matrix; one row for each of its chunk loops, or for several equal ones."""
     how = MODELS[name]
     with known_models(), simulate(DEVICE):
         config = Config.from_name(name, n_layer=LAYERS)
@@ -97,7 +107,8 @@ def measure(name: str) -> list[Row]:
         jitted = thunder.jit(WithLoss(model), transforms=[MemEfficient(strict=True)])
         thunder.compile_data(jitted).get_computation_and_inputs(tokens, tokens)
         loops = [loop_of(b) for b in thunder.last_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)]
-    return [row_of(name, plan) for plan in dict.fromkeys(loop.plan for loop in loops)]
+    rows = Counter(row_of(name, plan) for plan in dict.fromkeys(loop.plan for loop in loops))
+    return [replace(row, loops=count) for row, count in rows.items()]
 
 
 def main() -> None:
@@ -105,13 +116,25 @@ def main() -> None:
     for name in MODELS:
         with console.status(name):
             rows += measure(name)
-    view = Table(title=f"Chunk loops of the matrix's loss heads on a simulated {DEVICE}")
-    for column in ("model", "rows x D x V", "chunks", "rows, block", "calls", "host ms", "device ms", "host's share"):
+    view = Table(title=f"Loss heads and stretches of the matrix's models on a simulated {DEVICE}")
+    columns = (
+        "model",
+        "loops",
+        "rows x D x V",
+        "chunks",
+        "rows, block",
+        "calls",
+        "host ms",
+        "device ms",
+        "host's share",
+    )
+    for column in columns:
         view.add_column(column)
     for row in rows:
         view.add_row(
             row.model,
-            f"{row.rows} x {row.depth} x {row.width}",
+            str(row.loops),
+            f"{row.rows} in tiles" if row.depth is None else f"{row.rows} x {row.depth} x {row.width}",
             str(row.chunks),
             f"{row.chunk_rows}, {row.block_rows}",
             str(row.calls),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.loop_calls import row_of
 from thunder_mem import MemEfficient, Tiles, last_plan, simulate
 from thunder_mem.chunk_loop.price import device_seconds, host_calls, loop_seconds
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
@@ -63,6 +64,14 @@ def test_the_hosts_calls_come_on_top():
         alone_s = device_seconds(plan, H100, backward=backward)
         assert calls >= 2 * plan.chunks
         assert loop_seconds(plan, H100, backward=backward) == pytest.approx(alone_s + calls * H100.launch_s)
+
+
+def test_the_table_of_the_hosts_calls_has_stretches_too():
+    plan = stretch(512)
+    row = row_of("a stretch", plan)
+    assert (row.rows, row.chunks, row.depth, row.width) == (TOKENS, TOKENS // 512, None, None)
+    assert row.calls == host_calls(plan, backward=True) and row.wide_bytes == 512 * plan.wide_row_bytes
+    assert row.host_share == row.calls * H100.launch_s / device_seconds(plan, H100, backward=True)
 
 
 def test_sums_of_gradients_cost_their_bytes():
