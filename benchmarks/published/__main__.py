@@ -25,8 +25,8 @@ _INTRODUCTION = """\
 # Predictions held against the world
 
 The table compares published peaks (`torch.cuda.max_memory_allocated` on GPUs) with what `estimate` predicts for the \
-same code. Nothing is fitted: tensors count as PyTorch's own storages, rounded as its allocator rounds, and libraries \
-are cuBLAS's workspaces. Made by `python -m benchmarks.published`.
+same code, and `predict_step` for what Thunder compiled. Nothing is fitted: tensors count as PyTorch's own storages, \
+rounded as its allocator rounds, and libraries are cuBLAS's workspaces. Made by `python -m benchmarks.published`.
 
 | configuration | device | measured | predicted | of that, libraries | difference |
 |---|---|---:|---:|---:|---:|

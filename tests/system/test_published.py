@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks.published import liger, litgpt
 from benchmarks.published.__main__ import CASES, PAGE, RESULTS, page
+from benchmarks.published.thunder import written_out
+from thunder_mem.runtime.output_layout import describe
 
 ROWS = json.loads(RESULTS.read_text())["rows"]
 
@@ -30,6 +33,17 @@ def test_finetuning_is_predicted():
     """The smallest model of a recipe: its gradients, AdamW's state and the logits before are there."""
     (case,) = (case for case in litgpt.CASES if "recipe stablelm" in case.configuration)
     assert case.predict().nbytes == pytest.approx(case.published_bytes, rel=1e-3)
+
+
+def test_nvfuser_of_2024_wrote_a_result_and_its_transpose():
+    """A view of an input stays a view."""
+    x = torch.empty(4, 6)
+    result = torch.empty(6, 4)
+    described = describe([x.t(), result, result.t(), 2.0], [x])
+    view, first, second, number = written_out(described, [x], ["cpu"] * 4)
+    assert view.untyped_storage()._cdata == x.untyped_storage()._cdata and number is None
+    assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
+    assert (second.shape, second.stride(), second.untyped_storage().nbytes()) == ((4, 6), (6, 1), 4 * 6 * 4)
 
 
 @pytest.mark.slow
