@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu.book import FAILED, OUT_OF_TIME, Step, run_book
+from thunder_mem.memory.device_specs import device_spec
 
 __all__ = ["STEPS", "main"]
 
@@ -43,6 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
     kind = device.partition(":")[0]
     if kind not in _ALL:
         parser.error(f"--device is cuda, cpu, simulate or simulate:NAME, not {given.device!r}")
+    if kind == "simulate":
+        try:
+            device_spec(device.partition(":")[2])
+        except ValueError as error:
+            parser.error(str(error))
     if kind == "cuda" and not _has_gpu():
         print("there is no CUDA device here: --device simulate runs what needs none", file=sys.stderr)
         return 2

@@ -152,6 +152,15 @@ def test_without_a_gpu_one_line_says_what_runs(capsys):
     assert "--device simulate" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "device, said", [("tpu", "simulate:NAME, not 'tpu'"), ("simulate:H9000", "known ones are V100")]
+)
+def test_an_unknown_device_is_refused_before_a_step_begins(device, said, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--device", device, "--out", str(tmp_path / "out.json")])
+    assert said in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_what_needs_no_gpu_runs_to_its_end(tmp_path):
     out = tmp_path / "out.json"
