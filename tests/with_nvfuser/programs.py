@@ -176,6 +176,32 @@ def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.dropout(scores.masked_fill(~mask, float("-inf")).softmax(-1), 0.1) @ x
 
 
+def written_by_views(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    y[1:3].mul_(2)
+    y[:, ::2].add_(1)
+    y.t()[0].zero_()
+    return y
+
+
+class Averaged(nn.Module):
+    """Convolutions, norms with statistics, and a buffer that every call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norms = nn.Conv2d(4, 4, 3), nn.Sequential(nn.BatchNorm2d(4), nn.InstanceNorm2d(4))
+        self.register_buffer("mean", torch.zeros(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms(self.conv(x))
+        self.mean.mul_(0.9).add_(y.detach().mean((0, 1, 2)), alpha=0.1)
+        return F.relu(y + self.mean)
+
+
+def odd(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.dropout(F.gelu(x @ w), 0.1).softmax(-1).sin() * x[:, :1]
+
+
 def fused_attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     q, k = (t.view(1, 2, 128, 64) for t in (q.sin(), k.cos()))
     return F.scaled_dot_product_attention(q, k, q, is_causal=True) * 2
@@ -288,6 +314,12 @@ PROGRAMS: dict[str, Program] = {
     "indexed": of(indexed, (32, 64), (64, 64)),
     "activations": of(activations, dtype=torch.float32),
     "losses": of(losses, (32, 64), (32, 64)),
+    "written by views": of(written_by_views),
+    "convolutions and a buffer": Program(lambda: (Averaged(), (torch.randn(2, 4, 9, 9),))),
+    "odd sizes": of(odd, (7, 13), (13, 13)),
+    "odd sizes, smallest budget": of(odd, (33, 17), (17, 17), **SMALLEST),
+    "no rows": of(odd, (0, 13), (13, 13)),
+    "eight dimensions": of(lambda x: (x.sin() * x.transpose(0, 7)).sum((1, 3)), (2,) * 8, dtype=torch.float32),
     "checkpoints": checkpointed(),
     "checkpoints with dropout": checkpointed(0.1),
     "checkpoints, dataflow": checkpointed(**DATAFLOW),
