@@ -11,12 +11,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from litgpt import GPT, Config
+from litgpt.model import Block
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from tests.checking.graphs import training
 from tests.fuzzing.command import uncompiled_regions
 from tests.programs.models import stack
 from tests.programs.predict_cases import peaks_as_planned
-from thunder_mem import BudgetError, MemEfficient, last_plan, measure_peak, predict, simulate
+from thunder_mem import BudgetError, MemEfficient, last_plan, measure_peak, predict, predict_step, simulate
 from thunder_mem.analysis.partition_problem import study_program
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.partition.budget import parse_budget
@@ -416,3 +419,38 @@ def test_what_exceeds_a_budget_in_the_end_is_searched_for_again(monkeypatch):
     monkeypatch.setattr(budget_loop, "_ATTEMPTS", 1)
     with pytest.raises(BudgetError, match="no plan keeps the peak within"):
         planned_heads(budget)
+
+
+class Decoder(torch.nn.Module):
+    """Two litgpt layers, each in a checkpoint, and logits for a loss outside."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"n_layer": 2, "block_size": 2048, "n_embd": 32, "n_head": 2, "intermediate_size": 96}
+        self.model = GPT(Config.from_name("Llama-2-7b-hf", padded_vocab_size=256, **sizes))
+        apply_activation_checkpointing(self.model, check_fn=lambda module: isinstance(module, Block))
+
+    def forward(self, tokens):
+        return self.model(tokens)
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_a_loss_outside_peaks_no_higher_than_without_a_budget():
+    """The smallest plan keeps more between the halves, where the loss of the caller peaks."""
+    tokens, targets = torch.randint(256, (2, 1, 2048))
+
+    def peak_of(**options):
+        torch.manual_seed(0)
+        model = Decoder()
+        jitted = thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True, **options)])
+        sgd = torch.optim.SGD(model.parameters())
+        return jitted, predict_step(jitted, sgd, lambda y: F.cross_entropy(y.flatten(0, 1), targets[0]), tokens)
+
+    _, free = peak_of()
+    said = r"smallest found is 7\.\d+ MiB .* A plan of 8\.\d+ MiB .* is compiled, because it leaves less alive"
+    with pytest.warns(UserWarning, match=said):
+        jitted, tight = peak_of(budget=1, on_infeasible="warn")
+    assert tight.peak_bytes <= free.peak_bytes
+    plan = last_plan(jitted)
+    assert plan.budget.method == "smallest" and plan.budget.recompute_ms == 0
+    assert plan.budget.peak_bytes == plan.candidate.peak_bytes

@@ -20,13 +20,19 @@ class BudgetError(RuntimeError):
         smallest_peak_bytes: the smallest peak found.
     """
 
-    def __init__(self, budget_bytes: int, smallest_peak_bytes: int, held: str, share: str = "") -> None:
+    def __init__(
+        self, budget_bytes: int, smallest_peak_bytes: int, held: str, share: str = "", compiled_bytes: int | None = None
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.smallest_peak_bytes = smallest_peak_bytes
+        compiled = (
+            'on_infeasible="warn" compiles that one.'
+            if compiled_bytes is None
+            else f"A plan of {_readable(compiled_bytes)} is compiled, because it leaves less alive for a loss outside."
+        )
         super().__init__(
             f"no plan keeps the peak within {share and f'{share}, '}{_readable(budget_bytes)}: the smallest found is "
-            f"{_readable(smallest_peak_bytes)}, held by {held}. "
-            'on_infeasible="warn" compiles that one.'
+            f"{_readable(smallest_peak_bytes)}, held by {held}. {compiled}"
         )
 
 

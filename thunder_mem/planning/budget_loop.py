@@ -12,7 +12,7 @@ from thunder_mem.planning.program import Planned
 from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.host_transfers import offloaded_names
 
-__all__ = ["within_budget"]
+__all__ = ["with_nothing_bought", "within_budget"]
 
 # How often the target is moved by the difference between a plan and its trial.
 _ATTEMPTS = 4
@@ -67,6 +67,12 @@ def within_budget(
     final, planned, fit = min(tried.values(), key=lambda t: (t[0].peak_bytes, t[2].seconds))
     costing_nothing = finished(free, costless, "smallest")
     return costing_nothing if costing_nothing.peak_bytes <= final.peak_bytes else finished(planned, fit, "smallest")
+
+
+def with_nothing_bought(default: Planned, budget_bytes: int) -> Planned:
+    """A final plan that was made without a budget, with its outcome under one that nothing fits."""
+    costless = PartitionChoice(frozenset(), default.peak_bytes, 0.0, 0.0, "free")
+    return _with_outcome(default, default, _outcome(budget_bytes, default, costless, "smallest"))
 
 
 def _is_dearer_than_recomputing(plan: Plan) -> bool:

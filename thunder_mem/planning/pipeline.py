@@ -35,7 +35,7 @@ from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.kernels.registered import without_unread_gradients
 from thunder_mem.partition.budget import BudgetError, parse_budget
 from thunder_mem.partition.min_cut_partition import about_saving
-from thunder_mem.planning.budget_loop import within_budget
+from thunder_mem.planning.budget_loop import with_nothing_bought, within_budget
 from thunder_mem.planning.collective_stages import buckets_not_built, prepared
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.peak_parts import peak_in_words
@@ -139,15 +139,19 @@ def lower_plan(
     if not found:
         errors = [error for error in tried if isinstance(error, BudgetError)]
         raise min(errors, key=attrgetter("smallest_peak_bytes"))
-    if options.budget is not None:
-        return min(reversed(found), key=_beyond_budget)
+    if len(found) == 1:
+        return found[0]
     with_tiles, without = found
+    if options.budget is not None:
+        fitting = [planned for planned in (without, with_tiles) if _fits(planned)]
+        if fitting:
+            return min(fitting, key=final_seconds)
+        return with_tiles if _is_lower(with_tiles, without) else without
     most_s, tiled_s = (1 + _FREE_TIME) * final_seconds(without), final_seconds(with_tiles)
     if tiled_s > most_s and any(d.what == TILES_AGAIN for d in with_tiles.plan.decisions):
         with_tiles = planned_trace(tiled, executors, replace(options, repeat_tiles=False))
         tiled_s = final_seconds(with_tiles)
-    lower = _peak_with_loss_outside(with_tiles) < _peak_with_loss_outside(without)
-    return with_tiles if lower and tiled_s <= most_s and with_tiles.peak_bytes <= without.peak_bytes else without
+    return with_tiles if tiled_s <= most_s and _is_lower(with_tiles, without) else without
 
 
 def _plan_or_error(
@@ -159,11 +163,16 @@ def _plan_or_error(
         return error.with_traceback(None)  # which holds frames with the program
 
 
-def _beyond_budget(planned: Planned) -> tuple[int, float]:
-    """The bytes above the budget, then the seconds."""
+def _fits(planned: Planned) -> bool:
     outcome = planned.plan.budget
     assert outcome is not None
-    return max(0, planned.peak_bytes - outcome.budget_bytes), final_seconds(planned)
+    return planned.peak_bytes <= outcome.budget_bytes
+
+
+def _is_lower(planned: Planned, other: Planned) -> bool:
+    """Whether a plan is lower with a loss outside, and no higher without one."""
+    lower = _peak_with_loss_outside(planned) < _peak_with_loss_outside(other)
+    return lower and planned.peak_bytes <= other.peak_bytes
 
 
 def final_seconds(planned: Planned) -> float:
@@ -183,7 +192,8 @@ def _fitting(
 ) -> Planned:
     """The plan; if none fits the budget, a plan of the program with smaller loss heads.
 
-    Smaller chunks cost time and sums of gradients in 16 bits cost digits, but both are better than no plan.
+    Smaller chunks cost time and sums of gradients in 16 bits cost digits, but both are better than no plan. If nothing
+    fits and the peak is in a loss outside, the lowest peak there counts, and the plan without a budget may have it.
     """
     seen = _seen.get()
     found: list[Planned] = []
@@ -193,24 +203,33 @@ def _fitting(
             seen.append((program, given))
         found.append(plan_program(program, partial(carried_out, program, given=given, start=start)))
         outcome = found[-1].plan.budget
-        if outcome is None or (outcome.peak_bytes <= outcome.budget_bytes and seen is None):
+        if outcome is None or (_fits(found[-1]) and seen is None):
             return found[-1]
     best = min(found, key=attrgetter("peak_bytes"))
     assert outcome is not None
-    if best.peak_bytes <= outcome.budget_bytes:
+    if _fits(best):
         return best
     # Without a local name for the error: its traceback holds this frame, and the cycle would keep the program.
     if options.on_infeasible == "error":
         raise _over_budget(best, options, outcome.budget_bytes)
-    warnings.warn(str(_over_budget(best, options, outcome.budget_bytes)), stacklevel=2)
-    return best
+    compiled = best
+    if _outside_bytes(best.source) > best.peak_bytes:
+        program = read_program(trace, tuple(executors), replace(options, budget=None))
+        default = plan_program(program, partial(carried_out, program, given=given, start=start))
+        compiled = min(best, *found, with_nothing_bought(default, outcome.budget_bytes), key=_peak_with_loss_outside)
+    warnings.warn(str(_over_budget(best, options, outcome.budget_bytes, compiled)), stacklevel=2)
+    return compiled
 
 
-def _over_budget(best: Planned, options: PlanningOptions, budget_bytes: int) -> BudgetError:
-    """The error that even the smallest plan found exceeds the budget."""
+def _over_budget(
+    best: Planned, options: PlanningOptions, budget_bytes: int, compiled: Planned | None = None
+) -> BudgetError:
+    """The error that even the smallest plan found exceeds the budget; it names what is `compiled` in its place."""
     assert options.budget is not None and best.final is not None
     share = share_in_words(options.budget, device_of(best.source))
-    return BudgetError(budget_bytes, best.peak_bytes, peak_in_words(best.final, best.source), share)
+    held = peak_in_words(best.final, best.source)
+    other_bytes = None if compiled is None or compiled is best else compiled.peak_bytes
+    return BudgetError(budget_bytes, best.peak_bytes, held, share, other_bytes)
 
 
 def _variants(trace: TraceCtx) -> Iterator[TraceCtx]:

@@ -95,7 +95,7 @@ class MemEfficient(ListedTransform):
             where that is cheaper than recomputation, or where nothing else fits. True, or "only:PATTERN" for
             one pattern of `recompute_table`. Copies run beside other work.
         on_infeasible: "error" raises `BudgetError` if nothing fits the budget, "warn" compiles the
-            smallest plan found.
+            smallest plan found, with the caller's loss counted if the peak is there.
         costs: the source of times for recomputation under a budget. "roofline" models them from shapes and
             dtypes. "measured" runs each operation once on this machine at compilation, and keeps its time in the
             user's cache folder. Copies to the host are modelled in both.
