@@ -17,7 +17,9 @@ from benchmarks.litgpt.matrix import COMPILERS, MODELS, cases, runs_on
 from benchmarks.litgpt.render import draw, markdown
 from benchmarks.litgpt.rows import load, run_apart, run_here, save
 
-__all__ = ["main"]
+__all__ = ["RESULTS", "main"]
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def main(arguments: list[str] | None = None) -> int:

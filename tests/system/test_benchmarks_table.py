@@ -12,7 +12,7 @@ from benchmarks import cards, tokens
 from benchmarks.gpu import matrix as run_book
 from benchmarks.litgpt import command, rows, table
 from benchmarks.litgpt.harness import run
-from benchmarks.litgpt.matrix import COMPILERS, MODELS, Case, cases, runs_on
+from benchmarks.litgpt.matrix import COMPILERS, FUSERS, MODELS, OURS, Case, cases, runs_on
 from benchmarks.litgpt.options import Options
 from benchmarks.litgpt.render import draw, markdown
 from thunder_mem import last_plan
@@ -101,6 +101,30 @@ def test_the_matrix_is_every_combination_once():
             options.check(given["compile"], given["distributed_mode"])
     with pytest.raises(ValueError, match="gpt5"):
         cases(["gpt5"])
+
+
+SIMULATED = {
+    tuple(row[name] for name in ("model", "checkpointing", "loss_inside", "compiler")): row
+    for row in rows.load(table.RESULTS / "litgpt-simulate-H100-80GB.json")
+}
+
+
+def test_the_simulated_matrix_has_every_row():
+    assert set(SIMULATED) == {(c.model, c.checkpointing, c.loss_inside, c.compiler) for c in cases()}
+    assert not [case for case, row in SIMULATED.items() if "error" in row]
+    text = (table.RESULTS / "litgpt-simulate-H100-80GB.md").read_text()
+    assert text == markdown(list(SIMULATED.values()))
+
+
+@pytest.mark.parametrize("fuser", FUSERS)
+def test_no_row_of_the_simulated_matrix_is_above_thunders_own(fuser):
+    """Nor is the smallest budget's above the default's, but by what is outside of the compiled function."""
+    ours = [name for name in COMPILERS if name.startswith(OURS) and name.endswith(fuser)]
+    for case in {case[:3] for case in SIMULATED}:
+        peaks = {name: SIMULATED[(*case, name)]["peak_bytes"] for name in COMPILERS if name.endswith(fuser)}
+        own = min(peaks[f"Thunder {passes}, {fuser}"] for passes in ("consecutive", "dataflow"))
+        assert all(peaks[name] <= own for name in ours), case
+        assert all(peaks[name] <= 1.002 * peaks[f"{OURS}, {fuser}"] for name in ours), case
 
 
 def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch):

@@ -72,7 +72,10 @@ def within_budget(
 def with_nothing_bought(default: Planned, budget_bytes: int) -> Planned:
     """A final plan that was made without a budget, with its outcome under one that nothing fits."""
     costless = PartitionChoice(frozenset(), default.peak_bytes, 0.0, 0.0, "free")
-    return _with_outcome(default, default, _outcome(budget_bytes, default, costless, "smallest"))
+    outcome = _outcome(budget_bytes, default, costless, "smallest")
+    how = "nothing fits, and a smaller plan leaves more alive for a loss outside"
+    said = Decision("budget", how, "peak", default.peak_bytes, default.peak_bytes)
+    return replace(default, plan=replace(default.plan.after(said), budget=outcome))
 
 
 def _is_dearer_than_recomputing(plan: Plan) -> bool:
