@@ -17,11 +17,11 @@ from thunder_mem.memory.plan import Decision, Plan
 from thunder_mem.partition.budget_search import SavingProblem
 from thunder_mem.partition.constraints import Constraints
 from thunder_mem.partition.min_cut_partition import about_recompute, min_cut_partition, saved_storages
+from thunder_mem.planning.chosen_partition import with_partition
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.tile_borders import keeping_borders
 from thunder_mem.regions.fusion_queries import fusibility
 from thunder_mem.rewrites.copy_before_write import protect_old_values
-from thunder_mem.rewrites.gradients_over_heads import write_over_heads
 from thunder_mem.rewrites.offload import offloading
 from thunder_mem.rewrites.recompute import forbid_rng_replay, gathers_of_held, recompute_in_backward
 from thunder_mem.rewrites.regathered_values import gathered_twice
@@ -65,12 +65,7 @@ class Program:
             rebuilt: the storages to recompute.
             offloaded: those that wait in the host's memory, beside the user's own choice.
         """
-        new, read = self.trace, self.source
-        if rebuilt:
-            new = recompute_in_backward(self.source, self.trace, rebuilt)
-            read = read_trace(new, earlier=self.source)
-            if (over := write_over_heads(read, new)) is not new:
-                new, read = over, read_trace(over, earlier=read)
+        new, read = with_partition(self.source, self.trace, rebuilt)
         if away := offloaded | self.constraints.offload:
             new, read = offloading(self.source, read, new, away)
         takes = self.fuse if read is self.source else fusibility(read, self.executors, (self.source, self.fuse))

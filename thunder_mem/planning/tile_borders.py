@@ -19,9 +19,8 @@ from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.live_ranges import price_order
 from thunder_mem.partition.constraints import Constraints
 from thunder_mem.partition.min_cut_partition import min_cut_partition
-from thunder_mem.rewrites.gradients_over_heads import write_over_heads
-from thunder_mem.rewrites.recompute import recompute_in_backward
-from thunder_mem.trace.reading import TraceGraph, read_trace
+from thunder_mem.planning.chosen_partition import with_partition
+from thunder_mem.trace.reading import TraceGraph
 
 __all__ = ["keeping_borders"]
 
@@ -80,14 +79,12 @@ def _borders(source: TraceGraph, offered: frozenset[int]) -> list[frozenset[int]
 
 
 def _is_backward_of_stretch(bsym: BoundSymbol) -> bool:
-    return is_chunk_loop(bsym) and bsym.sym.name == "chunk_loop_backward" and loop_of(bsym).plan.is_stretch
+    named = bsym.sym.name == "chunk_loop_backward"
+    return named and is_chunk_loop(bsym) and loop_of(bsym).plan.is_stretch
 
 
 def _peak_bytes(trace: TraceCtx, source: TraceGraph, rebuilt: frozenset[int]) -> int:
     """The peak in the source's order from the first stretch's backward on."""
-    new = recompute_in_backward(source, trace, rebuilt)
-    read = read_trace(new, earlier=source)
-    if (over := write_over_heads(read, new)) is not new:
-        read = read_trace(over, earlier=read)
+    _, read = with_partition(source, trace, rebuilt)
     start = next(i for i, bsym in enumerate(read.bsyms) if _is_backward_of_stretch(bsym))
     return max(price_order(read.graph).live_bytes[start:])
