@@ -39,14 +39,14 @@ def test_gradients_are_right_if_the_forward_keeps_the_inputs_of_stretches(few_bl
 def test_gradients_are_right_if_stretches_run_once_more(few_blocks, monkeypatch):  # noqa: F811
     monkeypatch.setattr(refine, "_MOST_TIME", 1.0)
     chosen = []
-    again = refine._with_tiles_again
 
-    def noted(planned):
-        trace, count = again(planned)
-        chosen.append(count)
-        return trace, count
+    class Noted(refine._Repetition):
+        def __call__(self, planned):
+            trace, count = super().__call__(planned)
+            chosen.append(count)
+            return trace, count
 
-    monkeypatch.setattr(refine, "_with_tiles_again", noted)
+    monkeypatch.setattr(refine, "_Repetition", Noted)
     module, x = made(Layers(is_causal=True, keys=8), (1, 512, 64))
     jitted = assert_right(module, x, Tiles(rows=100), 2 * ["8 groups"])
     assert any(chosen) and last_plan(jitted) is not None

@@ -127,6 +127,13 @@ class LoopPlan:
         return not self.gemms
 
     @property
+    def rows_read_first(self) -> tuple[int, ...]:
+        """Those of `grads` whose rows in a chunk are read for the last time before their gradient is written."""
+        if self.is_stretch:
+            return self.grads
+        return tuple(sorted({g.x for g in self.gemms} & {*self.grads} - {*self.sides} - {g.w for g in self.gemms}))
+
+    @property
     def chunks(self) -> int:
         """The number of chunks."""
         return -(-self.n // self.chunk_rows)

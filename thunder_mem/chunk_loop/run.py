@@ -8,7 +8,7 @@ gradient of the logits over the logits themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -78,6 +78,7 @@ def run(
     tangents: Sequence[Tensor] | None,
     outputs: bool,
     log_sums: Sequence[Tensor] = (),
+    over: Sequence[int] = (),
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run all chunks.
 
@@ -87,6 +88,7 @@ def run(
         tangents: of the differentiable outputs; None runs the forward alone.
         outputs: whether outputs are needed.
         log_sums: with tangents, the whole values of the plan's `log_sums`.
+        over: inputs beside the plan's own `over` that their gradients may overwrite.
 
     Returns:
         the outputs, and the gradients of the plan's `grads`: a whole input's as the parts of its
@@ -101,7 +103,7 @@ def run(
         log_sums=log_sums,
         totals=[_Total(spec, plan.n) for spec in plan.outputs] if outputs else [],
         sums={} if tangents is None else _new_sums(plan),
-        grads={} if tangents is None else _new_grads(plan, inputs),
+        grads={} if tangents is None else _new_grads(plan, inputs, {*plan.over, *over}),
         fake=any(isinstance(t, FakeTensor) for t in inputs),
         tiles_bytes=plan.tiles_bytes(plan.forward_block_bytes if tangents is None else plan.backward_block_bytes),
     )
@@ -161,14 +163,14 @@ def _new_sums(plan: LoopPlan) -> dict[int, Accumulator]:
     return {i: Accumulator(spec, dtype, plan.finer(i)) for i, spec, dtype in asked if not spec.sharding.split}
 
 
-def _new_grads(plan: LoopPlan, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+def _new_grads(plan: LoopPlan, inputs: Sequence[Tensor], over: Collection[int]) -> dict[int, Tensor]:
     grads: dict[int, Tensor] = {}
     for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True):
         spec, t = plan.inputs[i], inputs[i]
         if not spec.sharding.split:
             continue
         # The plan guarantees that nobody reads it any more, but a view due to a caller's strides may still exist.
-        if i in plan.over and t.is_contiguous() and t.untyped_storage().nbytes() == spec.nbytes and sole_owner(t):
+        if i in over and t.is_contiguous() and t.untyped_storage().nbytes() == spec.nbytes and sole_owner(t):
             grads[i] = t.detach()
         else:
             grads[i] = torch.empty(spec.shape, dtype=dtype, device=spec.device)
@@ -205,7 +207,10 @@ def _block_arguments(state: _State, body: Body, lo: int, hi: int) -> list[Tensor
 def _take_gradients(
     state: _State, body: Body, blocks: Sequence[Tensor], found: Sequence[Any], lo: int, hi: int
 ) -> None:
-    """Write a block's gradients, None for zeros, over its logits and into rows, or add them to sums."""
+    """Write a block's gradients, None for zeros, over its logits and into rows, or add them to sums.
+
+    Rows come last, because their gradient may overwrite the rows, of which other gradients may be views.
+    """
     plan, gradients = state.plan, iter(found)
     for block, want in zip(blocks, _wanted_gemms(plan), strict=True):
         if want:
@@ -214,6 +219,7 @@ def _take_gradients(
                 block.zero_()
             elif not _lies_in(g, block):
                 block.copy_(g)
+    of_rows = []
     for k, i in enumerate(plan.sides):
         if i not in plan.grads:
             continue
@@ -221,15 +227,18 @@ def _take_gradients(
         if k in body.pairs:
             state.sums[i].add_product(g, next(gradients), state.tiles_bytes)
         elif i in state.grads:
-            grad = state.grads[i]
-            zero = torch.zeros((), dtype=grad.dtype, device=grad.device)
-            write_rows(grad, plan.inputs[i].sharding, lo, hi, zero if g is None else g)
+            elsewhere = g is not None and any(_lies_in(g, grad) for j, grad in state.grads.items() if j != i)
+            of_rows.append((i, g.clone() if elsewhere else g))
         elif g is not None:
             state.sums[i].add(g)
+    for i, g in of_rows:
+        grad = state.grads[i]
+        zero = torch.zeros((), dtype=grad.dtype, device=grad.device)
+        write_rows(grad, plan.inputs[i].sharding, lo, hi, zero if g is None else g)
 
 
 def _lies_in(gradient: Tensor, block: Tensor) -> bool:
-    """Whether a block has already written the gradient of its logits over them."""
+    """Whether a gradient has the memory of a block, or of rows."""
     return gradient.untyped_storage()._cdata == block.untyped_storage()._cdata
 
 

@@ -8,6 +8,7 @@ Before autograd a head is one `chunk_loop`. Its grad transform has two modes. Ei
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,10 +36,12 @@ __all__ = [
     "loop_of",
     "overwritten",
     "rebind",
+    "rows_with_gradients",
     "saved_proxies",
     "scratch_bytes",
     "scratch_bytes_under",
     "shared_memory",
+    "writing_over_rows",
 ]
 
 executor = OperatorExecutor("thunder_mem_chunk", version="0.1")
@@ -85,11 +88,12 @@ def _print_loop(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[s
         f"  # {plan.name}: {plan.n} rows of {plan.op} in {plan.chunks} chunks of {plan.chunk_rows}, "
         f"blocks of {plan.block_rows}; {plan.mode}: {plan.why}"
     )
+    over = bsym.args[1] if bsym.sym.name == "chunk_loop_backward_over" else plan.over
     for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True):
         spec = plan.inputs[i]
         how = f"summed over chunks in {str(dtype).removeprefix('torch.')}"
         if spec.sharding.split:
-            how = "written over it" if i in plan.over else "written chunk by chunk"
+            how = "written over it" if i in over else "written chunk by chunk"
         yield f"  # gradient of {spec.name}: {how}"
     bodies = loop.forward if bsym.sym.name == "chunk_loop" and loop.forward else loop.backward
     body = bodies[max(bodies)]
@@ -160,15 +164,26 @@ def _backward_meta(loop: ChunkLoop, *args: TensorProxy) -> tuple[TensorProxy, ..
     return tuple(_grad_proxies(loop.plan))
 
 
-def _backward_impl(loop: ChunkLoop, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _backward_impl(loop: ChunkLoop, *args: torch.Tensor, over: tuple[int, ...] = ()) -> tuple[torch.Tensor, ...]:
     count = len(loop.plan.differentiable)
     tangents, args = args[:count], args[count:]
     count = len(loop.plan.log_sums)
-    _, parts = run(loop, args[count:], tangents, False, log_sums=args[:count])
+    _, parts = run(loop, args[count:], tangents, False, log_sums=args[:count], over=over)
     return tuple(finish(loop.plan, None, parts))
 
 
 chunk_loop_backward = _register("chunk_loop_backward", _backward_meta, _backward_impl)
+
+
+def _backward_over_meta(loop: ChunkLoop, over: tuple[int, ...], *args: TensorProxy) -> tuple[TensorProxy, ...]:
+    return _backward_meta(loop, *args)
+
+
+def _backward_over_impl(loop: ChunkLoop, over: tuple[int, ...], *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return _backward_impl(loop, *args, over=over)
+
+
+_backward_over = _register("chunk_loop_backward_over", _backward_over_meta, _backward_over_impl)
 
 
 def _chunk_loop_grad(loop: ChunkLoop, *inputs: TensorProxy) -> tuple[TensorProxy, ...]:
@@ -217,7 +232,13 @@ def check_autograd(loop: ChunkLoop) -> None:
 
 # --- for those who plan ----------------------------------------------------------------------------
 
-_NAMES = ("chunk_loop", "chunk_loop_with_grads", "chunk_loop_backward", "chunk_loop_finish")
+_NAMES = (
+    "chunk_loop",
+    "chunk_loop_with_grads",
+    "chunk_loop_backward",
+    "chunk_loop_backward_over",
+    "chunk_loop_finish",
+)
 
 
 def bind_loop(loop: ChunkLoop, inputs: Sequence[TensorProxy], outputs: Sequence[TensorProxy]) -> BoundSymbol:
@@ -252,11 +273,39 @@ def loop_of(bsym: BoundSymbol) -> ChunkLoop:
     return bsym.args[0]
 
 
+def rows_with_gradients(bsym: BoundSymbol) -> dict[int, TensorProxy]:
+    """The inputs by rows, by their index in the plan, over which a recomputing backward could write their gradients.
+
+    A tile's rows are read before their gradient is written. Empty for any other bound symbol.
+    """
+    if not is_chunk_loop(bsym) or bsym.sym.name != "chunk_loop_backward":
+        return {}
+    plan = loop_of(bsym).plan
+    given = bsym.args[-len(plan.inputs) :]
+    same = {i for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True) if dtype == plan.inputs[i].dtype}
+    return {i: given[i] for i in plan.rows_read_first if i in same and plan.inputs[i].sharding.split}
+
+
+def writing_over_rows(bsym: BoundSymbol, over: tuple[int, ...]) -> BoundSymbol:
+    """The backward that writes gradients over some of `rows_with_gradients`, which nobody reads later.
+
+    Rows that autograd keeps for another backward stay, and their gradient gets its own memory.
+    """
+    return bsym.from_bsym(sym=_backward_over, args=(bsym.args[0], over, *bsym.args[1:]), _call_ctx={}, _object_ctx={})
+
+
+def _without_over(bsym: BoundSymbol) -> BoundSymbol:
+    return bsym.from_bsym(sym=chunk_loop_backward, args=(bsym.args[0], *bsym.args[2:]))
+
+
 def overwritten(bsym: BoundSymbol) -> tuple[TensorProxy, ...]:
     """The arguments that a loop's bound symbol overwrites although other ops could read them: dead rows."""
-    if not is_chunk_loop(bsym) or bsym.sym.name != "chunk_loop_with_grads":
+    if not is_chunk_loop(bsym):
         return ()
-    return tuple(bsym.args[1 + i] for i in loop_of(bsym).plan.over)
+    plan = loop_of(bsym).plan
+    if bsym.sym.name == "chunk_loop_backward_over":
+        return tuple(bsym.args[i - len(plan.inputs)] for i in bsym.args[1])
+    return tuple(bsym.args[1 + i] for i in plan.over) if bsym.sym.name == "chunk_loop_with_grads" else ()
 
 
 def shared_memory(bsym: BoundSymbol) -> dict[str, TensorProxy]:
@@ -265,9 +314,14 @@ def shared_memory(bsym: BoundSymbol) -> dict[str, TensorProxy]:
     A gradient overwrites its dead rows. A finished gradient overwrites the (first part of the) sum from which
     it was made. All other results have their own memory. Empty for any other bound symbol.
     """
-    if not is_chunk_loop(bsym) or bsym.sym.name not in ("chunk_loop_with_grads", "chunk_loop_finish"):
+    if not is_chunk_loop(bsym):
         return {}
     plan = loop_of(bsym).plan
+    if bsym.sym.name == "chunk_loop_backward_over":
+        given = bsym.args[-len(plan.inputs) :]
+        return {g.name: given[i] for g, i in zip(bsym.output, plan.grads, strict=True) if i in bsym.args[1]}
+    if bsym.sym.name not in ("chunk_loop_with_grads", "chunk_loop_finish"):
+        return {}
     finishes = bsym.sym.name == "chunk_loop_finish"
     saved = list(bsym.args[2:] if finishes else bsym.output[len(plan.outputs) :])
     shared = {}
@@ -298,7 +352,7 @@ def scratch_bytes_under(plan: LoopPlan, bsym: BoundSymbol) -> int:
     if bsym.sym.name == "chunk_loop_finish":
         return 0
     # Sums that are passed on are results in their own dtype; here they become results of another dtype.
-    sums = plan.wider_sums_bytes if bsym.sym.name == "chunk_loop_backward" else 0
+    sums = plan.wider_sums_bytes if bsym.sym.name.startswith("chunk_loop_backward") else 0
     return plan.backward_scratch_bytes + sums
 
 
@@ -321,4 +375,6 @@ _TRAITS = MemoryTraits(
     group=_group,
     products=True,
 )
-declare(executor, lambda name: _TRAITS if name in _NAMES else PLAIN)
+_TRAITS_OVER_ROWS = replace(_TRAITS, last_write=True, in_place=True, runs=_without_over)
+_BY_NAME = dict.fromkeys(_NAMES, _TRAITS) | {"chunk_loop_backward_over": _TRAITS_OVER_ROWS}
+declare(executor, lambda name: _BY_NAME.get(name, PLAIN))

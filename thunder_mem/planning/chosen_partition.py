@@ -7,7 +7,7 @@ from collections.abc import Collection
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.rewrites.early_updates import early_updates
-from thunder_mem.rewrites.gradients_over_heads import write_over_heads
+from thunder_mem.rewrites.gradients_over_operands import write_over_operands
 from thunder_mem.rewrites.recompute import recompute_in_backward
 from thunder_mem.trace.reading import TraceGraph, read_trace
 
@@ -26,7 +26,7 @@ def with_partition(source: TraceGraph, trace: TraceCtx, rebuilt: Collection[int]
     if rebuilt:
         new = recompute_in_backward(source, trace, frozenset(rebuilt))
         read = read_trace(new, earlier=source)
-    for rewrite in (write_over_heads, early_updates):
+    for rewrite in (write_over_operands, early_updates):
         if (other := rewrite(read, new)) is not new:
             new, read = other, read_trace(other, earlier=read)
     return new, read

@@ -51,9 +51,9 @@ from thunder_mem.planning.program import (
 from thunder_mem.planning.refine import TILES_AGAIN, refined
 from thunder_mem.planning.stages import carried_out
 from thunder_mem.rendering.progress import stage
+from thunder_mem.rewrites.gradients_over_operands import is_written_over_operands
 from thunder_mem.rewrites.updates import about_states, with_updates
 from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_words
-from thunder_mem.runtime.head_groups import writes_over_operands
 from thunder_mem.runtime.scratch_cache import save_tables
 from thunder_mem.tiling.chunk_narrowing import narrow_sums
 from thunder_mem.tiling.chunk_resizing import leanest_loops
@@ -99,7 +99,7 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
     trace = prepared(without_dead_halves(without_unread_gradients(optimized)))
     planned = _fitting(trace, executors, options, given, start)
     assert planned.arranged is not None and planned.final is not None
-    over = options.verify is None and any(map(writes_over_operands, planned.arranged.bound_symbols))
+    over = options.verify is None and any(map(is_written_over_operands, planned.arranged.bound_symbols))
     if over or is_verified(planned.original, planned.plan.fingerprint, options.verify):
         with stage("planning: verification"):
             verify_rewrite(planned.original, planned.arranged)

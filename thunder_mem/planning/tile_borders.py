@@ -79,7 +79,7 @@ def _borders(source: TraceGraph, offered: frozenset[int]) -> list[frozenset[int]
 
 
 def _is_backward_of_stretch(bsym: BoundSymbol) -> bool:
-    named = bsym.sym.name == "chunk_loop_backward"
+    named = bsym.sym.name.startswith("chunk_loop_backward")
     return named and is_chunk_loop(bsym) and loop_of(bsym).plan.is_stretch
 
 

@@ -175,13 +175,13 @@ def _dead_rows(trace: TraceCtx, at: int) -> tuple[int, ...]:
     bsyms = trace.bound_symbols
     plan = loop_of(bsyms[at]).plan
     args = [a.name for a in bsyms[at].args[1:]]
-    rows = {g.x for g in plan.gemms} & set(plan.grads) - set(plan.sides) - {g.w for g in plan.gemms}
+    rows = plan.rows_read_first
     if not rows:
         return ()
     made = [b for b in bsyms[:at] if not is_chunk_loop(b)]  # its results have their own memory
     aliases = Aliases(made)
     memory = [aliases(name) for name in args]
-    rows = {i for i in rows if memory.count(memory[i]) == 1}
+    rows = tuple(i for i in rows if memory.count(memory[i]) == 1)
     given = {p.name for p in proxies_in((trace.args, trace.kwargs))}
     given |= {p.name for b in made if b.sym.id in _GIVEN for p in b.flat_proxy_outs}
     later = {a.name for b in bsyms[at + 1 :] if b.sym.id is not PrimIDs.DEL for a in b.flat_proxy_args}
