@@ -132,6 +132,23 @@ def test_a_step_agrees_with_torch_counter():
     assert counted == counter.get_total_flops()
 
 
+def test_convolutions_and_their_gradients_agree_with_torch_counter():
+    """The argument's gradient has a kernel of its own, which reads no argument."""
+
+    def step(x, w, v):
+        return F.conv2d(F.conv2d(x, w), v).sin().sum()
+
+    args = t(2, 4, 9, 8, grad=True), t(6, 4, 3, 2, grad=True), t(2, 6, 1, 1, grad=True)
+    with FlopCounterMode(display=False) as counter:
+        step(*args).backward()
+    made = thunder.jit(step, executors=[], transforms=[MemEfficient(strict=True, tile=False)])
+    made(*args)
+    both = thunder.last_traces(made)[-1], thunder.last_backward_traces(made)[-1]
+    found = [b for trace in both for b in trace.bound_symbols if "conv" in b.sym.name]
+    assert any("weight_backward" in b.sym.name for b in found)
+    assert sum(map(bound_symbol_flops, found)) == counter.get_total_flops()
+
+
 PRODUCTS = ("matmul", "linear")
 
 

@@ -62,6 +62,7 @@ _GATHERS = frozenset({"embedding", "gather", "index_select", "take", "take_along
 _MOVES = frozenset({"cat", "clone", "contiguous", "convert_element_type", "copy_", "empty", "full", "pad", "to"})
 _CASTS = frozenset({"to", "type_as", "float", "bfloat16", "half", "double", "convert_element_type", "contiguous"})
 _MATMULS = frozenset({"addmm", "baddbmm", "bmm", "linear", "matmul", "mm", "_grouped_mm"})
+_CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "convolution_weight_backward"})
 
 
 def _name(bsym: BoundSymbol) -> str:
@@ -116,15 +117,19 @@ def _matmul_flops(bsym: BoundSymbol) -> int:
 
 
 def _convolution_flops(bsym: BoundSymbol) -> int:
-    backward = "backward" in bsym.sym.name
-    tensors = _operands(bsym)
-    if backward:  # of the input and of the weight, each as much as the forward
-        output, source, weight = tensors[:3]
+    tensors, products = _operands(bsym), 1
+    if "backward" not in bsym.sym.name:
+        source, weight = tensors[:2]
+        output = _tensors(bsym.flat_proxy_outs)[0]
+    elif len(tensors) == 2:  # of the input alone, which this kernel does not read
+        output, weight = tensors
+        source = _tensors(bsym.flat_proxy_outs)[0]
     else:
-        (source, weight), output = tensors[:2], _tensors(bsym.flat_proxy_outs)[0]
+        output, source, weight = tensors[:3]
+        products = 1 if _name(bsym) == "convolution_weight_backward" else 2
     transposed = next((a for a in bsym.flat_args if isinstance(a, bool)), False)
     swept = source if transposed else output
-    return (4 if backward else 2) * _numel(swept) * (_numel(weight) // max(1, _shape(weight)[0]))
+    return 2 * products * _numel(swept) * (_numel(weight) // max(1, _shape(weight)[0]))
 
 
 def _is_attention(name: str) -> bool:
@@ -154,7 +159,7 @@ def _is_causal(bsym: BoundSymbol) -> bool:
 
 def _is_product(bsym: BoundSymbol) -> bool:
     name = _name(bsym)
-    return name in _MATMULS or name in ("convolution", "convolution_backward") or _is_attention(name)
+    return name in _MATMULS or name in _CONVOLUTIONS or _is_attention(name)
 
 
 def bound_symbol_flops(bsym: BoundSymbol) -> int:
@@ -170,7 +175,7 @@ def bound_symbol_flops(bsym: BoundSymbol) -> int:
     name = _name(bsym)
     if name in _MATMULS:
         rule = _matmul_flops
-    elif name in ("convolution", "convolution_backward"):
+    elif name in _CONVOLUTIONS:
         rule = _convolution_flops
     elif _is_attention(name):
         rule = _attention_flops
