@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from thunder.core.trace import TraceCtx
 
@@ -26,7 +26,8 @@ class Body:
         tangents: indices of the region's outputs whose tangents it takes.
         peak_bytes: the most bytes that it holds beyond its inputs, by the sizes of its tensors.
         over: the logits, by number, that their gradients overwrite (`tiling/gradients_in_place.py`).
-        pairs: the sides, by number, whose gradients it gives as the two operands of a matrix product.
+        pairs: the sides, by number, whose gradients it gives as the two operands of a matrix product, each with the
+            product's depth.
         launches: kernels that it starts; 0 on a CPU, where they are not counted.
     """
 
@@ -38,7 +39,7 @@ class Body:
     peak_bytes: int
     over: tuple[int, ...] = ()
     launches: int = 0
-    pairs: tuple[int, ...] = ()
+    pairs: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def wants_gradients(self) -> bool:

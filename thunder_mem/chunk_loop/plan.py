@@ -74,7 +74,7 @@ class LoopPlan:
         name: unique in the trace.
         source: ``file:line`` of the amplifier.
         op: the amplifier as the user wrote it.
-        n: rows in all.
+        n: rows in all: tokens, or samples or positions of a convolution.
         chunk_rows: rows a matrix product sees at once; the last chunk has the rest.
         block_rows: rows that the operations between the products see at once.
         sized: the origin of `chunk_rows`: "asked" (the user), "head" (the head alone), "timeline" (the
@@ -324,6 +324,6 @@ def about_chunks(loops: Iterable[LoopPlan]) -> tuple[Decision, ...]:
 def _about_loop(loop: LoopPlan) -> Decision:
     what, part, held = ("tiles", "tile", "products") if loop.is_stretch else ("loss head", "chunk", "logits")
     row_bytes = loop.wide_row_bytes if loop.is_stretch else loop.row_bytes
-    sizes = f"{counted(loop.chunks, part)} of {loop.chunk_rows:,} rows"
+    sizes = f"{counted(loop.chunks, part)} of {counted(loop.chunk_rows, 'row')}"
     text = f"{loop.op} in {sizes}, {loop.mode}: {loop.why}"
     return Decision(what, text, held, loop.n * row_bytes, loop.chunk_rows * row_bytes, loop.source)

@@ -336,7 +336,7 @@ def _pretend(plan: LoopPlan, body: Body, inputs: Sequence[Tensor], blocks: Seque
             if k in body.pairs:
                 out += [
                     torch.empty(side, dtype=s.dtype, device=s.device)
-                    for side in ((s.shape[0], rows), (rows, s.shape[1]))
+                    for side in ((s.shape[0], body.pairs[k]), (body.pairs[k], s.shape[1]))
                 ]
                 continue
             out.append(torch.empty(local_shape(s.shape, s.sharding, rows), dtype=s.dtype, device=s.device))

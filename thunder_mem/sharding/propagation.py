@@ -8,7 +8,7 @@ vocabulary is DTensor's (Shard, Partial, Replicate), restricted to one mesh dim,
 
     >>> from thunder.core.prims import PrimIDs
     >>> import thunder_mem.sharding.op_rules
-    >>> PrimIDs.EXP in RULES, PrimIDs.CONVOLUTION in RULES
+    >>> PrimIDs.EXP in RULES, PrimIDs.INDEX_PUT in RULES
     (True, False)
 """
 

@@ -76,7 +76,7 @@ def build_body(
         elif region.outputs[j := position[bsym.args[0].name]].proxy.name in differentiable:
             tangents[j] = bsym.output
     order = tuple(sorted(tangents))
-    pairs: tuple[int, ...] = ()
+    pairs: dict[int, int] = {}
     with recorded(joint) as fits, torch_language():
         grads = [_summed_to(g, a) for g, a, want in zip(returned["output"], forward.args, wanted, strict=False) if want]
     body += fits
@@ -91,23 +91,23 @@ def build_body(
 
 def _as_products(
     bsyms: Sequence[BoundSymbol], grads: Sequence[TensorProxy | None], which: Sequence[int], sides: Sequence[Value]
-) -> tuple[list[TensorProxy | None], tuple[int, ...]]:
+) -> tuple[list[TensorProxy | None], dict[int, int]]:
     """Gradients of whole matrices as the two operands of their products, which the loop adds to the sum itself.
 
     Returns:
-        the results, two for each that is a product, and which sides these are.
+        the results, two for each that is a product, and the depths of these products by side.
     """
     made = {o.name: leaf for b in bsyms for leaf, _ in walk(b) for o in leaf.flat_proxy_outs}
     results: list[TensorProxy | None] = []
-    pairs = []
+    pairs = {}
     for i, grad in zip(which, grads, strict=True):
         leaf = None if grad is None or sides[i].sharding.split else made.get(grad.name)
         if leaf is not None and leaf.sym.id == PrimIDs.MATMUL and all(a.ndim == 2 for a in leaf.flat_proxy_args):
             results += leaf.flat_proxy_args
-            pairs.append(i)
+            pairs[i] = leaf.flat_proxy_args[1].shape[0]
         else:
             results.append(grad)
-    return results, tuple(pairs)
+    return results, pairs
 
 
 def _summed_to(grad: TensorProxy | None, arg: TensorProxy) -> TensorProxy | None:

@@ -68,8 +68,8 @@ class Leaf:
 
     @property
     def is_product(self) -> bool:
-        """A matrix product."""
-        return self.bsym.sym.id in PRODUCTS
+        """A matrix product or a convolution."""
+        return self.bsym.sym.id in PRODUCTS or self.bsym.sym.id == PrimIDs.CONVOLUTION
 
     @property
     def label(self) -> str:

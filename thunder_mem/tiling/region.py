@@ -9,7 +9,7 @@ teacher's logits) are pulled in.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -168,12 +168,13 @@ def amplifying_products(program: Program, ratio: float, min_bytes: int) -> list[
     return sorted(found, key=lambda c: (-size_bytes(c[0].outputs[0]), c[0].index, c[1]))
 
 
-def row_space(leaf: Leaf, rows: int, parts: str) -> tuple[Sharding, int]:
+def row_space(leaf: Leaf, rows: int, dims: Sequence[int], parts: str) -> tuple[Sharding, int]:
     """The sharding of the row operand of a product, and the number of its rows.
 
     Args:
         leaf: the product.
         rows: the operand with the rows.
+        dims: its dims that count the rows, the outermost first.
         parts: the noun for parts of the rows, for the message.
 
     Raises:
@@ -181,22 +182,15 @@ def row_space(leaf: Leaf, rows: int, parts: str) -> tuple[Sharding, int]:
     """
     if any(map(symbolic, (*leaf.inputs, *leaf.outputs))):
         raise Refused(leaf, f'its sizes are symbols (cache="symbolic values"), and {parts} need numbers')
-    sharding = _rows_of(leaf, rows)
-    return sharding, math.prod(d.extent for d in sharding.dims if d is not None)
-
-
-def _rows_of(leaf: Leaf, rows: int) -> Sharding:
-    """The sharding of the row operand that makes its leading (or, on the right, last) dims the row space."""
     shape = leaf.inputs[rows].shape
-    if rows == 1:
-        return Sharding((None, RowDim(shape[1], 1)))
-    dims: list[RowDim | None] = [None] * len(shape)
+    n = math.prod(shape[d] for d in dims)
+    sharding: list[RowDim | None] = [None] * len(shape)
     stride = 1
-    for d in reversed(range(len(shape) - 1)):
-        if shape[d] > 1 or math.prod(shape[:-1]) == 1:
-            dims[d] = RowDim(shape[d], stride)
+    for d in reversed(dims):
+        if shape[d] > 1 or n == 1:
+            sharding[d] = RowDim(shape[d], stride)
             stride *= shape[d]
-    return Sharding(tuple(dims))
+    return Sharding(tuple(sharding)), n
 
 
 def relation(leaf: Leaf) -> Relation:
@@ -349,7 +343,7 @@ def grow(program: Program, leaf: Leaf, rows: int) -> Region:
     Raises:
         Refused: something large cannot be computed chunk by chunk.
     """
-    x, n = row_space(leaf, rows, "chunks")
+    x, n = row_space(leaf, rows, range(leaf.inputs[0].ndim - 1) if rows == 0 else (1,), "chunks")
     try:
         out = propagate_leaf(leaf, {rows: x}, n)[-1]
     except RuleError as e:

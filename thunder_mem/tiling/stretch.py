@@ -13,22 +13,19 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
-from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 
 from thunder_mem.sharding.propagation import RuleError, Sharding
 from thunder_mem.tiling.borders import Borders, Mask, borders_between
 from thunder_mem.tiling.leaves import Leaf, Program, effects, numel
 from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, propagate_leaf, row_space
+from thunder_mem.tiling.seeds import Seed
 from thunder_mem.trace.origins import symbol_name
-from thunder_mem.trace.view_prims import VIEWS
 
-__all__ = ["WIDE_RATIO", "grow_stretch", "splits_activations"]
+__all__ = ["WIDE_RATIO", "grow_stretch"]
 
 WIDE_RATIO = 1.25
 """A value is wide if a row of it takes more than this many times what a row of the product's operand takes."""
-
-_SAME_VALUES = {*VIEWS, PrimIDs.CONVERT_ELEMENT_TYPE}
 
 _REACH = 80
 """Operations that a stretch takes in beyond its products, upwards and downwards."""
@@ -85,35 +82,16 @@ class _Closure:
         self.values.update({t.name: found[slot] for slot, t in tensors if found[slot].split or slot < 0})
 
 
-def splits_activations(program: Program, leaf: Leaf, rows: int) -> bool:
-    """Whether the rows of a product's operand `rows` are those of activations, and not the dims of a weight.
-
-    Parameters of modules are known. In a plain function the right operand is the weight if it is an argument.
-    """
-    x, other = leaf.inputs[rows], leaf.inputs[1 - rows]
-    if rows == 1 and other.name not in program.fixed:
-        return _viewed(program, x).name in program.producer
-    return x.name not in program.fixed
-
-
-def _viewed(program: Program, t: TensorProxy) -> TensorProxy:
-    """The value that `t` is a view or a cast of."""
-    while (maker := program.producer.get(t.name)) is not None and maker.bsym.sym.id in _SAME_VALUES:
-        t = maker.inputs[0]
-    return t
-
-
 def grow_stretch(
-    program: Program, leaf: Leaf, rows: int, allowed: Callable[[Borders], Mask] = lambda borders: ~borders.inside[-1]
+    program: Program, seed: Seed, allowed: Callable[[Borders], Mask] = lambda borders: ~borders.inside[-1]
 ) -> Region | None:
-    """The stretch around the product `leaf`, whose operand `rows` carries the row space.
+    """The stretch around a product, by its rows.
 
     It is a region without amplifiers: its products are members.
 
     Args:
         program: the flattened trace.
-        leaf: the product.
-        rows: 0 or 1.
+        seed: the product with its rows.
         allowed: which stretches may be.
 
     Returns:
@@ -122,7 +100,8 @@ def grow_stretch(
     Raises:
         Refused: a wide value of it is needed whole.
     """
-    start, n = row_space(leaf, rows, "tiles")
+    leaf, rows = seed.leaf, seed.rows
+    start, n = row_space(leaf, rows, seed.dims, "tiles")
     closure = _Closure(program, n)
     try:
         closure.take(leaf, {rows: start})

@@ -67,7 +67,7 @@ def tile_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> float:
         if spec.sharding.split:
             copied_bytes += _row_bytes(spec, body.rows)
         elif slot in body.pairs:
-            seconds += _product_sum_seconds(plan, i, body.rows, device)
+            seconds += _product_sum_seconds(plan, i, body.pairs[slot], device)
         else:
             moved_bytes += spec.nbytes + _sum_bytes(plan, i)
     # The rows were just written, so a cache that holds them is read, and not the memory.
@@ -75,11 +75,11 @@ def tile_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> float:
     return seconds + moved_bytes / device.bandwidth_bytes_per_s
 
 
-def _product_sum_seconds(plan: LoopPlan, i: int, rows: int, device: DeviceModel) -> float:
-    """Seconds to add the product (V, rows) x (rows, D) to the gradient of the weight `i`."""
+def _product_sum_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel) -> float:
+    """Seconds to add the product (V, depth) x (depth, D) to the gradient of the weight `i`."""
     spec = plan.inputs[i]
-    flops = 2 * rows * math.prod(spec.shape)
-    operands_bytes = rows * sum(spec.shape) * spec.dtype.itemsize
+    flops = 2 * depth * math.prod(spec.shape)
+    operands_bytes = depth * sum(spec.shape) * spec.dtype.itemsize
     moved_s = (operands_bytes + _sum_bytes(plan, i)) / device.bandwidth_bytes_per_s
     return max(flops / device.matmul_flops(str(spec.dtype).removeprefix("torch.")), moved_s)
 

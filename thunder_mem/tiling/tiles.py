@@ -33,10 +33,11 @@ from thunder_mem.tiling.build import head_label
 from thunder_mem.tiling.find import AUTO_MIN_BYTES, check_accumulate
 from thunder_mem.tiling.leaves import Leaf, Program, read_program, size_bytes
 from thunder_mem.tiling.marks import Mark, strip_tile_marks
-from thunder_mem.tiling.region import Refused, Region, amplifying_products
+from thunder_mem.tiling.region import Refused, Region
 from thunder_mem.tiling.rows_per_chunk import floor_rows
+from thunder_mem.tiling.seeds import Seed, seeds_of
 from thunder_mem.tiling.splice import splice, unchunked
-from thunder_mem.tiling.stretch import WIDE_RATIO, grow_stretch, splits_activations
+from thunder_mem.tiling.stretch import WIDE_RATIO, grow_stretch
 from thunder_mem.tiling.tile_build import build_tiles, tile_gain_bytes
 from thunder_mem.trace.verification import VerificationError, verify_rewrite
 from thunder_mem.trace.view_prims import VIEWS
@@ -56,7 +57,8 @@ class Tiles:
 
     Attributes:
         rows: the rows of a tile of every stretch that can run in tiles, whether or not the backward then computes it
-            once more. "auto": only stretches that cost no time, with the rows that the device's products need.
+            once more. "auto": only stretches that cost no time, with the rows that the device's products need. Of a
+            convolution by samples, each position of a result counts, and a tile has whole samples.
         accumulate: dtype in which gradients of 16-bit weights add up over tiles: "float32" or "input", as for
             `ChunkLossHead`. None is "float32", or "input" under a budget that has no room for float32.
 
@@ -122,7 +124,7 @@ class _Tiler:
     def __init__(self, tiles: Tiles, executors: tuple[Any, ...], marks: Sequence[Mark]):
         self.tiles, self.executors, self.marks = tiles, executors, marks
         self.marked = frozenset[str]().union(*(m.names for m in marks))
-        self.tried: set[str] = set()
+        self.tried: set[tuple[str, int, tuple[int, ...]]] = set()  # keys of seeds
         self.done: set[str] = set()
         self.loops: list[LoopPlan] = []
         self.refusals: dict[str, StretchRefusal] = {}  # by the name of the product's result
@@ -131,12 +133,13 @@ class _Tiler:
     def next_loop(self, trace: TraceCtx) -> TraceCtx | None:
         """The trace with one more stretch in tiles; None if there is no other."""
         program = read_program(trace)
-        for leaf, rows in self._candidates(program):
-            self.tried.add(f"{leaf.outputs[0].name}/{rows}")
+        for seed in self._candidates(program):
+            leaf = seed.leaf
+            self.tried.add(seed.key)
             try:
                 asked = self._is_asked(leaf.outputs[0].name)
-                region = grow_stretch(program, leaf, rows, partial(_are_free, asked=asked))
-                loop = self._loop(leaf, region) if region else None
+                region = grow_stretch(program, seed, partial(_are_free, asked=asked))
+                loop = self._loop(seed, region) if region else None
                 if region is None or loop is None:
                     continue
                 check_autograd(loop)
@@ -166,28 +169,28 @@ class _Tiler:
             at = f" at {mark.source}" if mark.source else ""
             raise TilingError(f"a stretch marked by thunder_mem.tiled(){at} stays whole: {reason}")
 
-    def _candidates(self, program: Program) -> Iterator[tuple[Leaf, int]]:
-        for leaf, rows in amplifying_products(program, WIDE_RATIO, 1):
-            name = leaf.outputs[0].name
-            large = size_bytes(leaf.outputs[0]) >= AUTO_MIN_BYTES
-            tried = f"{name}/{rows}" in self.tried or name in self.done
-            if not tried and (self._is_asked(name) or large) and splits_activations(program, leaf, rows):
-                yield leaf, rows
+    def _candidates(self, program: Program) -> Iterator[Seed]:
+        for seed in seeds_of(program, WIDE_RATIO, 1):
+            name = seed.leaf.outputs[0].name
+            large = size_bytes(seed.leaf.outputs[0]) >= AUTO_MIN_BYTES
+            if seed.key not in self.tried and name not in self.done and (self._is_asked(name) or large):
+                yield seed
 
     def _is_asked(self, name: str) -> bool:
         return self.tiles.rows != "auto" or name in self.marked
 
-    def _loop(self, leaf: Leaf, region: Region) -> ChunkLoop | None:
+    def _loop(self, seed: Seed, region: Region) -> ChunkLoop | None:
         """The stretch's loop, or None if it should stay whole."""
-        out = leaf.outputs[0]
+        out = seed.leaf.outputs[0]
         asked = self._is_asked(out.name)
         if region.n < 2:
-            raise Refused(leaf, "it has a single row")
+            raise Refused(seed.leaf, "it has a single row")
         if isinstance(self.tiles.rows, int):
-            rows, sized = self.tiles.rows, "asked"
+            enough, sized = self.tiles.rows, "asked"
         else:
             # More would spare few readings of weights, which products hide, and their rows would leave the cache.
-            rows, sized = floor_rows(str(out.device.device_str()), dtypes.to_torch_dtype(out.dtype)), "tile"
+            enough, sized = floor_rows(str(out.device.device_str()), dtypes.to_torch_dtype(out.dtype)), "tile"
+        rows = -(-enough // seed.positions)
         if not asked and region.n < 2 * rows:
             return None
         loop = build_tiles(region, rows, sized, self.tiles.accumulate, self.executors, f"tiles{len(self.loops)}")
