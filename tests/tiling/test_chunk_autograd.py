@@ -49,6 +49,33 @@ def test_double_backward_raises():
         dx.sum().backward()
 
 
+def beside_accuracy(x, w, t):
+    logits = F.linear(x, w)
+    with torch.no_grad():
+        right = (logits.argmax(-1) == t).to(x.dtype).mean()
+    return F.cross_entropy(logits, t), right
+
+
+def scaled_under_no_grad(x, w, t):
+    logits = F.linear(x, w)
+    with torch.no_grad():
+        scale = logits.square().sum().rsqrt()
+    return F.cross_entropy(logits, t) * scale + F.linear(x * scale, w[:2]).sum(), scale
+
+
+@pytest.mark.parametrize("fn", [beside_accuracy, scaled_under_no_grad])
+def test_a_result_under_no_grad_leaves_the_losss_gradients(fn):
+    """Thunder takes an operation for a constant if any of its results is detached."""
+    x, w, t = inputs(64, 64, 300)
+    jitted, transform = chunked(fn)
+    loss, _ = jitted(x, w, t)
+    assert transform.record.loops[0].grads
+    value, gradients = exact(lambda *args: fn(*args)[0], x, w, t)
+    assert relative(loss, value) < 1e-5
+    for got, want in zip(torch.autograd.grad(loss, (x, w)), gradients, strict=True):
+        assert relative(got, want) < 1e-5
+
+
 def test_no_grad_does_no_gradient_work():
     x, w, t = inputs(256, 16, 1024)
     fn, transform = chunked(head, chunks=8)

@@ -232,6 +232,30 @@ def test_under_a_budget_that_nothing_fits_the_smaller_peak_is_named(monkeypatch)
         chosen_of(monkeypatch, (8000, 1.0), (9000, 1.0), budget=1000)
 
 
+class Watched(nn.Module):
+    """Averages a wide value, as of statistics for a log, without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        h = self.up(x)
+        with torch.no_grad():
+            self.seen.add_(h.mean())
+        return self.down(F.relu(h)).square().sum()
+
+
+def test_a_total_under_no_grad_leaves_the_stretchs_gradients():
+    module, x = made(Watched(), (37, WIDTH))
+    reference = copy.deepcopy(module).double()
+    jitted = compiled(module, Tiles(rows=16))
+    found, exact = gradients(jitted, module, x), gradients(reference, reference, x.double())
+    assert tiles_of(jitted) and max(errors(found, exact)) < 1e-5
+    torch.testing.assert_close(module.seen, reference.seen.float())
+
+
 @pytest.mark.parametrize("rows", [64, 300])
 def test_by_default_too_few_rows_stay_whole(rows):
     module, x = made(Stack(blocks=1, width=64, wide=256), (1, rows, 64))

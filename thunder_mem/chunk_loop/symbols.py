@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from thunder.core import devices, dtypes, prims
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol, default_python_printer
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transforms import register_grad
@@ -26,6 +26,7 @@ from thunder_mem.chunk_loop.price import loop_seconds
 from thunder_mem.chunk_loop.run import ChunkLoop, run
 from thunder_mem.memory.device_models import DeviceModel
 from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
+from thunder_mem.trace.renaming import under
 
 __all__ = [
     "bind_loop",
@@ -242,8 +243,20 @@ _NAMES = (
 
 
 def bind_loop(loop: ChunkLoop, inputs: Sequence[TensorProxy], outputs: Sequence[TensorProxy]) -> BoundSymbol:
-    """The bound symbol that computes existing proxies `outputs` by the loop."""
+    """The bound symbol that computes existing proxies `outputs` by the loop.
+
+    Thunder takes a bound symbol for a constant if any of its outputs is detached. So no output of a loop with
+    gradients is marked so; its plan knows which of them have gradients.
+    """
+    if loop.plan.differentiable:
+        outputs = list(map(_not_detached, outputs))
     return chunk_loop.bind(loop, *inputs, output=tuple(outputs))
+
+
+def _not_detached(out: TensorProxy) -> TensorProxy:
+    new = under(out, out.name)
+    new.tags.discard(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+    return new
 
 
 def is_chunk_loop(bsym: BoundSymbol) -> bool:

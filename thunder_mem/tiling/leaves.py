@@ -21,6 +21,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transforms import nondifferentiable_vjp_symbols
 
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.frontend.loss_decompositions import DECOMPOSITIONS, decomposed
 from thunder_mem.sharding.propagation import RULES
 from thunder_mem.trace.origins import symbol_name
@@ -147,7 +148,7 @@ class Program:
         reached = {a.name for a in self.args if a.requires_grad}
         flows = []
         for leaf in self.leaves:
-            outs = [o.name for o in leaf.outputs if dtypes.is_inexact_dtype(o.dtype)]
+            outs = [o.name for o in _with_gradients(leaf) if dtypes.is_inexact_dtype(o.dtype)]
             if outs and any(t.name in reached for t in leaf.inputs) and not is_constant(leaf):
                 reached.update(outs)
                 flows.append((leaf, outs))
@@ -156,6 +157,13 @@ class Program:
             if not wanted.isdisjoint(outs):
                 wanted.update(t.name for t in leaf.inputs)
         return frozenset(reached & wanted)
+
+
+def _with_gradients(leaf: Leaf) -> Sequence[TensorProxy]:
+    """The outputs that may have gradients: of a loop those that its plan differentiates, else all."""
+    if not is_chunk_loop(leaf.bsym):
+        return leaf.outputs
+    return [leaf.outputs[i] for i in loop_of(leaf.bsym).plan.differentiable]
 
 
 def is_constant(leaf: Leaf) -> bool:
