@@ -79,9 +79,9 @@ class MemEfficient(ListedTransform):
             rest of the program's peak allows. A `thunder_mem.ChunkLossHead` sets the chunks instead:
             ``chunk=ChunkLossHead(rows=1024, accumulate="input")``.
         tile: run stretches whose rows do not see each other, such as an MLP with its norm and its residual sum, a few
-            rows at a time, so that their wide values never exist whole. By default where this costs no time (inside
-            checkpoints, or without a gradient) and lowers the peak. With ``tile=Tiles(rows=2048)`` every possible
-            stretch runs in tiles.
+            rows at a time, so that their wide values never exist whole. By default where this repeats no work (inside
+            checkpoints, or without a gradient), lowers the peak, and takes at most 1 % of the modelled time. With
+            ``tile=Tiles(rows=2048)`` every possible stretch runs in tiles.
         budget: the most bytes that may be alive at once in the forward or the backward: an int, a size such
             as "40GiB", or "80%" of the device's memory. It includes arguments and results, but nothing
             outside the compiled function, such as an optimizer's state. If the free decisions do not
