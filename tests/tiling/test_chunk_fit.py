@@ -164,6 +164,13 @@ def test_a_single_chunk_adds_up_in_the_weights_own_dtype():
         assert (got.double() - want).norm() < 1.05 * (peer.double() - want).norm()
 
 
+def test_temporaries_between_products_stay_within_half_a_mebibyte_on_a_cpu():
+    x, w, t = inputs(1024, 8, 4096)
+    compiled, _ = compiled_with(head, MemEfficient(), x, w, t)
+    (plan,) = loops_of(compiled)
+    assert 0 < plan.backward_block_bytes <= (MIB // 2) * 1.01
+
+
 # --- from the timeline --------------------------------------------------------------------------------
 
 

@@ -241,12 +241,12 @@ def _least_rows(region: Region, head: Head) -> int:
 def _block_rows(head: Head, chunk_rows: int, row_scratch: int, least_rows: int, asked: bool) -> int:
     """Rows of a block between the products: temporaries take at most a tenth of the chunk's logits, or 128 KiB.
 
-    On a CPU they may take a 16th of all logits up to 1 MiB, because smaller blocks work no longer than the calls
+    On a CPU they may take a 16th of all logits up to 512 KiB, because smaller blocks work no longer than the calls
     themselves take. That does not apply to chunks that the user set, which are most of the peak. A divisor of the
     chunk is preferred, so that few distinct block sizes exist.
     """
     share_bytes = 0 if asked or not head.device.startswith("cpu") else head.n * head.row_bytes // 16
-    allowed_bytes = max(1 << 17, chunk_rows * head.row_bytes // 10, min(1 << 20, share_bytes))
+    allowed_bytes = max(1 << 17, chunk_rows * head.row_bytes // 10, min(1 << 19, share_bytes))
     most = min(chunk_rows, max(least_rows, allowed_bytes // max(1, row_scratch)))
     for size in range(most, max(1, most // 2), -1):
         if chunk_rows % size == 0:
