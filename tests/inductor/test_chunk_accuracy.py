@@ -1,6 +1,7 @@
 """Numbers of chunked losses: sums over chunks, roundings, and the memory that they take."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import thunder
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 from tests.programs.chunk_tools import chunked, exact, head, inputs, packed_bytes, relative
 from thunder_mem import ChunkLossHead, predict
-from thunder_mem.chunk_loop.gradient_sums import Accumulator
+from thunder_mem.chunk_loop.gradient_sums import Accumulator, finish, part_bounds
 from thunder_mem.chunk_loop.matmul import gemm, gemm_scratch_bytes, multiplies
 from thunder_mem.chunk_loop.plan import Spec
 from thunder_mem.prediction.measure import measure_peak
@@ -133,6 +134,17 @@ def test_a_product_for_a_finer_sum_holds_no_more_than_is_planned(rows, depth, sc
     total.add_product(dlogits.t(), x, scratch_kib << 10)
     peak_bytes = measure_peak(total.add_product, dlogits.t(), x, scratch_kib << 10)
     assert peak_bytes <= gemm_scratch_bytes("cpu", torch.bfloat16, {torch.float32}, rows, scratch_kib << 10)
+
+
+def test_a_float32_sum_is_scaled_and_rounded_in_its_own_memory():
+    """On a CPU, where the scaled sum would be a temporary; the result is as if it had been one."""
+    spec = Spec("w", (4096, 64), torch.bfloat16, "cpu", Sharding((None, None)))
+    plan = SimpleNamespace(grads=(0,), grad_dtypes=(torch.float32,), inputs=(spec,))
+    whole, scale = torch.randn(spec.shape), torch.tensor(0.3)
+    parts = [whole[lo:hi].clone() for lo, hi in part_bounds(spec, torch.float32)]
+    results = []
+    assert measure_peak(lambda: results.extend(finish(plan, scale, parts))) <= 1 << 13
+    assert torch.equal(results[0], (whole * scale).bfloat16())
 
 
 @pytest.mark.parametrize("multiplies", [True, False], ids=["with units", "without"])

@@ -179,6 +179,10 @@ def _round_in_place(spec: Spec, parts: list[Tensor], scale: Tensor | None) -> Te
     Element i of the result lies where element i / 2 of the part was. So a stretch [k, 2k) of the part lands on
     [k / 2, k), which has been read already. Stretches double from a small first one.
     """
+    if scale is not None and spec.device == "cpu":  # in place, where a product would be a temporary
+        for part in parts:
+            part.mul_(scale)
+        scale = None
     first, second = parts
     result = first.view(-1).view(spec.dtype)[: math.prod(spec.shape)]
     flat = first.view(-1)

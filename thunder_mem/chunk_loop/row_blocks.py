@@ -30,6 +30,8 @@ def row_views(t: Tensor, sharding: Sharding, start: int, stop: int) -> list[Tens
     """
     dims = [d for d, row in enumerate(sharding.dims) if row is not None]
     *outer, last = dims
+    if not outer:
+        return [t.narrow(last, start, stop - start)]
     inner = t.shape[last]
     span = inner
     for d in reversed(outer):
