@@ -72,10 +72,11 @@ fuzz: $(STAMP)  ## N random programs against eager: make fuzz N=50000; failing o
 upstream-tests: $(STAMP)  ## Thunder's own tests with MemEfficient in every thunder.jit; fails if one fails only with it
 	$(BIN)/python -m tests.upstream.run $(ARGS)
 
-# What is known is kept in build/mutants.json, so that it goes on where it stopped: make mutants PACKAGES="planning"
+# What is known is kept in build/mutants*.json, so that it goes on where it stopped. With fewer tests it takes minutes:
+# make mutants PACKAGES="partition" ARGS="--tests tests/unit tests/planning --slow --seconds 20"
 PACKAGES ?= planning rewrites partition fusion schedule tiling trace
-mutants: $(STAMP)  ## hours: does a test fail where a function does nothing? names those that no test misses
-	$(BIN)/python -m tests.mutants $(PACKAGES)
+mutants: $(STAMP)  ## does a test fail where a function does nothing? an hour to see what calls it, seconds for each
+	$(BIN)/python -m tests.mutants $(PACKAGES) $(ARGS)
 
 docs: $(STAMP)  ## the site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -1,97 +1,88 @@
 """Does a test fail where a function does nothing? ``python -m tests.mutants planning rewrites``.
 
 First all tests run once, to see which of them call which function. Then each function is emptied, and its tests run
-until one fails, those that ran few functions first. What no test notices is named: a test is missing there, or the
-function is not needed. The answers are kept in build/mutants.json, so that the same command goes on where it stopped.
+until one fails, those of short files first. What no test notices is named: a test is missing there, or the function
+is not needed. The answers are kept in build/mutants.json, so that only new functions are tried.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 
-from coverage import CoverageData
-
-from tests.mutants.mutate import PACKAGE, functions_of
-from tests.mutants.plugin import VARIABLE
+from tests.mutants.calls import Call, known_calls
+from tests.mutants.functions import PACKAGE, functions_of
+from tests.mutants.trial import caught_by, import_all
 
 ROOT = PACKAGE.parent
-BUILD = ROOT / "build"
-COVERAGE = BUILD / "mutants.coverage"
-ANSWERS = BUILD / "mutants.json"
-SECONDS = 600
+ANSWERS = ROOT / "build" / "mutants.json"
 
 
-def record() -> None:
-    """Run all tests that are not slow, and note which lines each of them runs."""
-    settings = BUILD / "mutants.rc"
-    settings.write_text(f"[run]\ndata_file = {COVERAGE}\nparallel = true\nsource = thunder_mem\n")
-    command = ["-m", "pytest", "-q", "-m", "not slow", "-n", "2", "--dist", "loadfile", "--cov", "--cov-report="]
-    command += [f"--cov-config={settings}", "--cov-context=test"]
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
+def note_calls(paths: Iterable[str], slow: bool) -> None:
+    """Run the tests of new files, or with `slow` all tests of all these files, and note which functions each calls."""
+    files = sorted({str(f.relative_to(ROOT)) for p in paths for f in _test_files(ROOT / p)})
+    known = {test.partition("::")[0] for test in known_calls()}
+    if run := files if slow else [f for f in files if f not in known]:
+        command = ["-m", "pytest", "-q", "-p", "tests.mutants.calls", *([] if slow else ["-m", "not slow"]), *run]
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
 
 
-def tests_by_function(names: list[str]) -> dict[str, list[str]]:
-    """For each function the tests that run a line of its body, those first that run the fewest functions."""
-    data = CoverageData(str(COVERAGE))
-    data.read()
-    found: dict[str, set[str]] = {}
-    for name in names:
-        module, _, qualified = name.partition(":")
-        path = ROOT / Path(*module.split(".")).with_suffix(".py")
-        lines = _body(path, qualified)
-        contexts = data.contexts_by_lineno(str(path))
-        found[name] = {c.partition("|")[0] for line in lines for c in contexts.get(line, ()) if c}
-    breadth = Counter(test for tests in found.values() for test in tests)
-    return {name: sorted(tests, key=lambda t: (breadth[t], t)) for name, tests in found.items()}
+def _test_files(path: Path) -> Iterator[Path]:
+    with_other_needs = {"with_nvfuser", "with_triton", "upstream"}
+    for file in [path] if path.is_file() else path.rglob("test_*.py"):
+        if not with_other_needs & set(file.parts):
+            yield file
 
 
-def _body(path: Path, qualified: str) -> range:
-    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
-    for part in qualified.split("."):
-        node = next(n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part)
-        body = node.body
-    return range(body[0].lineno, (node.end_lineno or body[0].lineno) + 1)
+def tests_by_function(calls: Mapping[str, Call]) -> dict[str, list[str]]:
+    """For each function the tests that call it: those of short files first, as a file's fixtures take time, too."""
+    found: dict[str, list[str]] = {}
+    files: dict[str, float] = Counter()
+    for test, call in calls.items():
+        files[test.partition("::")[0]] += call["seconds"]
+    for test in sorted(calls, key=lambda test: (files[test.partition("::")[0]], calls[test]["seconds"], test)):
+        for name in calls[test]["functions"]:
+            found.setdefault(name, []).append(test)
+    return found
 
 
-def survives(name: str, tests: list[str], most: int) -> str:
-    """ "noticed", "unnoticed", "unreached" by any test, or "skipped" where the function cannot be emptied."""
-    if not tests:
-        return "unreached"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "tests.mutants.plugin", "-p", "no:cacheprovider"]
-    environment = {**os.environ, VARIABLE: name, "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            [*command, *tests[:most]], cwd=ROOT, env=environment, capture_output=True, timeout=SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return "noticed"  # a search that finds no end
-    return {0: "unnoticed", 5: "skipped"}.get(done.returncode, "noticed")
+def within(seconds: float, tests: list[str], calls: Mapping[str, Call]) -> list[str]:
+    """The first of these tests that take no longer than so many seconds together, but at least one."""
+    took = accumulate(calls[test]["seconds"] for test in tests)
+    return [test for test, until in zip(tests, took, strict=True) if until <= seconds] or tests[:1]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("packages", nargs="*", default=["planning", "rewrites", "partition", "fusion"])
-    parser.add_argument("--most", type=int, default=40, help="tests that run for one function (default: %(default)s)")
-    parser.add_argument("--again", action="store_true", help="ask anew what no test noticed")
+    parser.add_argument("--tests", nargs="*", default=["tests"], help="files and folders of tests (default: all)")
+    parser.add_argument("--slow", action="store_true", help="run these tests first, the slow ones too")
+    parser.add_argument("--seconds", type=float, default=60, help="of tests for one function (default: %(default)s)")
     options = parser.parse_args()
-    BUILD.mkdir(exist_ok=True)
-    if not COVERAGE.exists():
-        record()
+    note_calls(options.tests, options.slow)
+    calls = known_calls()
+    tests = tests_by_function(calls)
     names = list(functions_of(options.packages))
-    known = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
-    for name, tests in tests_by_function(names).items():
-        if name not in known or (options.again and known[name] in ("unnoticed", "unreached")):
-            known[name] = survives(name, tests, options.most)
-            ANSWERS.write_text(json.dumps(known, indent=1) + "\n")
-            print(f"{known[name]:10} {name}", flush=True)
-    left = [name for name in names if known[name] in ("unnoticed", "unreached")]
+    known: dict[str, str] = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
+    left = []
+    import_all()
+    for name in names:
+        if name in known:
+            continue
+        called_by = tests.get(name, [])
+        caught = caught_by(name, within(options.seconds, called_by, calls)) if called_by else None
+        if caught:
+            known[name] = caught
+            ANSWERS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+        else:
+            left.append(name)
+        print(f"{caught or ('no test notices' if called_by else 'no test calls')}: {name}", flush=True)
     print(f"{len(names)} functions, {len(left)} of which no test misses:", *left, sep="\n  ")
     return 1 if left else 0
 

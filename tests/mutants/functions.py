@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-__all__ = ["PACKAGE", "empty", "functions_of", "nothing"]
+__all__ = ["PACKAGE", "empty", "functions_of", "module_name", "named_functions", "nothing"]
 
 PACKAGE = Path(__file__).parents[2] / "thunder_mem"
 
@@ -30,17 +30,22 @@ def functions_of(packages: list[str]) -> Iterator[str]:
     """``module:qualified.name`` of each function and method that has a body, but for protocols and dunders."""
     for package in packages:
         for path in sorted((PACKAGE / package).rglob("*.py")):
-            module = ".".join(("thunder_mem", *path.relative_to(PACKAGE).with_suffix("").parts))
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            yield from (f"{module}:{name}" for name in _names(tree.body, ""))
+            yield from (f"{module_name(path)}:{name}" for name, _ in named_functions(tree.body))
 
 
-def _names(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+def module_name(path: Path) -> str:
+    """The name by which a file of the package is imported."""
+    return ".".join(("thunder_mem", *path.relative_to(PACKAGE).with_suffix("").parts))
+
+
+def named_functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Functions and methods with their qualified names, but for those of protocols, dunders and inner functions."""
     for node in body:
         if isinstance(node, ast.ClassDef) and not any("Protocol" in ast.unparse(base) for base in node.bases):
-            yield from _names(node.body, f"{prefix}{node.name}.")
+            yield from named_functions(node.body, f"{prefix}{node.name}.")
         elif isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
-            yield prefix + node.name
+            yield prefix + node.name, node
 
 
 def nothing(function: FunctionType) -> str:
