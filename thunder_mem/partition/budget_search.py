@@ -3,7 +3,7 @@
 The integer program (`milp.py`) proposes, with rows from a few trials of a ladder of minimum cuts (`tradeoff_curve.py`).
 A trial by the exact timeline disposes. Proposals belong to fixed targets, the cells of the range between the ladder's
 ends, not to the given budget. So the same few choices answer neighbouring budgets, and a larger budget never has fewer
-choices. If no proposal fits, the ladder's first rung that fits is the answer (the greedy fallback).
+choices. If no proposal fits, a tried rung of the ladder does.
 """
 
 from __future__ import annotations
@@ -240,10 +240,6 @@ def fit_budget(problem: SavingProblem, budget_bytes: int) -> PartitionChoice:
     found = _proposals(problem, level, budget_bytes)
     bound = found[0].bound_seconds if found else 0.0
     found = [fit for fit in (*found, *level.sampled, *_of_the_next(problem, level)) if fit.peak_bytes <= budget_bytes]
-    if not found:
-        found = [fit for fit in [greedy_fit(problem, level.rungs, budget_bytes)] if fit.peak_bytes <= budget_bytes]
-    if not found:
-        return _smallest(problem)
     best = min(found, key=lambda f: (f.seconds, f.peak_bytes))
     if not level.exact and (rung := _cheaper_rung(problem, level, best, bound, budget_bytes)) is not None:
         best = rung
