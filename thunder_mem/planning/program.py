@@ -9,6 +9,7 @@ import torch
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor
 
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.costs.measured import costs_of
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.frontend.checkpoint_tags import checkpointed_storages
@@ -129,20 +130,29 @@ def free_partitions(program: Program) -> list[frozenset[int]]:
     """Choices of storages that the backward recomputes at no price beyond the user's checkpoints.
 
     The first, the minimum cut, ignores where checkpoints begin and end: it may repeat the forward of many checkpoints
-    at once, from few bytes. The second keeps the values that checkpoints keep, except those that cheap ops make from
-    the others. The third is the user's own. Where stretches run in tiles, a fourth also keeps inputs of some.
+    at once, from few bytes, but no stretch in tiles that the checkpoints alone would not repeat. The second keeps the
+    values that checkpoints keep, except those that cheap ops make from the others. The third is the user's own. Where
+    stretches run in tiles, a fourth also keeps inputs of some.
     """
     source, fuse, constraints = program.source, program.fuse, program.constraints
     graph = source.graph
-    cut = min_cut_partition(graph, fuse, constraints)
     if constraints.may_recompute <= program.gathered and not constraints.must_recompute:
-        return [cut]
+        return [min_cut_partition(graph, fuse, constraints)]
     offered = _only_offered(source, fuse, constraints)
+    allowed = constraints.may_recompute - (_results_of_tiles(source) - offered)
+    cut = min_cut_partition(graph, fuse, replace(constraints, may_recompute=allowed))
     kept = saved_storages(graph, offered)
     cheap = min_cut_partition(graph, fuse, replace(constraints, may_recompute=program.gathered), needed=kept)
     read = {r for s in cheap for r in graph.ops[graph.allocator[s]].reads} - cheap  # type: ignore[index]
     borders = keeping_borders(program.trace, source, fuse, constraints, offered)
     return list(dict.fromkeys([cut, offered - read | cheap, offered, *([] if borders is None else [borders])]))
+
+
+def _results_of_tiles(source: TraceGraph) -> frozenset[int]:
+    """The storages that stretches in tiles make in the forward."""
+    ops = zip(source.graph.ops, source.bsyms, strict=True)
+    loops = (op for op, bsym in ops if not op.backward and is_chunk_loop(bsym) and loop_of(bsym).plan.is_stretch)
+    return frozenset(s for op in loops for s in op.allocates)
 
 
 def _only_offered(source: TraceGraph, fuse: FusionCapabilities, choices: Constraints) -> frozenset[int]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 
 from thunder_mem.sharding.propagation import RuleError, Sharding
@@ -21,11 +22,15 @@ from thunder_mem.tiling.leaves import Leaf, Program, effects, numel
 from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, propagate_leaf, row_space
 from thunder_mem.tiling.seeds import Seed
 from thunder_mem.trace.origins import symbol_name
+from thunder_mem.trace.view_prims import VIEWS
 
 __all__ = ["WIDE_RATIO", "grow_stretch"]
 
 WIDE_RATIO = 1.25
 """A value is wide if a row of it takes more than this many times what a row of the product's operand takes."""
+
+_PASSING = {*VIEWS, PrimIDs.CONVERT_ELEMENT_TYPE, PrimIDs.ADD, PrimIDs.SUB, PrimIDs.NEG}
+"""Operations whose gradients do not depend on their operands."""
 
 _REACH = 80
 """Operations that a stretch takes in beyond its products, upwards and downwards."""
@@ -121,9 +126,11 @@ def grow_stretch(
     fit = whole.only(allowed(whole))
     if not len(fit):
         return None
-    up, down = fit.reach
-    best = np.lexsort((-down, up, _crossing_bytes(closure, fit, leaf.index)))[0]
-    return _region(closure, fit.members(int(best)))
+    crossing = _crossing_bytes(closure, fit, leaf.index)
+    fewest = fit.only(crossing == crossing.min())
+    up, down = fewest.reach
+    best = np.lexsort((-down, up, _passing_bytes(closure, fewest)))[0]
+    return _region(closure, fewest.members(int(best)))
 
 
 def _take_wide(closure: _Closure, seed: Leaf) -> None:
@@ -251,6 +258,34 @@ def _cut_composites(closure: _Closure, borders: Borders) -> Iterator[tuple[Mask,
             if reader.parents and reader.parents[0] is producer.parents[0]:
                 why = f"only a part of {symbol_name(reader.parents[0].sym)} could run in tiles"
                 yield borders.makes(t.name) ^ borders.holds(reader.index), why
+
+
+def _passing_bytes(closure: _Closure, borders: Borders) -> NDArray[np.int64]:
+    """Bytes of one row of all values from outside that members only add, as an expert adds to the others' sum.
+
+    The backward would receive each for nothing, and copy a gradient to be its gradient.
+    """
+    read = {t.name: t for i in borders.row_of for t in closure.program.leaves[i].inputs if closure.splits(t)}
+    total = np.zeros(len(borders), dtype=np.int64)
+    for name, t in read.items():
+        given = borders.reads(name) & ~borders.makes(name)
+        if given.any():
+            total += closure.row_bytes(t) * (given & ~_is_used(borders, name))
+    return total
+
+
+def _is_used(borders: Borders, name: str) -> Mask:
+    """Whether a gradient of the members depends on the value: something else than sums reads it, or a sum of it."""
+    used = borders.inside[-1]
+    reached = {name: ~used}
+    for leaf in (borders.program.leaves[i] for i in borders.row_of):
+        if names := {t.name for t in leaf.inputs} & reached.keys():
+            reading = borders.holds(leaf.index) & borders.either(reached[n] for n in names)
+            if leaf.bsym.sym.id in _PASSING:
+                reached.update((o.name, reading) for o in leaf.outputs)
+            else:
+                used = used | reading
+    return used
 
 
 def _region(closure: _Closure, inside: frozenset[int]) -> Region:
