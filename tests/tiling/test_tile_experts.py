@@ -3,9 +3,12 @@
 import pytest
 import thunder
 import torch
+from litgpt import Config
+from litgpt.model import LLaMAMoE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.experts import MaskedExperts
 from tests.tiling.test_tiles import WIDE, WIDTH, assert_as_exact_as_eager, compiled, made, tiles_of
 from thunder_mem import MemEfficient, Tiles, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop
@@ -160,3 +163,12 @@ def test_scores_of_attention_are_no_stack_of_weights():
     jitted = compiled(scores_of_attention, Tiles(rows=5))
     jitted(q, k, v).backward()
     assert not tiles_of(jitted)
+
+
+def test_the_benchmarks_experts_are_litgpts():
+    config = Config.from_name(
+        "Mixtral-8x7B-v0.1", n_embd=8, n_head=2, n_query_groups=1, intermediate_size=16, n_expert=EXPERTS
+    )
+    torch.manual_seed(0)
+    theirs, x = LLaMAMoE(config), torch.randn(2, 5, 8)
+    torch.testing.assert_close(MaskedExperts(theirs)(x), theirs(x))
