@@ -362,6 +362,7 @@ def test_in_a_function_a_right_operand_that_is_an_argument_is_a_weight(right):
     assert not tiles_of(jitted)
 
 
+@pytest.mark.usefixtures("time_is_free")
 @pytest.mark.slow
 def test_a_forward_alone_runs_in_tiles():
     module, x = made(Stack(blocks=2, checkpoints=False, width=64, wide=256), (1, 1024, 64))
