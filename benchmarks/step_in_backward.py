@@ -220,7 +220,8 @@ def measured(console: Console, rounds: int) -> list[Measured]:
                 times[name].append(time.perf_counter() - start)
         for name, (run, predicted) in runs.items():
             seconds = statistics.median(times[name]) if rounds else None
-            ratio = seconds and seconds / statistics.median(times[BASELINE])
+            pairs = [own / base for own, base in zip(times[name], times[BASELINE], strict=True)]  # the same load
+            ratio = statistics.median(pairs) if rounds else None
             known = predicted and predicted()
             rows.append(Measured(str(dtype).removeprefix("torch."), name, measure_peak(run), known, seconds, ratio))
     return rows
