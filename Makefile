@@ -74,7 +74,7 @@ upstream-tests: $(STAMP)  ## Thunder's own tests with MemEfficient in every thun
 
 # What is known is kept in build/mutants*.json, so that it goes on where it stopped. With fewer tests it takes minutes:
 # make mutants PACKAGES="partition" ARGS="--tests tests/unit tests/planning --slow --seconds 20"
-PACKAGES ?= planning rewrites partition fusion schedule tiling trace
+PACKAGES ?= planning rewrites partition fusion schedule tiling loop_body trace semantics
 mutants: $(STAMP)  ## does a test fail where a function does nothing? an hour to see what calls it, seconds for each
 	$(BIN)/python -m tests.mutants $(PACKAGES) $(ARGS)
 

@@ -31,9 +31,9 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.loss_head_gpt2 import gpt2
-from thunder_mem.prediction.measure import measure_peak
 from thunder_mem.prediction.predict import predict
 from thunder_mem.prediction.simulate import simulate
+from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.mem_efficient import MemEfficient
 

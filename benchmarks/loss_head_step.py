@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.models import llama_step
 from thunder_mem import MemEfficient
-from thunder_mem.prediction.measure import measure_peak
+from thunder_mem.runtime.measure import measure_peak
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 from torch.utils.checkpoint import checkpoint
 
-from thunder_mem.prediction import measure
+from thunder_mem.runtime import measure
 
 __all__ = [
     "Program",

@@ -19,11 +19,11 @@ from thunder_mem.partition.budget import BudgetError
 from thunder_mem.partition.constraints import RecomputeError
 from thunder_mem.planning.plan_file import PlanFileError
 from thunder_mem.planning.record import last_plan
-from thunder_mem.prediction.measure import measure_peak
 from thunder_mem.prediction.predict import predict
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import predict_step
 from thunder_mem.report import explain
+from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.sorting import SORTS, register_sort
 from thunder_mem.tiling.marks import chunked, tiled
 from thunder_mem.tiling.tiles import Tiles

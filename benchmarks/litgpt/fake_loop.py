@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from thunder_mem.analysis.estimate import follow
+from thunder_mem.fake_execution.fake_twins import Twins
+from thunder_mem.fake_execution.replay import Ledger
 from thunder_mem.memory.device_specs import device_spec
 from thunder_mem.prediction.caching_allocator import allocate
 from thunder_mem.prediction.fake_inputs import mode_of
-from thunder_mem.prediction.fake_twins import Twins
 from thunder_mem.prediction.predict import Prediction
-from thunder_mem.prediction.replay import Ledger
 from thunder_mem.prediction.simulate import apply_to
 
 __all__ = ["LoopPeak", "benchmark_loop", "fake_cpu", "fake_peak", "held_bytes", "loop_peak"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.litgpt.fake_loop import LoopPeak, benchmark_loop, held_bytes
-from thunder_mem.prediction.measure import measure_curve
+from thunder_mem.runtime.measure import measure_curve
 
 __all__ = ["measured_peak"]
 

@@ -8,7 +8,7 @@ from thunder.core.symbol import BoundSymbol
 
 from tests.checking.rewritten import effects_in, positions, with_bsyms
 from tests.checking.traces import replaced
-from thunder_mem.trace.aliases import Aliases
+from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.trace.reading import BACKWARD
 
 

@@ -7,7 +7,7 @@ from thunder.core.trace import TraceCtx, tracectx
 
 from tests.checking.rewritten import Rewritten, effects_in, positions, with_bsyms
 from tests.checking.traces import replaced
-from thunder_mem.trace.aliases import Aliases
+from thunder_mem.semantics.aliases import Aliases
 
 
 def _renamed(bsyms: list[BoundSymbol], old: TensorProxy, new: TensorProxy) -> list[BoundSymbol]:

@@ -12,7 +12,7 @@ from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.pipeline import plan_joint_trace
 from thunder_mem.planning.program import Planned
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
-from thunder_mem.trace.effects import effects_of
+from thunder_mem.semantics.effects import effects_of
 from thunder_mem.trace.emission import emit
 
 __all__ = ["Rewritten", "effects_in", "positions", "rewrite", "with_bsyms"]

@@ -33,7 +33,7 @@ from thunder_mem.memory.plan import Arrangement, Plan, PlannedRegion
 from thunder_mem.planning import pipeline, stages
 from thunder_mem.planning.plan_file import plan_json
 from thunder_mem.rewrites.regathered_values import gathered_twice
-from thunder_mem.trace.collectives import awaited_futures, is_gather, is_reduction, starts
+from thunder_mem.semantics.collectives import awaited_futures, is_gather, is_reduction, starts
 from thunder_mem.trace.reading import read_trace
 from thunder_mem.transforms import mem_efficient
 

@@ -11,12 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from thunder_mem.prediction.measure import measure_peak
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime import cpu_attention
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
-from thunder_mem.trace.kernel_scratch import estimated_scratch_bytes
-from thunder_mem.trace.layout import Layout
+from thunder_mem.runtime.measure import measure_peak
+from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
+from thunder_mem.semantics.layout import Layout
 
 
 def attend(q, k, v, mask=None, is_causal=False, scale=None):

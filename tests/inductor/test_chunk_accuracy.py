@@ -13,7 +13,7 @@ from thunder_mem import ChunkLossHead, predict
 from thunder_mem.chunk_loop.gradient_sums import Accumulator, finish, part_bounds
 from thunder_mem.chunk_loop.matmul import gemm, gemm_scratch_bytes, multiplies
 from thunder_mem.chunk_loop.plan import Spec
-from thunder_mem.prediction.measure import measure_peak
+from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.sharding.propagation import Sharding
 
 

@@ -13,7 +13,7 @@ from thunder_mem import MemEfficient, StepInBackward, explain, fits, last_plan, 
 from thunder_mem.optimizer.one_parameter import step_alone
 from thunder_mem.optimizer.update import is_update, update_of
 from thunder_mem.prediction.training_step import training_step
-from thunder_mem.trace.kernel_scratch import estimated_scratch_bytes
+from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.trace.reading import read_trace
 
 NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")

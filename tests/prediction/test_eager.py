@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thunder_mem import estimate, predict_step
-from thunder_mem.prediction.measure import measure_peak
 from thunder_mem.prediction.predict import PredictionError
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import training_step
+from thunder_mem.runtime.measure import measure_peak
 
 MIB = 2**20
 

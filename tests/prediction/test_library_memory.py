@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from thunder_mem import fits, predict, predict_step
+from thunder_mem.fake_execution.replay import Event
 from thunder_mem.memory.device_specs import DEVICES
 from thunder_mem.prediction.caching_allocator import allocate
 from thunder_mem.prediction.library_memory import cublas_workspace_bytes, library_memory, unknown_library_memory
-from thunder_mem.prediction.replay import Event
 from thunder_mem.prediction.simulate import simulate
 
 A100, H100 = 8519680, 32 * 2**20

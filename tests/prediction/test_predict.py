@@ -10,9 +10,9 @@ from torch import nn
 from benchmarks.models import efficient, inefficient
 from tests.programs.predict_cases import CASES, WAYS, gpt, issue_1337, peaks_as_planned, randn, tensors_of
 from thunder_mem.planning.record import last_plan
-from thunder_mem.prediction.measure import measure_peak
 from thunder_mem.prediction.predict import PredictionError, predict
 from thunder_mem.prediction.simulate import simulate
+from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.transforms import MemEfficient
 
 MIB = 2**20

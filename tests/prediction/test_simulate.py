@@ -9,14 +9,14 @@ from torch import nn
 
 from thunder_mem import MemEfficient, explain, last_plan, memory_time_frontier
 from thunder_mem.analysis.capacity import fits, largest_batch, largest_sequence
+from thunder_mem.fake_execution.scratch import KERNELS, PRODUCTS, REGIONS
 from thunder_mem.memory.device_specs import DEVICES, device_spec
 from thunder_mem.prediction.caching_allocator import CachingAllocator, allocate, rounded
-from thunder_mem.prediction.measure import measure_peak
 from thunder_mem.prediction.predict import PredictionError, predict
-from thunder_mem.prediction.scratch import KERNELS, PRODUCTS, REGIONS
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import predict_step
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.runtime.simulated_device import simulated_device
 
 MIB = 2**20

@@ -355,3 +355,16 @@ CASES = (
     Case("frozen_w", ce_bias, flat(b=rand(V)), ("x", "b")),
     Case("frozen_b", ce_bias, flat(b=rand(V)), ("x", "w")),
 )
+
+
+def prepare(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in case.tensors().items()}
+    return {k: v.requires_grad_(k in case.grads) for k, v in tensors.items()}
+
+
+def loss_and_grads(fn, tensors, grads):
+    out = fn(**tensors)
+    rest = out[1:] if isinstance(out, tuple) else ()
+    loss = out[0] if isinstance(out, tuple) else out
+    tangent = torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype).reshape(loss.shape)
+    return (loss.detach(), *(r.detach() for r in rest)), torch.autograd.grad(loss, [tensors[g] for g in grads], tangent)

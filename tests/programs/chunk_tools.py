@@ -4,7 +4,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 
-from thunder_mem.prediction.measure import measure_peak
+from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 
 

@@ -30,7 +30,7 @@ from tests.fuzzing.quick_thunder import looked_up_once
 from thunder_mem import ChunkLossHead, MemEfficient, StepInBackward, Tiles, last_plan, measure_peak
 from thunder_mem.distributed.agreement import RanksDifferError, schedule_of
 from thunder_mem.optimizer.update import is_update
-from thunder_mem.trace.collectives import starts
+from thunder_mem.semantics.collectives import starts
 
 __all__ = ["CASES", "FOUR_CASES", "SLOW_CASES", "TABLES", "run_rank"]
 

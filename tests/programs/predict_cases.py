@@ -14,7 +14,7 @@ from benchmarks.models import efficient, fan, inefficient, shared_efficient, sha
 from thunder_mem.prediction.predict import Prediction
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
-from thunder_mem.trace.kernel_scratch import estimated_scratch_bytes
+from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.transforms import ChunkLossHead, MemEfficient
 
 

@@ -9,8 +9,8 @@ import thunder
 import torch
 from torch import nn
 
+from thunder_mem.fake_execution.replay import Event
 from thunder_mem.prediction.predict import Held, Prediction
-from thunder_mem.prediction.replay import Event
 from thunder_mem.report import Report, explain
 from thunder_mem.transforms import MemEfficient
 

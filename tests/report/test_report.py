@@ -17,7 +17,7 @@ from torch import nn
 from tests.programs import report_cases
 from tests.programs.report_cases import synthetic
 from thunder_mem.analysis.capacity import fits
-from thunder_mem.memory.units import size
+from thunder_mem.memory.units import ranges, size
 from thunder_mem.partition.budget import BudgetError
 from thunder_mem.planning.record import last_plan
 from thunder_mem.prediction.library_memory import cublas_workspace_bytes
@@ -27,7 +27,6 @@ from thunder_mem.prediction.training_step import predict_step
 from thunder_mem.report import Report, explain
 from thunder_mem.report.advice import advice
 from thunder_mem.report.facts import CATEGORIES
-from thunder_mem.report.layers import ranges
 from thunder_mem.report.sections import sections
 from thunder_mem.trace.origins import layer_numbers
 from thunder_mem.transforms import MemEfficient

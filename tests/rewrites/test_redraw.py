@@ -17,8 +17,8 @@ from thunder_mem.memory.device_models import device_model
 from thunder_mem.partition.min_cut_partition import saved_storages
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.pipeline import plan_joint_trace
-from thunder_mem.prediction.measure import measure_peak
 from thunder_mem.prediction.predict import predict
+from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.runtime.rng_replay import original, replays_rng_state, saves_rng_state
 from thunder_mem.trace.renaming import renamed
 from thunder_mem.trace.verification import VerificationError, verify_rewrite

@@ -8,9 +8,9 @@ from tests.checking.traces import unfused
 from thunder_mem import MemEfficient, last_plan, predict
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.pipeline import plan_joint_trace
-from thunder_mem.prediction.measure import measure_peak
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.rewrites.copy_small_views import pinned_bases
+from thunder_mem.runtime.measure import measure_peak
 
 N, D = 256, 64
 ROW = N * D * 8

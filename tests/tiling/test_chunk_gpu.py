@@ -4,11 +4,10 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from test_chunk_losses import loss_and_grads, prepare
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.loop_calls import row_of
-from tests.programs.chunk_cases import CASES
+from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
 from thunder_mem import ChunkLossHead, MemEfficient, predict, simulate
 from thunder_mem.chunk_loop.matmul import adds_to_float32
 from thunder_mem.chunk_loop.price import HOST_SHARE, device_seconds, host_calls, loop_seconds

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tests.programs.chunk_tools import relative
 from thunder_mem import ChunkLossHead, MemEfficient, measure_peak
 from thunder_mem.sharding.propagation import RuleError
-from thunder_mem.tiling.row_cuts import Block, Pick, kept_shape, through_reshape
+from thunder_mem.sharding.row_cuts import Block, Pick, kept_shape, through_reshape
 
 B, T, D, V = 3, 10, 8, 131
 INDEX = torch.tensor([3, 5, 7])

@@ -6,22 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.programs import chunk_cases
-from tests.programs.chunk_cases import CASES, Case, N, V
-from thunder_mem.prediction.measure import measure_peak
+from tests.programs.chunk_cases import CASES, Case, N, V, loss_and_grads, prepare
+from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
-
-
-def prepare(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in case.tensors().items()}
-    return {k: v.requires_grad_(k in case.grads) for k, v in tensors.items()}
-
-
-def loss_and_grads(fn, tensors, grads):
-    out = fn(**tensors)
-    rest = out[1:] if isinstance(out, tuple) else ()
-    loss = out[0] if isinstance(out, tuple) else out
-    tangent = torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype).reshape(loss.shape)
-    return (loss.detach(), *(r.detach() for r in rest)), torch.autograd.grad(loss, [tensors[g] for g in grads], tangent)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -11,7 +11,7 @@ from litgpt.utils import chunked_cross_entropy
 
 from benchmarks.models import llama_step
 from thunder_mem import MemEfficient
-from thunder_mem.prediction.measure import measure_peak
+from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 
 VOCAB = 3001

@@ -15,9 +15,9 @@ from thunder.extend import get_always_executors
 
 from tests.programs.chunk_cases import CASES, Case
 from thunder_mem.chunk_loop.row_blocks import read_rows
+from thunder_mem.loop_body.block import build_body
 from thunder_mem.sharding.propagation import RULES, Relation
 from thunder_mem.tiling import find as chunking
-from thunder_mem.tiling.block import build_body
 from thunder_mem.tiling.build import _sides
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 

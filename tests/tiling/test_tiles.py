@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.programs.chunk_cases import CASES
-from tests.tiling.test_chunk_losses import loss_and_grads, prepare
+from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
 from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, predict, tiled
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning import pipeline

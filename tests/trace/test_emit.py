@@ -36,8 +36,8 @@ from thunder_mem.planning import stages
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.pipeline import plan_joint_trace
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+from thunder_mem.semantics.layout import is_view
 from thunder_mem.trace.emission import emit
-from thunder_mem.trace.layout import is_view
 from thunder_mem.trace.reading import BACKWARD, read_trace
 
 GOLDEN = Path(__file__).parents[1] / "checking" / "golden"

@@ -27,8 +27,8 @@ from thunder_mem.memory.live_ranges import price_order
 from thunder_mem.prediction.predict import predict
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.output_layout import Output, describe, meta_like
-from thunder_mem.trace.effects import effects_of
-from thunder_mem.trace.layout import Layout, is_view
+from thunder_mem.semantics.effects import effects_of
+from thunder_mem.semantics.layout import Layout, is_view
 from thunder_mem.trace.reading import BACKWARD, read_trace
 
 

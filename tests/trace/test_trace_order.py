@@ -18,8 +18,8 @@ from tests.checking.traces import Traced, body, claimed, ordered, replaced, run,
 from tests.programs.generate import Profile
 from tests.programs.written_programs import WRITTEN, written
 from thunder_mem.memory.live_ranges import price_order
-from thunder_mem.trace import effects as effects_room
-from thunder_mem.trace.effects import COMMUNICATION
+from thunder_mem.semantics import effects as effects_room
+from thunder_mem.semantics.effects import COMMUNICATION
 from thunder_mem.trace.reading import read_trace
 
 # Every layout of arguments, some of them aliases; values that the backward needs are overwritten; more

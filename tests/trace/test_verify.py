@@ -18,9 +18,9 @@ from tests.programs.written_programs import WRITTEN, arguments
 from thunder_mem import MemEfficient
 from thunder_mem.planning import pipeline
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
-from thunder_mem.trace.effects import effects_of, leaves
+from thunder_mem.semantics.effects import effects_of, leaves
+from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.emission import emit
-from thunder_mem.trace.op_traits import traits_of
 from thunder_mem.trace.renaming import renamed
 from thunder_mem.trace.verification import VerificationError, is_verified, verify_final, verify_rewrite
 

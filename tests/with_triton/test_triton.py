@@ -18,7 +18,7 @@ from benchmarks.litgpt.matrix import MODELS
 from tests.with_triton import interpreter
 from tests.with_triton.modules import DEVICE, Modules, collected, compiling, cubin, misread, modules_of
 from thunder_mem import MemEfficient, StepInBackward, Tiles, last_plan, predict, simulate
-from thunder_mem.prediction.scratch import KERNELS, REGIONS
+from thunder_mem.fake_execution.scratch import KERNELS, REGIONS
 from thunder_mem.regions.inductor_target import written
 from thunder_mem.regions.kernel_module import KernelModule, read_module
 

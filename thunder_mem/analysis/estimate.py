@@ -23,15 +23,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_mem.analysis.capacity import Capacity, capacity_of
+from thunder_mem.fake_execution.fake_twins import Twins, Watch
+from thunder_mem.fake_execution.replay import Ledger
+from thunder_mem.fake_execution.stand_ins import OnCpu, in_place_of, owned_by, stepping
 from thunder_mem.frontend.thunderfx import is_fx
 from thunder_mem.memory.device_specs import DeviceSpec
 from thunder_mem.prediction.cuda_paths import cuda_paths
 from thunder_mem.prediction.fake_optimizer import hold_states, make_state, next_scalars, twin_optimizer
-from thunder_mem.prediction.fake_twins import Twins, Watch
 from thunder_mem.prediction.predict import Prediction, PredictionError, finish
-from thunder_mem.prediction.replay import Ledger
 from thunder_mem.prediction.simulate import attention_backend_for, simulate
-from thunder_mem.prediction.stand_ins import OnCpu, in_place_of, owned_by, stepping
 from thunder_mem.prediction.training_step import check_steps
 from thunder_mem.runtime.simulated_device import SimulatedDevice, simulated_device
 

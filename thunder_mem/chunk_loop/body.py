@@ -25,7 +25,7 @@ class Body:
         outputs: its number of outputs.
         tangents: indices of the region's outputs whose tangents it takes.
         peak_bytes: the most bytes that it holds beyond its inputs, by the sizes of its tensors.
-        over: the logits, by number, that their gradients overwrite (`tiling/gradients_in_place.py`).
+        over: the logits, by number, that their gradients overwrite (`loop_body/gradients_in_place.py`).
         pairs: the sides, by number, whose gradients it gives as the two operands of a matrix product, each with the
             product's depth.
         launches: kernels that it starts; 0 on a CPU, where they are not counted.

@@ -25,7 +25,7 @@ from thunder_mem.chunk_loop.plan import LoopPlan, Spec
 from thunder_mem.chunk_loop.price import loop_seconds
 from thunder_mem.chunk_loop.run import ChunkLoop, run
 from thunder_mem.memory.device_models import DeviceModel
-from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
+from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 from thunder_mem.trace.renaming import under
 
 __all__ = [

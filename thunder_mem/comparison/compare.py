@@ -20,9 +20,9 @@ from thunder_mem.comparison.result import EAGER, OURS, TORCH_COMPILE, Comparison
 from thunder_mem.comparison.step import Step, compiles_itself, step_of
 from thunder_mem.frontend.thunderfx import is_fx
 from thunder_mem.memory.outside_input import quoted, shortened
-from thunder_mem.prediction.measure import measure_peak
 from thunder_mem.prediction.training_step import instead_of_optimizer
 from thunder_mem.rendering.progress import stage
+from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.transforms import MemEfficient
 
 __all__ = ["compare"]

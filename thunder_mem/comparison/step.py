@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_mem.comparison.differences import Observed, observed
 from thunder_mem.comparison.kept_state import storage_bytes, tensors_inside
-from thunder_mem.prediction.stand_ins import owned_by
+from thunder_mem.fake_execution.stand_ins import owned_by
 from thunder_mem.prediction.training_step import training_step
 
 __all__ = ["CompilesItself", "Step", "compiles_itself", "step_of"]

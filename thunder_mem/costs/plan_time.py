@@ -13,7 +13,7 @@ from thunder_mem.costs.roofline import bound_symbol_bytes, cost_s, is_free, kern
 from thunder_mem.memory.device_models import DeviceModel
 from thunder_mem.memory.kernel_figures import KernelFigures
 from thunder_mem.memory.plan import Plan
-from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.reading import TraceGraph, read_trace
 
 __all__ = ["bound_symbol_seconds", "overlapped_seconds", "plan_seconds", "trace_seconds"]

@@ -17,7 +17,7 @@ from thunder.core.symbol import BoundSymbol
 
 from thunder_mem.memory.device_models import DEVICE_MODELS, DeviceModel
 from thunder_mem.memory.device_specs import DEVICES
-from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.semantics.op_traits import traits_of
 
 __all__ = [
     "bound_symbol_bytes",

@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 
 from thunder_mem.memory.plan import Plan
 from thunder_mem.memory.plan_comparison import differing_part, plan_json
-from thunder_mem.trace.collectives import group_inside, group_of, starts
+from thunder_mem.semantics.collectives import group_inside, group_of, starts
 
 __all__ = ["RanksDifferError", "Schedule", "agree", "first_difference", "schedule_of"]
 

@@ -21,8 +21,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.costs.roofline import bound_symbol_flops
-from thunder_mem.trace.collectives import awaited_futures, is_gather, is_reduction, starts
-from thunder_mem.trace.effects import COMMUNICATION
+from thunder_mem.semantics.collectives import awaited_futures, is_gather, is_reduction, starts
+from thunder_mem.semantics.effects import COMMUNICATION
 from thunder_mem.trace.reading import TraceGraph, read_trace
 from thunder_mem.trace.rebuilding import in_order
 

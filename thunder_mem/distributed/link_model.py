@@ -18,7 +18,7 @@ from thunder.core.symbol import BoundSymbol
 
 from thunder_mem.costs.roofline import cost_s, tensor_bytes
 from thunder_mem.memory.device_models import DeviceModel
-from thunder_mem.trace.collectives import (
+from thunder_mem.semantics.collectives import (
     awaited_futures,
     group_inside,
     group_of,

@@ -22,11 +22,11 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.torch import _inplace_to_out_of_place
 
-from thunder_mem.trace.aliases import Aliases
-from thunder_mem.trace.effects import effects_of, is_copy, leaves
+from thunder_mem.semantics.aliases import Aliases
+from thunder_mem.semantics.effects import effects_of, is_copy, leaves
+from thunder_mem.semantics.view_prims import CERTAIN_VIEWS
 from thunder_mem.trace.rebuilding import rebuilt, recorded
 from thunder_mem.trace.source_lines import place_of
-from thunder_mem.trace.view_prims import CERTAIN_VIEWS
 
 __all__ = ["without_writes"]
 

@@ -17,8 +17,8 @@ from thunder.core.proxies import Proxy, TensorProxy, pyval, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.regions.fusible_prims import POINTWISE
-from thunder_mem.trace.effects import leaves
+from thunder_mem.semantics.effects import leaves
+from thunder_mem.semantics.fusible_prims import POINTWISE
 from thunder_mem.trace.rebuilding import rebuilt, recorded
 
 __all__ = ["expand_scalars"]

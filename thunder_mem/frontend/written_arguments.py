@@ -28,8 +28,8 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.extend import OperatorExecutor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from thunder_mem.trace.aliases import Aliases
-from thunder_mem.trace.effects import is_copy, leaves
+from thunder_mem.semantics.aliases import Aliases
+from thunder_mem.semantics.effects import is_copy, leaves
 from thunder_mem.trace.origins import source_of
 from thunder_mem.trace.rebuilding import rebuilt
 

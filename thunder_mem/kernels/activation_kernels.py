@@ -20,7 +20,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.transforms import get_grad, put_grad
 
 from thunder_mem.kernels.kernel_executor import is_float, mem_kernels_ex, register
-from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
+from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = ["over_gradient"]
 

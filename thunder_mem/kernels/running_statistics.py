@@ -17,7 +17,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.kernels.kernel_executor import has_dtype_of, is_float, is_number, mem_kernels_ex
 from thunder_mem.kernels.norm_kernels import batch_norm_training
-from thunder_mem.trace.effects import is_copy, leaves
+from thunder_mem.semantics.effects import is_copy, leaves
 from thunder_mem.trace.rebuilding import rebuilt, recorded
 
 __all__ = ["with_statistics_apart"]

@@ -1,12 +1,13 @@
-"""Bytes as people write and read them."""
+"""Bytes, and numbers, as people write and read them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from thunder_mem.memory.outside_input import quoted
 
-__all__ = ["change", "counted", "parse_bytes", "size"]
+__all__ = ["change", "counted", "parse_bytes", "ranges", "size"]
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
@@ -70,3 +71,19 @@ def counted(n: int, what: str) -> str:
         ('1 chunk', '2,000 chunks')
     """
     return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as people write them.
+
+    Example:
+        >>> ranges([3, 0, 1, 2, 7]), ranges([4])
+        ('0-3, 7', '4')
+    """
+    parts: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -22,7 +22,7 @@ from thunder_mem.optimizer.figures import StepFigures
 from thunder_mem.optimizer.host_states import step_with
 from thunder_mem.optimizer.one_parameter import bare_copy, group_of
 from thunder_mem.optimizer.state_transfers import StateTransfers
-from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
+from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = [
     "Rehearsal",

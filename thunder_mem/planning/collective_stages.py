@@ -20,7 +20,7 @@ from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Decision, Plan, Refusal
 from thunder_mem.planning.program import device_of
 from thunder_mem.rewrites.zero3 import asks_for_zero3, needed_by_checkpoints, with_parameters_gathered_again
-from thunder_mem.trace.collectives import awaited_futures, starts
+from thunder_mem.semantics.collectives import awaited_futures, starts
 from thunder_mem.trace.reading import TraceGraph, read_trace
 from thunder_mem.trace.rebuilding import in_order
 

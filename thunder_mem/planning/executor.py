@@ -20,7 +20,6 @@ from thunder.core.transform_common import Transform
 from thunder.extend import Executor, FusionExecutor
 
 from thunder_mem.distributed.agreement import agree
-from thunder_mem.memory.collector import collector_off
 from thunder_mem.memory.plan import Plan
 from thunder_mem.partition.budget import BudgetError
 from thunder_mem.partition.constraints import RecomputeError
@@ -31,6 +30,7 @@ from thunder_mem.planning.program import with_checkpoints
 from thunder_mem.planning.record import note_plan, noted_program
 from thunder_mem.regions.region_kernels import region_function_of
 from thunder_mem.rendering.progress import stage
+from thunder_mem.runtime.collector import collector_off
 from thunder_mem.trace.verification import VerificationError, verify_final, verify_rewrite
 
 __all__ = [

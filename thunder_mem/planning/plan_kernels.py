@@ -11,8 +11,8 @@ from thunder_mem.memory.kernel_figures import KernelFigures
 from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Decision, Plan
 from thunder_mem.memory.units import counted, size
-from thunder_mem.trace.kernel_scratch import region_scratch_bytes
-from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.semantics.kernel_scratch import region_scratch_bytes
+from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.reading import read_trace
 
 __all__ = ["with_kernels"]

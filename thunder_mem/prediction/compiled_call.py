@@ -13,9 +13,9 @@ import thunder
 import torch
 from thunder.core.proxies import NumberProxy, TensorProxy
 
+from thunder_mem.fake_execution.replay import PredictionError
 from thunder_mem.frontend.thunderfx import is_fx, only_subgraph
 from thunder_mem.prediction.fake_inputs import mode_of, tensors_of
-from thunder_mem.prediction.replay import PredictionError
 from thunder_mem.regions.fake_regions import empty_like_proxy
 from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.simulated_device import simulated_device

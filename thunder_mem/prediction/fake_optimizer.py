@@ -9,10 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
+from thunder_mem.fake_execution.fake_twins import Scalars, Twins
+from thunder_mem.fake_execution.replay import Ledger
 from thunder_mem.optimizer.host_states import is_large
 from thunder_mem.optimizer.one_parameter import bare_copy
-from thunder_mem.prediction.fake_twins import Scalars, Twins
-from thunder_mem.prediction.replay import Ledger
 
 __all__ = ["hold_states", "make_state", "next_scalars", "twin_optimizer"]
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from thunder.core.symbol import BoundSymbol
 
-from thunder_mem.prediction.replay import Event
-from thunder_mem.trace.collectives import starts
-from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.fake_execution.replay import Event
+from thunder_mem.semantics.collectives import starts
+from thunder_mem.semantics.op_traits import traits_of
 
 __all__ = ["LibraryMemory", "cublas_workspace_bytes", "library_memory", "unknown_library_memory"]
 

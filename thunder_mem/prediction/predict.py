@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from thunder_mem.fake_execution.grad_accumulation import accumulate
+from thunder_mem.fake_execution.replay import Block, Event, Ledger, PredictionError, Runner, replay
+from thunder_mem.fake_execution.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.optimizer.state_transfers import StateTransfers
 from thunder_mem.optimizer.update import is_update, update_of
 from thunder_mem.optimizer.variants import StepVariant
 from thunder_mem.prediction.compiled_call import compiled_entry
 from thunder_mem.prediction.fake_inputs import device_type_of, to_fake
-from thunder_mem.prediction.grad_accumulation import accumulate
 from thunder_mem.prediction.library_memory import LibraryMemory, library_memory, unknown_library_memory
-from thunder_mem.prediction.replay import Block, Event, Ledger, PredictionError, Runner, replay
-from thunder_mem.prediction.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.prediction.tangents import checked_tangents, fill_with_zeros, passed_through
 from thunder_mem.runtime.scratch_cache import save_tables
 from thunder_mem.trace.missing_tangents import makes_missing_tangents

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from thunder_mem.fake_execution.fake_twins import Scalars, Twins
 from thunder_mem.optimizer.all_gradients import AllGradients
 from thunder_mem.optimizer.one_parameter import group_of, step_alone
 from thunder_mem.optimizer.update import Rehearsal, Update
-from thunder_mem.prediction.fake_twins import Scalars, Twins
 
 __all__ = ["RehearsedUpdates"]
 

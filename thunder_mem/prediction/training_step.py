@@ -18,6 +18,9 @@ from thunder.executors.torch_autograd import connect_to_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from thunder_mem.fake_execution.fake_twins import Leaves, Twins, Watch
+from thunder_mem.fake_execution.replay import Ledger, replay
+from thunder_mem.fake_execution.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.optimizer.host_states import step_each
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.optimizer.update import is_update, rehearsed, update_of
@@ -25,11 +28,8 @@ from thunder_mem.optimizer.variants import step_variants
 from thunder_mem.prediction.compiled_call import compiled_entry
 from thunder_mem.prediction.fake_inputs import device_type_of, mode_of
 from thunder_mem.prediction.fake_optimizer import hold_states, make_state, next_scalars, twin_optimizer
-from thunder_mem.prediction.fake_twins import Leaves, Twins, Watch
 from thunder_mem.prediction.predict import Prediction, finish
 from thunder_mem.prediction.rehearsed_updates import RehearsedUpdates
-from thunder_mem.prediction.replay import Ledger, replay
-from thunder_mem.prediction.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.trace.missing_tangents import makes_missing_tangents, without_zeros_for
 from thunder_mem.trace.rebuilding import rebuilt
 

@@ -35,7 +35,6 @@ from thunder.executors.torchex import no_autocast
 from torch._guards import TracingContext, active_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from thunder_mem.regions.fusible_prims import VIEWS
 from thunder_mem.regions.inplace_outputs import (
     InplacePlan,
     fits,
@@ -50,7 +49,8 @@ from thunder_mem.regions.pairwise_sums import split_long_sums
 from thunder_mem.regions.region_inlining import inlining_options
 from thunder_mem.regions.region_outputs import return_whole_results
 from thunder_mem.rendering.progress import stage
-from thunder_mem.trace.op_traits import MemoryTraits
+from thunder_mem.semantics.fusible_prims import VIEWS
+from thunder_mem.semantics.op_traits import MemoryTraits
 
 __all__ = ["MAX_VARIANTS", "CompileWarning", "RegionFunction", "literal"]
 

@@ -1,7 +1,7 @@
 """A fused region without code: its results on fake tensors, without its internal values.
 
 While such a region runs, its inputs and outputs are alive together and its internal values take no memory. Its outputs
-have the strides and the aliasing of operations that run one by one (`trace/layout.py`), as in Inductor's code.
+have the strides and the aliasing of operations that run one by one (`semantics/layout.py`), as in Inductor's code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from thunder.core.symbol import BoundSymbol
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.runtime.output_layout import describe, lay_out, meta_like
-from thunder_mem.trace.layout import Layout
+from thunder_mem.semantics.layout import Layout
 
 __all__ = ["empty_like_proxy", "modelled_region", "run_region"]
 

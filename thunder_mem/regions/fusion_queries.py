@@ -10,9 +10,9 @@ from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.extend import FusionExecutor
 
 from thunder_mem.fusion.contraction import FusionCapabilities
-from thunder_mem.regions.fusible_prims import POINTWISE, SHAPES
 from thunder_mem.regions.pointwise_executor import MemPointwiseExecutor
-from thunder_mem.trace.effects import leaves
+from thunder_mem.semantics.effects import leaves
+from thunder_mem.semantics.fusible_prims import POINTWISE, SHAPES
 from thunder_mem.trace.reading import TraceGraph
 
 __all__ = ["fusibility"]

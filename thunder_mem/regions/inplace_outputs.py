@@ -26,8 +26,8 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.extend import OperatorExecutor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thunder_mem.trace.layout import may_stand_in
-from thunder_mem.trace.op_traits import region_function
+from thunder_mem.semantics.layout import may_stand_in
+from thunder_mem.semantics.op_traits import region_function
 
 __all__ = [
     "InplaceOutput",

@@ -37,10 +37,10 @@ from thunder.extend import ImplInfo, register_executor
 
 from thunder_mem.regions import region_kernels  # noqa: F401 - declares what regions' kernels come to
 from thunder_mem.regions.compiled_region import RegionFunction, literal
-from thunder_mem.regions.fusible_prims import POINTWISE, REDUCTIONS, SHAPES
 from thunder_mem.regions.inplace_outputs import InplacePlan
 from thunder_mem.regions.region_views import views_outside
-from thunder_mem.trace.layout import is_dense_function
+from thunder_mem.semantics.fusible_prims import POINTWISE, REDUCTIONS, SHAPES
+from thunder_mem.semantics.layout import is_dense_function
 from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.renaming import renamed, under
 

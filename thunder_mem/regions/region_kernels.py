@@ -28,8 +28,8 @@ from thunder_mem.regions.inductor_target import can_write, written
 from thunder_mem.regions.kernel_module import KernelModule, read_module
 from thunder_mem.runtime import scratch_cache
 from thunder_mem.runtime.output_layout import meta_like
-from thunder_mem.trace.layout import Layout
-from thunder_mem.trace.op_traits import region_function
+from thunder_mem.semantics.layout import Layout
+from thunder_mem.semantics.op_traits import region_function
 
 __all__ = ["kernel_figures", "kernel_module", "region_function_of"]
 

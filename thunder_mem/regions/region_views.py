@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 
-from thunder_mem.trace.layout import is_view
+from thunder_mem.semantics.layout import is_view
 
 __all__ = ["views_outside"]
 

@@ -23,10 +23,10 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from thunder_mem.fake_execution.fake_twins import Twins, Watch
+from thunder_mem.fake_execution.replay import Ledger
 from thunder_mem.memory.units import size
-from thunder_mem.prediction.fake_twins import Twins, Watch
 from thunder_mem.prediction.predict import Prediction
-from thunder_mem.prediction.replay import Ledger
 
 __all__ = ["Eager", "about_eager", "eager_memory", "follow_eager", "why_above"]
 

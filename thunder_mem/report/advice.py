@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from thunder_mem.memory.units import size
+from thunder_mem.memory.units import ranges, size
 from thunder_mem.report.facts import CATEGORIES, NO_PLAN
-from thunder_mem.report.layers import ranges
 
 if TYPE_CHECKING:
     from thunder_mem.optimizer.variants import StepVariant

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from thunder_mem.fake_execution.replay import Event
 from thunder_mem.memory.outside_input import shortened
 from thunder_mem.memory.units import size
 from thunder_mem.prediction.predict import Held
-from thunder_mem.prediction.replay import Event
 from thunder_mem.report.facts import Facts
 from thunder_mem.report.lines import shorten
 

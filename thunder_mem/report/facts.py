@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from thunder_mem.fake_execution.grad_accumulation import ACCUMULATE
+from thunder_mem.fake_execution.replay import Event
 from thunder_mem.memory.device_bytes import block_bytes
-from thunder_mem.prediction.grad_accumulation import ACCUMULATE
 from thunder_mem.prediction.predict import Held, Prediction
-from thunder_mem.prediction.replay import Event
 from thunder_mem.report.layers import layers_of
 from thunder_mem.report.lines import (
     gradient_inside,

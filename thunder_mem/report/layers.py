@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from thunder_mem.prediction.predict import Prediction
 from thunder_mem.trace.origins import layer_numbers
 
-__all__ = ["layers_of", "ranges"]
+__all__ = ["layers_of"]
 
 
 def layers_of(
@@ -36,19 +36,3 @@ def layers_of(
                 if prediction.storages[s].born == event.index:
                     layers.setdefault(s, layer)
     return layers
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as people write them.
-
-    Example:
-        >>> ranges([3, 0, 1, 2, 7]), ranges([4])
-        ('0-3, 7', '4')
-    """
-    parts: list[list[int]] = []
-    for n in sorted(set(numbers)):
-        if parts and n == parts[-1][1] + 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

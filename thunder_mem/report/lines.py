@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from thunder_mem.prediction.replay import Event
+from thunder_mem.fake_execution.replay import Event
 from thunder_mem.trace.source_lines import place_of
 
 __all__ = [

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thunder_mem.fusion.arrangement import THUNDERS_OWN
-from thunder_mem.memory.units import change, size
+from thunder_mem.memory.units import change, ranges, size
 from thunder_mem.prediction.library_memory import LibraryMemory
 from thunder_mem.prediction.predict import Prediction
 from thunder_mem.rendering.document import Section
 from thunder_mem.report.advice import advice
 from thunder_mem.report.facts import CATEGORIES
-from thunder_mem.report.layers import ranges
 from thunder_mem.report.lines import shorten
 from thunder_mem.report.optimality import Optimality
 

@@ -28,8 +28,8 @@ from thunder_mem.regions.pointwise_executor import mem_pointwise_ex, new_leaves,
 from thunder_mem.regions.region_kernels import region_function_of
 from thunder_mem.rewrites.region_reuse import plan_reuse
 from thunder_mem.schedule.registry import SortFunction
-from thunder_mem.trace.aliases import Aliases
-from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.semantics.aliases import Aliases
+from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.reading import TraceGraph, proxies_in, read_trace
 from thunder_mem.trace.rebuilding import in_order, rebuilt
 

@@ -15,8 +15,8 @@ from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.trace.aliases import Aliases
-from thunder_mem.trace.effects import is_copy
+from thunder_mem.semantics.aliases import Aliases
+from thunder_mem.semantics.effects import is_copy
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.trace.rebuilding import with_body
 

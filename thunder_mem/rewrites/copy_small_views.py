@@ -19,7 +19,7 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.memory.plan import Decision, Plan
 from thunder_mem.memory.plan_steps import plan_steps
 from thunder_mem.memory.units import counted
-from thunder_mem.trace.layout import is_view
+from thunder_mem.semantics.layout import is_view
 from thunder_mem.trace.reading import BACKWARD, TraceGraph
 from thunder_mem.trace.rebuilding import with_body
 from thunder_mem.trace.renaming import renamed

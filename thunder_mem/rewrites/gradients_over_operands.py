@@ -16,7 +16,7 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.chunk_loop.symbols import overwritten, rows_with_gradients, writing_over_rows
 from thunder_mem.memory.graph import Graph
 from thunder_mem.runtime.head_groups import is_backward_in_groups, writes_over_operands, writing_over
-from thunder_mem.trace.aliases import Aliases
+from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.region_readers import readers_in_regions

@@ -17,7 +17,7 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.rewrites.regathered_values import second_gathers
 from thunder_mem.runtime.repeatability import recompute_obstacle
 from thunder_mem.runtime.rng_replay import run_with_rng_state, save_rng_state
-from thunder_mem.trace.effects import Effects, effects_of, leaves
+from thunder_mem.semantics.effects import Effects, effects_of, leaves
 from thunder_mem.trace.reading import BACKWARD, TraceGraph
 from thunder_mem.trace.rebuilding import rebuilt, with_body
 from thunder_mem.trace.renaming import named, renamed

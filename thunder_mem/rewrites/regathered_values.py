@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from thunder.core.proxies import Proxy
 
 from thunder_mem.distributed.collective_order import made_of_shards
-from thunder_mem.trace.collectives import is_gather
+from thunder_mem.semantics.collectives import is_gather
 from thunder_mem.trace.reading import TraceGraph
 
 __all__ = ["gathered_twice", "second_gathers"]

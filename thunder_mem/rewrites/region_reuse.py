@@ -18,9 +18,9 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_mem.regions.fusible_prims import POINTWISE, REDUCTIONS
 from thunder_mem.regions.inplace_outputs import InplaceOutput, InplacePlan
-from thunder_mem.trace.view_prims import VIEWS
+from thunder_mem.semantics.fusible_prims import POINTWISE, REDUCTIONS
+from thunder_mem.semantics.view_prims import VIEWS
 
 __all__ = ["plan_reuse"]
 

@@ -26,7 +26,7 @@ from thunder_mem.optimizer.figures import StepFigures, step_figures
 from thunder_mem.optimizer.state_transfers import StateTransfers, state_transfers
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.optimizer.update import Update, clip_scale, is_update, update_of, update_parameter
-from thunder_mem.trace.aliases import Aliases
+from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.trace.reading import BACKWARD, joint_results
 
 __all__ = ["Optimized", "about_states", "with_updates"]

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.runtime.cpu_attention import last_dim_dense, mem_attention_ex, statistics_dtype
-from thunder_mem.trace.kernel_scratch import flash_backward_bytes, score_blocks_bytes
-from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
+from thunder_mem.semantics.kernel_scratch import flash_backward_bytes, score_blocks_bytes
+from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = [
     "attention_in_groups",

@@ -23,7 +23,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
+from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = [
     "end_copy",

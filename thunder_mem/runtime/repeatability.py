@@ -7,7 +7,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import has_tags
 
 from thunder_mem.runtime.rng_replay import rng_replay_obstacle
-from thunder_mem.trace.effects import leaves
+from thunder_mem.semantics.effects import leaves
 from thunder_mem.trace.reading import TraceGraph
 
 __all__ = ["recompute_obstacle"]

@@ -21,7 +21,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor
 
-from thunder_mem.trace.op_traits import PLAIN, MemoryTraits, declare
+from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = [
     "original",

@@ -1,1 +1,1 @@
-"""Chunk loops for loss heads: from an amplifying matrix product to a loop that never holds its whole result."""
+"""Loss heads and token-wise stretches become loops over rows, which never hold a wide value whole."""

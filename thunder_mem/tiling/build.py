@@ -19,11 +19,11 @@ from thunder_mem.chunk_loop.price import busy_rows, gpu_block_rows, row_scratch_
 from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.loop_body.block import build_body
+from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
+from thunder_mem.loop_body.leaves import PRODUCTS, Leaf
+from thunder_mem.loop_body.region import Amplifier, Refused, Region, Value
 from thunder_mem.sharding.propagation import RuleError
-from thunder_mem.tiling.block import build_body
-from thunder_mem.tiling.gradients_in_place import with_gradients_over_logits
-from thunder_mem.tiling.leaves import PRODUCTS, Leaf
-from thunder_mem.tiling.region import Amplifier, Refused, Region, Value
 from thunder_mem.tiling.rows_per_chunk import floor_rows
 
 __all__ = ["Blocks", "build_loop", "differentiable_of", "head_label", "spec_of", "sum_dtype"]

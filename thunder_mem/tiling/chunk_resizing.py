@@ -27,9 +27,9 @@ from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, rebind, scrat
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.memory.live_ranges import peaks_of, price_order
 from thunder_mem.memory.plan import Plan
+from thunder_mem.semantics.aliases import Aliases
+from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.tiling.rows_per_chunk import floor_rows
-from thunder_mem.trace.aliases import Aliases
-from thunder_mem.trace.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.trace.reading import proxies_in, read_trace
 from thunder_mem.trace.rebuilding import rebuilt
 

@@ -21,12 +21,12 @@ from thunder.core.transform_common import dce
 from thunder_mem.chunk_loop.plan import ACCUMULATE, ChunkRecord, Head, HeadRefusal, LoopPlan
 from thunder_mem.chunk_loop.symbols import check_autograd, is_chunk_loop, loop_of
 from thunder_mem.frontend.missing_gradients import register_missing
+from thunder_mem.loop_body.leaves import Leaf, Program, numel, read_program, size_bytes
+from thunder_mem.loop_body.region import Refused, Region, amplifying_products, grow
+from thunder_mem.loop_body.region_trimming import trim
 from thunder_mem.tiling.build import build_loop, head_label
 from thunder_mem.tiling.hoist_slices import hoist_beside, hoist_rows
-from thunder_mem.tiling.leaves import Leaf, Program, numel, read_program, size_bytes
 from thunder_mem.tiling.marks import Mark, strip_marks, with_products
-from thunder_mem.tiling.region import Refused, Region, amplifying_products, grow
-from thunder_mem.tiling.region_trimming import trim
 from thunder_mem.tiling.rows_per_chunk import default_rows
 from thunder_mem.tiling.splice import splice, unchunked
 from thunder_mem.tiling.vocab_parallel import with_vocabulary_in_parts

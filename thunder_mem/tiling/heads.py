@@ -23,11 +23,11 @@ from thunder.core.transform_common import dce
 from thunder.executors import sdpaex
 from thunder.executors.utils import SpdaBackend
 
+from thunder_mem.loop_body.leaves import Leaf, is_cut, read_program, size_bytes
 from thunder_mem.memory.plan import Decision
 from thunder_mem.memory.units import counted
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.runtime.head_groups import attention_in_groups
-from thunder_mem.tiling.leaves import Leaf, is_cut, read_program, size_bytes
 from thunder_mem.trace.source_lines import place_of
 
 __all__ = ["with_head_groups"]

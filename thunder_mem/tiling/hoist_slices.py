@@ -22,11 +22,11 @@ from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import dce
 
+from thunder_mem.loop_body.leaves import PRODUCTS, Leaf, Program, is_cut, numel, rewritten
+from thunder_mem.loop_body.region import Region, amplifying_products, escapes, relation
+from thunder_mem.semantics.effects import effects_of
 from thunder_mem.sharding.propagation import RuleError
-from thunder_mem.tiling.leaves import PRODUCTS, Leaf, Program, is_cut, numel, rewritten
-from thunder_mem.tiling.region import Region, amplifying_products, escapes, relation
-from thunder_mem.tiling.row_cuts import Cut, apply_cut, cut_of, kept_shape, operand_cuts, through_reshape
-from thunder_mem.trace.effects import effects_of
+from thunder_mem.sharding.row_cuts import Cut, apply_cut, cut_of, kept_shape, operand_cuts, through_reshape
 from thunder_mem.trace.rebuilding import recorded
 
 __all__ = ["Hoisted", "hoist_beside", "hoist_rows"]

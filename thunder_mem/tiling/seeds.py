@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 
+from thunder_mem.loop_body.leaves import PRODUCTS, Leaf, Program, numel, size_bytes
+from thunder_mem.semantics.view_prims import VIEWS
 from thunder_mem.sharding.window_rules import positions_apart
-from thunder_mem.tiling.leaves import PRODUCTS, Leaf, Program, numel, size_bytes
-from thunder_mem.trace.view_prims import VIEWS
 
 __all__ = ["Seed", "seeds_of"]
 

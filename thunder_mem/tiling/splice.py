@@ -10,10 +10,10 @@ from thunder.core.transform_common import dce
 
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import bind_loop, is_chunk_loop, loop_of
-from thunder_mem.tiling.leaves import read_program, rewritten, walk
-from thunder_mem.tiling.region import Refused, Region
-from thunder_mem.trace.aliases import Aliases
-from thunder_mem.trace.effects import effects_of
+from thunder_mem.loop_body.leaves import read_program, rewritten, walk
+from thunder_mem.loop_body.region import Refused, Region
+from thunder_mem.semantics.aliases import Aliases
+from thunder_mem.semantics.effects import effects_of
 from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.verification import VerificationError
 

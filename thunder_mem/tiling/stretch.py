@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 
+from thunder_mem.loop_body.borders import Borders, Mask, borders_between
+from thunder_mem.loop_body.leaves import Leaf, Program, effects, numel
+from thunder_mem.loop_body.region import RETURNED_WHOLE, Refused, Region, Value, propagate_leaf, row_space
+from thunder_mem.semantics.view_prims import VIEWS
 from thunder_mem.sharding.propagation import RuleError, Sharding
-from thunder_mem.tiling.borders import Borders, Mask, borders_between
-from thunder_mem.tiling.leaves import Leaf, Program, effects, numel
-from thunder_mem.tiling.region import RETURNED_WHOLE, Refused, Region, Value, propagate_leaf, row_space
 from thunder_mem.tiling.seeds import Seed
 from thunder_mem.trace.origins import symbol_name
-from thunder_mem.trace.view_prims import VIEWS
 
 __all__ = ["WIDE_RATIO", "grow_stretch"]
 

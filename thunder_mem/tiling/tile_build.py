@@ -8,9 +8,9 @@ from typing import Any
 from thunder_mem.chunk_loop.plan import LoopPlan
 from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.run import ChunkLoop
+from thunder_mem.loop_body.leaves import Leaf, size_bytes
+from thunder_mem.loop_body.region import Region
 from thunder_mem.tiling.build import Blocks, differentiable_of, head_label, spec_of, sum_dtype
-from thunder_mem.tiling.leaves import Leaf, size_bytes
-from thunder_mem.tiling.region import Region
 from thunder_mem.tiling.tile_price import priced
 
 __all__ = ["build_tiles", "tile_gain_bytes"]

@@ -25,11 +25,11 @@ from thunder.distributed import prims as distributed_prims
 from torch import distributed
 from torch.distributed import ProcessGroup
 
+from thunder_mem.loop_body.leaves import Leaf, Program, is_cut, read_program, walk
+from thunder_mem.loop_body.region import relation
 from thunder_mem.sharding.op_rules import pointwise_ids
 from thunder_mem.sharding.propagation import RowDim, RuleError, Sharding, propagate
 from thunder_mem.sharding.rank_reductions import GATHERS_LAST_DIM, log_sum_over_ranks, of_all_ranks, sum_over_ranks
-from thunder_mem.tiling.leaves import Leaf, Program, is_cut, read_program, walk
-from thunder_mem.tiling.region import relation
 
 __all__ = ["with_vocabulary_in_parts"]
 

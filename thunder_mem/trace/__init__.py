@@ -1,1 +1,1 @@
-"""Thunder traces read as graphs and written again: effects, aliases, layouts, order, verification."""
+"""Thunder traces read as graphs and written again: order, emission, origins of values, verification."""

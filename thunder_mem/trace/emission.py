@@ -15,8 +15,8 @@ from thunder.executors.utils import Region
 from thunder.extend import FusionExecutor
 
 from thunder_mem.memory.plan import Plan, PlannedRegion
-from thunder_mem.trace.layout import is_view
-from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.semantics.layout import is_view
+from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.reading import BACKWARD, UNPACKING, TraceGraph
 from thunder_mem.trace.rebuilding import with_body
 from thunder_mem.trace.renaming import named, renamed

@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.memory.device_bytes import block_bytes, host_bytes
 from thunder_mem.memory.graph import Graph, Op, Storage, make_graph
-from thunder_mem.trace.aliases import Aliases
-from thunder_mem.trace.effects import Effects, effects_of
-from thunder_mem.trace.kernel_scratch import empty_outputs, estimated_scratch_bytes, region_scratch_bytes
-from thunder_mem.trace.layout import Layout, dense_bytes
+from thunder_mem.semantics.aliases import Aliases
+from thunder_mem.semantics.effects import Effects, effects_of
+from thunder_mem.semantics.kernel_scratch import empty_outputs, estimated_scratch_bytes, region_scratch_bytes
+from thunder_mem.semantics.layout import Layout, dense_bytes
+from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.missing_tangents import takes_none
-from thunder_mem.trace.op_traits import traits_of
 from thunder_mem.trace.origins import symbol_name
 
 __all__ = ["BACKWARD", "UNPACKING", "TraceGraph", "joint_results", "proxies_in", "read_trace"]

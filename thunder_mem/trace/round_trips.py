@@ -10,8 +10,8 @@ from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.trace.aliases import Aliases
-from thunder_mem.trace.effects import effects_of
+from thunder_mem.semantics.aliases import Aliases
+from thunder_mem.semantics.effects import effects_of
 from thunder_mem.trace.reading import joint_results, proxies_in
 from thunder_mem.trace.rebuilding import rebuilt
 

@@ -21,10 +21,10 @@ from thunder.core.pytree import tree_flatten_with_dataclass
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.trace.aliases import Aliases
-from thunder_mem.trace.collectives import awaited_futures, is_gather
-from thunder_mem.trace.effects import Effects, effects_of
-from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.semantics.aliases import Aliases
+from thunder_mem.semantics.collectives import awaited_futures, is_gather
+from thunder_mem.semantics.effects import Effects, effects_of
+from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.reading import proxies_in
 
 __all__ = ["Numbers", "Outcome", "VerificationError", "outcome_of"]

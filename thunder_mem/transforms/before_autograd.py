@@ -15,7 +15,6 @@ from thunder_mem.frontend.scalar_broadcast import expand_scalars
 from thunder_mem.frontend.written_arguments import with_histories
 from thunder_mem.kernels.registered import with_statistics_apart
 from thunder_mem.memory.plan import Refusal
-from thunder_mem.planning.failures import left
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.tiling.find import ChunkingError, chunk_trace
 from thunder_mem.tiling.heads import with_head_groups
@@ -24,6 +23,7 @@ from thunder_mem.tiling.tiles import Tiles, TilingError, tile_trace
 from thunder_mem.trace.origins import name_origins
 from thunder_mem.trace.verification import verify_final
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
+from thunder_mem.transforms.failures import left
 
 __all__ = ["chunked", "prepared", "tiled", "with_written_arguments"]
 

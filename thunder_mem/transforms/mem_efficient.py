@@ -24,21 +24,21 @@ from thunder_mem.memory.plan import Refusal
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.partition.budget import parse_budget
 from thunder_mem.planning.executor import final_trace, install_planner, user_executors
-from thunder_mem.planning.failures import left
 from thunder_mem.planning.fallback import Original
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.plan_file import program_of, read_plan
 from thunder_mem.planning.record import current_record, note_program
 from thunder_mem.rendering.progress import stage
 from thunder_mem.schedule.registry import SortFunction
+from thunder_mem.semantics.shared_parameters import tag_shared_parameters
 from thunder_mem.tiling.marks import strip_tile_marks
 from thunder_mem.tiling.tiles import Tiles
 from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
-from thunder_mem.trace.shared_parameters import tag_shared_parameters
 from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.before_autograd import chunked, prepared, tiled, with_written_arguments
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.default_executors import with_defaults, with_kernels
+from thunder_mem.transforms.failures import left
 from thunder_mem.transforms.optimizer_step import (
     check_optimizer,
     with_forward_noted,

@@ -26,7 +26,7 @@ from thunder_mem.partition.constraints import Constraints, RecomputeError
 from thunder_mem.partition.min_cut_partition import saved_storages
 from thunder_mem.rewrites.offload import offload_obstacle
 from thunder_mem.runtime.repeatability import recompute_obstacle
-from thunder_mem.trace.effects import leaves
+from thunder_mem.semantics.effects import leaves
 from thunder_mem.trace.origins import origin_of, source_of, symbol_name, word
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.user_choices.layerwise import handed_between_layers

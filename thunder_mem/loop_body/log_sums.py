@@ -13,7 +13,7 @@ import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
 
-from thunder_mem.tiling.region import Region
+from thunder_mem.loop_body.region import Region
 
 __all__ = ["share_of_log_sum", "unpack_log_sums"]
 

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from thunder_mem.memory.collector import collector_off
+from thunder_mem.runtime.collector import collector_off
 
 __all__ = ["MemoryCurve", "measure_curve", "measure_peak"]
 

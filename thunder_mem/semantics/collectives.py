@@ -13,7 +13,7 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.distributed.prims import PrimIDs
 
-from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.semantics.op_traits import traits_of
 
 __all__ = [
     "START_NAMES",

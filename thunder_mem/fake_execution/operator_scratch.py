@@ -10,12 +10,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from thunder_mem.memory.collector import collector_off
-from thunder_mem.prediction.measure import record_curve
-from thunder_mem.prediction.probe_keys import layouts, settings, stable_text
+from thunder_mem.fake_execution.probe_keys import layouts, settings, stable_text
 from thunder_mem.runtime import scratch_cache
+from thunder_mem.runtime.collector import collector_off
+from thunder_mem.runtime.measure import record_curve
 from thunder_mem.runtime.scratch_cache import Probe
-from thunder_mem.trace.kernel_scratch import FLASH_BACKWARD, flash_backward_bytes
+from thunder_mem.semantics.kernel_scratch import FLASH_BACKWARD, flash_backward_bytes
 
 __all__ = ["KERNEL_SCRATCH", "OPERATOR_SCRATCH", "probe_operator", "zeros_like"]
 

@@ -18,7 +18,7 @@ from thunder_mem.memory.kernel_figures import KernelFigures
 from thunder_mem.memory.live_ranges import price_order
 from thunder_mem.regions.region_kernels import kernel_figures
 from thunder_mem.rewrites.buffer_reuse import reuse_dying
-from thunder_mem.trace.layout import is_view
+from thunder_mem.semantics.layout import is_view
 from thunder_mem.trace.reading import TraceGraph, read_trace
 
 __all__ = ["with_gradients_over_logits"]

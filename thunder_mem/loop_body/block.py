@@ -23,11 +23,11 @@ from thunder.executors.passes import del_last_used, transform_for_execution
 from thunder.transforms.autodiff import grad_transform_on_trace
 
 from thunder_mem.chunk_loop.body import Body
+from thunder_mem.loop_body.block_replay import torch_language, trace_block
+from thunder_mem.loop_body.fusible_gathers import fusible_picks
+from thunder_mem.loop_body.leaves import walk
+from thunder_mem.loop_body.region import Region, Value
 from thunder_mem.sharding.propagation import RuleError
-from thunder_mem.tiling.block_replay import torch_language, trace_block
-from thunder_mem.tiling.fusible_gathers import fusible_picks
-from thunder_mem.tiling.leaves import walk
-from thunder_mem.tiling.region import Region, Value
 from thunder_mem.trace.rebuilding import recorded
 from thunder_mem.trace.round_trips import without_round_trips
 

@@ -15,10 +15,10 @@ from thunder.core.pytree import tree_flatten, tree_map, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from thunder_mem.loop_body.leaves import is_cut, walk
+from thunder_mem.loop_body.log_sums import share_of_log_sum, unpack_log_sums
+from thunder_mem.loop_body.region import Refused, Region, Value, relation
 from thunder_mem.sharding.propagation import RuleError, Sharding, local_shape
-from thunder_mem.tiling.leaves import is_cut, walk
-from thunder_mem.tiling.log_sums import share_of_log_sum, unpack_log_sums
-from thunder_mem.tiling.region import Refused, Region, Value, relation
 from thunder_mem.trace.rebuilding import recorded
 
 __all__ = ["torch_language", "trace_block"]

@@ -6,8 +6,8 @@ import pytest
 import thunder
 import torch
 
-from thunder_mem.prediction.measure import measure_curve, measure_peak
 from thunder_mem.prediction.simulate import simulate
+from thunder_mem.runtime.measure import measure_curve, measure_peak
 
 KIB = 1024
 

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from thunder_mem.prediction.replay import Ledger
+from thunder_mem.fake_execution.replay import Ledger
 
 
 def test_a_sweep_looks_only_at_what_died(monkeypatch):

@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from thunder_mem.prediction.autograd_sums import EngineSums
-from thunder_mem.prediction.operator_scratch import OPERATOR_SCRATCH, probe_operator
-from thunder_mem.prediction.replay import Ledger
+from thunder_mem.fake_execution.autograd_sums import EngineSums
+from thunder_mem.fake_execution.operator_scratch import OPERATOR_SCRATCH, probe_operator
+from thunder_mem.fake_execution.replay import Ledger
 
 __all__ = ["Leaves", "Scalars", "Twins", "Watch"]
 

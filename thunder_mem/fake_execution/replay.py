@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from thunder_mem.memory.device_bytes import host_bytes
 from thunder_mem.optimizer.update import is_update, rehearsal_now, rehearsed
 from thunder_mem.runtime.host_transfers import is_transfer
-from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.source_lines import place_of
 
 __all__ = ["Block", "Event", "Ledger", "PredictionError", "Ran", "Runner", "replay"]

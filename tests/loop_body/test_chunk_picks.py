@@ -4,14 +4,13 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from test_chunk_losses import loss_and_grads, prepare
 from thunder.core.prims import PrimIDs
 
-from tests.programs.chunk_cases import CASES
+from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
 from thunder_mem import ChunkLossHead
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
-from thunder_mem.trace.effects import leaves
+from thunder_mem.semantics.effects import leaves
 
 
 def fused(fn, **options):

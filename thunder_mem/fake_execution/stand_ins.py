@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from thunder_mem.prediction.fake_twins import Twins
+from thunder_mem.fake_execution.fake_twins import Twins
 
 __all__ = ["OnCpu", "Owned", "in_place_of", "owned_by", "stepping"]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from thunder_mem.tiling.borders import Borders, borders_between
+from thunder_mem.loop_body.borders import Borders, borders_between
 
 
 def program(seed: int) -> SimpleNamespace:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from thunder_mem.prediction.replay import Ledger
+from thunder_mem.fake_execution.replay import Ledger
 
 __all__ = ["EngineSums"]
 

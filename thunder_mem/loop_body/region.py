@@ -16,8 +16,8 @@ from functools import cached_property
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 
+from thunder_mem.loop_body.leaves import PRODUCTS, Leaf, Program, effects, numel, size_bytes, symbolic
 from thunder_mem.sharding.propagation import RULES, Relation, RowDim, RuleError, Sharding, propagate
-from thunder_mem.tiling.leaves import PRODUCTS, Leaf, Program, effects, numel, size_bytes, symbolic
 
 __all__ = [
     "RETURNED_WHOLE",

@@ -8,7 +8,7 @@ import thunder
 import torch
 
 from thunder_mem import predict
-from thunder_mem.prediction import scratch
+from thunder_mem.fake_execution import scratch
 from thunder_mem.runtime import scratch_cache
 from thunder_mem.runtime.output_layout import Output
 from thunder_mem.runtime.scratch_cache import Probe, Table

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from thunder_mem.tiling.leaves import Program
+from thunder_mem.loop_body.leaves import Program
 
 __all__ = ["Borders", "Mask", "borders_between"]
 

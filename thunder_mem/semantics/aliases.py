@@ -16,9 +16,9 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_mem.trace.effects import is_copy
-from thunder_mem.trace.layout import is_view, torch_view
-from thunder_mem.trace.op_traits import PLAIN, traits_of
+from thunder_mem.semantics.effects import is_copy
+from thunder_mem.semantics.layout import is_view, torch_view
+from thunder_mem.semantics.op_traits import PLAIN, traits_of
 
 __all__ = ["Aliases", "may_share_memory"]
 

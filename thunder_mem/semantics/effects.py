@@ -17,8 +17,8 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.distributed.prims import PrimIDs as DistributedPrimIDs
 
-from thunder_mem.trace.collectives import START_NAMES, awaited_futures, overwritten_by, starts
-from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.semantics.collectives import START_NAMES, awaited_futures, overwritten_by, starts
+from thunder_mem.semantics.op_traits import traits_of
 
 __all__ = ["COMMUNICATION", "Effects", "effects_of", "is_copy", "is_random", "leaves"]
 

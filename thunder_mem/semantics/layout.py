@@ -21,11 +21,11 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from torch._prims_common import compute_elementwise_output_strides
 
-from thunder_mem.trace.collectives import overwritten_by
-from thunder_mem.trace.effects import leaves
-from thunder_mem.trace.op_traits import traits_of
-from thunder_mem.trace.shared_parameters import memory_name
-from thunder_mem.trace.view_prims import VIEWS, slice_view
+from thunder_mem.semantics.collectives import overwritten_by
+from thunder_mem.semantics.effects import leaves
+from thunder_mem.semantics.op_traits import traits_of
+from thunder_mem.semantics.shared_parameters import memory_name
+from thunder_mem.semantics.view_prims import VIEWS, slice_view
 
 __all__ = [
     "Layout",

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thunder_mem.prediction.fake_twins import Twins, Watch
-from thunder_mem.prediction.replay import Ledger
+from thunder_mem.fake_execution.fake_twins import Twins, Watch
+from thunder_mem.fake_execution.replay import Ledger
 
 __all__ = ["ACCUMULATE", "accumulate"]
 

@@ -1,7 +1,7 @@
 """Estimates of the scratch of kernels, for planning.
 
-The planner only needs to know the large ones, so that it runs them when little else is alive. `prediction/scratch.py`
-measures (on a CPU) or models the scratch that a prediction reports.
+The planner only needs to know the large ones, so that it runs them when little else is alive. A prediction reports the
+scratch that `fake_execution/scratch.py` measures (on a CPU) or models.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from thunder.core.symbol import BoundSymbol, has_tags
 
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.memory.kernel_figures import KernelFigures
-from thunder_mem.trace.layout import Layout
-from thunder_mem.trace.op_traits import traits_of
+from thunder_mem.semantics.layout import Layout
+from thunder_mem.semantics.op_traits import traits_of
 
 __all__ = [
     "FLASH_BACKWARD",
@@ -47,7 +47,7 @@ def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
       multiplies bfloat16 itself;
     - the backward of fused attention holds two blocks of scores on a CPU;
     - on a GPU it adds up the query's gradient in float32, for flash attention with the padding that
-      `prediction/operator_scratch.py` also states.
+      `fake_execution/operator_scratch.py` also states.
     """
     outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
     tensor = next((p for p in (*outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy)), None)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from thunder.core.prims import PrimIDs
 
-from thunder_mem.tiling.leaves import Leaf
-from thunder_mem.tiling.region import Region
+from thunder_mem.loop_body.leaves import Leaf
+from thunder_mem.loop_body.region import Region
 
 __all__ = ["trim"]
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.programs.chunk_tools import chunked, exact, head, inputs, relative
-from thunder_mem.prediction.measure import measure_peak
+from thunder_mem.runtime.measure import measure_peak
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

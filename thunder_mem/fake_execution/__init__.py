@@ -1,0 +1,1 @@
+"""Traces and eager programs run on fake tensors, storage by storage, with the scratch of each operator."""
