@@ -3,7 +3,7 @@
 longchat-7b-16k with all its 32 layers, T=16384, B=1, bf16, loss outside, no checkpointing, on a simulated
 H100: budgets over the range from the free plan's peak down to the smallest. For each the exact peak of the
 plan, what is left unused, the recomputation by the roofline beside its lower bound and beside the greedy's
-(the first rung of the ladder of minimum cuts that fits), and the search's seconds of CPU. Then many more, evenly
+(the first point of the curve of minimum cuts that fits), and the search's seconds of CPU. Then many more, evenly
 spaced: whether a larger budget ever costs more, or has a lower peak; that also for fewer layers, as other parts of
 the search answer there. One budget is compiled as a user would, and its final traces predicted. Writes
 ``benchmarks/results/budget.json`` and ``budget.png``; with ``fewer_layers`` only what it says of fewer layers anew.
@@ -28,7 +28,7 @@ from thunder_mem import MemEfficient, predict, simulate
 from thunder_mem.analysis.partition_problem import Study, study_program
 from thunder_mem.costs.plan_time import plan_seconds
 from thunder_mem.memory.device_models import device_model
-from thunder_mem.partition.budget_search import SavingProblem, fit_budget, greedy_fit
+from thunder_mem.partition.budget_search import PartitionProblem, fit_budget, greedy_fit
 from thunder_mem.partition.min_cut_partition import min_cut_partition
 from thunder_mem.planning.program import Planned
 from thunder_mem.runtime.collector import collector_off
@@ -50,9 +50,9 @@ def program(layers: int) -> tuple[torch.nn.Module, torch.Tensor]:
     return model, torch.zeros(1, longchat.TOKENS, dtype=torch.long, device="cuda")
 
 
-def fresh(problem: SavingProblem) -> SavingProblem:
+def fresh(problem: PartitionProblem) -> PartitionProblem:
     """Nothing of it tried yet, so that every search is timed whole."""
-    return SavingProblem(problem.graph, problem.fuse, problem.repeat_s, problem.choices, problem.sort)
+    return PartitionProblem(problem.graph, problem.fuse, problem.repeat_s, problem.choices, problem.sort)
 
 
 def measure(study: Study, budget_bytes: int) -> dict[str, object]:
@@ -64,7 +64,7 @@ def measure(study: Study, budget_bytes: int) -> dict[str, object]:
     planned = study.plan(fit.rebuilt)
     start = time.process_time()
     other = fresh(study.problem)
-    greedy = greedy_fit(other, next(iter(other.levels())).rungs, budget_bytes)
+    greedy = greedy_fit(other, next(iter(other.spacings())).points, budget_bytes)
     greedy_s = time.process_time() - start
     return {
         "budget_bytes": budget_bytes,

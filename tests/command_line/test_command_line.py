@@ -212,7 +212,7 @@ def test_what_fits_a_budget_fits_every_larger_one(monkeypatch, beside):
     def compiled(program, question, budget):
         asked.append(budget)
         plan = 100 if budget is None else max(30, min(100, budget))
-        method = "smallest" if plan == 30 else "ladder"
+        method = "smallest" if plan == 30 else "curve"
         return SimpleNamespace(
             peak_bytes=plan + 20 + (beside if 30 < plan < 100 else 0),
             limit_bytes=question.limit,

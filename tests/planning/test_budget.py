@@ -23,8 +23,8 @@ from thunder_mem import BudgetError, MemEfficient, last_plan, measure_peak, pred
 from thunder_mem.analysis.partition_problem import study_program
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.partition.budget import parse_budget
-from thunder_mem.partition.budget_search import SavingProblem, fit_budget, greedy_fit
-from thunder_mem.partition.tradeoff_curve import ladders
+from thunder_mem.partition.budget_search import PartitionProblem, fit_budget, greedy_fit
+from thunder_mem.partition.tradeoff_curve import tradeoff_curves
 from thunder_mem.planning import budget_loop
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
@@ -53,22 +53,22 @@ def test_what_happens_if_nothing_fits_is_one_of_two():
         MemEfficient(budget=1, on_infeasible="ignore")
 
 
-def problem_of(seed: int, layers: int = 4, costs: int = 3) -> SavingProblem:
+def problem_of(seed: int, layers: int = 4, costs: int = 3) -> PartitionProblem:
     """The problem of a random graph, whose operations cost 1 to `costs` seconds."""
     graph = training(seed, layers)
     nobody = (0,) * len(graph)
     producers = [{graph.allocator[s] for s in op.reads} - {None, op.index} for op in graph.ops]
     operands = tuple(tuple(sorted(p)) for p in producers)
     fuse = FusionCapabilities(nobody, nobody, 0, (False,) * len(graph), operands)
-    return SavingProblem(graph, fuse, [1.0 + op.index % costs for op in graph.ops])
+    return PartitionProblem(graph, fuse, [1.0 + op.index % costs for op in graph.ops])
 
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10_000))
 def test_rungs_are_nested_and_buy_bytes_with_time(seed):
     problem = problem_of(seed)
-    for rungs in ladders(problem.graph, problem.fuse, problem.repeat_s):
-        for low, high in pairwise(rungs):
+    for points in tradeoff_curves(problem.graph, problem.fuse, problem.repeat_s):
+        for low, high in pairwise(points):
             assert low.rebuilt < high.rebuilt and low.seconds <= high.seconds
 
 
@@ -101,8 +101,8 @@ def test_a_larger_budget_is_never_slower_and_never_has_a_lower_peak(seed):
 @pytest.mark.slow
 def test_no_later_ladder_has_a_cheaper_choice_than_the_first_that_fits(seed):
     problem = problem_of(seed, layers=12)
-    for level in problem.levels():
-        fit, smaller = (fit_budget(problem, level.low_bytes - less) for less in (0, 1))
+    for spacing in problem.spacings():
+        fit, smaller = (fit_budget(problem, spacing.low_bytes - less) for less in (0, 1))
         assert fit.seconds <= smaller.seconds
 
 
@@ -123,8 +123,8 @@ def test_no_choice_is_dearer_than_the_ladders_first_rung_that_fits(seed, share):
     problem = problem_of(seed)
     low, high = fit_budget(problem, 1).peak_bytes, problem.trial(frozenset()).peak_bytes
     budget = int(low + (high - low) * share)
-    for level in problem.levels():
-        greedy = greedy_fit(problem, level.rungs, budget)
+    for spacing in problem.spacings():
+        greedy = greedy_fit(problem, spacing.points, budget)
         if greedy.peak_bytes <= budget:
             assert fit_budget(problem, budget).seconds <= greedy.seconds
 
@@ -135,7 +135,7 @@ def test_a_smaller_budget_is_not_cheaper_where_another_spacing_of_what_is_kept_b
     blocks = ((torch.nn.Linear(32, 128), activation, torch.nn.Linear(128, 32), torch.nn.Dropout(0.1)),) * 6
     model = torch.nn.Sequential(*(layer for block in blocks for layer in block))
     problem = study_program(model, (torch.randn(512, 32),), {}).problem
-    ends = [level.low_bytes for level in problem.levels()]
+    ends = [spacing.low_bytes for spacing in problem.spacings()]
     assert len(ends) > 1
     high = problem.trial(frozenset()).peak_bytes
     budgets = sorted({*(end + d for end in ends for d in (-4096, 0, 4096)), (ends[0] + high) // 2, high})
@@ -181,7 +181,7 @@ def test_what_one_trial_shows_of_a_step_is_not_forgotten_for_what_the_next_one_s
 
 @pytest.mark.slow
 def test_every_budget_of_a_tiny_program_costs_no_more_than_any_other_choice():
-    """Also where the last rung of the ladder is not its lowest."""
+    """Also where the last point of the curve is not its lowest."""
 
     def program(x, w1, w2, w3, w4):
         a = torch.tanh(x @ w1)

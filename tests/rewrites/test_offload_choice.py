@@ -221,9 +221,9 @@ def test_copies_that_turn_out_dearer_than_recomputing_are_given_up(deep, late_ms
 
 def test_what_a_row_says_of_its_trial_is_what_is_alive(deep):
     problem = moving(deep, device_model("cpu"))
-    level = next(problem.levels())
-    candidates = replace(level.candidates, movable=problem.moves.movable)
-    rebuilt = level.rungs[-1].rebuilt
+    spacing = next(problem.spacings())
+    candidates = replace(spacing.candidates, movable=problem.moves.movable)
+    rebuilt = spacing.points[-1].rebuilt
     moved = saved_storages(problem.graph, rebuilt) & candidates.movable
     for offloaded in (moved, frozenset(sorted(moved)[::2])):
         trial = problem.trial(rebuilt, offloaded)

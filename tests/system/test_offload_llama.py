@@ -9,7 +9,7 @@ from litgpt import GPT, Config
 from thunder_mem import simulate
 from thunder_mem.analysis.partition_problem import study_program
 from thunder_mem.memory.device_models import device_model
-from thunder_mem.partition.budget_search import SavingProblem, fit_budget
+from thunder_mem.partition.budget_search import PartitionProblem, fit_budget
 from thunder_mem.partition.offload_search import fit_with_offload
 from thunder_mem.user_choices.offload import OffloadOption, moves_for
 
@@ -34,12 +34,12 @@ def llama(request):
         return study_program(model, (torch.zeros(1, 2048, dtype=torch.long),), {})
 
 
-def problem_on(llama, device) -> SavingProblem:
+def problem_on(llama, device) -> PartitionProblem:
     source, old = llama.source, llama.problem
     rate = H100.peak_flops["bfloat16"] / device.peak_flops["bfloat16"]
     repeat_s = [seconds * rate for seconds in old.repeat_s]
     moves = moves_for(OffloadOption(), source, old.fuse, old.choices, frozenset(), device, "cuda:0")
-    return SavingProblem(old.graph, old.fuse, repeat_s, old.choices, old.sort, moves)
+    return PartitionProblem(old.graph, old.fuse, repeat_s, old.choices, old.sort, moves)
 
 
 def budget_of(llama) -> int:

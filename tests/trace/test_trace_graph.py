@@ -174,7 +174,7 @@ def test_of_a_joint_trace_arguments_are_held_and_activations_are_not():
     graph = source.graph
     names = {p.name for p in trace.args}
     assert {s.name for s in graph.storages if s.held} == names and len(names) > 6
-    assert graph.outputs == {source.storage_of[n] for n in source.pinned if n in source.storage_of}
+    assert graph.outputs == {source.storage_of[n] for n in source.returned_names if n in source.storage_of}
     saved = [
         s
         for s, users in enumerate(graph.users)
@@ -287,7 +287,7 @@ def test_a_trace_reads_the_same_with_its_dels_and_without(dense):
         released += any(b.sym.id is PrimIDs.DEL for b in trace.bound_symbols)
         one, other = read_trace(traced.trace), read_trace(trace)
         assert one.graph == other.graph
-        assert (one.storage_of, one.pinned) == (other.storage_of, other.pinned)
+        assert (one.storage_of, one.returned_names) == (other.storage_of, other.returned_names)
     assert released >= len(WRITTEN)
 
 

@@ -13,10 +13,10 @@ import thunder
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
-from thunder_mem.partition.budget_search import SavingProblem
+from thunder_mem.partition.budget_search import PartitionProblem
 from thunder_mem.planning.executor import user_executors
 from thunder_mem.planning.pipeline import choose_partition, plan_partition, programs_seen
-from thunder_mem.planning.program import Planned, Program, saving_problem
+from thunder_mem.planning.program import Planned, Program, partition_problem
 from thunder_mem.planning.stages import carried_out
 from thunder_mem.prediction.compiled_call import compiled_entry
 from thunder_mem.trace.reading import TraceGraph
@@ -41,7 +41,7 @@ class Study:
 
     program: Program
     given: TraceCtx
-    problem: SavingProblem
+    problem: PartitionProblem
 
     @property
     def source(self) -> TraceGraph:
@@ -110,7 +110,7 @@ def _studies(
 ) -> tuple[Study, ...]:
     with programs_seen() as programs:
         compiled_entry(_jitted_anew(fn, executors, budget), tuple(args), dict(kwargs), call=True)
-    studies = [Study(program, given, saving_problem(program)) for program, given in programs]
+    studies = [Study(program, given, partition_problem(program)) for program, given in programs]
     if not any(op.backward for study in studies for op in study.source.graph.ops):
         raise ValueError("the call has no backward: give arguments or parameters that ask for a gradient")
     return tuple(studies)

@@ -21,7 +21,7 @@ from thunder_mem.analysis.recompute_rows import Kept, RecomputeTable, Row
 from thunder_mem.analysis.symbolic_sizes import Dims
 from thunder_mem.costs.roofline import cost_s, device_model_of, extra_region_cost_s
 from thunder_mem.memory.device_models import DeviceModel
-from thunder_mem.partition.budget_search import SavingProblem
+from thunder_mem.partition.budget_search import PartitionProblem
 from thunder_mem.partition.constraints import RecomputeError
 from thunder_mem.partition.min_cut_partition import min_cut_partition, saved_storages
 from thunder_mem.planning.program import Planned
@@ -92,7 +92,7 @@ def _check_dims(dims: Dims, source: TraceGraph) -> None:
 @dataclass(frozen=True)
 class _Tabulation:
     source: TraceGraph
-    problem: SavingProblem
+    problem: PartitionProblem
     plan: Callable[[frozenset[int]], Planned]
     dims: Dims
     peaks: bool

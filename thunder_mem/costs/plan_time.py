@@ -46,7 +46,7 @@ def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
             p.name: p
             for b in own
             for p in b.flat_proxy_outs
-            if p.name in source.pinned or not wanted_by.get(p.name, set()) <= inside
+            if p.name in source.returned_names or not wanted_by.get(p.name, set()) <= inside
         }
         total += region_cost_s(bsyms, inputs.values(), outputs.values(), device)
     return total

@@ -210,7 +210,7 @@ def _only_for_reductions(source: TraceGraph) -> frozenset[int]:
         bsym, effects = source.bsyms[op], source.effects[op]
         users = [u for u in graph.successors[op] if u not in waits]
         movable = op not in waits and effects.pure and _is_cheap(bsym)
-        returned = not source.pinned.isdisjoint(p.name for p in bsym.flat_proxy_outs)
+        returned = not source.returned_names.isdisjoint(p.name for p in bsym.flat_proxy_outs)
         alone = users and all(u in urgent and graph.ops[u].backward == graph.ops[op].backward for u in users)
         if is_reduction(bsym) or (movable and alone and not returned):
             urgent.add(op)

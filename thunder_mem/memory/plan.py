@@ -18,7 +18,7 @@ class BudgetOutcome:
         recompute_ms: modelled time of the recomputation that is not free.
         bound_ms: no plan within the budget is known to cost less, recomputation and exposed copies together;
             0 means that no bound is known.
-        method: "free" (it fits without costly recomputation), "ladder", "milp", or "smallest" if nothing fits.
+        method: "free" (it fits without costly recomputation), "curve", "milp", or "smallest" if nothing fits.
         offloaded: names of the values that the backward fetches from the host, in the order in which they leave.
         host_bytes: their bytes in the host's memory, which no peak includes.
         link_ms: time of their copies, both ways.

@@ -1,9 +1,9 @@
 """Find the cheapest recomputation whose peak fits a budget.
 
-The integer program (`milp.py`) proposes, with rows from a few trials of a ladder of minimum cuts (`tradeoff_curve.py`).
-A trial by the exact timeline disposes. Proposals belong to fixed targets, the cells of the range between the ladder's
-ends, not to the given budget. So the same few choices answer neighbouring budgets, and a larger budget never has fewer
-choices. If no proposal fits, a tried rung of the ladder does.
+The integer program (`milp.py`) proposes, with rows from a few trials of a curve of minimum cuts (`tradeoff_curve.py`).
+A trial by the exact timeline disposes. Proposals belong to fixed targets between the curve's ends, not to the given
+budget. So the same few choices answer neighbouring budgets, and a larger budget never has fewer choices. If no proposal
+fits, a tried point of the curve does.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from thunder_mem.partition.evaluation import Evaluation, evaluate
 from thunder_mem.partition.milp import Solution, solve
 from thunder_mem.partition.milp_memory_rows import MemoryRow, MilpVariables, calibrated, memory_rows
 from thunder_mem.partition.min_cut_partition import saved_storages
-from thunder_mem.partition.tradeoff_curve import TradeoffPoint, ladders, repeat_seconds
+from thunder_mem.partition.tradeoff_curve import TradeoffPoint, repeat_seconds, tradeoff_curves
 from thunder_mem.partition.transfer_windows import Moves
 from thunder_mem.schedule.registry import SortFunction
 
-__all__ = ["PartitionChoice", "SavingProblem", "fit_budget", "greedy_fit", "sweep"]
+__all__ = ["PartitionChoice", "PartitionProblem", "fit_budget", "greedy_fit", "sweep"]
 
 # The range of peaks is cut into so many targets: fewer in programs that are solved exactly, and the fewest
 # in those of fewer than so many ops.
-_CELLS, _CELLS_OF_EXACT, _CELLS_OF_SMALL, _SMALL = 256, 64, 32, 500
+_TARGETS, _TARGETS_OF_EXACT, _TARGETS_OF_SMALL, _SMALL = 256, 64, 32, 500
 # Rounds of cutting planes for one target; each costs a solution and a trial.
 _ROUNDS = 3
-# So many cells below the budget's own are tried one by one; further down the steps double.
-_CELLS_BELOW = 2
+# So many targets below the budget's own are tried one by one; further down the steps double.
+_TARGETS_BELOW = 2
 # Relative difference below which times are the same.
 _EQUAL = 1e-9
-# In programs of fewer ops every target is solved exactly, and all targets below a budget and the next ladder are
+# In programs of fewer ops every target is solved exactly, and all targets below a budget and the next curve are
 # tried. In larger ones that takes too long (8 layers of a LLaMA have 2,020 and take 3 s instead of 1).
 _EXACT = 2500
 # Rungs between the ends are also tried, as long as all trials together run no more ops than this.
@@ -56,7 +56,7 @@ class PartitionChoice:
         peak_bytes: the peak of its trial.
         seconds: the time of all recomputation.
         bound_seconds: a lower bound on `seconds`, under the model of the integer program.
-        method: "ladder" or "milp", whichever found it.
+        method: "curve" or "milp", whichever found it.
         offloaded: the storages that the backward fetches from the host.
         exposed_seconds: the part of `seconds` that waits for copies to the host and back.
         without_seconds: the time of the cheapest fitting choice without offload; None if none was found.
@@ -73,7 +73,7 @@ class PartitionChoice:
 
 
 @dataclass(frozen=True)
-class SavingProblem:
+class PartitionProblem:
     """The choice of what a program saves or recomputes.
 
     Attributes:
@@ -94,7 +94,7 @@ class SavingProblem:
     _trials: dict[tuple[frozenset[int], frozenset[int]], Evaluation] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _levels: list[_Level] = field(default_factory=list, repr=False, compare=False)
+    _spacings: list[_Spacing] = field(default_factory=list, repr=False, compare=False)
     _coming: list[Iterator[tuple[TradeoffPoint, ...]]] = field(default_factory=list, repr=False, compare=False)
 
     _next: dict[int, tuple[PartitionChoice, ...]] = field(default_factory=dict, repr=False, compare=False)
@@ -124,90 +124,90 @@ class SavingProblem:
         exposed = self.exposed_seconds(offloaded)
         return PartitionChoice(rebuilt, peak_bytes, seconds, min(bound_seconds, seconds), method, offloaded, exposed)
 
-    def levels(self) -> Iterator[_Level]:
-        """The ladders, narrowest spacing of the anchors first, as long as a wider spacing has a lower end."""
-        known = self._levels
+    def spacings(self) -> Iterator[_Spacing]:
+        """The curves, narrowest spacing of block boundaries first, as long as a wider spacing has a lower end."""
+        known = self._spacings
         for i in itertools.count():
             if i == len(known):
                 if not self._coming:
-                    self._coming.append(ladders(self.graph, self.fuse, self.repeat_s, self.choices))
-                rungs = next(self._coming[0], None)
-                if rungs is None:
+                    self._coming.append(tradeoff_curves(self.graph, self.fuse, self.repeat_s, self.choices))
+                points = next(self._coming[0], None)
+                if points is None:
                     return
-                level = _Level(self, rungs)
-                if known and level.low_bytes >= known[-1].low_bytes:
+                spacing = _Spacing(self, points)
+                if known and spacing.low_bytes >= known[-1].low_bytes:
                     self._coming[0] = iter(())
                     return
-                known.append(level)
+                known.append(spacing)
             yield known[i]
 
 
-class _Level:
-    """One ladder, the integer program over its candidates, and the program's answers to fixed targets."""
+class _Spacing:
+    """One curve, the integer program over its candidates, and the program's answers to fixed targets."""
 
-    def __init__(self, problem: SavingProblem, rungs: Sequence[TradeoffPoint]) -> None:
-        self.problem, self.rungs = problem, rungs
+    def __init__(self, problem: PartitionProblem, points: Sequence[TradeoffPoint]) -> None:
+        self.problem, self.points = problem, points
         self.exact = len(problem.graph) < _EXACT
         small = len(problem.graph) < _SMALL
-        self.cells = _CELLS_OF_SMALL if small else _CELLS_OF_EXACT if self.exact else _CELLS
+        self.targets = _TARGETS_OF_SMALL if small else _TARGETS_OF_EXACT if self.exact else _TARGETS
         self._solutions: dict[int, Solution | None] = {}
         self._answers: dict[int, frozenset[int]] = {}
         self.candidates = MilpVariables(
             problem.graph,
             problem.fuse,
-            rungs[-1].rebuilt,
+            points[-1].rebuilt,
             problem.repeat_s,
-            forced=rungs[0].rebuilt & (problem.choices.may_recompute | problem.choices.must_recompute),
+            forced=points[0].rebuilt & (problem.choices.may_recompute | problem.choices.must_recompute),
         )
 
     @cached_property
     def sampled(self) -> tuple[PartitionChoice, ...]:
-        """The two ends and, if trials are cheap, evenly spaced rungs between; every budget may choose among these."""
-        last = len(self.rungs) - 1
+        """The two ends and, if trials are cheap, evenly spaced points between; every budget may choose among these."""
+        last = len(self.points) - 1
         count = min(last, max(1, _SAMPLED_OPS // max(1, len(self.problem.graph)) - 1))
         chosen = dict.fromkeys(round(i * last / count) if count else 0 for i in range(count + 1))
-        return tuple(self.problem.fit(self.rungs[i].rebuilt, 0.0, "ladder") for i in chosen)
+        return tuple(self.problem.fit(self.points[i].rebuilt, 0.0, "curve") for i in chosen)
 
     @cached_property
     def low_bytes(self) -> int:
-        """The lowest peak on the ladder; in small programs another rung than the last may have it."""
+        """The lowest peak on the curve; in small programs another point than the last may have it."""
         return min(fit.peak_bytes for fit in self.sampled)
 
     @cached_property
     def high_bytes(self) -> int:
-        """The highest peak on the ladder."""
+        """The highest peak on the curve."""
         return max(fit.peak_bytes for fit in self.sampled)
 
     @cached_property
     def rows(self) -> list[MemoryRow]:
-        """The memory rows of some sampled rungs; no row claims more for a sampled rung than its trial shows."""
+        """The memory rows of some sampled points; no row claims more for a sampled point than its trial shows."""
         trials = [self.problem.trial(fit.rebuilt) for fit in self.sampled]
         shown = {i * (len(trials) - 1) // _ROW_TRIALS for i in range(_ROW_TRIALS + 1)}
         found = {row.key: row for i in sorted(shown) for row in memory_rows(self.candidates, trials[i])}
         return calibrated(self.candidates, found.values(), trials)
 
-    def cell(self, nbytes: int) -> int:
+    def target(self, nbytes: int) -> int:
         """The highest target of at most so many bytes, counted from the low end; negative if there is none."""
-        return (nbytes - self.low_bytes) * self.cells // max(1, self.high_bytes - self.low_bytes)
+        return (nbytes - self.low_bytes) * self.targets // max(1, self.high_bytes - self.low_bytes)
 
-    def target_bytes(self, cell: int) -> int:
-        """The bytes of a target, rounded up so that the low end itself is the target of cell 0."""
-        return self.low_bytes - (self.low_bytes - self.high_bytes) * cell // self.cells
+    def target_bytes(self, target: int) -> int:
+        """The bytes of a target, rounded up so that target 0 is the low end itself."""
+        return self.low_bytes - (self.low_bytes - self.high_bytes) * target // self.targets
 
-    def solution(self, cell: int) -> Solution | None:
-        """The integer program's solution for a target, by the level's own rows."""
-        if cell not in self._solutions:
-            self._solutions[cell] = self._solve(self.rows, self.target_bytes(cell))
-        return self._solutions[cell]
+    def solution(self, target: int) -> Solution | None:
+        """The integer program's solution for a target, by the spacing's own rows."""
+        if target not in self._solutions:
+            self._solutions[target] = self._solve(self.rows, self.target_bytes(target))
+        return self._solutions[target]
 
-    def answer(self, cell: int) -> PartitionChoice | None:
+    def answer(self, target: int) -> PartitionChoice | None:
         """The choice for a target: the solution, repaired if its trial exceeds the target."""
-        first = self.solution(cell)
+        first = self.solution(target)
         if first is None:
             return None
-        if cell not in self._answers:
-            self._answers[cell] = self._mended(first, self.target_bytes(cell))
-        return self.problem.fit(self._answers[cell], first.bound_seconds, "milp")
+        if target not in self._answers:
+            self._answers[target] = self._mended(first, self.target_bytes(target))
+        return self.problem.fit(self._answers[target], first.bound_seconds, "milp")
 
     def _solve(self, rows: Sequence[MemoryRow], target_bytes: int) -> Solution | None:
         gap = 0.0 if self.exact else _LARGE_GAP
@@ -229,126 +229,127 @@ class _Level:
         return chosen.rebuilt
 
 
-def fit_budget(problem: SavingProblem, budget_bytes: int) -> PartitionChoice:
+def fit_budget(problem: PartitionProblem, budget_bytes: int) -> PartitionChoice:
     """The cheapest choice found whose peak stays within the budget, or else the choice with the smallest peak.
 
     Among equally cheap choices the one with the lower peak wins.
     """
-    level = next((level for level in problem.levels() if level.low_bytes <= budget_bytes), None)
-    if level is None:
+    spacing = next((spacing for spacing in problem.spacings() if spacing.low_bytes <= budget_bytes), None)
+    if spacing is None:
         return _smallest(problem)
-    found = _proposals(problem, level, budget_bytes)
+    found = _proposals(problem, spacing, budget_bytes)
     bound = found[0].bound_seconds if found else 0.0
-    found = [fit for fit in (*found, *level.sampled, *_of_the_next(problem, level)) if fit.peak_bytes <= budget_bytes]
+    known = (*found, *spacing.sampled, *_of_the_next(problem, spacing))
+    found = [fit for fit in known if fit.peak_bytes <= budget_bytes]
     best = min(found, key=lambda f: (f.seconds, f.peak_bytes))
-    if not level.exact and (rung := _cheaper_rung(problem, level, best, bound, budget_bytes)) is not None:
-        best = rung
+    if not spacing.exact and (point := _cheaper_point(problem, spacing, best, bound, budget_bytes)) is not None:
+        best = point
     return replace(best, bound_seconds=min(bound, best.seconds))
 
 
-def _cheaper_rung(
-    problem: SavingProblem, level: _Level, best: PartitionChoice, bound_seconds: float, budget_bytes: int
+def _cheaper_point(
+    problem: PartitionProblem, spacing: _Spacing, best: PartitionChoice, bound_seconds: float, budget_bytes: int
 ) -> PartitionChoice | None:
-    """The ladder's own best choice, if the integer program stopped at its gap and a cheaper choice may exist."""
-    cheaper = [rung for rung in level.rungs if bound_seconds <= rung.seconds < best.seconds * (1 - _EQUAL)]
+    """The curve's own best choice, if the integer program stopped at its gap and a cheaper choice may exist."""
+    cheaper = [point for point in spacing.points if bound_seconds <= point.seconds < best.seconds * (1 - _EQUAL)]
     if not cheaper:
         return None
-    fit = problem.fit(cheaper[-1].rebuilt, bound_seconds, "ladder")
+    fit = problem.fit(cheaper[-1].rebuilt, bound_seconds, "curve")
     return fit if fit.peak_bytes <= budget_bytes and fit.seconds < best.seconds else None
 
 
-def _of_the_next(problem: SavingProblem, level: _Level) -> tuple[PartitionChoice, ...]:
-    """The cheapest choice of later ladders; without it, a smaller budget might be cheaper.
+def _of_the_next(problem: PartitionProblem, spacing: _Spacing) -> tuple[PartitionChoice, ...]:
+    """The cheapest choice of later curves; without it, a smaller budget might be cheaper.
 
     Large programs omit this, because it takes too long.
     """
-    if not level.exact:
+    if not spacing.exact:
         return ()
-    if level.low_bytes not in problem._next:
-        fit = fit_budget(problem, level.low_bytes - 1)
-        problem._next[level.low_bytes] = (fit,) if fit.peak_bytes < level.low_bytes else ()
-    return problem._next[level.low_bytes]
+    if spacing.low_bytes not in problem._next:
+        fit = fit_budget(problem, spacing.low_bytes - 1)
+        problem._next[spacing.low_bytes] = (fit,) if fit.peak_bytes < spacing.low_bytes else ()
+    return problem._next[spacing.low_bytes]
 
 
-def _proposals(problem: SavingProblem, level: _Level, budget_bytes: int) -> list[PartitionChoice]:
+def _proposals(problem: PartitionProblem, spacing: _Spacing, budget_bytes: int) -> list[PartitionChoice]:
     """Answers to the targets around a budget, starting from the first above it.
 
     Targets below follow until none of them can be cheaper than a fitting choice. If a stretch of targets costs
     the same, its two ends are also answered: less memory for equal time. In programs that are not solved
     exactly, the first fitting answer is the last.
     """
-    here = min(level.cell(budget_bytes), level.cells)
+    here = min(spacing.target(budget_bytes), spacing.targets)
     proposals: list[PartitionChoice] = []
     best, lowest = inf, 0
-    for cell in _cells_from(min(here + 1, level.cells), level.exact):
-        solution = level.solution(cell)
+    for target in _targets_from(min(here + 1, spacing.targets), spacing.exact):
+        solution = spacing.solution(target)
         if solution is not None and solution.bound_seconds >= best * (1 - _EQUAL):
             break
-        if (fit := level.answer(cell)) is not None:
+        if (fit := spacing.answer(target)) is not None:
             proposals.append(fit)
             if fit.peak_bytes <= budget_bytes and fit.seconds < best:
-                best, lowest = fit.seconds, cell
-                if not level.exact:  # targets below are cheaper by less than the gap
+                best, lowest = fit.seconds, target
+                if not spacing.exact:  # targets below are cheaper by less than the gap
                     return proposals
     if best < inf:
-        ends = {_last_as_cheap(level, lowest, best, direction) for direction in (-1, 1)} - {lowest}
-        proposals += [fit for fit in map(level.answer, sorted(ends)) if fit is not None]
+        ends = {_last_as_cheap(spacing, lowest, best, direction) for direction in (-1, 1)} - {lowest}
+        proposals += [fit for fit in map(spacing.answer, sorted(ends)) if fit is not None]
     return proposals
 
 
-def _cells_from(first: int, each: bool) -> Iterator[int]:
-    """The cells from one down to 0, singly or finally in doubling steps; 0 itself is always included."""
-    cell, step = first, 1
-    while cell > 0:
-        yield cell
-        if not each and first - cell > _CELLS_BELOW:
+def _targets_from(first: int, each: bool) -> Iterator[int]:
+    """The targets from one down to 0, singly or finally in doubling steps; 0 itself is always included."""
+    target, step = first, 1
+    while target > 0:
+        yield target
+        if not each and first - target > _TARGETS_BELOW:
             step *= 2
-        cell -= step
+        target -= step
     yield 0
 
 
-def _last_as_cheap(level: _Level, cell: int, seconds: float, direction: int) -> int:
+def _last_as_cheap(spacing: _Spacing, target: int, seconds: float, direction: int) -> int:
     """The last target on one side whose solution costs the same, by doubling steps and bisection."""
 
     def as_cheap(other: int) -> bool:
-        solution = level.solution(other) if 0 <= other <= level.cells else None
+        solution = spacing.solution(other) if 0 <= other <= spacing.targets else None
         return solution is not None and abs(solution.seconds - seconds) <= seconds * _EQUAL
 
     step = 1
-    while as_cheap(cell + direction * step):
-        cell, step = cell + direction * step, 2 * step
+    while as_cheap(target + direction * step):
+        target, step = target + direction * step, 2 * step
     while (step := step // 2) > 0:
-        if as_cheap(cell + direction * step):
-            cell += direction * step
-    return cell
+        if as_cheap(target + direction * step):
+            target += direction * step
+    return target
 
 
-def greedy_fit(problem: SavingProblem, rungs: Sequence[TradeoffPoint], budget_bytes: int) -> PartitionChoice:
-    """The first rung of a ladder that fits, by bisection; its last if none does."""
-    low, high = 0, len(rungs) - 1
+def greedy_fit(problem: PartitionProblem, points: Sequence[TradeoffPoint], budget_bytes: int) -> PartitionChoice:
+    """The first point of a curve that fits, by bisection; its last if none does."""
+    low, high = 0, len(points) - 1
     while high > low:
         middle = (low + high) // 2
-        if problem.trial(rungs[middle].rebuilt).peak_bytes <= budget_bytes:
+        if problem.trial(points[middle].rebuilt).peak_bytes <= budget_bytes:
             high = middle
         else:
             low = middle + 1
-    return problem.fit(rungs[high].rebuilt, 0.0, "ladder")
+    return problem.fit(points[high].rebuilt, 0.0, "curve")
 
 
-def _smallest(problem: SavingProblem) -> PartitionChoice:
+def _smallest(problem: PartitionProblem) -> PartitionChoice:
     """The cheapest choice with the smallest known peak."""
-    levels = list(problem.levels())
-    found = [fit for level in levels for fit in level.sampled]
-    found += _proposals(problem, levels[-1], levels[-1].low_bytes)
+    spacings = list(problem.spacings())
+    found = [fit for spacing in spacings for fit in spacing.sampled]
+    found += _proposals(problem, spacings[-1], spacings[-1].low_bytes)
     return replace(min(found, key=lambda f: (f.peak_bytes, f.seconds)), bound_seconds=0.0)
 
 
-def sweep(problem: SavingProblem, points: int = 16) -> Iterator[PartitionChoice]:
+def sweep(problem: PartitionProblem, points: int = 16) -> Iterator[PartitionChoice]:
     """Choices from no costly recomputation to the smallest peak, each with a lower peak than the one before."""
     peak_bytes: int | None = None
-    for level in problem.levels():
+    for spacing in problem.spacings():
         for i in range(points, -1, -1):
-            fit = fit_budget(problem, level.target_bytes(i * level.cells // points))
+            fit = fit_budget(problem, spacing.target_bytes(i * spacing.targets // points))
             if peak_bytes is None or fit.peak_bytes < peak_bytes:
                 peak_bytes = fit.peak_bytes
                 yield fit

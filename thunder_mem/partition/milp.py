@@ -11,7 +11,7 @@ has a row; rows are added where a trial exceeds the budget (cutting planes). The
 op at every step. Here a value is recomputed at most once, just before its first use. Variables say only at the rows'
 own steps whether that has happened.
 
-Equal layers keep separate variables, although the ladder (`tradeoff_curve.py`), which knows no steps, decides them
+Equal layers keep separate variables, although the curve (`tradeoff_curve.py`), which knows no steps, decides them
 once. A step distinguishes an early layer from a late one. A constraint that later layers keep what an earlier layer
 keeps was tried: the 32 layers of a LLaMA took HiGHS up to twice as long, for plans of the same cost.
 """

@@ -51,7 +51,7 @@ class MilpVariables:
         return [s for s in self.graph.ops[op].allocates if s in self.storages]
 
     @cached_property
-    def pinned(self) -> tuple[int, ...]:
+    def must_save_inputs(self) -> tuple[int, ...]:
         """Storages that cannot be recomputed but must be kept if an op that reads them is repeated."""
         graph = self.graph
         read = {s for op in self.ops for s in graph.ops[op].reads} - self.storages
@@ -66,7 +66,7 @@ class MilpVariables:
     @cached_property
     def decided(self) -> tuple[int, ...]:
         """All storages that the program may keep or not."""
-        return tuple(dict.fromkeys((*sorted(self.storages), *self.pinned, *sorted(self.movable))))
+        return tuple(dict.fromkeys((*sorted(self.storages), *self.must_save_inputs, *sorted(self.movable))))
 
     @cached_property
     def needed(self) -> frozenset[int]:

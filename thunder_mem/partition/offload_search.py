@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from thunder_mem.partition.budget_search import PartitionChoice, SavingProblem, fit_budget
+from thunder_mem.partition.budget_search import PartitionChoice, PartitionProblem, fit_budget
 from thunder_mem.partition.milp import solve
 from thunder_mem.partition.milp_memory_rows import memory_rows
 from thunder_mem.partition.min_cut_partition import saved_storages
@@ -24,11 +24,11 @@ _ROUNDS = 8
 _GAP = 0.002
 
 
-def fit_with_offload(problem: SavingProblem, budget_bytes: int) -> PartitionChoice:
+def fit_with_offload(problem: PartitionProblem, budget_bytes: int) -> PartitionChoice:
     """`fit_budget` for a problem with storages that may be offloaded."""
-    levels = itertools.takewhile(lambda level: level.low_bytes > budget_bytes, problem.levels())
-    too_high = [problem.fit(level.rungs[-1].rebuilt, 0.0, "ladder") for level in levels]
-    reachable = len(too_high) < sum(1 for _ in problem.levels())
+    spacings = itertools.takewhile(lambda spacing: spacing.low_bytes > budget_bytes, problem.spacings())
+    too_high = [problem.fit(spacing.points[-1].rebuilt, 0.0, "curve") for spacing in spacings]
+    reachable = len(too_high) < sum(1 for _ in problem.spacings())
     alone = fit_budget(problem, budget_bytes) if reachable else min(too_high, key=lambda f: f.peak_bytes)
     fits = alone.peak_bytes <= budget_bytes
     found = [alone, *_proposals(problem, budget_bytes)]
@@ -39,31 +39,31 @@ def fit_with_offload(problem: SavingProblem, budget_bytes: int) -> PartitionChoi
     return replace(best, without_seconds=alone.seconds if fits else None)
 
 
-def sweep_with_offload(problem: SavingProblem, points: int) -> Iterator[PartitionChoice]:
+def sweep_with_offload(problem: PartitionProblem, points: int) -> Iterator[PartitionChoice]:
     """`budget_search.sweep` with offloading, down to the smallest peak of both together."""
-    level = next(problem.levels())
-    most = level.rungs[-1].rebuilt
+    spacing = next(problem.spacings())
+    most = spacing.points[-1].rebuilt
     movable = problem.moves.movable if problem.moves else frozenset()
     low_bytes = problem.trial(
-        most, (saved_storages(problem.graph, most) & movable) - level.candidates.forced
+        most, (saved_storages(problem.graph, most) & movable) - spacing.candidates.forced
     ).peak_bytes
-    low_bytes = min(low_bytes, level.low_bytes)
+    low_bytes = min(low_bytes, spacing.low_bytes)
     peak_bytes: int | None = None
     for i in range(points, -1, -1):
-        fit = fit_with_offload(problem, low_bytes + (level.high_bytes - low_bytes) * i // points)
+        fit = fit_with_offload(problem, low_bytes + (spacing.high_bytes - low_bytes) * i // points)
         if peak_bytes is None or fit.peak_bytes < peak_bytes:
             peak_bytes = fit.peak_bytes
             yield fit
 
 
-def _proposals(problem: SavingProblem, budget_bytes: int) -> Iterator[PartitionChoice]:
+def _proposals(problem: PartitionProblem, budget_bytes: int) -> Iterator[PartitionChoice]:
     """Choices that offload: all movable storages, with little and with much recomputed, and the program's solution."""
     moves = problem.moves
     if moves is None or not moves.movable:
         return
-    level = next(problem.levels())
-    candidates = replace(level.candidates, movable=moves.movable - level.candidates.forced)
-    most, least = level.rungs[-1].rebuilt, level.rungs[0].rebuilt
+    spacing = next(problem.spacings())
+    candidates = replace(spacing.candidates, movable=moves.movable - spacing.candidates.forced)
+    most, least = spacing.points[-1].rebuilt, spacing.points[0].rebuilt
     rows = {row.key: row for row in memory_rows(candidates, problem.trial(least))}
     for rebuilt in (most, least):
         offloaded = saved_storages(problem.graph, rebuilt) & candidates.movable

@@ -2,12 +2,12 @@
 
 For every price of a byte the minimum cut (`min_cut_partition.py`) gives the best exchange of memory for time. As the
 price rises, the sets of recomputed storages are nested. A cut decides equal layers alike, so two neighbouring sets
-differ by a whole stack of layers. The rungs between them switch one stretch of the forward after the other, so a rung
+differ by a whole stack of layers. The points between them switch one stretch of the forward after the other, so a point
 says how many layers have switched.
 
 Long before the price is infinite this stops paying, because values recomputed from far back must themselves be alive.
-So the values through which all data passes (the residual stream between blocks) are anchors that stay kept: all of
-them, every second, every fourth, and so on (Chen et al., "Training deep nets with sublinear memory cost", 2016).
+So the values through which all data passes (the residual stream between blocks) are block boundaries that stay kept:
+all of them, every second, every fourth, and so on (Chen et al., "Training deep nets with sublinear memory cost", 2016).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thunder_mem.partition.block_boundaries import block_boundaries, without_fir
 from thunder_mem.partition.constraints import UNDECIDED, Constraints
 from thunder_mem.partition.min_cut_partition import Exchange, min_cut_partition, saved_storages
 
-__all__ = ["TradeoffPoint", "ladders", "repeat_seconds"]
+__all__ = ["TradeoffPoint", "repeat_seconds", "tradeoff_curves"]
 
 # Prices between which a further cut is looked for, halving; equal layers need few.
 _MOST_CUTS = 24
@@ -49,10 +49,10 @@ def repeat_seconds(graph: Graph, rebuilt: frozenset[int], repeat_s: Sequence[flo
     return sum(repeat_s[op] for op in sorted({op for op in makers if op is not None}))
 
 
-def ladders(
+def tradeoff_curves(
     graph: Graph, fuse: FusionCapabilities, repeat_s: Sequence[float], choices: Constraints = UNDECIDED
 ) -> Iterator[tuple[TradeoffPoint, ...]]:
-    """For every spacing of the anchors, narrowest first, the rungs by rising time.
+    """For every spacing of the block boundaries, narrowest first, the points by rising time.
 
     Args:
         graph: forward and backward of one trace.
@@ -65,14 +65,14 @@ def ladders(
     for spaced in _thinned(found, without_first_block(graph, fuse, found)):
         kept = [s for s in spaced if s not in choices.must_recompute]
         held = replace(choices, must_save=choices.must_save | frozenset(kept))
-        rungs = tuple(_rungs(graph, fuse, repeat_s, held, [graph.allocator[s] or 0 for s in kept]))
-        if rungs[-1].rebuilt not in seen:
-            yield rungs
-        seen.add(rungs[-1].rebuilt)
+        points = tuple(_points(graph, fuse, repeat_s, held, [graph.allocator[s] or 0 for s in kept]))
+        if points[-1].rebuilt not in seen:
+            yield points
+        seen.add(points[-1].rebuilt)
 
 
 def _thinned(found: Sequence[int], thinner: Sequence[int]) -> Iterator[Sequence[int]]:
-    """All anchors, the thinner ones, and of these every second, every fourth, ..., counted from the last."""
+    """All block boundaries, the thinner ones, and of these every second, every fourth, ..., counted from the last."""
     yield found
     yield thinner
     spacing = 2
@@ -81,13 +81,13 @@ def _thinned(found: Sequence[int], thinner: Sequence[int]) -> Iterator[Sequence[
         spacing *= 2
 
 
-def _rungs(
+def _points(
     graph: Graph, fuse: FusionCapabilities, repeat_s: Sequence[float], choices: Constraints, bounds: Sequence[int]
 ) -> Iterator[TradeoffPoint]:
     """Nested sets: those of the hull, and between two of them one stretch of the forward after the other."""
     hull = _hull(graph, fuse, repeat_s, choices)
     rebuilt = hull[0]
-    yield _rung(graph, repeat_s, rebuilt)
+    yield _point(graph, repeat_s, rebuilt)
     for following in hull[1:]:
         stretches: dict[int, set[int]] = {}
         for s in following - rebuilt:
@@ -95,11 +95,11 @@ def _rungs(
             stretches.setdefault(position, set()).add(s)
         for position in sorted(stretches):
             rebuilt = rebuilt | stretches[position]
-            yield _rung(graph, repeat_s, rebuilt)
+            yield _point(graph, repeat_s, rebuilt)
         rebuilt = following
 
 
-def _rung(graph: Graph, repeat_s: Sequence[float], rebuilt: frozenset[int]) -> TradeoffPoint:
+def _point(graph: Graph, repeat_s: Sequence[float], rebuilt: frozenset[int]) -> TradeoffPoint:
     return TradeoffPoint(rebuilt, repeat_seconds(graph, rebuilt, repeat_s), _saved_bytes(graph, rebuilt))
 
 
@@ -115,29 +115,29 @@ def _hull(
 
     def cut(byte_s: float) -> TradeoffPoint:
         rebuilt = min_cut_partition(graph, fuse, choices, Exchange(repeat_s, byte_s))
-        return _rung(graph, repeat_s, rebuilt)
+        return _point(graph, repeat_s, rebuilt)
 
-    free = _rung(graph, repeat_s, min_cut_partition(graph, fuse, choices))
+    free = _point(graph, repeat_s, min_cut_partition(graph, fuse, choices))
     total_s = sum(t for t in repeat_s if isfinite(t)) or 1.0
     found = [free, cut(4 * total_s)]  # at which one byte outweighs all work
     stack, cuts = [(0, 1)], 0
-    rungs = {0: found[0], 1: found[1]}
+    points = {0: found[0], 1: found[1]}
     while stack and cuts < _MOST_CUTS:
         low, high = stack.pop()
-        bytes_less = rungs[low].saved_bytes - rungs[high].saved_bytes
-        more_s = rungs[high].seconds - rungs[low].seconds
+        bytes_less = points[low].saved_bytes - points[high].saved_bytes
+        more_s = points[high].seconds - points[low].seconds
         if bytes_less <= 0 or more_s <= 0:
             continue
         middle = cut(more_s / bytes_less)
         cuts += 1
-        if middle.rebuilt in (rungs[low].rebuilt, rungs[high].rebuilt):
+        if middle.rebuilt in (points[low].rebuilt, points[high].rebuilt):
             continue
-        if rungs[low].seconds < middle.seconds < rungs[high].seconds:
-            key = len(rungs)
-            rungs[key] = middle
+        if points[low].seconds < middle.seconds < points[high].seconds:
+            key = len(points)
+            points[key] = middle
             stack += [(low, key), (key, high)]
-    ordered = sorted(rungs.values(), key=lambda r: (r.seconds, -r.saved_bytes))
+    ordered = sorted(points.values(), key=lambda r: (r.seconds, -r.saved_bytes))
     nested = [ordered[0].rebuilt]
-    for rung in ordered[1:]:
-        nested.append(nested[-1] | rung.rebuilt)
+    for point in ordered[1:]:
+        nested.append(nested[-1] | point.rebuilt)
     return list(dict.fromkeys(nested))

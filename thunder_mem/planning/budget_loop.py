@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from thunder_mem.memory.plan import BudgetOutcome, Decision, Plan
-from thunder_mem.partition.budget_search import PartitionChoice, SavingProblem, fit_budget
+from thunder_mem.partition.budget_search import PartitionChoice, PartitionProblem, fit_budget
 from thunder_mem.partition.offload_search import fit_with_offload
 from thunder_mem.planning.program import Planned
 from thunder_mem.rendering.progress import stage
@@ -23,7 +23,7 @@ Finish = Callable[[Planned], Planned]
 
 
 def within_budget(
-    free: Planned, problem: SavingProblem, budget_bytes: int, plan: Callable[..., Planned], finish: Finish
+    free: Planned, problem: PartitionProblem, budget_bytes: int, plan: Callable[..., Planned], finish: Finish
 ) -> Planned:
     """`free` if it fits, else the cheapest plan that fits; the trial proposes, the final trace decides.
 

@@ -45,8 +45,8 @@ from thunder_mem.planning.program import (
     Program,
     device_of,
     free_partitions,
+    partition_problem,
     read_program,
-    saving_problem,
 )
 from thunder_mem.planning.refine import TILES_AGAIN, refined
 from thunder_mem.planning.stages import carried_out
@@ -263,7 +263,7 @@ def plan_program(program: Program, finish: Finish) -> Planned:
         best, _ = choose_partition(program)
     if options.budget is None:
         return finish(best)
-    problem, device = saving_problem(program), device_of(source)
+    problem, device = partition_problem(program), device_of(source)
     if options.offload is not None:
         free, *_ = free_partitions(program)
         model = device_model_of(device)

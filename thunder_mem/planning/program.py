@@ -15,7 +15,7 @@ from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.frontend.checkpoint_tags import checkpointed_storages
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.plan import Decision, Plan
-from thunder_mem.partition.budget_search import SavingProblem
+from thunder_mem.partition.budget_search import PartitionProblem
 from thunder_mem.partition.constraints import Constraints
 from thunder_mem.partition.min_cut_partition import about_recompute, min_cut_partition, saved_storages
 from thunder_mem.planning.chosen_partition import with_partition
@@ -30,7 +30,15 @@ from thunder_mem.runtime.repeatability import recompute_obstacle
 from thunder_mem.trace.reading import TraceGraph, read_trace
 from thunder_mem.user_choices.partition_policy import PartitionPolicy
 
-__all__ = ["Planned", "Program", "device_of", "free_partitions", "read_program", "saving_problem", "with_checkpoints"]
+__all__ = [
+    "Planned",
+    "Program",
+    "device_of",
+    "free_partitions",
+    "partition_problem",
+    "read_program",
+    "with_checkpoints",
+]
 
 
 @dataclass(frozen=True)
@@ -162,11 +170,11 @@ def _only_offered(source: TraceGraph, fuse: FusionCapabilities, choices: Constra
     return min_cut_partition(source.graph, replace(fuse, cheap=(False,) * len(source.graph)), choices)
 
 
-def saving_problem(program: Program) -> SavingProblem:
+def partition_problem(program: Program) -> PartitionProblem:
     """The choices under a budget: the storages that may be recomputed, and the cost."""
     source, options = program.source, program.options
     repeat_s = _repeat_seconds(source, program.fuse, options.costs, device_of(source))
-    return SavingProblem(source.graph, program.fuse, repeat_s, program.constraints, options.sort)
+    return PartitionProblem(source.graph, program.fuse, repeat_s, program.constraints, options.sort)
 
 
 def _repeat_seconds(source: TraceGraph, fuse: FusionCapabilities, costs: str, device: torch.device) -> list[float]:

@@ -60,7 +60,7 @@ def fusibility(
         takes.append(bits)
         required.append(wants)
         # Returned values are alive anyway, and must keep their own names.
-        returned = any(p.name in source.pinned for p in bsym.flat_proxy_outs)
+        returned = any(p.name in source.returned_names for p in bsym.flat_proxy_outs)
         cheap.append(bool(bits) and not returned and (is_cheap or _is_cheap(bsym)))
         producers = (source.producer_of.get(p.name) for p in bsym.flat_proxy_args)
         operands.append(tuple(sorted({p for p in producers if p is not None and p != op.index})))

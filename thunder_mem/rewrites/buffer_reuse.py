@@ -180,7 +180,7 @@ class _Memory:
         self._kept: set[str] = set()
         kept = {p.name for p in proxies_in((trace.args, trace.kwargs))}
         kept |= {p.name for b in source.prefix for p in b.flat_proxy_outs}
-        kept = kept.difference(given) | source.pinned
+        kept = kept.difference(given) | source.returned_names
         for i, (op, b, effects) in enumerate(zip(source.graph.ops, source.bsyms, source.effects, strict=True)):
             outs, names = _names(b.flat_proxy_outs), _names((*b.flat_proxy_args, *b.flat_proxy_outs))
             for name in names:

@@ -54,7 +54,7 @@ def emit(
 
 def _fused(source: TraceGraph, plan: Plan, executors: Mapping[str, FusionExecutor]) -> Iterator[BoundSymbol]:
     steps = [_step(source, region) for region in plan.regions]
-    wanted = {name for step in steps for name in step.wants} | source.pinned
+    wanted = {name for step in steps for name in step.wants} | source.returned_names
     numbers = count()
     for step in steps:
         executor = executors.get(step.region.executor or "")

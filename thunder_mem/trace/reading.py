@@ -48,7 +48,7 @@ class TraceGraph:
         result: the return statement, which stays last.
         storage_of: proxy name -> storage index.
         producer_of: proxy name -> op index; arguments of the trace have none.
-        pinned: names that must exist under their own name at the end: the trace's results.
+        returned_names: names that must exist under their own name at the end: the trace's results.
         overwritten: storages that an op overwrites, or may overwrite through a view that is a view only for
             some strides of the arguments. Storages that are written only after their last use are left out.
         layout: the meta tensor behind each proxy.
@@ -61,7 +61,7 @@ class TraceGraph:
     result: BoundSymbol
     storage_of: dict[str, int]
     producer_of: dict[str, int]
-    pinned: frozenset[str]
+    returned_names: frozenset[str]
     overwritten: frozenset[int]
     layout: Layout = field(repr=False)
 
@@ -118,7 +118,7 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
             if p.name not in taken:
                 producer_of.setdefault(p.name, i)
 
-    pinned = frozenset(p.name for p in _returned(result))
+    returned_names = frozenset(p.name for p in _returned(result))
     known = {id(op.payload): op for op in earlier.graph.ops} if earlier else {}
     ops = _ops(body, effects, forward_count, arguments, storage_of, layout, known)
     if zeros:
@@ -127,11 +127,20 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     alias_edges, overwritten = _possible_aliases(body, effects, storage_of)
     edges = [*_data_edges(body, producer_of), *_effect_edges(effects), *alias_edges]
     edges += _cotangent_edges(body, forward_count, edges)
-    outputs = {storage_of[name] for name in pinned if name in storage_of}
+    outputs = {storage_of[name] for name in returned_names if name in storage_of}
     outputs |= {s.index for s in zeros[-1:]}  # Thunder's backward keeps the last one's name, `_`, to its end
     graph = make_graph(ops, [*storages, *zeros], edges, outputs)
     return TraceGraph(
-        graph, tuple(body), tuple(effects), tuple(prefix), result, storage_of, producer_of, pinned, overwritten, layout
+        graph,
+        tuple(body),
+        tuple(effects),
+        tuple(prefix),
+        result,
+        storage_of,
+        producer_of,
+        returned_names,
+        overwritten,
+        layout,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.checking.graphs import Builder
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.partition import budget_search
-from thunder_mem.partition.budget_search import SavingProblem, fit_budget
+from thunder_mem.partition.budget_search import PartitionProblem, fit_budget
 from thunder_mem.partition.recompute_on_graph import recompute_on_graph
 from thunder_mem.partition.tradeoff_curve import repeat_seconds
 
@@ -31,40 +31,41 @@ def residual_blocks(seed, layers):
     nobody = (0,) * len(graph)
     made = [[graph.allocator[s] for s in op.reads if graph.allocator[s] is not None] for op in graph.ops]
     fuse = FusionCapabilities(nobody, nobody, 0, (False,) * len(graph), tuple(tuple(sorted(set(m))) for m in made))
-    return SavingProblem(graph, fuse, [rng.choice((1.0, 3.0, 20.0)) for _ in graph.ops])
+    return PartitionProblem(graph, fuse, [rng.choice((1.0, 3.0, 20.0)) for _ in graph.ops])
 
 
 @pytest.mark.parametrize(("seed", "share", "seconds"), [(14, 0, 27), (21, 0, 42)])
 def test_the_integer_program_finds_what_no_rung_has_and_proves_it_cheapest(seed, share, seconds):
     problem = residual_blocks(seed, 4)
-    levels = list(problem.levels())
-    budget_bytes = min(level.low_bytes for level in levels)
+    spacings = list(problem.spacings())
+    budget_bytes = min(spacing.low_bytes for spacing in spacings)
     found = fit_budget(problem, budget_bytes)
     assert (found.method, found.seconds, found.bound_seconds) == ("milp", seconds, seconds)
     assert found.peak_bytes == problem.trial(found.rebuilt).peak_bytes <= budget_bytes
     assert found.seconds == repeat_seconds(problem.graph, found.rebuilt, problem.repeat_s)
-    assert all(r.seconds > seconds for level in levels for r in level.sampled if r.peak_bytes <= budget_bytes)
+    assert all(r.seconds > seconds for spacing in spacings for r in spacing.sampled if r.peak_bytes <= budget_bytes)
 
 
 @pytest.mark.parametrize("seed", [15, 18])
 def test_a_larger_budget_is_kept_and_never_costs_more(seed):
     problem = residual_blocks(seed, 3)
-    levels = list(problem.levels())
-    low, high = min(level.low_bytes for level in levels), max(level.high_bytes for level in levels)
+    spacings = list(problem.spacings())
+    low, high = min(spacing.low_bytes for spacing in spacings), max(spacing.high_bytes for spacing in spacings)
     found = [fit_budget(problem, low + (high - low) * i // 4) for i in range(5)]
     assert all(fit.peak_bytes <= low + (high - low) * i // 4 for i, fit in enumerate(found))
     assert all(fit.bound_seconds <= fit.seconds for fit in found)
     seconds = [fit.seconds for fit in found]
     assert seconds == sorted(seconds, reverse=True)
-    rungs = [
-        min(r.seconds for level in levels for r in level.sampled if r.peak_bytes <= fit.peak_bytes) for fit in found
+    points = [
+        min(r.seconds for spacing in spacings for r in spacing.sampled if r.peak_bytes <= fit.peak_bytes)
+        for fit in found
     ]
-    assert all(fit.seconds <= rung for fit, rung in zip(found, rungs, strict=True))
+    assert all(fit.seconds <= point for fit, point in zip(found, points, strict=True))
 
 
 def test_a_budget_below_all_plans_gives_the_smallest():
     problem = residual_blocks(14, 3)
-    smallest = min(r.peak_bytes for level in problem.levels() for r in level.sampled)
+    smallest = min(r.peak_bytes for spacing in problem.spacings() for r in spacing.sampled)
     assert fit_budget(problem, 1).peak_bytes == smallest
 
 
@@ -86,9 +87,9 @@ def test_where_the_integer_program_stops_early_a_cheaper_rung_is_taken(monkeypat
     """As in large programs, here with a gap that accepts nearly every solution."""
     monkeypatch.setattr(budget_search, "_EXACT", 0)
     monkeypatch.setattr(budget_search, "_LARGE_GAP", 0.9)
-    monkeypatch.setattr(budget_search, "_SAMPLED_OPS", 0)  # only the two ends of a ladder are tried beforehand
+    monkeypatch.setattr(budget_search, "_SAMPLED_OPS", 0)  # only the two ends of a curve are tried beforehand
     problem = residual_blocks(seed, 4)
-    level = next(problem.levels())
-    budget_bytes = level.low_bytes + (level.high_bytes - level.low_bytes) * share // 4
+    spacing = next(problem.spacings())
+    budget_bytes = spacing.low_bytes + (spacing.high_bytes - spacing.low_bytes) * share // 4
     found = fit_budget(problem, budget_bytes)
     assert found.peak_bytes <= budget_bytes and found.seconds <= seconds

@@ -6,7 +6,7 @@ import pytest
 
 from tests.checking.graphs import Builder
 from thunder_mem.fusion.contraction import FusionCapabilities
-from thunder_mem.partition.budget_search import SavingProblem
+from thunder_mem.partition.budget_search import PartitionProblem
 from thunder_mem.partition.transfer_windows import moves_of
 
 
@@ -48,7 +48,7 @@ def test_the_rest_of_long_copies_is_exposed_on_both_ways(names, exposed):
     assert moves.exposed_seconds(chosen) == exposed
     nobody = (0,) * len(graph)
     fuse = FusionCapabilities(nobody, nobody, 0, (False,) * len(graph), ((),) * len(graph))
-    problem = SavingProblem(graph, fuse, [5.0] * len(graph), moves=moves)
+    problem = PartitionProblem(graph, fuse, [5.0] * len(graph), moves=moves)
     assert problem.seconds(frozenset(), chosen) == exposed
     assert problem.seconds(frozenset({end_of(graph)}), chosen) == exposed + 5
 

@@ -1,4 +1,4 @@
-"""The ladder's anchors: what alone carries the forward stays kept, so that the smallest plan is as small as by hand."""
+"""What alone carries the forward stays kept, so that the smallest plan is as small as by hand."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from thunder_mem.analysis.partition_problem import study_program
 from thunder_mem.partition.block_boundaries import block_boundaries, without_first_block
 from thunder_mem.partition.budget_search import fit_budget
 from thunder_mem.partition.min_cut_partition import min_cut_partition
-from thunder_mem.partition.tradeoff_curve import ladders
+from thunder_mem.partition.tradeoff_curve import tradeoff_curves
 
 
 class Block(torch.nn.Module):
@@ -47,7 +47,7 @@ def test_the_smallest_plan_is_no_larger_than_with_what_layers_hand_on_alone(drop
 
 @pytest.mark.slow
 def test_equal_layers_are_decided_once():
-    """On every rung equal layers have at most two patterns: the earlier ones have gone over to the next."""
+    """On every point equal layers have at most two patterns: the earlier ones have gone over to the next."""
     layers = 9
     model = torch.nn.Sequential(*(Block(0.0) for _ in range(layers)))
     problem = study_program(model, (torch.randn(2048, 64),), {}).problem
@@ -63,7 +63,7 @@ def test_equal_layers_are_decided_once():
             stretches.setdefault(sum(bound < graph.allocator[s] for bound in bounds), []).append(s)
         return [tuple(i for i, s in enumerate(of) if s in rebuilt) for _, of in sorted(stretches.items())]
 
-    rungs = next(iter(ladders(graph, problem.fuse, problem.repeat_s)))
-    inner = [patterns(rung.rebuilt)[2:-2] for rung in rungs]  # the ends of a stack are no layers like the others
+    points = next(iter(tradeoff_curves(graph, problem.fuse, problem.repeat_s)))
+    inner = [patterns(point.rebuilt)[2:-2] for point in points]  # the ends of a stack are no layers like the others
     changes = [sum(a != b for a, b in pairwise(p)) for p in inner]
-    assert len(rungs) > layers and max(changes) == 1, changes
+    assert len(points) > layers and max(changes) == 1, changes
