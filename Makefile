@@ -9,6 +9,9 @@ PARALLEL := -n 2 --dist worksteal
 # CI passes --longest=5: a test that takes more seconds and is not marked slow fails the run.
 LONGEST ?=
 
+# Every target has its own environment; what the caller's PYTHONPATH names is not in it.
+unexport PYTHONPATH
+
 .PHONY: demo gpu test test-nvfuser test-versions test-notebooks test-long fuzz upstream-tests mutants lint docs notebooks dist
 .DELETE_ON_ERROR:
 
