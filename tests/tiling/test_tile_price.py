@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.loop_calls import row_of
 from thunder_mem import MemEfficient, Tiles, last_plan, simulate
-from thunder_mem.chunk_loop.price import device_seconds, host_calls, loop_seconds
+from thunder_mem.chunk_loop.price import device_seconds, host_calls, loop_seconds, rounding_seconds
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.memory.device_models import device_model
 from thunder_mem.tiling.chunk_narrowing import narrow_sums
-from thunder_mem.tiling.tile_price import tile_seconds
+from thunder_mem.tiling.tile_price import extra_seconds, tile_seconds
 
 H100 = device_model("H100-80GB")
 TOKENS, WIDTH, WIDE = 4096, 256, 1024
@@ -82,6 +82,33 @@ def test_sums_of_gradients_cost_their_bytes():
     single = stretch(512, dtype=torch.float32)
     weights_bytes = 2 * WIDTH * WIDE * 4
     assert single.backward_tile_s > 2 * weights_bytes / H100.bandwidth_bytes_per_s
+
+
+def test_sums_are_rounded_once_at_the_end():
+    """A float32 sum is read, 4 bytes a number, and a gradient of 2 bytes is written; the input's rows have no sum."""
+    wide, single = stretch(512, "float32"), stretch(512, dtype=torch.float32)
+    rounding_s = 2 * WIDTH * WIDE * (4 + 2) / H100.bandwidth_bytes_per_s
+    assert rounding_seconds(wide, H100) == pytest.approx(rounding_s)
+    tiles_s = TOKENS / 512 * wide.backward_tile_s
+    assert device_seconds(wide, H100, backward=True) == pytest.approx(tiles_s + rounding_s)
+    assert rounding_seconds(single, H100) == 0
+
+
+@pytest.mark.parametrize(
+    ("units", "accumulate", "number_bytes"), [(True, "float32", 12), (True, "input", 64), (False, "float32", 0)]
+)
+def test_a_cpu_adds_16_bit_products_to_sums_apart_from_the_product(monkeypatch, units, accumulate, number_bytes):
+    """Without instructions for 16 bits, products are made in float32, and added to the sum by the same kernel."""
+    monkeypatch.setattr("thunder_mem.tiling.tile_price.multiplies", lambda device, dtype: units)
+    shapes = (2048, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE)
+    x, up, down = (torch.randn(*s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    tile = Tiles(rows=1024, accumulate=accumulate)
+    jitted = thunder.jit(step, executors=[], transforms=[MemEfficient(strict=True, tile=tile)])
+    jitted(x, up, down)
+    (loop,) = {loop_of(b) for b in thunder.last_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)}
+    cpu = device_model("cpu")
+    _, sums_s = extra_seconds(loop.plan, loop.backward[1024], cpu)
+    assert sums_s == pytest.approx(2 * WIDTH * WIDE * number_bytes / cpu.bandwidth_bytes_per_s)
 
 
 def test_narrowed_sums_cost_what_asked_ones_cost():

@@ -170,12 +170,14 @@ def test_by_default_nothing_is_tiled_where_the_peak_is_in_a_loss_outside(vocabul
     assert len(tiles_of(jitted)) == count
 
 
-def chosen_of(monkeypatch, tiled, whole, budget=None, again=None):
+def chosen_of(monkeypatch, tiled, whole, budget=None, again=None, cheaper=(), asked_with=None):
     """The plan that `lower_plan` takes of two, each given by its peak in bytes and its time.
 
-    `again` is the same for a plan that runs some tiles once more.
+    `again` is the same for a plan that runs some tiles once more, and `cheaper` for others with cheaper tiles; the
+    seconds for which these were asked go into `asked_with`.
     """
-    figures = {"tiled": tiled, "whole": whole, "again": again}
+    others = {f"cheaper{k}": figures for k, figures in enumerate(cheaper)}
+    figures = {"tiled": tiled, "whole": whole, "again": again, **others}
 
     def planned(trace, executors, options):
         decisions = ()
@@ -191,7 +193,14 @@ def chosen_of(monkeypatch, tiled, whole, budget=None, again=None):
     monkeypatch.setattr(pipeline, "planned_trace", planned)
     monkeypatch.setattr(pipeline, "final_seconds", lambda plan: figures[plan.trace][1])
     monkeypatch.setattr(pipeline, "_outside_bytes", lambda trace: 0)
-    return pipeline.lower_plan("tiled", lambda: "whole", (), PlanningOptions(budget=budget)).trace
+    monkeypatch.setattr(pipeline, "_tidied", lambda trace: trace)
+
+    def made(excess_s):
+        if asked_with is not None:
+            asked_with.append(excess_s)
+        return ((name, ()) for name in others)
+
+    return pipeline.lower_plan("tiled", lambda: "whole", (), PlanningOptions(budget=budget), made).trace
 
 
 @pytest.mark.parametrize(
@@ -208,6 +217,30 @@ def test_by_default_tiles_lower_the_peak_and_take_one_percent_of_time_at_most(mo
 )
 def test_by_default_tiles_run_once_more_where_the_time_has_room(monkeypatch, again, tiled, chosen):
     assert chosen_of(monkeypatch, tiled, (1000, 1.0), again=again) == chosen
+
+
+@pytest.mark.parametrize(
+    ("cheaper", "chosen"),
+    [
+        ([(600, 1.01)], "cheaper0"),
+        ([(600, 1.02), (700, 1.0), (600, 1.0)], "cheaper1"),  # the first that is in time
+        ([(1000, 1.0), (700, 1.0)], "cheaper1"),  # and lower
+        ([(600, 1.02)], "whole"),
+        ([], "whole"),
+    ],
+)
+def test_by_default_tiles_that_take_too_long_become_cheaper(monkeypatch, cheaper, chosen):
+    seconds = []
+    found = chosen_of(monkeypatch, (500, 1.05), (1000, 1.0), cheaper=cheaper, asked_with=seconds)
+    assert found == chosen
+    assert seconds == [pytest.approx(0.04)]
+
+
+@pytest.mark.parametrize(("tiled", "budget"), [((500, 1.0), None), ((1000, 1.5), None), ((500, 1.5), 2000)])
+def test_no_cheaper_tiles_are_made_where_there_is_time_or_no_gain(monkeypatch, tiled, budget):
+    seconds = []
+    chosen_of(monkeypatch, tiled, (1000, 1.0), budget=budget, cheaper=[(1, 0.1)], asked_with=seconds)
+    assert not seconds
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ __all__ = [
     "gpu_block_rows",
     "host_calls",
     "loop_seconds",
+    "rounding_seconds",
     "row_scratch_bytes",
     "row_seconds",
     "with_block_calls",
@@ -34,6 +35,9 @@ HOST_SHARE = 0.05
 """The largest share of a loop's time on a GPU that the host may take to start its kernels."""
 
 _FLOOR_ROWS, _FLOOR_BYTES = 512, 32 << 20
+
+# Read and written to round a number of a finer sum: 3 bytes are joined in float32 and rounded to 2.
+_FINER_BYTES = 3 + 4 + 4 + 2
 
 _TILE_ROWS = 128  # of a product; the rest of a tile would be wasted
 
@@ -56,8 +60,20 @@ def _products(gemms: Sequence[Gemm], grads: Collection[int], backward: bool) -> 
 def device_seconds(plan: LoopPlan, device: DeviceModel, *, backward: bool) -> float:
     """Seconds of the device for one run of the loop."""
     if plan.is_stretch:  # which was priced when its tiles were built
-        return plan.n / plan.chunk_rows * (plan.backward_tile_s if backward else plan.forward_tile_s)
+        tiles = plan.n / plan.chunk_rows
+        return (
+            tiles * plan.backward_tile_s + rounding_seconds(plan, device) if backward else tiles * plan.forward_tile_s
+        )
     return plan.n * row_seconds(plan.gemms, plan.grads, device, backward=backward)
+
+
+def rounding_seconds(plan: LoopPlan, device: DeviceModel) -> float:
+    """Seconds to round the sums of gradients once, at the end: each is read, and a gradient is written."""
+    specs = [plan.inputs[i] for i in plan.grads]
+    wider = [(s, d) for s, d in zip(specs, plan.grad_dtypes, strict=True) if d != s.dtype]
+    moved_bytes = sum(math.prod(s.shape) * (s.dtype.itemsize + d.itemsize) for s, d in wider)
+    moved_bytes += _FINER_BYTES * plan.finer_sums_bytes
+    return moved_bytes / device.bandwidth_bytes_per_s
 
 
 def loop_seconds(plan: LoopPlan, device: DeviceModel, *, backward: bool) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -33,6 +33,7 @@ from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.fusion.arrangement import arrange, between_halves, cannot_beat
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.kernels.registered import without_unread_gradients
+from thunder_mem.memory.plan import Decision
 from thunder_mem.partition.budget import BudgetError, parse_budget
 from thunder_mem.partition.min_cut_partition import about_saving
 from thunder_mem.planning.budget_loop import with_nothing_bought, within_budget
@@ -117,7 +118,11 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
 
 
 def lower_plan(
-    tiled: TraceCtx, whole: Callable[[], TraceCtx] | None, executors: Sequence[FusionExecutor], options: PlanningOptions
+    tiled: TraceCtx,
+    whole: Callable[[], TraceCtx] | None,
+    executors: Sequence[FusionExecutor],
+    options: PlanningOptions,
+    cheaper: Callable[[float], Iterable[tuple[TraceCtx, tuple[Decision, ...]]]] | None = None,
 ) -> Planned:
     """The plan of a joint trace with tiles if its peak is lower and it takes as good as no time, else without tiles.
 
@@ -128,9 +133,11 @@ def lower_plan(
         tiled: the trace as Thunder has it, before fusion.
         whole: gives the same program with whole stretches, which takes autograd once more. None if there is no choice.
         executors, options: as for `planned_trace`, and so are the errors.
+        cheaper: gives the same program with cheaper tiles and the decisions about it, for the seconds by which the
+            plan with tiles takes too long. Each takes autograd once more, so it is asked only then.
     """
     if any(d.what == "tiles" for d in options.decisions):
-        tiled = dce(without_round_trips(tiled))
+        tiled = _tidied(tiled)
     if whole is None:
         return planned_trace(tiled, executors, options)
     untiled = replace(options, decisions=tuple(d for d in options.decisions if d.what not in ("tiles", "heads")))
@@ -147,11 +154,30 @@ def lower_plan(
         if fitting:
             return min(fitting, key=final_seconds)
         return with_tiles if _is_lower(with_tiles, without) else without
-    most_s, tiled_s = (1 + _FREE_TIME) * final_seconds(without), final_seconds(with_tiles)
-    if tiled_s > most_s and any(d.what == TILES_AGAIN for d in with_tiles.plan.decisions):
-        with_tiles = planned_trace(tiled, executors, replace(options, repeat_tiles=False))
-        tiled_s = final_seconds(with_tiles)
-    return with_tiles if tiled_s <= most_s and _is_lower(with_tiles, without) else without
+    most_s = (1 + _FREE_TIME) * final_seconds(without)
+    with_tiles = _in_time(tiled, with_tiles, executors, options, most_s)
+    excess_s = final_seconds(with_tiles) - most_s
+    if excess_s > 0 and cheaper is not None and _is_lower(with_tiles, without):
+        for trace, decisions in cheaper(excess_s):
+            trace, asked = _tidied(trace), replace(options, decisions=decisions)
+            other = _in_time(trace, planned_trace(trace, executors, asked), executors, asked, most_s)
+            if final_seconds(other) <= most_s and _is_lower(other, without):
+                return other
+    return with_tiles if excess_s <= 0 and _is_lower(with_tiles, without) else without
+
+
+def _tidied(tiled: TraceCtx) -> TraceCtx:
+    return dce(without_round_trips(tiled))
+
+
+def _in_time(
+    trace: TraceCtx, planned: Planned, executors: Sequence[FusionExecutor], options: PlanningOptions, most_s: float
+) -> Planned:
+    """The plan of a trace; if it takes too long and runs some tiles once more, the plan that does not."""
+    again = any(d.what == TILES_AGAIN for d in planned.plan.decisions)
+    if not again or final_seconds(planned) <= most_s:
+        return planned
+    return planned_trace(trace, executors, replace(options, repeat_tiles=False))
 
 
 def _plan_or_error(

@@ -5,7 +5,8 @@
 Without the user's word only such stretches become tiles that cost no work: inside a checkpoint, whose one repetition is
 tiled, or without a gradient. The products' results must take more than a tile and its sums of gradients. The plan with
 tiles must have a lower peak than the one without and take as good as no time, or be the faster one that fits the budget
-(`planning/pipeline.py: lower_plan`). A stretch that the user asked for becomes tiles anyway. Outside of a checkpoint,
+(`planning/pipeline.py: lower_plan`). If it takes too long, tiles have more rows, or fewer stretches become tiles
+(`tile_choice.py`). A stretch that the user asked for becomes tiles anyway. Outside of a checkpoint,
 its backward computes it once more.
 """
 
@@ -41,6 +42,7 @@ from thunder_mem.tiling.seeds import Seed, seeds_of
 from thunder_mem.tiling.splice import splice, unchunked
 from thunder_mem.tiling.stretch import WIDE_RATIO, grow_stretch
 from thunder_mem.tiling.tile_build import build_tiles, tile_gain_bytes
+from thunder_mem.tiling.tile_choice import ALL_STRETCHES, TileChoice
 from thunder_mem.trace.verification import VerificationError, verify_rewrite
 
 __all__ = ["Tiles", "TilingError", "tile_trace"]
@@ -79,7 +81,12 @@ class Tiles:
 
 
 def tile_trace(
-    trace: TraceCtx, tiles: Tiles = Tiles(), *, executors_list: Sequence[Any] = (), verify: bool = True
+    trace: TraceCtx,
+    tiles: Tiles = Tiles(),
+    *,
+    executors_list: Sequence[Any] = (),
+    verify: bool = True,
+    choice: TileChoice = ALL_STRETCHES,
 ) -> tuple[TraceCtx, ChunkRecord]:
     """Replace stretches of a computation trace (before autograd) by loops of tiles.
 
@@ -88,6 +95,7 @@ def tile_trace(
         tiles: which stretches, and how.
         executors_list: the executors of the tiles; Thunder's own if empty.
         verify: check that the new trace computes the same values, apart from the inside of loops.
+        choice: of rows, and of stretches that stay whole, where the user did not ask for tiles.
 
     Returns:
         the new trace (the same object if nothing changed) and the record.
@@ -98,7 +106,7 @@ def tile_trace(
     register_missing()
     start = time.perf_counter_ns()
     new, marks = strip_tile_marks(trace)
-    tiler = _Tiler(tiles, tuple(executors_list) or tuple(thunder.get_default_executors()), marks)
+    tiler = _Tiler(tiles, tuple(executors_list) or tuple(thunder.get_default_executors()), marks, choice)
     whole = new
     while (found := tiler.next_loop(new)) is not None:
         new = found
@@ -122,8 +130,8 @@ def tile_trace(
 class _Tiler:
     """The search for stretches: what was tried, refused and replaced."""
 
-    def __init__(self, tiles: Tiles, executors: tuple[Any, ...], marks: Sequence[Mark]):
-        self.tiles, self.executors, self.marks = tiles, executors, marks
+    def __init__(self, tiles: Tiles, executors: tuple[Any, ...], marks: Sequence[Mark], choice: TileChoice):
+        self.tiles, self.executors, self.marks, self.choice = tiles, executors, marks, choice
         self.marked = frozenset[str]().union(*(m.names for m in marks))
         self.tried: set[tuple[str, int, tuple[int, ...]]] = set()  # keys of seeds
         self.done: set[str] = set()
@@ -191,11 +199,14 @@ class _Tiler:
         else:
             # More would spare few readings of weights, which products hide, and their rows would leave the cache.
             enough, sized = floor_rows(str(out.device.device_str()), dtypes.to_torch_dtype(out.dtype)), "tile"
+            enough *= self.choice.more_rows
         rows = -(-enough // seed.positions)
         if not asked and region.n < 2 * rows:
             return None
         loop = build_tiles(region, rows, sized, self.tiles.accumulate, self.executors, f"tiles{len(self.loops)}")
-        return loop if asked or tile_gain_bytes(loop.plan) > 0 else None
+        if asked:
+            return loop
+        return loop if tile_gain_bytes(loop.plan) > 0 and not self.choice.leaves_whole(loop.plan) else None
 
     def _refuse(self, leaf: Leaf, e: Refused) -> None:
         name = leaf.outputs[0].name

@@ -19,6 +19,7 @@ from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.tiling.find import ChunkingError, chunk_trace
 from thunder_mem.tiling.heads import with_head_groups
 from thunder_mem.tiling.rows_per_chunk import lean_rows, leanest_rows
+from thunder_mem.tiling.tile_choice import ALL_STRETCHES, TileChoice
 from thunder_mem.tiling.tiles import Tiles, TilingError, tile_trace
 from thunder_mem.trace.origins import name_origins
 from thunder_mem.trace.verification import verify_final
@@ -92,16 +93,20 @@ def chunked(
 
 
 def tiled(
-    trace: TraceCtx, tiles: Tiles, options: PlanningOptions, executors: tuple
+    trace: TraceCtx,
+    tiles: Tiles,
+    options: PlanningOptions,
+    executors: tuple,
+    choice: TileChoice = ALL_STRETCHES,
 ) -> tuple[TraceCtx, PlanningOptions]:
     """The trace with stretches in tiles (unchanged after a failure), and the options with a record of it."""
     try:
         verify = options.verify is not False
         in_groups, heads = with_head_groups(trace, executors)
-        new, record = tile_trace(in_groups, tiles, executors_list=executors, verify=verify)
+        new, record = tile_trace(in_groups, tiles, executors_list=executors, verify=verify, choice=choice)
         if not record.loops and heads:
             heads = ()
-            new, record = tile_trace(trace, tiles, executors_list=executors, verify=verify)
+            new, record = tile_trace(trace, tiles, executors_list=executors, verify=verify, choice=choice)
     except TilingError:  # the user marked this stretch by `with tiled():`
         raise
     except Exception as error:

@@ -1,0 +1,90 @@
+"""Cheaper tiles, for a program whose stretches all in tiles take too long: of more rows, or of fewer stretches.
+
+Sums of gradients take less time, the fewer tiles there are. Copies of rows do not: only stretches left whole save them.
+Equal layers have equal stretches, so stretches of one kind are left whole together. Those go first that take the most
+time for the bytes of their products' results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from thunder_mem.chunk_loop.plan import LoopPlan
+from thunder_mem.chunk_loop.price import rounding_seconds
+from thunder_mem.chunk_loop.run import ChunkLoop
+from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.tiling.tile_price import extra_seconds
+
+__all__ = ["ALL_STRETCHES", "TileChoice", "cheaper_choices"]
+
+_MORE_ROWS = (4, 16)
+_MOST_KINDS = 2
+# A choice is tried if it saves this share of the time that is too much, by the loops alone: other parts of the plan
+# change with it.
+_WORTH_TRYING = 0.5
+
+
+@dataclass(frozen=True)
+class TileChoice:
+    """Which stretches become tiles of how many rows.
+
+    Attributes:
+        more_rows: tiles have so many times the rows that the device's products need.
+        left_whole: kinds of stretches that stay whole.
+    """
+
+    more_rows: int = 1
+    left_whole: frozenset[Hashable] = frozenset()
+
+    def leaves_whole(self, plan: LoopPlan) -> bool:
+        """Whether the stretch of a loop stays whole."""
+        return _kind(plan) in self.left_whole
+
+
+ALL_STRETCHES = TileChoice()
+"""The first choice: as many stretches and as few rows as the device's products allow."""
+
+
+def cheaper_choices(loops: Sequence[ChunkLoop], excess_s: float) -> Iterator[TileChoice]:
+    """Choices that take less time than all stretches in tiles; those come first that leave the most in tiles.
+
+    Args:
+        loops: all stretches in tiles.
+        excess_s: the seconds by which they take too long.
+    """
+    least_s = _WORTH_TRYING * excess_s
+    sums_s = sum(_seconds(loop)[1] for loop in loops)
+    yield from (TileChoice(f) for f in _MORE_ROWS if excess_s <= (1 - 1 / f) * sums_s)
+    kinds: dict[Hashable, list[ChunkLoop]] = {}
+    for loop in loops:
+        kinds.setdefault(_kind(loop.plan), []).append(loop)
+    seconds = {kind: sum(sum(_seconds(loop)) for loop in alike) for kind, alike in kinds.items()}
+    wide_bytes = {kind: sum(loop.plan.n * loop.plan.wide_row_bytes for loop in alike) for kind, alike in kinds.items()}
+    costliest = sorted(kinds, key=lambda kind: seconds[kind] / wide_bytes[kind], reverse=True)[:-1][:_MOST_KINDS]
+    for count, saved_s in enumerate(accumulate(seconds[kind] for kind in costliest), 1):
+        if saved_s >= least_s:
+            yield TileChoice(left_whole=frozenset(costliest[:count]))
+
+
+def _kind(plan: LoopPlan) -> Hashable:
+    """Equal for stretches of equal size that do the same."""
+    specs = tuple((spec.shape, spec.dtype, spec.sharding) for spec in (*plan.inputs, *plan.outputs))
+    return plan.n, plan.wide_row_bytes, plan.grads, specs
+
+
+def _seconds(loop: ChunkLoop) -> tuple[float, float]:
+    """Seconds that a step takes for copies of rows and the rounding of sums, and for sums, which more rows save.
+
+    A checkpoint's repetition is a second forward.
+    """
+    plan = loop.plan
+    device, rows, tiles = device_model_of(torch.device(plan.device)), plan.chunk_rows, plan.n / plan.chunk_rows
+    forward_s, _ = extra_seconds(plan, loop.forward[rows], device)
+    if not plan.grads:
+        return tiles * forward_s, 0.0
+    backward_s, sums_s = extra_seconds(plan, loop.backward[rows], device)
+    return tiles * (2 * forward_s + backward_s) + rounding_seconds(plan, device), tiles * sums_s
