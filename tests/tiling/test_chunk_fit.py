@@ -384,7 +384,7 @@ def test_chunk_takes_the_options_of_the_transform_or_a_bool():
 
 
 def hidden(x, w, t):
-    return head(torch.tanh(x) * 2, w, t)
+    return head(F.linear(x, w[: x.shape[1]]), w, t)
 
 
 def hidden_used_again(x, w, t):
@@ -403,12 +403,11 @@ def test_the_gradient_of_dead_rows_takes_their_place(transform):
     compiled, step = compiled_with(hidden, transform, x, w, t)
     (plan,) = loops_of(compiled)
     assert plan.over == (0,) and "written over it" in str(thunder.last_traces(compiled)[-1])
-    # Beside the loop: tanh(x) or x * 2, saved; dx, dw; a chunk. Without reuse there would be the rows as well.
-    saved = N * 256 * 4
+    # Beside the loop: the gradients of its rows and of w; a chunk. Without reuse there would be the rows as well.
     assert 0 <= measure_peak(step) - predict(compiled).measured_bytes <= LOSS_BYTES
     (event,) = (e for e in predict(compiled).timeline if e.name == "chunk_loop_with_grads")
     grads = (N * 256 + V * 256) * 4
-    assert event.live_bytes - predict(compiled).held_bytes <= saved + grads + 64
+    assert event.live_bytes - predict(compiled).held_bytes <= grads + 64
 
 
 @pytest.mark.parametrize("fn", [hidden, hidden_used_again, rows_of_the_caller])

@@ -153,3 +153,21 @@ def test_a_tile_on_a_cpu_has_a_time_too():
     cpu = device_model("cpu")
     assert math.isclose(loop_seconds(plan, cpu, backward=False), 4 * plan.forward_tile_s)
     assert plan.backward_tile_s > plan.forward_tile_s > 2 * cpu.launch_s
+
+
+def gated(x, gate, up, down):
+    return x + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def gated_step(x, *weights):
+    return checkpoint(gated, x.sin(), *weights, use_reentrant=False).sum(dtype=torch.float32)
+
+
+def test_a_gated_tile_writes_all_wide_gradients_over_wide_values():
+    """Two products' results and a gradient are wide; two gradients and the last product's operand take their places."""
+    with simulate("H100-80GB"):
+        x, up, down = inputs()
+        jitted = thunder.jit(gated_step, transforms=[MemEfficient(strict=True, tile=Tiles(rows=1024))])
+        jitted(x, torch.empty_like(up, requires_grad=True), up, down)
+        (plan,) = {loop_of(b).plan for b in thunder.last_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)}
+    assert plan.backward_block_bytes <= 1024 * (3 * WIDE + 6 * WIDTH) * 2

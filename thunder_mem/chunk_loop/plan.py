@@ -14,7 +14,17 @@ from thunder_mem.memory.plan import Decision
 from thunder_mem.memory.units import counted
 from thunder_mem.sharding.propagation import Sharding
 
-__all__ = ["ChunkRecord", "Gemm", "Head", "HeadRefusal", "LoopPlan", "Spec", "StretchRefusal", "about_chunks"]
+__all__ = [
+    "ChunkRecord",
+    "Gemm",
+    "Head",
+    "HeadRefusal",
+    "LoopPlan",
+    "Opening",
+    "Spec",
+    "StretchRefusal",
+    "about_chunks",
+]
 
 ACCUMULATE = ("float32", "input")
 _GPU_TILES_BYTES = 32 << 20
@@ -41,26 +51,52 @@ class Gemm:
     """A product (rows, D) x (D, V) at the start of every chunk.
 
     Attributes:
-        x, w: indices of the loop's inputs: the operand with rows, and the whole one.
+        x, w: indices of the loop's inputs: the operand with rows, and the whole one. None: the opening makes the rows.
         depth, width: D and V.
         w_rows_first: the whole operand is stored as (V, D), as in `linear`, rather than (D, V).
         x_rows_last: the row operand is stored as (D, rows).
         flows: a gradient flows back through it, unless the user cut it off.
+        wants_x: a gradient flows to its rows.
         out: the result, one large value a row.
     """
 
-    x: int
+    x: int | None
     w: int
     depth: int
     width: int
     w_rows_first: bool
     x_rows_last: bool
     flows: bool
+    wants_x: bool
     out: Spec
 
     def wanted(self, grads: Collection[int]) -> bool:
         """Whether the gradients of the inputs `grads` need the gradient of its result."""
-        return self.flows and (self.x in grads or self.w in grads)
+        return self.flows and (self.wants_x or self.w in grads)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What makes the rows of a head's products inside the loop, such as a final norm, a few rows at a time.
+
+    Attributes:
+        out: these rows, of which only a chunk's exist.
+        sides: indices of the loop's inputs that it reads.
+        block_rows: rows that it sees at once.
+        forward_block_bytes, backward_block_bytes: the most bytes that a block of it holds beyond its inputs.
+        forward_block_calls, backward_block_calls: the host's calls to start a block; 0 on a CPU.
+        forward_row_s, backward_row_s: seconds of the device for a row.
+    """
+
+    out: Spec
+    sides: tuple[int, ...]
+    block_rows: int
+    forward_block_bytes: int
+    backward_block_bytes: int
+    forward_block_calls: int
+    backward_block_calls: int
+    forward_row_s: float
+    backward_row_s: float
 
 
 @dataclass(frozen=True)
@@ -84,6 +120,7 @@ class LoopPlan:
         inputs, outputs: the loop's border.
         gemms: the amplifiers.
         sides: indices of the inputs that the block reads.
+        opening: what makes the rows of the amplifiers inside the loop, if anything.
         grads: indices of the inputs that need gradients.
         grad_dtypes: for each of `grads`, the dtype in which it adds up.
         sums_asked: the user set these dtypes; else a budget may narrow them.
@@ -120,6 +157,7 @@ class LoopPlan:
     wide_row_bytes: int = 0
     forward_tile_s: float = 0.0
     backward_tile_s: float = 0.0
+    opening: Opening | None = None
 
     @property
     def is_stretch(self) -> bool:
@@ -131,12 +169,20 @@ class LoopPlan:
         """Those of `grads` whose rows in a chunk are read for the last time before their gradient is written."""
         if self.is_stretch:
             return self.grads
-        return tuple(sorted({g.x for g in self.gemms} & {*self.grads} - {*self.sides} - {g.w for g in self.gemms}))
+        rows = {g.x for g in self.gemms if g.x is not None}
+        if self.opening:
+            rows.update(i for i in self.opening.sides if self.inputs[i].sharding.split)
+        return tuple(sorted(rows & {*self.grads} - {*self.sides} - {g.w for g in self.gemms}))
 
     @property
     def chunks(self) -> int:
         """The number of chunks."""
         return -(-self.n // self.chunk_rows)
+
+    @property
+    def step_rows(self) -> int:
+        """Chunks of a multiple of these rows have whole blocks, of the opening as well."""
+        return max(self.block_rows, self.opening.block_rows) if self.opening else self.block_rows
 
     @property
     def device(self) -> str:
@@ -159,6 +205,11 @@ class LoopPlan:
         return self.chunk_rows * self.row_bytes
 
     @property
+    def opened_bytes(self) -> int:
+        """Bytes of one chunk's rows that the opening makes."""
+        return self.chunk_rows * self.opening.out.nbytes // self.n if self.opening else 0
+
+    @property
     def whole_logits_bytes(self) -> int:
         """Bytes of the amplifiers' results without chunks."""
         return self.n * self.row_bytes
@@ -177,7 +228,9 @@ class LoopPlan:
     @property
     def forward_scratch_bytes(self) -> int:
         """The most bytes held while the forward runs, beyond inputs and results."""
-        return self.logits_bytes + max(self._gemm_bytes(self.forward_block_bytes, {}), self.forward_block_bytes)
+        opening_bytes = self.opening.forward_block_bytes if self.opening else 0
+        gemms = self._gemm_bytes(self.forward_block_bytes, {})
+        return self.logits_bytes + self.opened_bytes + max(gemms, self.forward_block_bytes, opening_bytes)
 
     @property
     def backward_scratch_bytes(self) -> int:
@@ -189,12 +242,15 @@ class LoopPlan:
         gemms = self._gemm_bytes(self.backward_block_bytes, sums)
         # If gradients are computed beside the loss, its tangent is the loop's own.
         tangents = sum(self.outputs[i].nbytes for i in self.differentiable) if self.mode == "grads-in-forward" else 0
-        return self.logits_bytes + max(gemms, self.backward_block_bytes) + self.finer_sums_bytes + tangents
+        opening = self.opening
+        opening_bytes = max(opening.forward_block_bytes, opening.backward_block_bytes) if opening else 0
+        block = max(gemms, self.backward_block_bytes, opening_bytes)
+        return self.logits_bytes + self.opened_bytes + block + self.finer_sums_bytes + tangents
 
     def finer(self, i: int) -> bool:
         """Whether the gradient of input `i` adds up in 16 bits with one more byte a number."""
         spec, dtype = self.inputs[i], self.grad_dtypes[self.grads.index(i)]
-        adds_up = self.chunks > 1 or i in self.sides
+        adds_up = self.chunks > 1 or i in self.sides or (self.opening is not None and i in self.opening.sides)
         return adds_up and dtype == spec.dtype and dtype.itemsize == 2 and not spec.sharding.split
 
     @property

@@ -25,6 +25,7 @@ __all__ = [
     "gpu_block_rows",
     "host_calls",
     "loop_seconds",
+    "opening_calls",
     "rounding_seconds",
     "row_scratch_bytes",
     "row_seconds",
@@ -54,7 +55,7 @@ def row_seconds(gemms: Sequence[Gemm], grads: Collection[int], device: DeviceMod
 
 
 def _products(gemms: Sequence[Gemm], grads: Collection[int], backward: bool) -> int:
-    return len(gemms) + backward * sum((g.x in grads) + (g.w in grads) for g in gemms if g.flows)
+    return len(gemms) + backward * sum(g.wants_x + (g.w in grads) for g in gemms if g.flows)
 
 
 def device_seconds(plan: LoopPlan, device: DeviceModel, *, backward: bool) -> float:
@@ -64,7 +65,10 @@ def device_seconds(plan: LoopPlan, device: DeviceModel, *, backward: bool) -> fl
         return (
             tiles * plan.backward_tile_s + rounding_seconds(plan, device) if backward else tiles * plan.forward_tile_s
         )
-    return plan.n * row_seconds(plan.gemms, plan.grads, device, backward=backward)
+    seconds = row_seconds(plan.gemms, plan.grads, device, backward=backward)
+    if plan.opening:
+        seconds += plan.opening.forward_row_s + backward * plan.opening.backward_row_s
+    return plan.n * seconds
 
 
 def rounding_seconds(plan: LoopPlan, device: DeviceModel) -> float:
@@ -89,14 +93,18 @@ def host_calls(plan: LoopPlan, *, backward: bool) -> int:
     blocks = -(-plan.chunk_rows // plan.block_rows) * (plan.n // plan.chunk_rows)
     blocks += -(-(plan.n % plan.chunk_rows) // plan.block_rows)
     a_block = plan.backward_block_calls if backward else plan.forward_block_calls
-    return plan.chunks * _chunk_calls(plan, backward) + blocks * a_block
+    calls = plan.chunks * _chunk_calls(plan, backward) + blocks * a_block
+    if plan.opening:
+        a_block = plan.opening.forward_block_calls + backward * plan.opening.backward_block_calls
+        calls += -(-plan.n // plan.opening.block_rows) * a_block
+    return calls
 
 
 def _chunk_calls(plan: LoopPlan, backward: bool) -> int:
     calls = len(plan.gemms)
     if backward:  # the products of rows, and the parts of those that add up
         calls += sum(sum_calls(plan, g.w) for g in plan.gemms if g.flows and g.w in plan.grads)
-        calls += sum(g.flows and g.x in plan.grads for g in plan.gemms)
+        calls += sum(g.flows and g.wants_x for g in plan.gemms)
     return calls
 
 
@@ -107,6 +115,18 @@ def block_calls(plan: LoopPlan, body: Body) -> int:
         calls += sum(g.wanted(plan.grads) for g in plan.gemms) - len(body.over)
         calls += sum(sum_calls(plan, i) for i in plan.sides if i in plan.grads)
     return calls
+
+
+def opening_calls(plan: LoopPlan, sides: Sequence[int], body: Body) -> int:
+    """The host's calls to start a block of an opening, and copies of its results to their places.
+
+    Args:
+        plan: of the loop, with its dtypes of sums.
+        sides: the inputs that the opening reads.
+        body: the block, with gradients or without.
+    """
+    calls = body.launches + body.outputs
+    return calls + body.wants_gradients * sum(sum_calls(plan, i) for i in sides if i in plan.grads)
 
 
 def with_block_calls(plan: LoopPlan, forward: Mapping[int, Body], backward: Mapping[int, Body]) -> LoopPlan:

@@ -2,15 +2,17 @@
 
 A chunk has two levels. The matrix products work on `chunk_rows` rows at once, so that they run at full speed. All
 operations between them work on `block_rows` rows, so that their temporaries are small and in cache. They write the
-gradient of the logits over the logits themselves.
+gradient of the logits over the logits themselves. An opening makes the chunk's rows first, and turns their gradient
+into gradients of its own inputs last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +23,9 @@ from torch.distributed import ProcessGroup
 from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.gradient_sums import Accumulator, sole_owner
 from thunder_mem.chunk_loop.matmul import adds_to_float32, gemm
-from thunder_mem.chunk_loop.plan import Gemm, LoopPlan, Spec
+from thunder_mem.chunk_loop.plan import Gemm, LoopPlan, Opening, Spec
 from thunder_mem.chunk_loop.row_blocks import block_sizes, read_rows, row_views, write_rows
+from thunder_mem.chunk_loop.totals import Total
 from thunder_mem.sharding.propagation import Sharding, local_shape
 
 __all__ = ["ChunkLoop", "run"]
@@ -35,10 +38,19 @@ class ChunkLoop:
         plan: the decisions about the loop.
         forward: blocks without gradients, by rows.
         backward: blocks with gradients, by rows; also with outputs in mode "grads-in-forward".
+        opening, closing: blocks of the opening, by rows: without gradients, and the gradients alone.
     """
 
-    def __init__(self, plan: LoopPlan, forward: dict[int, Body], backward: dict[int, Body]):
+    def __init__(
+        self,
+        plan: LoopPlan,
+        forward: Mapping[int, Body],
+        backward: Mapping[int, Body],
+        opening: Mapping[int, Body] = MappingProxyType({}),
+        closing: Mapping[int, Body] = MappingProxyType({}),
+    ):
         self.plan, self.forward, self.backward = plan, forward, backward
+        self.opening, self.closing = opening, closing
         halves = {(s.device, s.dtype) for s in (*plan.inputs, *(g.out for g in plan.gemms)) if s.dtype.itemsize == 2}
         for device, dtype in halves:
             adds_to_float32(device.split(":")[0], dtype)  # now, as no loop may wait for it
@@ -46,11 +58,15 @@ class ChunkLoop:
     @cached_property
     def group(self) -> ProcessGroup | None:
         """The process group that its blocks communicate with; None if they do not."""
-        for body in (*self.forward.values(), *self.backward.values()):
+        for body in (b for bodies in self._bodies for b in bodies.values()):
             for bsym in body.trace.bound_symbols:
                 if (found := next((a for a in bsym.flat_args if isinstance(a, ProcessGroup)), None)) is not None:
                     return found
         return None
+
+    @property
+    def _bodies(self) -> tuple[Mapping[int, Body], ...]:
+        return self.forward, self.backward, self.opening, self.closing
 
     def with_plan(self, plan: LoopPlan) -> ChunkLoop:
         """The same loop under another plan of the same region.
@@ -58,12 +74,12 @@ class ChunkLoop:
         Raises:
             ValueError: the plan needs blocks that were never compiled.
         """
-        sizes = set(block_sizes(plan.n, plan.chunk_rows, plan.block_rows))
-        for bodies in (self.forward, self.backward):
-            if bodies and not sizes <= set(bodies):
+        of_opening = plan.opening.block_rows if plan.opening else 0
+        for bodies, rows in zip(self._bodies, (plan.block_rows, plan.block_rows, of_opening, of_opening), strict=True):
+            if bodies and not (sizes := set(block_sizes(plan.n, plan.chunk_rows, rows))) <= set(bodies):
                 raise ValueError(f"{plan.name} has blocks of {sorted(bodies)} rows, but chunks of {plan.chunk_rows} "
                                  f"rows need {sorted(sizes)}")  # fmt: skip
-        return ChunkLoop(plan, self.forward, self.backward)
+        return ChunkLoop(plan, *self._bodies)
 
     def __repr__(self) -> str:
         return f"<{self.plan.name}: {self.plan.n} rows in {self.plan.chunks} chunks of {self.plan.chunk_rows}>"
@@ -101,7 +117,7 @@ def run(
         inputs=inputs,
         tangents=tangents,
         log_sums=log_sums,
-        totals=[_Total(spec, plan.n) for spec in plan.outputs] if outputs else [],
+        totals=[Total(spec, plan.n) for spec in plan.outputs] if outputs else [],
         sums={} if tangents is None else _new_sums(plan),
         grads={} if tangents is None else _new_grads(plan, inputs, {*plan.over, *over}),
         fake=any(isinstance(t, FakeTensor) for t in inputs),
@@ -110,11 +126,19 @@ def run(
     logits = [
         torch.empty(min(plan.chunk_rows, plan.n), g.width, dtype=g.out.dtype, device=g.out.device) for g in plan.gemms
     ]
+    opened = _new_rows(plan)
     for start in range(0, plan.n, plan.chunk_rows):
         stop = min(start + plan.chunk_rows, plan.n)
         rows = stop - start
         chunk = [buffer[:rows] for buffer in logits]
-        xs = [_matrix(read_rows(inputs[g.x], plan.inputs[g.x].sharding, start, stop), g, rows) for g in plan.gemms]
+        if plan.opening:
+            _open(state, plan.opening, loop.opening, opened[:rows], start)
+        xs = [
+            opened[:rows]
+            if g.x is None
+            else _matrix(read_rows(inputs[g.x], plan.inputs[g.x].sharding, start, stop), g, rows)
+            for g in plan.gemms
+        ]
         for g, x, out in zip(plan.gemms, xs, chunk, strict=True):
             w = inputs[g.w]
             gemm(out, x, w.t() if g.w_rows_first else w, add=False, scratch_bytes=state.tiles_bytes)
@@ -125,6 +149,8 @@ def run(
                 break
         if tangents is not None:
             _multiply_back(state, xs, chunk, start, stop)
+            if plan.opening:
+                _close(state, plan.opening, loop.closing, opened[:rows], start)
         if state.fake:  # every chunk takes the same memory, and fake numbers are no numbers
             break
     results = [total.result() for total in state.totals]
@@ -151,7 +177,7 @@ class _State:
     inputs: Sequence[Tensor]
     tangents: Sequence[Tensor] | None
     log_sums: Sequence[Tensor]
-    totals: Sequence[_Total]
+    totals: Sequence[Total]
     sums: Mapping[int, Accumulator]
     grads: Mapping[int, Tensor]
     fake: bool
@@ -181,38 +207,83 @@ def _run_block(state: _State, body: Body, logits: Sequence[Tensor], lo: int) -> 
     """Run a block of rows from `lo` on, which overwrites its logits (rows, width) by their gradients."""
     plan, hi = state.plan, lo + body.rows
     blocks = [_block_view(rows, g, body.rows) for rows, g in zip(logits, plan.gemms, strict=True)]
-    args = _block_arguments(state, body, lo, hi)
-    results = _pretend(plan, body, state.inputs, blocks) if state.fake else body.fn(*blocks, *args)
+    args = [*_rows_of(state, plan.sides, lo, hi), *_tangents(state, body, lo, hi)]
+    results = _pretend(plan, body, blocks, plan.outputs, plan.sides) if state.fake else body.fn(*blocks, *args)
     for total, value in zip(state.totals, results[: body.outputs], strict=False):
         total.add(value, lo, hi)
     if state.tangents is not None:
-        _take_gradients(state, body, blocks, results[body.outputs :], lo, hi)
+        _take_gradients(state, body, blocks, plan.sides, results[body.outputs :], lo, hi)
 
 
-def _block_arguments(state: _State, body: Body, lo: int, hi: int) -> list[Tensor]:
-    """The arguments of a block beside its logits: sides, and for gradients log-sums and tangents."""
+def _rows_of(state: _State, sides: Sequence[int], lo: int, hi: int) -> list[Tensor]:
+    """The inputs that a block reads beside its logits."""
+    return [_some_rows(state.inputs[i], state.plan.inputs[i].sharding, lo, hi) for i in sides]
+
+
+def _some_rows(t: Tensor, sharding: Sharding, lo: int, hi: int) -> Tensor:
+    return read_rows(t, sharding, lo, hi) if sharding.split else t
+
+
+def _tangents(state: _State, body: Body, lo: int, hi: int) -> list[Tensor]:
+    """What a block with gradients reads beside its inputs: log-sums and tangents."""
     plan = state.plan
-
-    def rows(t: Tensor, sharding: Sharding) -> Tensor:
-        return read_rows(t, sharding, lo, hi) if sharding.split else t
-
-    sides = [rows(state.inputs[i], plan.inputs[i].sharding) for i in plan.sides]
     if state.tangents is None:
-        return sides
+        return []
     given = [state.tangents[plan.differentiable.index(j)] for j in body.tangents]
-    tangents = [rows(t, plan.outputs[j].sharding) for t, j in zip(given, body.tangents, strict=True)]
-    return [*sides, *state.log_sums, *tangents]
+    tangents = [_some_rows(t, plan.outputs[j].sharding, lo, hi) for t, j in zip(given, body.tangents, strict=True)]
+    return [*state.log_sums, *tangents]
+
+
+def _new_rows(plan: LoopPlan) -> Tensor:
+    """Memory for a chunk of the rows that an opening makes; empty without one."""
+    if plan.opening is None:
+        return torch.empty(0)
+    out = plan.opening.out
+    depth = math.prod(out.shape) // plan.n
+    return torch.empty(min(plan.chunk_rows, plan.n), depth, dtype=out.dtype, device=out.device)
+
+
+def _open(state: _State, opening: Opening, bodies: Mapping[int, Body], rows: Tensor, start: int) -> None:
+    """Make a chunk's rows of the products."""
+    for block, lo, hi in _blocks_of(state, opening, rows, start):
+        body = bodies[hi - lo]
+        if state.fake:
+            (made,) = _pretend(state.plan, body, (), (opening.out,), ())
+        else:
+            (made,) = body.fn(*_rows_of(state, opening.sides, lo, hi))
+        block.copy_(made)
+
+
+def _close(state: _State, opening: Opening, bodies: Mapping[int, Body], tangent: Tensor, start: int) -> None:
+    """From the gradient of a chunk's rows to those of what the opening reads."""
+    for block, lo, hi in _blocks_of(state, opening, tangent, start):
+        body = bodies[hi - lo]
+        sides = opening.sides
+        found = (
+            _pretend(state.plan, body, (), (), sides) if state.fake else body.fn(*_rows_of(state, sides, lo, hi), block)
+        )
+        _take_gradients(state, body, (), sides, found, lo, hi)
+
+
+def _blocks_of(state: _State, opening: Opening, rows: Tensor, start: int) -> Iterator[tuple[Tensor, int, int]]:
+    """A chunk's rows in blocks, in the shape that the trace gave them, with their range."""
+    for at in range(0, len(rows), opening.block_rows):
+        block = rows[at : at + opening.block_rows]
+        shape = local_shape(opening.out.shape, opening.out.sharding, len(block))
+        yield block.view(shape), start + at, start + at + len(block)
+        if state.fake:
+            break
 
 
 def _take_gradients(
-    state: _State, body: Body, blocks: Sequence[Tensor], found: Sequence[Any], lo: int, hi: int
+    state: _State, body: Body, blocks: Sequence[Tensor], sides: Sequence[int], found: Sequence[Any], lo: int, hi: int
 ) -> None:
-    """Write a block's gradients, None for zeros, over its logits and into rows, or add them to sums.
+    """Write a block's gradients, None for zeros, over its logits and into rows of its sides, or add them to sums.
 
     Rows come last, because their gradient may overwrite the rows, of which other gradients may be views.
     """
     plan, gradients = state.plan, iter(found)
-    for block, want in zip(blocks, _wanted_gemms(plan), strict=True):
+    for block, want in zip(blocks, _wanted_gemms(plan), strict=False):
         if want:
             g = next(gradients)
             if g is None:
@@ -220,7 +291,7 @@ def _take_gradients(
             elif not _lies_in(g, block):
                 block.copy_(g)
     of_rows = []
-    for k, i in enumerate(plan.sides):
+    for k, i in enumerate(sides):
         if i not in plan.grads:
             continue
         g = next(gradients)
@@ -255,62 +326,27 @@ def _block_view(rows: Tensor, g: Gemm, count: int) -> Tensor:
 def _multiply_back(state: _State, xs: Sequence[Tensor], chunk: Sequence[Tensor], start: int, stop: int) -> None:
     """From the gradient of the chunk's logits to those of the weights and then of its rows.
 
-    The rows come last, because their gradient may overwrite the rows.
+    The rows come last, because their gradient may overwrite the rows; always, if an opening made them.
     """
     plan = state.plan
     for g, x, dlogits in zip(plan.gemms, xs, chunk, strict=True):
         if g.flows and g.w in plan.grads:
             left, right = (dlogits, x) if g.w_rows_first else (x, dlogits)
             state.sums[g.w].add_product(left.t(), right, state.tiles_bytes)
-    written = {i for i in plan.sides if i in plan.grads}
-    for g, dlogits in zip(plan.gemms, chunk, strict=True):
-        if not g.flows or g.x not in plan.grads:
+    written: set[int | None] = {i for i in plan.sides if i in plan.grads}
+    for g, x, dlogits in zip(plan.gemms, xs, chunk, strict=True):
+        if not g.flows or not g.wants_x:
             continue
         w = state.inputs[g.w] if g.w_rows_first else state.inputs[g.w].t()
         at = 0
-        for view in row_views(state.grads[g.x], plan.inputs[g.x].sharding, start, stop):
+        views = [x] if g.x is None else row_views(state.grads[g.x], plan.inputs[g.x].sharding, start, stop)
+        for view in views:
             rows = math.prod(view.shape) // g.depth
             # A view's rows lie evenly, so this is a view too and the product lands in the gradient.
             out = view.view(g.depth, rows).t() if g.x_rows_last else view.view(rows, g.depth)
             gemm(out, dlogits[at : at + rows], w, add=g.x in written, scratch_bytes=state.tiles_bytes)
             at += rows
         written.add(g.x)
-
-
-_COMBINE = {"max": torch.maximum, "min": torch.minimum, "logsumexp": torch.logaddexp}
-
-
-class _Total:
-    """An output while it is assembled: rows side by side, or a total in at least float32."""
-
-    def __init__(self, spec: Spec, n: int):
-        self.spec = spec
-        kind = spec.sharding.partial
-        self.value: Any  # a tensor; None until the first part of a total that is no sum
-        if kind is None:
-            self.value = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-        elif kind == "sum":
-            wide = torch.float32 if spec.dtype.is_floating_point and spec.dtype.itemsize < 4 else spec.dtype
-            self.value = torch.zeros(spec.shape, dtype=wide, device=spec.device)
-        else:
-            self.value = None
-
-    def add(self, value: Tensor, lo: int, hi: int) -> None:
-        kind = self.spec.sharding.partial
-        if kind is None:
-            write_rows(self.value, self.spec.sharding, lo, hi, value)
-        elif kind == "sum":
-            self.value.add_(value)
-        elif self.value is None:
-            wide = kind == "logsumexp" and value.dtype.itemsize < 4
-            self.value = value.float() if wide else value.clone()
-        else:
-            self.value = _COMBINE[kind](self.value, value)
-
-    def result(self) -> Tensor:
-        if self.value is None:
-            return torch.empty(self.spec.shape, dtype=self.spec.dtype, device=self.spec.device)
-        return self.value.to(self.spec.dtype)
 
 
 def _matrix(t: Tensor, gemm: Gemm, rows: int) -> Tensor:
@@ -321,16 +357,18 @@ def _matrix(t: Tensor, gemm: Gemm, rows: int) -> Tensor:
 # --- without numbers ------------------------------------------------------------------------------
 
 
-def _pretend(plan: LoopPlan, body: Body, inputs: Sequence[Tensor], blocks: Sequence[Tensor]) -> list[Tensor]:
+def _pretend(
+    plan: LoopPlan, body: Body, blocks: Sequence[Tensor], outputs: Sequence[Spec], sides: Sequence[int]
+) -> list[Tensor]:
     """Allocate like a block without running it, because compiled code does not take fake tensors."""
     rows = body.rows
-    torch.empty(body.peak_bytes, dtype=torch.uint8, device=inputs[0].device)
-    specs = list(plan.outputs) if body.outputs else []
+    torch.empty(body.peak_bytes, dtype=torch.uint8, device=plan.inputs[0].device)
+    specs = outputs if body.outputs else ()
     out = [torch.empty(local_shape(s.shape, s.sharding, rows), dtype=s.dtype, device=s.device) for s in specs]
-    for i, (block, want) in enumerate(zip(blocks, _wanted_gemms(plan), strict=True)):
+    for i, (block, want) in enumerate(zip(blocks, _wanted_gemms(plan), strict=False)):
         if want:
             out.append(block if i in body.over else torch.empty_like(block))
-    for k, i in enumerate(plan.sides):
+    for k, i in enumerate(sides):
         if i in plan.grads:
             s = plan.inputs[i]
             if k in body.pairs:

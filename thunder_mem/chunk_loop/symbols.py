@@ -7,7 +7,7 @@ Before autograd a head is one `chunk_loop`. Its grad transform has two modes. Ei
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from thunder.core.transforms import register_grad
 from thunder.extend import OperatorExecutor
 from thunder.transforms.autodiff import grad_transform_on_trace
 
+from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.gradient_sums import finish, part_bounds
 from thunder_mem.chunk_loop.plan import LoopPlan, Spec
 from thunder_mem.chunk_loop.price import loop_seconds
@@ -81,7 +82,7 @@ def _grad_proxies(plan: LoopPlan) -> list[TensorProxy]:
 
 
 def _print_loop(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[str]:
-    """The call, followed by the plan and the body of its largest block, as comments."""
+    """The call, followed by the plan and the bodies of its largest blocks, as comments."""
     loop = bsym.args[0]
     yield default_python_printer(bsym, out, args, kwargs)
     plan = loop.plan
@@ -97,8 +98,14 @@ def _print_loop(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[s
             how = "written over it" if i in over else "written chunk by chunk"
         yield f"  # gradient of {spec.name}: {how}"
     bodies = loop.forward if bsym.sym.name == "chunk_loop" and loop.forward else loop.backward
-    body = bodies[max(bodies)]
-    for b in body.trace.bound_symbols:
+    yield from _print_body(bodies)
+    if plan.opening:
+        yield f"  # its rows, in blocks of {plan.opening.block_rows}:"
+        yield from _print_body(loop.opening)
+
+
+def _print_body(bodies: Mapping[int, Body]) -> Iterable[str]:
+    for b in bodies[max(bodies)].trace.bound_symbols:
         if b.sym.id not in (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.DEL):
             for line in b.python(indent=0, print_depth=1):
                 yield f"  #   {line}"

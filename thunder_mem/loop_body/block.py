@@ -28,6 +28,7 @@ from thunder_mem.loop_body.fusible_gathers import fusible_picks
 from thunder_mem.loop_body.leaves import walk
 from thunder_mem.loop_body.region import Region, Value
 from thunder_mem.sharding.propagation import RuleError
+from thunder_mem.trace.equal_views import without_equal_views
 from thunder_mem.trace.rebuilding import recorded
 from thunder_mem.trace.round_trips import without_round_trips
 
@@ -145,7 +146,7 @@ def _compile(
     trace.bound_symbols += [b for b in bsyms if b.sym.id != PrimIDs.UNPACK_TRIVIAL]
     with tracectx(trace):
         prims.python_return(tuple(results))
-    trace = fusible_picks(dce(without_round_trips(trace)), executors)
+    trace = fusible_picks(dce(without_equal_views(without_round_trips(trace))), executors)
     _check_defined(trace)
     trace = transform_for_execution(trace, executors)
     trace = del_last_used(trace)

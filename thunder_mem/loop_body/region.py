@@ -91,6 +91,7 @@ class Region:
         values: all values computed inside, by name.
         derived: names of those that depend on an amplifier. The others are pulled in: other users
             compute them anew.
+        opening: the operations above the amplifiers that make their rows, as a region of its own, if they run with it.
     """
 
     program: Program
@@ -100,6 +101,7 @@ class Region:
     shardings: Mapping[int, Mapping[int, Sharding]]
     values: Mapping[str, Value]
     derived: frozenset[str]
+    opening: Region | None = None
 
     @property
     def first(self) -> Leaf:
@@ -109,15 +111,32 @@ class Region:
     @cached_property
     def inside(self) -> frozenset[int]:
         """Indices of all leaves of the region."""
-        return frozenset((*(a.leaf.index for a in self.amplifiers), *(m.index for m in self.members)))
+        return frozenset(leaf.index for leaf in self.leaves)
+
+    @cached_property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """All leaves of the region, in order."""
+        opening = self.opening.members if self.opening else ()
+        return tuple(sorted((*opening, *(a.leaf for a in self.amplifiers), *self.members), key=lambda leaf: leaf.index))
+
+    @property
+    def replaced(self) -> tuple[Leaf, ...]:
+        """The leaves whose place the loop takes. Those that were pulled in also stay outside."""
+        return tuple(leaf for leaf in self.leaves if any(o.name not in self.pulled_in for o in leaf.outputs))
+
+    @property
+    def pulled_in(self) -> frozenset[str]:
+        """The values that do not depend on an amplifier, without those of the opening."""
+        return frozenset(self.values) - self.derived
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
-        """Values read from outside, in the order of their first reader."""
-        found: dict[tuple[str, Sharding], Value] = {}
+        """Values read from outside, in the order of their first reader; those of the opening come first."""
+        found = {value.key: value for value in self.opening.inputs} if self.opening else {}
+        made = {*self.values, *(self.opening.values if self.opening else ())}
         for leaf in sorted((*(a.leaf for a in self.amplifiers), *self.members), key=lambda leaf: leaf.index):
             for slot, t in enumerate(leaf.inputs):
-                if t.name not in self.values:
+                if t.name not in made:
                     value = Value(t, self.shardings[leaf.index][slot])
                     found.setdefault(value.key, value)
         return tuple(found.values())

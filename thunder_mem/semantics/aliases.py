@@ -106,8 +106,8 @@ class Aliases:
         elif is_copy(bsym):
             for out in outs:
                 self.join(out.name, bsym.args[1].name)
-        elif traits is not PLAIN and not bsym.sym.is_fusion:
-            return  # what is declared is all
+        elif bsym.sym.is_fusion or traits is not PLAIN:
+            return  # what its parts or its traits say is all
         elif args and may_share_memory(bsym):
             casts = bool(bsym.subsymbols) or bsym.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE
             for out in outs:

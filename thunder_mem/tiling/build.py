@@ -63,15 +63,16 @@ def build_loop(
     index = {v.key: i for i, v in enumerate(inputs)}
     specs = tuple(map(spec_of, inputs))
     outputs = tuple(map(spec_of, region.outputs))
-    gemms = tuple(_gemm(region, a, index) for a in region.amplifiers)
-    sides = _sides(region, index)
     differentiable = differentiable_of(region)
-    reached = {i for g in gemms if g.flows for i in (g.x, g.w)} | set(sides)
+    gemms = tuple(_gemm(region, a, index, bool(differentiable)) for a in region.amplifiers)
+    sides = _sides(region, index)
+    above = tuple(index[v.key] for v in region.opening.inputs) if region.opening else ()
+    reached = {i for g in gemms if g.flows for i in (g.x, g.w) if i is not None} | {*sides, *above}
     grads = tuple(i for i in sorted(reached) if inputs[i].proxy.name in program.needs_grad) if differentiable else ()
     mode, why = _mode(outputs, differentiable, gemms)
 
     def sums(chunks: int) -> tuple[torch.dtype, ...]:
-        return tuple(sum_dtype(specs[i], accumulate, chunks > 1 or i in sides) for i in grads)
+        return tuple(sum_dtype(specs[i], accumulate, chunks > 1 or i in sides or i in above) for i in grads)
 
     blocks = Blocks(region, [inputs[i] for i in sides], executors)
     wanted = [g.wanted(grads) for g in gemms] + [i in grads for i in sides]
@@ -254,23 +255,25 @@ def _block_rows(head: Head, chunk_rows: int, row_scratch: int, least_rows: int, 
     return most
 
 
-def _gemm(region: Region, a: Amplifier, index: dict) -> Gemm:
+def _gemm(region: Region, a: Amplifier, index: dict, differentiable: bool) -> Gemm:
     leaf = a.leaf
     shardings = region.shardings[leaf.index]
     operand = lambda slot: index[leaf.inputs[slot].name, shardings[slot]]  # noqa: E731
+    needs_grad = region.program.needs_grad
     w = leaf.inputs[1 - a.rows]
     linear = leaf.bsym.sym.id == PrimIDs.LINEAR
     # linear: w is (V, D). matmul: (N, D) @ (D, V), or (V, D) @ (D, N).
     w_rows_first = linear or a.rows == 1
     depth, width = (w.shape[1], w.shape[0]) if w_rows_first else (w.shape[0], w.shape[1])
     return Gemm(
-        x=operand(a.rows),
+        x=None if region.opening else operand(a.rows),
         w=operand(1 - a.rows),
         depth=depth,
         width=width,
         w_rows_first=w_rows_first,
         x_rows_last=a.rows == 1,
-        flows=a.out.proxy.name in region.program.needs_grad,
+        flows=a.out.proxy.name in needs_grad,
+        wants_x=differentiable and leaf.inputs[a.rows].name in needs_grad,
         out=spec_of(a.out),
     )
 

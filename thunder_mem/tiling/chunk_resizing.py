@@ -98,7 +98,7 @@ def leanest_loops(trace: TraceCtx) -> TraceCtx | None:
     swap = {}
     for loop in {id(loop): loop for loop in map(loop_of, filter(is_chunk_loop, trace.bound_symbols))}.values():
         plan = loop.plan
-        lean = replace(plan, chunk_rows=min(plan.chunk_rows, plan.block_rows))
+        lean = replace(plan, chunk_rows=min(plan.chunk_rows, plan.step_rows))
         if plan.sized != "asked" and _scratch_bytes(lean) < _scratch_bytes(plan):
             swap[id(loop)] = loop.with_plan(lean)
     return _with_loops(trace, swap) if swap else None
@@ -132,21 +132,21 @@ def _fitted(plan: LoopPlan, uses: Sequence[tuple[BoundSymbol, int]], peak_bytes:
         """The most rows, in whole blocks, that keep the peak within the limit."""
 
         def fits(blocks: int) -> bool:
-            tried = replace(plan, chunk_rows=min(plan.n, blocks * plan.block_rows))
+            tried = replace(plan, chunk_rows=min(plan.n, blocks * plan.step_rows))
             return all(others + block_bytes(scratch_bytes_under(tried, b), device) <= limit_bytes for b, others in uses)
 
-        low, high = plan.chunk_rows // plan.block_rows, max(1, -(-min(most_rows, plan.n) // plan.block_rows))
+        low, high = plan.chunk_rows // plan.step_rows, max(1, -(-min(most_rows, plan.n) // plan.step_rows))
         while low < high:
             middle = -(-(low + high) // 2)
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        return min(plan.n, low * plan.block_rows)
+        return min(plan.n, low * plan.step_rows)
 
     rows = max(
         plan.chunk_rows, most(peak_bytes, plan.n), most(budget_bytes, floor_rows(device, plan.gemms[0].out.dtype))
     )
     # The same number of chunks of more equal size takes fewer bytes.
     even = -(-plan.n // -(-plan.n // rows))
-    rows = min(rows, max(plan.chunk_rows, -(-even // plan.block_rows) * plan.block_rows))
+    rows = min(rows, max(plan.chunk_rows, -(-even // plan.step_rows) * plan.step_rows))
     return plan if rows == plan.chunk_rows else replace(plan, chunk_rows=rows, sized="timeline")
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import thunder
@@ -19,14 +20,17 @@ from thunder.core.trace import TraceCtx, TraceProvenance
 from thunder.core.transform_common import dce
 
 from thunder_mem.chunk_loop.plan import ACCUMULATE, ChunkRecord, Head, HeadRefusal, LoopPlan
+from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import check_autograd, is_chunk_loop, loop_of
 from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.loop_body.leaves import Leaf, Program, numel, read_program, size_bytes
 from thunder_mem.loop_body.region import Refused, Region, amplifying_products, grow
 from thunder_mem.loop_body.region_trimming import trim
-from thunder_mem.tiling.build import build_loop, head_label
+from thunder_mem.tiling.build import build_loop, differentiable_of, head_label
 from thunder_mem.tiling.hoist_slices import hoist_beside, hoist_rows
 from thunder_mem.tiling.marks import Mark, strip_marks, with_products
+from thunder_mem.tiling.opening import grow_opening
+from thunder_mem.tiling.opening_build import with_opening
 from thunder_mem.tiling.rows_per_chunk import default_rows
 from thunder_mem.tiling.splice import splice, unchunked
 from thunder_mem.tiling.vocab_parallel import with_vocabulary_in_parts
@@ -112,7 +116,7 @@ def chunk_trace(
         region, first = head.region, head.region.amplifiers[0].leaf
         try:
             rows_of = decide_marked if marked & head.names else decide
-            loop = build_loop(region, rows_of, accumulate, executors, f"chunk_loop{len(loops)}")
+            region, loop = _built(region, rows_of, accumulate, executors, f"chunk_loop{len(loops)}")
             if loop is not None:
                 check_autograd(loop)
                 new, gone = splice(region.program.trace, region, loop)
@@ -146,6 +150,23 @@ def chunk_trace(
         millis = (time.perf_counter_ns() - start) // 1_000_000
         new.set_provenance(TraceProvenance(f"Chunk loss heads (took {millis} milliseconds)"))
     return new, record
+
+
+def _built(
+    region: Region,
+    decide: Callable[[Head], tuple[int, str] | None],
+    accumulate: str | None,
+    executors: Sequence[Any],
+    name: str,
+) -> tuple[Region, ChunkLoop | None]:
+    """A head's loop, if possible with the operations above its products, and the region that the loop replaces."""
+    opening = grow_opening(region) if differentiable_of(region) else None
+    if opening is not None:
+        whole = replace(region, opening=opening)
+        with suppress(Refused):
+            loop = build_loop(whole, decide, accumulate, executors, name)
+            return whole, loop and with_opening(loop, opening, executors)
+    return region, build_loop(region, decide, accumulate, executors, name)
 
 
 def check_options(chunks: Any, rows: Any, accumulate: Any) -> None:

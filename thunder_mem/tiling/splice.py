@@ -30,12 +30,10 @@ def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> tuple[TraceCtx, 
     Raises:
         Refused: an operand would move past an op with effects.
     """
-    # Pulled-in leaves also stay outside, whether they are read there or not.
-    derived = [m for m in region.members if any(o.name in region.derived for o in m.outputs)]
-    gone = {id(m.bsym) for m in derived} | {id(a.leaf.bsym) for a in region.amplifiers}
+    gone = {id(leaf.bsym) for leaf in region.replaced}
     outputs = [v.proxy for v in region.outputs]
     names = {o.name for o in outputs}
-    lost = {o.name for leaf in (*derived, *(a.leaf for a in region.amplifiers)) for o in leaf.outputs} - names
+    lost = {o.name for leaf in region.replaced for o in leaf.outputs} - names
     needed = {v.proxy.name for v in region.inputs}
     items = rewritten(region.program.roots, dict.fromkeys(gone, (None,)), needed, lost)  # None: a removed leaf
     removed = [i for i, b in enumerate(items) if b is None]
@@ -58,8 +56,7 @@ def splice(trace: TraceCtx, region: Region, loop: ChunkLoop) -> tuple[TraceCtx, 
         raise Refused(first, "an operand of the loop is computed after an op that writes in place or has other effects")
     rest = (b for i, b in enumerate(after) if i not in moved)
     new.bound_symbols = [*before, *(after[i] for i in moved), bsym, *rest]
-    leaves = sorted((*region.members, *(a.leaf for a in region.amplifiers)), key=lambda leaf: leaf.index)
-    return new, tuple(leaf.bsym for leaf in leaves)
+    return new, tuple(leaf.bsym for leaf in region.leaves)
 
 
 def unchunked(
@@ -99,9 +96,8 @@ def _writers(items: Sequence[BoundSymbol | None], region: Region) -> list[int]:
         return []
     memory = Aliases(region.program.roots)
     # By the region's own leaves, because pulled-in values may have names that the trace does not know.
-    leaves = (*region.members, *(a.leaf for a in region.amplifiers))
-    made = {o.name for leaf in leaves for o in leaf.outputs}
-    read = {memory(t.name) for leaf in leaves for t in leaf.inputs if t.name not in made}
+    made = {o.name for leaf in region.leaves for o in leaf.outputs}
+    read = {memory(t.name) for leaf in region.leaves for t in leaf.inputs if t.name not in made}
     read |= {memory(v.proxy.name) for v in region.inputs}
     found = []
     for i in suspects:

@@ -24,19 +24,28 @@ from thunder_mem.sharding.propagation import RuleError, Sharding
 from thunder_mem.tiling.seeds import Seed
 from thunder_mem.trace.origins import symbol_name
 
-__all__ = ["WIDE_RATIO", "grow_stretch"]
+__all__ = [
+    "PASSING",
+    "WIDE_RATIO",
+    "Closure",
+    "above",
+    "cut_composites",
+    "grow_stretch",
+    "read_otherwise",
+    "region_of",
+]
 
 WIDE_RATIO = 1.25
 """A value is wide if a row of it takes more than this many times what a row of the product's operand takes."""
 
-_PASSING = {*VIEWS, PrimIDs.CONVERT_ELEMENT_TYPE, PrimIDs.ADD, PrimIDs.SUB, PrimIDs.NEG}
+PASSING = {*VIEWS, PrimIDs.CONVERT_ELEMENT_TYPE, PrimIDs.ADD, PrimIDs.SUB, PrimIDs.NEG}
 """Operations whose gradients do not depend on their operands."""
 
 _REACH = 80
 """Operations that a stretch takes in beyond its products, upwards and downwards."""
 
 
-class _Closure:
+class Closure:
     """Leaves whose rows stay apart, with the sharding of every value that they read and make."""
 
     def __init__(self, program: Program, n: int):
@@ -107,7 +116,7 @@ def grow_stretch(
     """
     leaf, rows = seed.leaf, seed.rows
     start, n = row_space(leaf, rows, seed.dims, "tiles")
-    closure = _Closure(program, n)
+    closure = Closure(program, n)
     try:
         closure.take(leaf, {rows: start})
     except RuleError as e:
@@ -115,8 +124,8 @@ def grow_stretch(
     closure.narrow = WIDE_RATIO * closure.row_bytes(leaf.inputs[rows])
     _take_wide(closure, leaf)
     core = frozenset(closure.members)
-    borders = borders_between(program, [core, *_above(closure, core)], [core, *_below(closure, core)])
-    obstacles = [*_read_otherwise(closure, borders), *_cut_composites(closure, borders)]
+    borders = borders_between(program, [core, *above(closure, core)], [core, *_below(closure, core)])
+    obstacles = [*read_otherwise(closure, borders), *cut_composites(closure, borders)]
     blocked = borders.either(mask for mask, _ in obstacles)
     whole = borders.only(~(blocked | borders.comes_back()))
     if not len(whole):
@@ -130,10 +139,10 @@ def grow_stretch(
     fewest = fit.only(crossing == crossing.min())
     up, down = fewest.reach
     best = np.lexsort((-down, up, _passing_bytes(closure, fewest)))[0]
-    return _region(closure, fewest.members(int(best)))
+    return region_of(closure, fewest.members(int(best)))
 
 
-def _take_wide(closure: _Closure, seed: Leaf) -> None:
+def _take_wide(closure: Closure, seed: Leaf) -> None:
     """Take in all readers of wide values, and what makes the wide values that they take beside."""
     program = closure.program
     wide, done = [*seed.outputs], set[str]()
@@ -156,7 +165,7 @@ def _take_wide(closure: _Closure, seed: Leaf) -> None:
             wide += _take_makers(closure, reader)
 
 
-def _take_makers(closure: _Closure, reader: Leaf) -> list[TensorProxy]:
+def _take_makers(closure: Closure, reader: Leaf) -> list[TensorProxy]:
     """Take in what makes the reader's wide operands; returns the values that this makes."""
     made: list[TensorProxy] = []
     pending = list(reader.inputs)
@@ -175,7 +184,9 @@ def _take_makers(closure: _Closure, reader: Leaf) -> list[TensorProxy]:
     return made
 
 
-def _above(closure: _Closure, core: frozenset[int]) -> Iterator[frozenset[int]]:
+def above(
+    closure: Closure, core: frozenset[int], may_take: Callable[[Leaf], bool] = lambda leaf: True
+) -> Iterator[frozenset[int]]:
     """The core with more and more of the narrow values that it is made of, the latest first."""
     program, now, refused = closure.program, set(core), set[int]()
     while len(now) < len(core) + _REACH:
@@ -185,14 +196,14 @@ def _above(closure: _Closure, core: frozenset[int]) -> Iterator[frozenset[int]]:
             return
         leaf = program.leaves[max(makers)]
         known = {-1 - j: closure.values[o.name] for j, o in enumerate(leaf.outputs) if closure.splits(o)}
-        if not closure.takes_narrow(leaf, known):
+        if not (may_take(leaf) and closure.takes_narrow(leaf, known)):
             refused.add(leaf.index)
             continue
         now.add(leaf.index)
         yield frozenset(now)
 
 
-def _below(closure: _Closure, core: frozenset[int]) -> Iterator[frozenset[int]]:
+def _below(closure: Closure, core: frozenset[int]) -> Iterator[frozenset[int]]:
     """The core with more and more of what its narrow results go into, the earliest first."""
     program, now, refused = closure.program, set(core), set[int]()
     while len(now) < len(core) + _REACH:
@@ -210,7 +221,7 @@ def _below(closure: _Closure, core: frozenset[int]) -> Iterator[frozenset[int]]:
         yield frozenset(now)
 
 
-def _sides_of(closure: _Closure, leaf: Leaf, start: int) -> Iterator[int]:
+def _sides_of(closure: Closure, leaf: Leaf, start: int) -> Iterator[int]:
     """What makes the leaf's other operands after the stretch has begun, such as a conversion: it comes along."""
     pending = list(leaf.inputs)
     while pending:
@@ -224,7 +235,7 @@ def _sides_of(closure: _Closure, leaf: Leaf, start: int) -> Iterator[int]:
             pending += producer.inputs
 
 
-def _crossing_bytes(closure: _Closure, borders: Borders, at: int) -> NDArray[np.int64]:
+def _crossing_bytes(closure: Closure, borders: Borders, at: int) -> NDArray[np.int64]:
     """Bytes of one row of all values of members or around them that exist whole while a stretch runs at leaf `at`."""
     leaves = (closure.program.leaves[i] for i in closure.members)
     touched = {t.name: t for leaf in leaves for t in (*leaf.inputs, *leaf.outputs)}
@@ -234,7 +245,7 @@ def _crossing_bytes(closure: _Closure, borders: Borders, at: int) -> NDArray[np.
     return total
 
 
-def _read_otherwise(closure: _Closure, borders: Borders) -> Iterator[tuple[Mask, str]]:
+def read_otherwise(closure: Closure, borders: Borders) -> Iterator[tuple[Mask, str]]:
     """Members' results that other members read whole, or by other rows, such as a table that a stretch indexes."""
     program = closure.program
     made = {o.name: closure.members[i][-1 - j] for i in borders.row_of for j, o in enumerate(program.leaves[i].outputs)}
@@ -245,7 +256,7 @@ def _read_otherwise(closure: _Closure, borders: Borders) -> Iterator[tuple[Mask,
                 yield borders.holds(i) & borders.makes(t.name), why
 
 
-def _cut_composites(closure: _Closure, borders: Borders) -> Iterator[tuple[Mask, str]]:
+def cut_composites(closure: Closure, borders: Borders) -> Iterator[tuple[Mask, str]]:
     """Composites in which a value by rows crosses the border, so that executors could not run them whole."""
     program = closure.program
     leaves = (program.leaves[i] for i in borders.row_of)
@@ -260,7 +271,7 @@ def _cut_composites(closure: _Closure, borders: Borders) -> Iterator[tuple[Mask,
                 yield borders.makes(t.name) ^ borders.holds(reader.index), why
 
 
-def _passing_bytes(closure: _Closure, borders: Borders) -> NDArray[np.int64]:
+def _passing_bytes(closure: Closure, borders: Borders) -> NDArray[np.int64]:
     """Bytes of one row of all values from outside that members only add, as an expert adds to the others' sum.
 
     The backward would receive each for nothing, and copy a gradient to be its gradient.
@@ -281,14 +292,15 @@ def _is_used(borders: Borders, name: str) -> Mask:
     for leaf in (borders.program.leaves[i] for i in borders.row_of):
         if names := {t.name for t in leaf.inputs} & reached.keys():
             reading = borders.holds(leaf.index) & borders.either(reached[n] for n in names)
-            if leaf.bsym.sym.id in _PASSING:
+            if leaf.bsym.sym.id in PASSING:
                 reached.update((o.name, reading) for o in leaf.outputs)
             else:
                 used = used | reading
     return used
 
 
-def _region(closure: _Closure, inside: frozenset[int]) -> Region:
+def region_of(closure: Closure, inside: frozenset[int]) -> Region:
+    """The region of some leaves of a closure."""
     program = closure.program
     members = tuple(program.leaves[i] for i in sorted(inside))
     values = {o.name: Value(o, closure.members[m.index][-1 - j]) for m in members for j, o in enumerate(m.outputs)}

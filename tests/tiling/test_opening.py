@@ -1,0 +1,212 @@
+"""The final norm inside a head's loop: gradients against float64, what is taken in, and what exists whole."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+from tests.programs.chunk_tools import relative
+from thunder_mem import MemEfficient, last_plan, measure_peak, predict, simulate
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.tiling import opening
+from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
+
+N, D, V = 411, 16, 101
+
+
+@pytest.fixture(autouse=True)
+def small_rows_count(monkeypatch):
+    monkeypatch.setattr(opening, "_MIN_BYTES", 1)
+
+
+def inputs(dtype=torch.float32, n=N, d=D, v=V):
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(n, d, generator=g).to(dtype).requires_grad_()
+    a = torch.randn(d, generator=g).to(dtype).requires_grad_()
+    w = (torch.randn(v, d, generator=g) * 0.3).to(dtype).requires_grad_()
+    return h, a, w, torch.randint(0, v, (n,), generator=g)
+
+
+def rms(h, a):
+    wide = h.float() if h.dtype != torch.float64 else h
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    return (normed * a.to(wide.dtype)).to(h.dtype)
+
+
+def rms_head(h, a, w, t):
+    return F.cross_entropy(F.linear(rms(h, a), w), t)
+
+
+def layer_norm_head(h, a, w, t):
+    return F.cross_entropy(F.linear(F.layer_norm(h, (D,), a, a), w), t)
+
+
+def two_dims(h, a, w, t):
+    return F.cross_entropy(F.linear(rms(h[: 2 * 205].view(2, 205, D), a), w).view(-1, V), t[: 2 * 205])
+
+
+def residual(h, a, w, t):
+    x = F.linear(h, w[: h.shape[1]])
+    return F.cross_entropy(F.linear(rms(x + h, a), w), t)
+
+
+def two_heads(h, a, w, t):
+    x = rms(h, a)
+    return F.cross_entropy(F.linear(x, w) + F.linear(x, w * w), t)
+
+
+def vector_loss(h, a, w, t):
+    losses = F.cross_entropy(F.linear(rms(h, a), w), t, reduction="none")
+    return (losses * torch.arange(N).to(losses.dtype)).sum()
+
+
+def frozen_norm(h, a, w, t):
+    return rms_head(h, a.detach(), w, t)
+
+
+def gelu_and_norm(h, a, w, t):
+    return F.cross_entropy(F.linear(rms(F.gelu(F.linear(h, w[: h.shape[1]])), a), w), t)
+
+
+def over_rows(h, a, w, t):
+    """The total over rows is a whole value for the loop."""
+    return F.cross_entropy(F.linear(a * h * torch.rsqrt(h.square().mean(0, keepdim=True) + 1), w), t)
+
+
+def loop_of_head(compiled):
+    trace = thunder.last_traces(compiled)[-1]
+    (plan,) = {loop_of(b).plan.name: loop_of(b).plan for b in trace.bound_symbols if is_chunk_loop(b)}.values()
+    return plan
+
+
+PROGRAMS = (
+    rms_head,
+    layer_norm_head,
+    two_dims,
+    residual,
+    two_heads,
+    vector_loss,
+    frozen_norm,
+    gelu_and_norm,
+    over_rows,
+)
+
+
+@pytest.mark.parametrize("fn", PROGRAMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_float64(fn, dtype):
+    args = inputs(dtype)
+    compiled = thunder.jit(fn, executors=[], transforms=[ChunkLossHead(rows=100)])
+    wanted = [x for x in args[:3] if not (fn is frozen_norm and x is args[1])]
+    loss = -2.5 * compiled(*args)
+    found = torch.autograd.grad(loss, wanted, retain_graph=True)
+    again = torch.autograd.grad(loss, wanted)
+    exact_args = [x.detach().double().requires_grad_() for x in args[:3]]
+    exact_wanted = [e for x, e in zip(args[:3], exact_args, strict=True) if any(x is y for y in wanted)]
+    exact = torch.autograd.grad(-2.5 * fn(*exact_args, args[3]), exact_wanted)
+    eager = torch.autograd.grad(-2.5 * fn(*args), wanted)
+    for got, repeated, plain, want in zip(found, again, eager, exact, strict=True):
+        assert torch.equal(got, repeated)
+        assert relative(got, want) <= 1.5 * relative(plain, want) + 1e-6
+    plan = loop_of_head(compiled)
+    assert plan.opening is not None and plan.gemms[0].x is None
+    # Only what the norm reads exists whole, never its result.
+    assert sum(spec.sharding.split and spec.shape[-1] == D for spec in plan.inputs) == 1
+
+
+def returned(h, a, w, t):
+    x = rms(h, a)
+    return F.cross_entropy(F.linear(x, w), t), x
+
+
+def read_by_the_head(h, a, w, t):
+    x = rms(h, a)
+    return F.cross_entropy(F.linear(x, w), t, reduction="none").mul(x.sum(-1)).sum()
+
+
+def operand_read_by_the_head(h, a, w, t):
+    losses = F.cross_entropy(F.linear(rms(h, a), w), t, reduction="none")
+    return (losses * h.sum(-1)).sum()
+
+
+def plain(h, a, w, t):
+    return F.cross_entropy(F.linear(h + 0 * a, w), t)
+
+
+@pytest.mark.parametrize("fn", [returned, read_by_the_head, plain])
+def test_what_others_need_stays_outside(fn):
+    args = inputs()
+    compiled = thunder.jit(fn, executors=[], transforms=[ChunkLossHead(rows=100)])
+    out = compiled(*args)
+    loss = out[0] if isinstance(out, tuple) else out
+    found = torch.autograd.grad(loss, (args[0], args[2]))
+    exact_args = [x.detach().double().requires_grad_() for x in args[:3]]
+    out = fn(*exact_args, args[3])
+    exact = torch.autograd.grad(out[0] if isinstance(out, tuple) else out, (exact_args[0], exact_args[2]))
+    for got, want in zip(found, exact, strict=True):
+        assert (got.double() - want).norm() <= 1e-5 * want.norm() + 1e-9
+    assert loop_of_head(compiled).opening is None
+
+
+def test_rows_that_the_head_reads_itself_get_one_gradient():
+    args = inputs()
+    compiled = thunder.jit(operand_read_by_the_head, executors=[], transforms=[ChunkLossHead(rows=100)])
+    found = torch.autograd.grad(compiled(*args), args[:3])
+    exact_args = [x.detach().double().requires_grad_() for x in args[:3]]
+    exact = torch.autograd.grad(operand_read_by_the_head(*exact_args, args[3]), exact_args)
+    assert all(relative(got, want) < 1e-5 for got, want in zip(found, exact, strict=True))
+
+
+def hidden(h, a, w, t):
+    return rms_head(F.linear(h, w[: h.shape[1]]), a, w, t)
+
+
+@pytest.mark.parametrize("transform", [ChunkLossHead(rows=64), MemEfficient(chunk=ChunkLossHead(rows=64))], ids=str)
+def test_the_norms_result_never_exists_whole_and_its_operand_takes_its_gradient(transform, monkeypatch):
+    args = inputs(n=2048, d=64, v=256)
+    compiled = thunder.jit(hidden, executors=[], transforms=[transform])
+
+    def step():
+        torch.autograd.grad(compiled(*args), args[:3])
+
+    step(), step()
+    found = predict(compiled)
+    assert measure_peak(step) == pytest.approx(found.measured_bytes, abs=64)
+    plan = loop_of_head(compiled)
+    assert plan.opening is not None and plan.over == (0,)
+    (event,) = (e for e in found.timeline if e.name == "chunk_loop_with_grads")
+    rows = 2048 * 64 * 4
+    assert event.live_bytes - found.held_bytes <= rows + 256 * 64 * 4 + 1024
+    (bsym,) = (b for b in thunder.last_traces(compiled)[-1].bound_symbols if b.sym.name == "chunk_loop_with_grads")
+    assert event.scratch_bytes <= plan.backward_scratch_bytes + 4096, bsym
+
+
+def of_a_product(h, u, a, w, t):
+    return rms_head(F.linear(h, u), a, w, t)
+
+
+def on_h100(**options):
+    """Plan, prediction and loop of a norm and a head of 16,384 rows in bfloat16."""
+    with simulate("H100-80GB"), torch.device("cuda"):
+        shapes = (16384, 512), (512, 512), (512,), (16384, 512)
+        args = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        jitted = thunder.jit(of_a_product, transforms=[MemEfficient(strict=True, **options)])
+        predicted = predict(jitted, *args, torch.zeros(16384, dtype=torch.long), keep_outputs=True)
+    return last_plan(jitted), predicted, loop_of_head(jitted)
+
+
+def test_a_plan_says_what_a_gpu_will_hold_and_it_is_less_than_without(monkeypatch):
+    plan, predicted, loop = on_h100()
+    assert loop.opening is not None and loop.opening.block_rows < loop.block_rows
+    assert plan.candidate.peak_bytes == predicted.peak_bytes
+    monkeypatch.setattr(opening, "_MIN_BYTES", 1 << 60)
+    without, _, whole = on_h100()
+    assert whole.opening is None
+    assert predicted.peak_bytes <= without.candidate.peak_bytes - (16384 - loop.chunk_rows) * 512 * 2 + (1 << 20)
+
+
+def test_a_budget_narrows_the_sums_of_an_opening_too():
+    plan, _, _ = on_h100()
+    tight, predicted, loop = on_h100(budget=plan.candidate.peak_bytes - (8 << 20))
+    assert loop.opening is not None and loop.chunks > 1
+    assert tight.candidate.peak_bytes == predicted.peak_bytes < plan.candidate.peak_bytes

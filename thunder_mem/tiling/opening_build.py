@@ -1,0 +1,84 @@
+"""From the operations above a head's products to the opening of its loop: its rows, its compiled blocks, its price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from thunder_mem.chunk_loop.body import Body
+from thunder_mem.chunk_loop.plan import LoopPlan, Opening
+from thunder_mem.chunk_loop.price import opening_calls
+from thunder_mem.chunk_loop.row_blocks import block_sizes
+from thunder_mem.chunk_loop.run import ChunkLoop
+from thunder_mem.costs.plan_time import trace_seconds
+from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.loop_body.region import Region
+from thunder_mem.tiling.build import Blocks, spec_of
+
+__all__ = ["with_opening"]
+
+_GPU_ROWS = 512
+"""Enough for the kernels of a GPU between products; its temporaries are a fraction of a chunk's rows."""
+
+
+def with_opening(loop: ChunkLoop, region: Region, executors: Sequence[Any]) -> ChunkLoop:
+    """The loop of a head with what makes the rows of its products.
+
+    Args:
+        loop: without its opening; its plan leaves the rows open.
+        region: of the opening, which reads inputs of the loop.
+        executors: of its blocks.
+
+    Raises:
+        Refused: a block cannot be built.
+    """
+    plan = loop.plan
+    index = {(spec.name, spec.sharding): i for i, spec in enumerate(plan.inputs)}
+    sides = tuple(index[value.key] for value in region.inputs)
+    gpu = plan.device.startswith("cuda")
+    blocks = Blocks(region, region.inputs, executors)
+    wanted = [i in plan.grads for i in sides]
+    rows = _gpu_rows(plan) if gpu else _cpu_rows(plan, blocks([plan.block_rows], wanted, False)[plan.block_rows])
+    sizes = block_sizes(plan.n, plan.chunk_rows, rows)
+    forward = blocks(sizes, [False] * len(sides), True)
+    backward = blocks(sizes, wanted, False)
+    opening = Opening(
+        out=spec_of(region.outputs[0]),
+        sides=sides,
+        block_rows=rows,
+        forward_block_bytes=max(b.peak_bytes for b in forward.values()),
+        backward_block_bytes=max(b.peak_bytes for b in backward.values()),
+        forward_block_calls=opening_calls(plan, sides, forward[rows]) if gpu else 0,
+        backward_block_calls=opening_calls(plan, sides, backward[rows]) if gpu else 0,
+        forward_row_s=_row_seconds(plan, forward),
+        backward_row_s=_row_seconds(plan, backward),
+    )
+    return ChunkLoop(replace(plan, opening=opening), loop.forward, loop.backward, forward, backward)
+
+
+def _gpu_rows(plan: LoopPlan) -> int:
+    return _GPU_ROWS if plan.block_rows % _GPU_ROWS == 0 else plan.block_rows
+
+
+def _cpu_rows(plan: LoopPlan, probe: Body) -> int:
+    """As many blocks of the head as a chunk has whole, while temporaries are no larger than the head's.
+
+    Args:
+        plan: of the loop.
+        probe: a block of the opening, with gradients.
+    """
+    row_bytes = max(1, probe.peak_bytes // probe.rows)
+    most = max(plan.block_rows, min(plan.chunk_rows, plan.backward_block_bytes // row_bytes))
+    parts = range(-(-plan.chunk_rows // most), plan.chunk_rows // plan.block_rows + 1)
+    even = (plan.chunk_rows // part for part in parts if plan.chunk_rows % (part * plan.block_rows) == 0)
+    return next(even, plan.block_rows)
+
+
+def _row_seconds(plan: LoopPlan, bodies: Mapping[int, Body]) -> float:
+    """Seconds of the device for a row; on a GPU the host's calls are counted apart."""
+    device = device_model_of(torch.device(plan.device))
+    body = bodies[max(bodies)]
+    return trace_seconds(body.trace, replace(device, launch_s=0.0) if body.launches else device) / body.rows
