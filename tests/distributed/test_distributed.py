@@ -102,6 +102,14 @@ def test_stretches_run_in_tiles_under_ddp_and_fsdp(ranks):
     assert ranks[0]["zero3_tiles"]["forward"].count("all_gather") == parameters
 
 
+def test_attention_runs_by_groups_of_heads_under_ddp_and_fsdp(ranks):
+    for name, layers in (("ddp_heads", 1), ("zero3_heads", 2)):
+        found = [how for what, how in ranks[0][name]["decisions"] if what == "heads"]
+        assert found == layers * ["attention of 4 heads in 4 groups, 2 heads of keys not repeated"]
+        reduced = "all_reduce" if name == "ddp_heads" else "reduce_scatter"
+        assert ranks[0][name]["backward"].count(reduced) == layers * 14 + 2
+
+
 def _updated(found: list[dict], parameters: int) -> None:
     for rank in found:
         assert rank["updates"] == parameters and rank["gradients"] == 0

@@ -24,6 +24,7 @@ from tests.fuzzing.configs import (
     a_link_that_costs_nothing,
     configured,
     draw_options,
+    groups_of_one_head,
     plain,
     traced_once,
     uncompiled_regions,
@@ -132,7 +133,8 @@ def verdict(
     fn = fn or function(source(program))
     regions = nullcontext() if config.options.compiled else uncompiled_regions()
     link = a_link_that_costs_nothing() if config.options.offload else nullcontext()
-    with regions, link, _within(MOST_SECONDS):
+    groups = groups_of_one_head() if config.options.groups else nullcontext()
+    with regions, link, groups, _within(MOST_SECONDS):
         if config.options.step:
             found = stepped(program, config.options, expected, fn)
         else:

@@ -36,6 +36,13 @@ PROFILES = {
     # What plain Thunder gets wrong and MemEfficient must get right; see `defects.py`.
     "checkpoint": Profile(regions=("checkpoint",), in_checkpoint=Profile().families, scalars_meet_larger=True),
     "overwritten": Profile(regions=(), overwrites_needed=True, scalars_meet_larger=True),
+    # Attention that runs by groups of heads beside tiles, where options ask for both.
+    "heads": Profile(
+        kits=("shared attention",),
+        families=("attention", "matmul", "elementwise", "view", "norm", "random"),
+        in_checkpoint=("attention", "matmul", "elementwise", "view", "norm"),
+        in_no_grad=("attention", "elementwise"),
+    ),
     # What ThunderFX splits into parts that Thunder compiles and parts that it does not. Under Dynamo Thunder cannot
     # trace a torch.autograd.Function (see `defects.py`), and spends minutes on a checkpoint in a checkpoint.
     "split": Profile(families=(*(f for f in Profile().families if f != "function"), "split"), nested=False),
@@ -79,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
     faulthandler.enable()
     torch.set_num_threads(1)  # tensors are tiny
-    excuse = options.profile in ("thunder", "split")
+    excuse = options.profile in ("thunder", "split", "heads")
     configs = tuple(CONFIGS[name] for name in names)
     drawn = f"{options.drawn} drawn" if options.drawn else ""
     print(

@@ -34,6 +34,7 @@ __all__ = [
     "available",
     "configured",
     "draw_options",
+    "groups_of_one_head",
     "plain",
     "traced_once",
     "uncompiled_regions",
@@ -60,6 +61,7 @@ class Options:
         compiled: fusion regions are really compiled.
         fx: by ThunderFX, which leaves to Inductor what Thunder lacks.
         tile: the rows of a tile of every stretch; 0 for the default, which tiles none as small as these.
+        groups: beside tiles, each head of attention is a group of its own.
         step: the leaves are a module's parameters, which the backward updates; see `stepping.py`.
     """
 
@@ -76,6 +78,7 @@ class Options:
     compiled: bool = False
     fx: bool = False
     tile: int = 0
+    groups: bool = False
     step: bool = False
 
     def __repr__(self) -> str:
@@ -221,6 +224,11 @@ def _pointwise(fusion_type: str | None = None) -> Callable[[Callable], Callable]
     return compile
 
 
+def _tiles(options: Options) -> Config:
+    name = f"tiles-of-{options.tile}" + ("-and-heads" if options.groups else "")
+    return Config(name, _compile(options), (_MEM,), "thunder", options)
+
+
 CONFIGS = {
     c.name: c
     for c in (
@@ -228,7 +236,8 @@ CONFIGS = {
         Config("pointwise", _pointwise(), (_POINTWISE,), "thunder"),
         Config("dataflow", _pointwise("dataflow"), (_POINTWISE,), "thunder"),
         Config("mem", _compile(Options()), (_MEM,), "thunder"),
-        *(Config(f"tiles-of-{n}", _compile(Options(tile=n, chunk=n > 3)), (_MEM,), "thunder") for n in (3, 5, 7)),
+        *(_tiles(Options(tile=n, chunk=n > 3)) for n in (3, 5, 7)),
+        _tiles(Options(tile=5, groups=True, executors="attention")),
         Config("mem-no-fusion", _compile(Options(executors="none")), (_MEM,), "thunder"),
         Config("thunderfx", plain(Options(fx=True))),
         Config("fx", _compile(Options(fx=True)), (_MEM,), "thunderfx"),
@@ -282,6 +291,7 @@ def draw_options(rng: Random, program: Program, compiled_share: float = 0.0, fx:
         fx=fx,
         tile=rng.choice([3, 5, 7]) if rng.random() < 0.3 else 0,
     )
+    drawn = replace(drawn, groups=bool(drawn.tile) and any("attention" in op for op in ops))
     # Every fifth program; the options alone, a second backward and ThunderFX leave nothing for it to do.
     return replace(drawn, step=rng.random() < 0.2 and not (drawn.alone or drawn.retain or fx))
 
@@ -309,6 +319,18 @@ def uncompiled_regions() -> Iterator[None]:
         yield
     finally:
         compiled_region._compile, torch_compile.torch, torch._inductor.compile = ours, theirs, inductor
+
+
+@contextmanager
+def groups_of_one_head() -> Iterator[None]:
+    """Attention of the smallest programs runs by groups of heads too, with as many groups as heads."""
+    from thunder_mem.tiling import heads
+
+    blocks, heads._CPU_BLOCKS = heads._CPU_BLOCKS, 1
+    try:
+        yield
+    finally:
+        heads._CPU_BLOCKS = blocks
 
 
 @contextmanager

@@ -23,14 +23,16 @@ from thunder.distributed import FSDPBucketingStrategy, FSDPType, ddp, fsdp
 from thunder.distributed.tensor_parallel.column_wise import TransformForColumnWiseParallel
 from thunder.distributed.tensor_parallel.row_wise import TransformForRowWiseParallel
 from torch import distributed, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzzing.quick_thunder import looked_up_once
 from thunder_mem import ChunkLossHead, MemEfficient, StepInBackward, Tiles, last_plan, measure_peak
 from thunder_mem.distributed.agreement import RanksDifferError, schedule_of
 from thunder_mem.optimizer.update import is_update
+from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.semantics.collectives import starts
+from thunder_mem.tiling import heads
 
 __all__ = ["CASES", "FOUR_CASES", "SLOW_CASES", "TABLES", "run_rank"]
 
@@ -38,16 +40,46 @@ CPU = torch.device("cpu")
 VOCABULARY, WIDTH = 64, 8
 
 
+class Attention(nn.Module):
+    """Causal attention of four heads over two heads of keys, added to what it reads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.query = nn.LayerNorm(width), nn.Linear(width, width)
+        self.keys, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, rows, width = x.shape
+        h = self.norm(x)
+        query = self.query(h).view(batch, rows, 4, width // 4).transpose(1, 2)
+        two = self.keys(h).view(batch, rows, 2, 2, width // 4).permute(2, 0, 3, 1, 4)
+        key, value = (t[:, :, None].expand(batch, 2, 2, rows, width // 4).flatten(1, 2) for t in two)
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
 class Model(nn.Module):
     """Embedding, residual blocks and a loss over a vocabulary: parameters that FSDP pads, and a tied pair."""
 
-    def __init__(self, layers: int = 1, width: int = WIDTH, *, tied: bool = False, checkpointed: bool = False) -> None:
+    def __init__(
+        self,
+        layers: int = 1,
+        width: int = WIDTH,
+        *,
+        tied: bool = False,
+        checkpointed: bool = False,
+        attends: bool = False,
+    ) -> None:
         super().__init__()
         self.checkpointed = checkpointed
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                nn.LayerNorm(width), nn.Linear(width, 3 * width + 1), nn.GELU(), nn.Linear(3 * width + 1, width)
+                *([Attention(width)] if attends else []),
+                nn.LayerNorm(width),
+                nn.Linear(width, 3 * width + 1),
+                nn.GELU(),
+                nn.Linear(3 * width + 1, width),
             )
             for _ in range(layers)
         )
@@ -359,6 +391,25 @@ def zero3_tiles() -> dict:
     return step(sharding(ZERO3, LAYER), options={"tile": Tiles(rows=5)}, original=model(layers=2, checkpointed=True))
 
 
+@contextmanager
+def few_blocks():
+    """Small programs have groups of heads too."""
+    with mock.patch.object(heads, "_CPU_BLOCKS", 2):
+        yield
+
+
+def ddp_heads() -> dict:
+    options = {"tile": Tiles(rows=5)}
+    with few_blocks():
+        return step(ddp, sharded=False, options=options, original=model(attends=True), executors=[mem_attention_ex])
+
+
+def zero3_heads() -> dict:
+    original, options = model(layers=2, checkpointed=True, attends=True), {"tile": Tiles(rows=5)}
+    with few_blocks():
+        return step(sharding(ZERO3, LAYER), options=options, original=original, executors=[mem_attention_ex])
+
+
 def zero2() -> dict:
     return step(sharding(ZERO2, NONE), options={"chunk": False})
 
@@ -599,6 +650,8 @@ CASES: dict[str, Callable[[], dict]] = {
         ddp_chunked,
         ddp_tiles,
         zero3_tiles,
+        ddp_heads,
+        zero3_heads,
         zero2,
         zero3_layer,
         zero3_block_chunked_late,

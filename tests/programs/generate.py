@@ -60,7 +60,8 @@ class Profile:
         input_writes: statements in place may overwrite inputs.
         aliases: an input may be a view of another, or be passed twice.
         layouts: inputs may be non-contiguous.
-        kits: inputs may be drawn that fit a loss head, attention, a norm or an embedding.
+        kits: of `program_inputs.KITS`, those that inputs may be drawn from, to fit a loss head, attention, a norm or
+            an embedding; one that is named twice is drawn twice as often.
         nested: a checkpoint may hold another.
     """
 
@@ -75,7 +76,7 @@ class Profile:
     input_writes: bool = True
     aliases: bool = True
     layouts: tuple[str, ...] = LAYOUTS
-    kits: bool = True
+    kits: tuple[str, ...] = ("loss head", *KITS)
     nested: bool = True
 
 
@@ -301,7 +302,7 @@ class _Builder:
 
 def generate(rng: Random, profile: Profile = Profile()) -> Program:
     """Draw one program. It may still be refused by `validate`, or by eager's backward."""
-    kit = rng.choice(["loss head", *KITS]) if profile.kits and rng.random() < 0.4 else ""
+    kit = rng.choice(profile.kits) if profile.kits and rng.random() < 0.4 else ""
     inputs = draw_inputs(rng, profile.aliases, profile.layouts, kit)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)

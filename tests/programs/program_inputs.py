@@ -81,6 +81,12 @@ def _attention(rng: Random) -> Kit:
     return [((batch, heads, rows, width), "float"), keys, keys, ((rows, columns), rng.choice(["bool", "float"]))]
 
 
+def _shared_attention(rng: Random) -> Kit:
+    batch, keys, times, rows, width = rng.choice([1, 2]), rng.choice([1, 2]), rng.choice([1, 2, 3]), 5, 4
+    key = ((batch, keys, rows, width), "float")
+    return [((batch, keys * times, rows, width), "float"), key, key, ((rng.choice([6, 9]), width), "float")]
+
+
 def _norm(rng: Random) -> Kit:
     width = rng.choice([2, 3, 4])
     # The vectors fit as scale and shift of the last dim, or of the second, whose running statistics are overwritten.
@@ -101,6 +107,7 @@ def _indices(rng: Random) -> Kit:
 KITS: dict[str, tuple[str, Callable[[Random], Kit]]] = {
     "loss head": ("head", _head),
     "attention": ("attention", _attention),
+    "shared attention": ("attention", _shared_attention),
     "norm": ("norm", _norm),
     "embedding": ("attention", _embedding),
     "indices": ("join", _indices),

@@ -118,6 +118,40 @@ add(
 )
 
 
+def _shared(wide: bool):
+    """Attention whose keys and values serve several heads of queries each, and a weight that widens the result."""
+
+    def draw(rng: Random, values: Values) -> Drawn | None:
+        q = values.pick(rng, lambda t: filled(t) and t.dim() == 4)
+        t = values.tensors[q] if q else None
+
+        def fits(u: torch.Tensor) -> bool:
+            alike = u.dim() == 4 and (u.dtype, u.shape[0], u.shape[3]) == (t.dtype, t.shape[0], t.shape[3])
+            return alike and u.numel() > 0 and t.shape[1] % u.shape[1] == 0
+
+        k = q and values.pick(rng, fits)
+        v = k and values.pick(rng, lambda u: (u.shape, u.dtype) == (values.tensors[k].shape, t.dtype))
+        if v is None:
+            return None
+        key = values.tensors[k]
+        params = (t.shape[1] // key.shape[1], t.shape[2] == key.shape[2] and rng.random() < 0.5)
+        if not wide:
+            return (q, k, v), params
+        w = values.pick(
+            rng, lambda u: u.dim() == 2 and (u.dtype, u.shape[1]) == (t.dtype, t.shape[3]) and u.shape[0] > t.shape[3]
+        )
+        return w and ((q, k, v, w), params)
+
+    return draw
+
+
+_REPEATED = "{{{0}}}[:, :, None].expand(-1, -1, {{p[0]}}, -1, -1).flatten(1, 2)"
+_SHARED = "F.scaled_dot_product_attention({0}, " + ", ".join(map(_REPEATED.format, (1, 2))) + ", is_causal={p[1]})"
+add("attention", "attention_shared", "fresh", _SHARED, _shared(False))
+# A stretch that may run in tiles, behind attention that then may run by groups of heads.
+add("attention", "attention_widened", "fresh", f"torch.tanh({_SHARED} @ {{3}}.t()) @ {{3}}", _shared(True))
+
+
 def _embedded(rng: Random, values: Values) -> Drawn | None:
     table = values.pick(rng, lambda t: filled(t) and t.dim() == 2 and is_float(t))
     rows = values.tensors[table].shape[0] if table else 0

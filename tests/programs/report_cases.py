@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from unittest import mock
 
 import thunder
 import torch
@@ -12,7 +13,10 @@ from torch import nn
 from thunder_mem.fake_execution.replay import Event
 from thunder_mem.prediction.predict import Held, Prediction
 from thunder_mem.report import Report, explain
-from thunder_mem.transforms import MemEfficient
+from thunder_mem.runtime.cpu_attention import mem_attention_ex
+from thunder_mem.tiling import heads
+from thunder_mem.tiling.tiles import Tiles
+from thunder_mem.transforms import ChunkLossHead, MemEfficient
 
 
 class Blocks(nn.Module):
@@ -46,6 +50,34 @@ def planned() -> Report:
     jitted = thunder.jit(Blocks(), executors=[], transforms=[MemEfficient()])
     jitted(torch.randn(8, 16))
     return explain(jitted, budget=2**20, detail=True)
+
+
+class Attending(nn.Module):
+    """Attention of four heads over two heads of keys, a block, and a loss over 64 words."""
+
+    def __init__(self):
+        super().__init__()
+        self.projected, self.wide, self.narrow = nn.Linear(16, 32), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.words = nn.Linear(16, 64)
+
+    def forward(self, x, targets):
+        query, keys, values = self.projected(x).split((16, 8, 8), -1)
+        query, keys, values = (t.view(1, 24, -1, 4).transpose(1, 2) for t in (query, keys, values))
+        keys, values = (t[:, :, None].expand(1, 2, 2, 24, 4).flatten(1, 2) for t in (keys, values))
+        mixed = nn.functional.scaled_dot_product_attention(query, keys, values)
+        x = mixed.transpose(1, 2).reshape(x.shape)
+        x = x + self.narrow(nn.functional.gelu(self.wide(x)))
+        return nn.functional.cross_entropy(self.words(x).flatten(0, 1), targets)
+
+
+@functools.cache
+def in_parts() -> Report:
+    """A program with a stretch in tiles, attention by groups of heads, and a loss head in chunks."""
+    transform = MemEfficient(tile=Tiles(rows=8), chunk=ChunkLossHead(chunks=4), strict=True)
+    jitted = thunder.jit(Attending(), executors=[mem_attention_ex], transforms=[transform])
+    with mock.patch.object(heads, "_CPU_BLOCKS", 1):
+        jitted(torch.randn(1, 24, 16), torch.zeros(24, dtype=torch.long))
+    return explain(jitted, bounds=False, detail=True)
 
 
 @functools.cache

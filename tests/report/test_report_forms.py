@@ -162,6 +162,23 @@ def test_the_pictures_highest_column_is_the_peak(planned):
     assert len(list(bars.iter("rect"))) == len(planned.tenants)
 
 
+def test_pictures_show_what_runs_in_tiles_chunks_and_groups(tmp_path):
+    report = report_cases.in_parts()
+    view = timeline_view(report)
+    names = [e.name for e in report.prediction.timeline]
+    parts = {"3 tiles of 8 rows", "4 chunks of 6 rows", "4 groups of heads"}
+    assert {words for _, words in view.loops} == parts
+    assert all("chunk_loop" in names[p] or "groups" in names[p] for p, _ in view.loops)
+    assert not any(p in dict(view.loops) for p, name in enumerate(names) if name == "chunk_loop_finish")
+    drawn = ElementTree.fromstring(timeline_svg(view))
+    assert sum(r.get("class") == "loop" for r in drawn.iter("rect")) == len(view.loops)
+    titles = [t.text for t in drawn.iter("title")]
+    assert all(titles[p].endswith(f"\n{words}") for p, words in view.loops)
+    assert parts <= {t.text for t in drawn.iter("text")}
+    report.plot(tmp_path / "peak.svg")
+    assert parts <= set(re.findall(r"<!-- (.*?) -->", (tmp_path / "peak.svg").read_text()))
+
+
 def test_the_dataflow_shows_every_operation_and_every_life(planned):
     drawn = ElementTree.fromstring(planned.dataflow_svg())
     tag = "{http://www.w3.org/2000/svg}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import thunder
 
-from benchmarks import cards, tokens
+from benchmarks import cards, longest_sequence, tokens
 from benchmarks.gpu import matrix as run_book
 from benchmarks.litgpt import command, rows, table
 from benchmarks.litgpt.harness import run
@@ -223,3 +223,24 @@ def test_the_guide_shows_the_bytes_of_a_token():
         figures = [f"{row.token_bytes / 1e3:.0f}" for row in rows if row.compiler == compiler]
         assert len(figures) == len(tokens.TOKENS)
         assert any(" | ".join(figures) in line.replace("*", "") for line in guide.splitlines()), (compiler, figures)
+
+
+def test_the_guide_shows_the_longest_sequences():
+    rows = [longest_sequence.Longest(**row) for row in json.loads(longest_sequence.RESULTS.read_text())["rows"]]
+    assert [row.way for row in rows] == list(longest_sequence.WAYS)
+    usable_bytes = longest_sequence.DEVICES[longest_sequence.DEVICE].usable_bytes
+    assert all(row.peak_bytes <= usable_bytes < row.beyond_bytes for row in rows)
+    assert longest_sequence.table(rows) in (GUIDES / "tiles.md").read_text(encoding="utf-8")
+
+
+def test_the_longest_sequence_is_found_by_few_plans():
+    asked = []
+
+    def planned(layers, tokens):
+        asked.append((layers, tokens))
+        peak_bytes = 3 * 10**9 + layers * (5 * 10**8 + 8192 * tokens) + 90_000 * tokens
+        return longest_sequence.Planned("eager", layers, tokens, peak_bytes, "backward", "mm", 0.0)
+
+    row = longest_sequence.longest("eager", planned)
+    assert row.tokens == 181 * 1024 and row.peak_bytes < row.beyond_bytes
+    assert len(asked) <= 10

@@ -7,6 +7,7 @@ import thunder
 import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
+from thunder.dynamo import thunderfx
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -211,6 +212,19 @@ def test_only_repetitions_of_each_head_in_a_row_are_left_out(few_blocks, options
         return
     jitted = assert_right(module, x, Tiles(rows=100), 2 * ["8 groups"])
     assert all("not repeated" not in d.how and words in d.how for d in of_heads(jitted))
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_groups_of_heads_under_thunderfx(few_blocks, checkpoints):
+    module, x = made(Layers(checkpoints, is_causal=True), (1, 64, 64))
+    for layer in module.layers:  # ThunderFX leaves PyTorch's own RMSNorm to Inductor
+        layer.norm, layer.norm2 = nn.LayerNorm(64), nn.LayerNorm(64)
+    double = copy.deepcopy(module).double()
+    exact = gradients(double, double, x.double())
+    transform = MemEfficient(strict=True, verify=True, tile=Tiles(rows=20))
+    ours = thunderfx(module, executors=[mem_attention_ex], transforms=[transform])
+    assert max(errors(gradients(ours, module, x), exact)) < 1e-4
+    assert [d.how for d in of_heads(ours)] == 2 * ["attention of 8 heads in 2 groups, 2 heads of keys not repeated"]
 
 
 class WithoutKeys(Layer):

@@ -18,7 +18,7 @@ from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import predict_step
 from thunder_mem.transforms.mem_efficient import MemEfficient
 
-__all__ = ["Capacity", "Largest", "capacity_of", "fits", "largest_batch", "largest_sequence"]
+__all__ = ["Capacity", "Largest", "capacity_of", "fits", "largest_batch", "largest_fitting", "largest_sequence"]
 
 Shape = Sequence[int | str]
 Batch = Sequence[Shape | tuple[Shape, torch.dtype]]
@@ -205,29 +205,49 @@ def largest_sequence(
 
 
 def _search(attempt: Callable[[int], Capacity], limit: int, multiple: int) -> Largest:
-    """The largest count from 1 to `limit` that fits, assuming that larger counts need more memory."""
     found: dict[int, Capacity] = {}
-    low, high, count = 0, limit + 1, 1
-    while high - low > 1:
+
+    def headroom_bytes(count: int) -> int:
         found[count] = attempt(count)
-        if found[count]:
-            low = count
-        else:
-            high = count
-        count = _guess(found, low, high)
+        return found[count].headroom_bytes
+
+    low = largest_fitting(headroom_bytes, limit)
     tried = tuple((n * multiple, found[n].allocation.allocated_peak_bytes) for n in sorted(found))
     return Largest(low * multiple, found.get(low), tried, limited=low == limit)
 
 
-def _guess(found: Mapping[int, Capacity], low: int, high: int) -> int:
+def largest_fitting(headroom_bytes: Callable[[int], int], limit: int, first: int = 1) -> int:
+    """The largest count from 1 to `limit` that fits, if larger counts need more memory; 0 if none fits.
+
+    Args:
+        headroom_bytes: what is left with a count, negative if it does not fit; asked once for each count.
+        limit: of the search.
+        first: the count to begin with.
+
+    Example:
+        >>> largest_fitting(lambda count: 1000 - 3 * count, 10_000)
+        333
+    """
+    found: dict[int, int] = {}
+    low, high, count = 0, limit + 1, first
+    while high - low > 1:
+        found[count] = headroom_bytes(count)
+        if found[count] >= 0:
+            low = count
+        else:
+            high = count
+        count = _guess(found, low, high)
+    return low
+
+
+def _guess(headroom_bytes: Mapping[int, int], low: int, high: int) -> int:
     """The next count strictly between `low` and `high`: where a line through two predictions meets the limit."""
-    if len(found) < 2:
-        guess = 2 * max(found)
+    if len(headroom_bytes) < 2:
+        guess = 2 * max(headroom_bytes)
     else:
-        (a, b) = sorted(found, key=lambda n: abs(found[n].headroom_bytes))[:2]
-        peak_a, peak_b = (found[n].allocation.allocated_peak_bytes for n in (a, b))
-        slope = (peak_b - peak_a) / (b - a)
-        guess = int(a + found[a].headroom_bytes / slope) if slope > 0 else 2 * max(found)
+        a, b = sorted(headroom_bytes, key=lambda n: abs(headroom_bytes[n]))[:2]
+        slope = (headroom_bytes[a] - headroom_bytes[b]) / (b - a)
+        guess = int(a + headroom_bytes[a] / slope) if slope > 0 else 2 * max(headroom_bytes)
         # A slightly wrong line would approach the answer slowly, from one side.
         guess = guess + 1 if guess == low else guess
     return max(low + 1, min(high - 1, guess))

@@ -185,6 +185,12 @@ class LoopPlan:
         return max(self.block_rows, self.opening.block_rows) if self.opening else self.block_rows
 
     @property
+    def sizes(self) -> str:
+        """The parts that run one after the other, in words: "16 chunks of 1,024 rows", "8 tiles of 2,048 rows"."""
+        part = "tile" if self.is_stretch else "chunk"
+        return f"{counted(self.chunks, part)} of {counted(self.chunk_rows, 'row')}"
+
+    @property
     def device(self) -> str:
         """Where it runs, as torch prints it."""
         return self.outputs[0].device
@@ -378,8 +384,7 @@ def about_chunks(loops: Iterable[LoopPlan]) -> tuple[Decision, ...]:
 
 
 def _about_loop(loop: LoopPlan) -> Decision:
-    what, part, held = ("tiles", "tile", "products") if loop.is_stretch else ("loss head", "chunk", "logits")
+    what, held = ("tiles", "products") if loop.is_stretch else ("loss head", "logits")
     row_bytes = loop.wide_row_bytes if loop.is_stretch else loop.row_bytes
-    sizes = f"{counted(loop.chunks, part)} of {counted(loop.chunk_rows, 'row')}"
-    text = f"{loop.op} in {sizes}, {loop.mode}: {loop.why}"
+    text = f"{loop.op} in {loop.sizes}, {loop.mode}: {loop.why}"
     return Decision(what, text, held, loop.n * row_bytes, loop.chunk_rows * row_bytes, loop.source)

@@ -39,6 +39,7 @@ __all__ = [
     "overwritten",
     "rebind",
     "rows_with_gradients",
+    "runs_rows",
     "saved_proxies",
     "scratch_bytes",
     "scratch_bytes_under",
@@ -269,6 +270,11 @@ def _not_detached(out: TensorProxy) -> TensorProxy:
 def is_chunk_loop(bsym: BoundSymbol) -> bool:
     """Whether the bound symbol is one of a chunk loop's."""
     return bsym.sym.executor is executor and bsym.sym.name in _NAMES
+
+
+def runs_rows(bsym: BoundSymbol) -> bool:
+    """Whether the bound symbol is a loop that runs over rows, and not only the end of its gradients."""
+    return is_chunk_loop(bsym) and bsym.sym.name != "chunk_loop_finish"
 
 
 def rebind(bsym: BoundSymbol, loop: ChunkLoop) -> BoundSymbol:

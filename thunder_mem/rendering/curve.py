@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from itertools import pairwise
 
-__all__ = ["columns", "ticks", "whole_numbers"]
+__all__ = ["columns", "labelled", "ticks", "whole_numbers"]
 
 
 def columns(live_bytes: Sequence[int], most: int) -> tuple[int, ...]:
@@ -27,6 +27,20 @@ def columns(live_bytes: Sequence[int], most: int) -> tuple[int, ...]:
     most = min(most, count)
     edges = [count * i // most for i in range(most + 1)] if most else [0]
     return tuple(max(range(a, b), key=lambda p: (live_bytes[p], -p)) for a, b in pairwise(edges))
+
+
+def labelled(loops: Sequence[tuple[int, str]], room: float) -> tuple[tuple[int, str], ...]:
+    """The loops with room for a label: those that begin at least `room` operations after the last label.
+
+    Example:
+        >>> labelled([(3, "8 tiles"), (4, "2 tiles"), (9, "8 tiles")], 5)
+        ((3, '8 tiles'), (9, '8 tiles'))
+    """
+    found: list[tuple[int, str]] = []
+    for position, parts in loops:
+        if not found or position - found[-1][0] >= room:
+            found.append((position, parts))
+    return tuple(found)
 
 
 def ticks(peak_bytes: int) -> tuple[int, ...]:

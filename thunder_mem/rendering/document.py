@@ -66,6 +66,7 @@ class TimelineView:
         label: an operation by its position, as "linear #7".
         place: the source line of an operation.
         lives: the storages alive at the peak, the largest first.
+        loops: the positions of the operations that run part by part, each with its parts in words.
     """
 
     first: int
@@ -78,6 +79,7 @@ class TimelineView:
     label: Callable[[int], str]
     place: Callable[[int], str]
     lives: tuple[Life, ...]
+    loops: tuple[tuple[int, str], ...] = ()
 
     @property
     def ops(self) -> int:

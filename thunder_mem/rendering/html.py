@@ -32,6 +32,7 @@ _STYLE = """
   font: 11px system-ui, sans-serif; margin: 6px 0 }
 .thunder-mem svg text { fill: var(--dim) } .thunder-mem svg .strong { fill: var(--ink); font-weight: 600 }
 .thunder-mem .grid { stroke: var(--line); stroke-width: .5 } .thunder-mem .mark { fill: var(--mark) }
+.thunder-mem .loop { fill: var(--ink); fill-opacity: .22 }
 .thunder-mem .phase { stroke: var(--ink); stroke-dasharray: 2 3 }
 .thunder-mem .mark-line { stroke: var(--mark); stroke-width: 1.2 }
 .thunder-mem .hover { fill: transparent } .thunder-mem .hover:hover { fill: var(--ink); fill-opacity: .18 }

@@ -8,7 +8,7 @@ from typing import Any
 
 from thunder_mem.memory.outside_input import shortened
 from thunder_mem.memory.units import size
-from thunder_mem.rendering.curve import columns, ticks, whole_numbers
+from thunder_mem.rendering.curve import columns, labelled, ticks, whole_numbers
 from thunder_mem.rendering.document import Life, TimelineView
 
 __all__ = ["COLOURS", "draw"]
@@ -17,6 +17,7 @@ __all__ = ["COLOURS", "draw"]
 COLOURS = ("#9aa5b1", "#0072b2", "#009e73", "#e69f00", "#cc79a7")
 _COLUMNS = 2000
 _LIVES = 16
+_LABEL_WIDTH = 0.015  # of a label that stands upright, as a share of the picture's width
 
 
 def draw(view: TimelineView | None, path: pathlib.Path) -> None:
@@ -73,6 +74,7 @@ def _timeline(view: TimelineView, axes: Any) -> None:
         parse_math=False,
     )
     axes.plot([view.peak + 0.5], [view.peak_bytes], "v", color="#d55e00", markersize=6, clip_on=False)
+    _loops(view, axes)
     start = 0
     for name, count in view.phases:
         if start:
@@ -83,6 +85,18 @@ def _timeline(view: TimelineView, axes: Any) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.01), ncols=5, fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelbottom=False, labelsize=8)
+
+
+def _loops(view: TimelineView, axes: Any) -> None:
+    """Hatches below each operation that runs part by part, with its parts where there is room."""
+    positions = [position for position, _ in view.loops]
+    heights = [view.device_bytes[p] for p in positions]
+    axes.bar(positions, heights, 1, align="edge", fill=False, hatch="////", edgecolor="#1b1f24", linewidth=0, alpha=0.4)
+    for position, parts in labelled(view.loops, _LABEL_WIDTH * view.ops):
+        axes.text(
+            position + 0.5, view.peak_bytes * 0.02, parts, fontsize=7, rotation=90, ha="center", va="bottom",
+            parse_math=False, bbox={"boxstyle": "square,pad=0.1", "color": "white", "alpha": 0.7, "linewidth": 0},
+        )  # fmt: skip
 
 
 def _lives(view: TimelineView, lives: Sequence[Life], axes: Any) -> None:

@@ -6,7 +6,7 @@ from html import escape
 
 from thunder_mem.memory.outside_input import shortened
 from thunder_mem.memory.units import size
-from thunder_mem.rendering.curve import columns, ticks
+from thunder_mem.rendering.curve import columns, labelled, ticks
 from thunder_mem.rendering.document import Life, TimelineView
 
 __all__ = ["lives_svg", "timeline_svg"]
@@ -15,6 +15,7 @@ _WIDTH, _LEFT, _RIGHT = 1000, 130, 10
 _HEIGHT, _TOP, _BOTTOM = 300, 46, 22
 _ROW = 20
 _COLUMNS = 500
+_LABEL_WIDTH = 0.015  # of a label that stands upright, as a share of the picture's width
 
 
 class _Scale:
@@ -53,6 +54,7 @@ def timeline_svg(view: TimelineView, top_bytes: int | None = None) -> str:
         under = [f"{x:.1f} {scale.y(h):.1f}" for i, h in enumerate(floor) for x in (edges[i], edges[i + 1])]
         parts.append(f'<path class="c{c}" d="M{"L".join([*over, *reversed(under)])}Z"/>')
         floor = roof
+    parts += _loops(view, scale)
     start = 0
     for phase, count in view.phases:
         x = scale.x(start)
@@ -67,13 +69,28 @@ def timeline_svg(view: TimelineView, top_bytes: int | None = None) -> str:
     parts.append(f'<path class="mark" d="M{x:.1f} {y:.1f}l-5 -9h10z"/>')
     text = escape(shortened(f"{size(view.peak_bytes)} at {view.label(view.peak)}", 70))
     parts.append(f'<text class="strong" x="{x + dx:.1f}" y="{y - 4:.1f}" text-anchor="{anchor}">{text}</text>')
+    running = dict(view.loops)
     for i, p in enumerate(shown):
         title = f"{view.label(p)}: {size(view.device_bytes[p])}\n{view.place(p)}"
+        title += f"\n{running[p]}" if p in running else ""
         parts.append(
             f'<rect class="hover" x="{edges[i]:.1f}" y="{_TOP}" width="{edges[i + 1] - edges[i]:.2f}" '
             f'height="{_HEIGHT - _TOP - _BOTTOM}"><title>{escape(title)}</title></rect>'
         )
     return "\n".join([*parts, "</svg>"])
+
+
+def _loops(view: TimelineView, scale: _Scale) -> list[str]:
+    """A shade on each operation that runs part by part, with its parts where there is room."""
+    low, drawn = _HEIGHT - _BOTTOM, []
+    for position, _ in view.loops:
+        left, right, top = scale.x(position), scale.x(position + 1), scale.y(view.device_bytes[position])
+        width = max(1.0, right - left)
+        drawn.append(f'<rect class="loop" x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{low - top:.1f}"/>')
+    for position, parts in labelled(view.loops, _LABEL_WIDTH * view.ops):
+        x, y = scale.x(position + 0.5) + 4, low - 4
+        drawn.append(f'<text class="strong" transform="translate({x:.1f} {y})rotate(-90)">{escape(parts)}</text>')
+    return drawn
 
 
 def lives_svg(view: TimelineView, most: int = 30) -> str:

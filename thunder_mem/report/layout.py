@@ -8,6 +8,7 @@ from thunder_mem.memory.units import size
 from thunder_mem.rendering.document import Document, Life, TimelineView
 from thunder_mem.report.dataflow import dataflow_svg
 from thunder_mem.report.facts import CATEGORIES
+from thunder_mem.report.loops import parts_of
 from thunder_mem.report.sections import headline, sections
 
 if TYPE_CHECKING:
@@ -65,4 +66,5 @@ def timeline_view(report: Report) -> TimelineView | None:
         label=label,
         place=lambda position: str(report.moment(position).place),
         lives=lives,
+        loops=tuple((p, parts) for p, event in enumerate(timeline) if (parts := parts_of(event))),
     )

@@ -27,6 +27,7 @@ from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 __all__ = [
     "attention_in_groups",
     "group_bounds",
+    "groups_of",
     "is_backward_in_groups",
     "runs_in_groups",
     "writes_over_operands",
@@ -209,6 +210,11 @@ def runs_in_groups(bsym: BoundSymbol) -> bool:
     return bsym.sym.executor is mem_attention_ex and bsym.sym.name.startswith("mem_attention_groups")
 
 
+def groups_of(bsym: BoundSymbol) -> int:
+    """The number of groups of attention in groups."""
+    return bsym.args[5 + 3 * is_backward_in_groups(bsym)]
+
+
 def is_backward_in_groups(bsym: BoundSymbol) -> bool:
     """Whether the bound symbol is the backward of attention in groups; its second to fourth arguments are q, k, v."""
     return bsym.sym.executor is mem_attention_ex and bsym.sym.name.startswith(_BACKWARD)
@@ -261,7 +267,7 @@ def _scratch_bytes(bsym: BoundSymbol) -> int:
     query, key = bsym.args[backward : backward + 2]
     device, itemsize = query.device.device_str(), query.dtype.bytes
     batch, heads, rows, size = map(int, query.shape)
-    keys, columns, groups = int(key.shape[1]), int(key.shape[2]), bsym.args[5 + 3 * backward]
+    keys, columns, groups = int(key.shape[1]), int(key.shape[2]), groups_of(bsym)
     divided = groups > keys
     of_group = 1 if divided else -(-keys // groups)
     queries = -(-(heads // keys) // (groups // keys)) if divided else of_group * (heads // keys)

@@ -4,7 +4,7 @@ A stretch starts at products whose results are wide per row and ends at values t
 its norm and its residual sum reads one narrow value and gives one, and everything between exists for a few rows at a
 time. It grows downwards until every wide value is consumed, and from there, and upwards from its products, through
 narrow values to where the fewest bytes a row cross its border. What couples rows (attention's scores, a sum over
-tokens) ends it.
+tokens) ends it. Random numbers stay outside: they are drawn for all rows, so that any tiling has the same ones.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
+import thunder.torch as ltorch
 from numpy.typing import NDArray
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 
 from thunder_mem.loop_body.borders import Borders, Mask, borders_between
-from thunder_mem.loop_body.leaves import Leaf, Program, effects, numel
+from thunder_mem.loop_body.leaves import Leaf, Program, effects, numel, size_bytes
 from thunder_mem.loop_body.region import RETURNED_WHOLE, Refused, Region, Value, propagate_leaf, row_space
 from thunder_mem.semantics.view_prims import VIEWS
 from thunder_mem.sharding.propagation import RuleError, Sharding
@@ -41,6 +42,14 @@ WIDE_RATIO = 1.25
 PASSING = {*VIEWS, PrimIDs.CONVERT_ELEMENT_TYPE, PrimIDs.ADD, PrimIDs.SUB, PrimIDs.NEG}
 """Operations whose gradients do not depend on their operands."""
 
+_RANDOM = {PrimIDs.UNIFORM, PrimIDs.UNIFORM_PHILOX, PrimIDs.RANDN, PrimIDs.RANDINT}
+
+_SUM_OF_PARTS = {ltorch.dropout.id, ltorch.matmul.id}
+"""Composites that no executor computes in another way than their parts."""
+
+_LOW_RANK = 8
+"""A product is of low rank if rows of its operand and of its result differ in length by at least this factor."""
+
 _REACH = 80
 """Operations that a stretch takes in beyond its products, upwards and downwards."""
 
@@ -53,6 +62,7 @@ class Closure:
         self.narrow = 0.0  # bytes of a row at most
         self.values: dict[str, Sharding] = {}
         self.members: dict[int, dict[int, Sharding]] = {}
+        self.drawn = _drawn(program)
 
     def row_bytes(self, t: TensorProxy) -> int:
         return numel(t) * t.dtype.bytes // self.n
@@ -65,13 +75,21 @@ class Closure:
 
     def takes_narrow(self, leaf: Leaf, known: Mapping[int, Sharding]) -> bool:
         """Whether the leaf costs little to repeat, and its rows stay apart; then it is taken."""
-        if leaf.is_product:
-            return False
         try:
-            self.take(leaf, known)
+            found = self._shardings(leaf, known)
         except RuleError:
             return False
+        if leaf.is_product and not self._has_low_rank(leaf, found):
+            return False
+        self._add(leaf, found)
         return True
+
+    def _has_low_rank(self, leaf: Leaf, found: Mapping[int, Sharding]) -> bool:
+        """Whether a product of narrow values is as cheap as one of LoRA's factors."""
+        out = leaf.outputs[0]
+        rows = [t for slot, t in enumerate(leaf.inputs) if found[slot].split]
+        small, *_, large = sorted(map(numel, (*rows, out)))
+        return _LOW_RANK * small <= large and not self.is_wide(out)
 
     def take(self, leaf: Leaf, known: Mapping[int, Sharding]) -> None:
         """Add a leaf.
@@ -79,8 +97,13 @@ class Closure:
         Raises:
             RuleError: its rows depend on one another, or on rows in two ways.
         """
+        self._add(leaf, self._shardings(leaf, known))
+
+    def _shardings(self, leaf: Leaf, known: Mapping[int, Sharding]) -> Mapping[int, Sharding]:
         if effects(leaf):
             raise RuleError("it writes into a tensor in place")
+        if any(o.name in self.drawn for o in leaf.outputs):
+            raise RuleError("it draws random numbers, which are drawn for all rows at once")
         found = propagate_leaf(leaf, known, self.n)
         tensors = [*enumerate(leaf.inputs), *((-1 - j, o) for j, o in enumerate(leaf.outputs))]
         for slot, t in tensors:
@@ -92,8 +115,23 @@ class Closure:
                 raise RuleError("it carries only a part of the row dims")
             if t.name in self.values and self.values[t.name] != found[slot]:
                 raise RuleError(f"it needs {t.name} split in two ways")
+        return found
+
+    def _add(self, leaf: Leaf, found: Mapping[int, Sharding]) -> None:
+        tensors = [*enumerate(leaf.inputs), *((-1 - j, o) for j, o in enumerate(leaf.outputs))]
         self.members[leaf.index] = dict(found)
         self.values.update({t.name: found[slot] for slot, t in tensors if found[slot].split or slot < 0})
+
+
+def _drawn(program: Program) -> frozenset[str]:
+    """Random numbers, and what is computed from them alone and takes fewer bytes, as the mask of a dropout does."""
+    found: set[str] = set()
+    for leaf in program.leaves:
+        narrower = sum(map(size_bytes, leaf.outputs)) < sum(map(size_bytes, leaf.inputs))
+        alone = bool(leaf.inputs) and all(t.name in found for t in leaf.inputs)
+        if leaf.bsym.sym.id in _RANDOM or (alone and narrower):
+            found.update(o.name for o in leaf.outputs)
+    return frozenset(found)
 
 
 def grow_stretch(
@@ -263,7 +301,7 @@ def cut_composites(closure: Closure, borders: Borders) -> Iterator[tuple[Mask, s
     touched = {t.name: t for leaf in leaves for t in (*leaf.inputs, *leaf.outputs)}
     for t in filter(closure.splits, touched.values()):
         producer = program.producer.get(t.name)
-        if producer is None or not producer.parents:
+        if producer is None or not producer.parents or producer.parents[0].sym.id in _SUM_OF_PARTS:
             continue
         for reader in program.consumers.get(t.name, ()):
             if reader.parents and reader.parents[0] is producer.parents[0]:
