@@ -13,6 +13,7 @@ from thunder_mem.memory.hills import hills
 from thunder_mem.memory.plan import Plan
 from thunder_mem.prediction.predict import Prediction
 from thunder_mem.rendering.document import Document
+from thunder_mem.rendering.endings import REPORT_ENDINGS
 from thunder_mem.rendering.html import to_html, to_page
 from thunder_mem.rendering.matplotlib import draw
 from thunder_mem.rendering.text import to_rich, to_text
@@ -26,10 +27,7 @@ from thunder_mem.report.snapshot import snapshot_bytes
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["REPORT_ENDINGS", "Moment", "PhasePeak", "Report", "Tenant"]
-
-REPORT_ENDINGS = (".html", ".txt", ".json", ".pickle", ".png", ".svg")
-"""What `Report.save` writes."""
+__all__ = ["Moment", "PhasePeak", "Report", "Tenant"]
 
 
 @dataclass(frozen=True)
