@@ -113,6 +113,7 @@ class Report:
         eager_bytes, thunder_bytes: the peak of eager PyTorch and of Thunder alone for the same call; None where it is
             not known. `explain` looks for the latter only for the five lines, as it takes another compilation.
         paths: a parameter's name in the trace -> its path in the module.
+        is_hugging_face: whether `memory_efficient` of `thunder_mem.integrations.transformers` compiled it.
         detail: print everything, instead of five lines. Files have everything.
     """
 
@@ -125,6 +126,7 @@ class Report:
     eager_bytes: int | None = None
     thunder_bytes: int | None = None
     paths: Mapping[str, str] = field(default_factory=dict)
+    is_hugging_face: bool = False
     detail: bool = True
     _facts: Facts = field(init=False, repr=False, compare=False)
 
