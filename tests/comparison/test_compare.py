@@ -265,6 +265,8 @@ def test_whatever_is_wrong_is_said():
         (TypeError, "is compiled already", lambda: compare(thunder.jit(model), x)),
         (TypeError, "is compiled already", lambda: compare(torch.compile(model), x)),
         (TypeError, "AdamW is the class", lambda: compare(model, x, optimizer=torch.optim.AdamW)),
+        (TypeError, "loss_fn is a function .* not str", lambda: compare(model, x, loss_fn="mean")),
+        (TypeError, "write executors=..mem_pointwise..", lambda: compare(model, x, executors="mem_pointwise")),
         (TypeError, "LBFGS", lambda: compare(model, x, optimizer=torch.optim.LBFGS(model.parameters()))),
         (TypeError, r"a MemEfficient\(...\), not <class", lambda: compare(model, x, mem_efficient=MemEfficient)),
         (ValueError, "from 1 up, not 0", lambda: compare(model, x, repeats=0)),

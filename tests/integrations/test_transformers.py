@@ -352,6 +352,8 @@ def test_bad_input_gets_one_sentence(small):
         memory_efficient(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"through is 'thunder.jit' or 'thunderfx', not 'inductor'"):
         memory_efficient(model, through="inductor")
+    with pytest.raises(TypeError, match=r"write executors=\['mem_pointwise'\]"):
+        memory_efficient(model, executors="mem_pointwise")
     with pytest.raises(TypeError, match="bugdet"):
         memory_efficient(model, bugdet="1GiB")
     with pytest.raises(ValueError, match="budget"):

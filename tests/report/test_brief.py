@@ -50,7 +50,7 @@ def test_it_names_the_peak_beside_eagers_and_thunders(stack, report):
         f"At most {size(report.peak_bytes)} on the CPU; eager PyTorch {size(report.eager_bytes)}; "
         f"Thunder alone {size(alone.peak_bytes)}"
     )
-    assert len(lines) == 5 and all(len(line) <= WIDTH for line in lines[:3])
+    assert len(lines) == 5 and all(len(line) <= WIDTH for line in lines)
     assert report.peak.op in lines[1] and "report_cases.py:40: x = x + block" in lines[1]
 
 
@@ -73,6 +73,7 @@ def test_holders_are_modules_and_sum_to_the_peak(report):
 def test_ways_are_code_that_runs(stack, report):
     model, x = stack
     names = {**NAMES, "model": copy.deepcopy(model)}
+    names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
     ways = [way for way in advice(report) if way.code]
     assert {way.code.split("(")[0] for way in ways} >= {"thunder.jit", "MemEfficient"}
     for way in ways:
@@ -82,6 +83,13 @@ def test_ways_are_code_that_runs(stack, report):
     assert explain(lower, x, bounds=False, detail=True).peak_bytes < report.peak_bytes
     printed = [line for line in str(report).splitlines() if line.startswith("  up to ")]
     assert len(printed) == 2 and all(any(way.code in line for way in ways) for line in printed)
+
+
+def test_ways_of_a_hugging_face_model_are_options_of_memory_efficient(report):
+    theirs = replace(report, is_hugging_face=True)
+    codes = [way.code for way in advice(theirs) if "fficient" in way.code]
+    assert codes and all(code.startswith("memory_efficient(model") for code in codes), codes
+    assert all(len(line) <= WIDTH for line in brief(theirs))
 
 
 def test_a_whole_step_has_ways_for_its_optimizer():

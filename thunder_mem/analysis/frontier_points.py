@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from thunder_mem.memory.units import size
+from thunder_mem.rendering.endings import FRONTIER_ENDINGS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["FRONTIER_ENDINGS", "Frontier", "Point"]
+__all__ = ["Frontier", "Point"]
 
-FRONTIER_ENDINGS = (".html", ".png", ".svg", ".pdf")
 """What `Frontier.save` writes."""
 
 _COLUMNS = ("peak", "forward", "received", "recompute ms", "step ms", "slower", "enabled by")

@@ -71,7 +71,7 @@ def check_program(fn: object, caller: str) -> None:
         TypeError: it cannot be called, or is a class.
     """
     if not callable(fn) or isinstance(fn, type):
-        raise TypeError(f"{caller} takes a function, a module or what thunder.jit made of one, not {fn!r}")
+        raise TypeError(f"{caller} takes a function, a module or what thunder.jit made of one, not {type(fn).__name__}")
 
 
 def study_program(

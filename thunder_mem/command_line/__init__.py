@@ -1,9 +1,10 @@
 """`thunder-mem`: predict a program's memory from the shell; see `thunder-mem --help`.
 
-`arguments.py` has the options, and `program.py` makes a program from a script's function or factory. `predictions.py`
-compiles and predicts it, as `questions.py` asks, with the optimizer and the loss of `training.py`. `output.py` formats
-the output. `answers.py` joins them and returns an exit code. Importing this package imports none of them: the options
-are read before PyTorch and Thunder, whose imports take seconds. So mistyped arguments are answered at once.
+`arguments.py` has the options, which it checks with `early_checks.py`, and `program.py` makes a program from a
+script's function or factory. `predictions.py` compiles and predicts it, as `questions.py` asks, with the optimizer and
+the loss of `training.py`. `output.py` formats the output. `answers.py` joins them and returns an exit code. Importing
+this package imports none of them: the options are read before PyTorch and Thunder, whose imports take seconds. So
+mistyped arguments are answered at once.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from thunder_mem.command_line.output import (
     verdict,
     verdict_json,
 )
-from thunder_mem.command_line.pages import check_files, plan_page, predict_page
+from thunder_mem.command_line.pages import plan_page, predict_page
 from thunder_mem.command_line.predictions import ask, compare_compilers, machine, survey
 from thunder_mem.command_line.program import Program, UsageError, in_words, load_target, make_program
 from thunder_mem.command_line.questions import Outcome, Question, limits_of
@@ -110,8 +110,7 @@ def _note(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    check_files(options)  # before the long work
-    _check_patterns(options)
+    _check_patterns(options)  # before the long work
     # Output of the user's code, also during tracing, must not mix with this command's output.
     with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not options.inference):
         answer = _work(options)

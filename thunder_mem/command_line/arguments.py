@@ -1,7 +1,7 @@
 """The options of `thunder-mem`, and help that explains them.
 
 Neither this module nor its imports need PyTorch or Thunder, so that mistyped arguments are answered at once. Arguments
-that need them (a recomputation's pattern, an optimizer's name) are checked later.
+that need them, such as a recomputation's pattern, are checked later.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import ast
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from thunder_mem.command_line.early_checks import check_files, check_optimizer
 from thunder_mem.memory.device_specs import DEVICES, device_spec
 from thunder_mem.memory.outside_input import quoted, whole_number
 from thunder_mem.memory.units import parse_bytes
@@ -83,11 +85,32 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help says more)\n")
 
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Stop at words that are no arguments, and name the option that the first of them resembles."""
+        near = get_close_matches(words[0].split("=")[0], self._option_string_actions, n=1)
+        self.error(f"unrecognized arguments: {' '.join(words)}{f': did you mean {near[0]}?' if near else ''}")
+
+
+class _Version(argparse.Action):
+    """Prints the version, which is only looked up then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
+        print(f"thunder-mem {version('thunder-mem')}")
+        parser.exit(0)
+
 
 def read_words(words: Sequence[str] | None) -> argparse.Namespace | int:
     """The parsed options, or an exit code after printing help or an error."""
     try:
-        return make_parser().parse_args(words)
+        options, unknown = make_parser().parse_known_args(words)
+        command: _Parser = options.parser
+        if unknown:
+            command.refuse(unknown)
+        try:
+            check_files(options)
+        except ValueError as error:
+            command.error(str(error))
+        return options
     except SystemExit as exit_:
         return 0 if exit_.code in (0, None) else 2
 
@@ -135,6 +158,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="thunder-mem", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary, details in (
         (
@@ -171,6 +195,7 @@ def make_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(
             name, help=summary, description=details, epilog=_EPILOG, formatter_class=formatter
         )
+        command.set_defaults(parser=command)
         _add_options(command, name)
     return parser
 
@@ -299,6 +324,7 @@ def _add_step_options(program: argparse._ArgumentGroup) -> None:
     program.add_argument("--inference", action="store_true", help="no gradients at all, as under torch.no_grad()")
     program.add_argument(
         "--optimizer",
+        type=_checked(_optimizer),
         metavar="NAME",
         help="a whole training step with this optimizer of torch.optim, such as AdamW or SGD",
     )
@@ -311,6 +337,11 @@ def _add_step_options(program: argparse._ArgumentGroup) -> None:
 
 def _target(text: str) -> str:
     split_target(text)
+    return text
+
+
+def _optimizer(text: str) -> str:
+    check_optimizer(text)
     return text
 
 

@@ -67,8 +67,8 @@ def compare(
         without the rounding of its allocator; of several GPUs, the first tensor's counts.
 
     Raises:
-        TypeError: the model is compiled already or has a `MemEfficient` and gets another, or the optimizer is none or
-            needs a closure.
+        TypeError: the model is compiled already or has a `MemEfficient` and gets another, the optimizer is none or
+            needs a closure, the loss is no function, or `executors` is a text.
         ValueError: the loss is no scalar, an argument was computed from a tensor with a gradient, tensors are fake,
             there is nothing to optimise, or `repeats` is below 1.
         Exception: any other that the program raises in eager PyTorch.
@@ -79,7 +79,7 @@ def compare(
         >>> found.best.name, [row.name for row in found.rows], found["Thunder"].result_difference < 1e-6
         ('MemEfficient', ['eager', 'Thunder', 'MemEfficient'], True)
     """
-    _check(model, optimizer, mem_efficient, repeats)
+    _check(model, loss_fn, optimizer, mem_efficient, executors, repeats)
     step = step_of(model, args, kwargs or {}, loss_fn, optimizer)
     given: dict[str, Any] = {} if executors is None else {"executors": list(executors)}
     itself = compiles_itself(model)
@@ -127,11 +127,15 @@ class _Reference:
     draws: bool = False
 
 
-def _check(model: Any, optimizer: Any, mem_efficient: Any, repeats: Any) -> None:
+def _check(model: Any, loss_fn: Any, optimizer: Any, mem_efficient: Any, executors: Any, repeats: Any) -> None:
     if not callable(model):
         raise TypeError(f"compare takes a module or a function, not {type(model).__name__}")
     if isinstance(model, torch._dynamo.OptimizedModule) or is_fx(model) or thunder.compile_data(model) is not None:
         raise TypeError("the model is compiled already, and compare compiles it itself: give it the module or function")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn is a function from the model's result to the loss, not {type(loss_fn).__name__}")
+    if isinstance(executors, str):
+        raise TypeError(f"executors is a list: write executors=[{quoted(executors)}]")
     if not isinstance(optimizer, torch.optim.Optimizer | None):
         raise TypeError(f"compare takes a torch.optim optimizer or None, {instead_of_optimizer(optimizer)}")
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -117,6 +117,8 @@ def _is_of_tracing(error: BaseException) -> bool:
 class _Loss(nn.Module):
     """A model that returns its losses alone, so that no logits outlive it."""
 
+    is_hugging_face = True  # for `explain`, whose advice is code to paste
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model

@@ -64,7 +64,7 @@ def memory_efficient(
         The same model.
 
     Raises:
-        TypeError: `model` is no model of transformers, or `MemEfficient` has no such option.
+        TypeError: `model` is no model of transformers, `executors` is a text, or `MemEfficient` has no such option.
         ValueError: the model's forward was replaced before, or `through` or an option is unknown.
 
     Example:
@@ -82,6 +82,8 @@ def memory_efficient(
         raise ValueError("another library has replaced this model's forward: call memory_efficient before it")
     if through is not None and through not in WAYS:
         raise ValueError(f"through is {' or '.join(map(repr, WAYS))}, not {quoted(through)}")
+    if isinstance(executors, str):
+        raise TypeError(f"executors is a list: write executors=[{quoted(executors)}]")
     transform = MemEfficient(**options)  # type: ignore[arg-type]
     how = Compilation(transform, None if executors is None else tuple(executors), (through,) if through else WAYS)
     setattr(model, _STATE, _State(how))

@@ -60,7 +60,7 @@ def _order(report: Report) -> Iterator[Advice]:
                 o.peak_bytes - o.bound_bytes,
                 f"the gap to the bound: another order of the {o.phase} may exist, "
                 "and MemEfficient(sort='exact') searches longer for it",
-                'MemEfficient(sort="exact")',
+                _planned(report, 'sort="exact"'),
                 "searches longer for an order",
             )
 
@@ -76,7 +76,7 @@ def _saved(report: Report) -> Iterator[Advice]:
         saved_bytes,
         f"saved for the backward, most of it ({size(largest.nbytes)}) {_what(largest)}: "
         "torch.utils.checkpoint around a block keeps its inputs only, and smaller microbatches need less in proportion",
-        "" if budgeted else f'MemEfficient(budget="{target}", on_infeasible="warn")',
+        "" if budgeted else _planned(report, f'budget="{target}", on_infeasible="warn"'),
         "costs time",
     )
 
@@ -114,7 +114,7 @@ def _gradients(report: Report) -> Iterator[Advice]:
     yield Advice(
         gradient_bytes,
         "gradients that wait for the optimizer: with StepInBackward the compiled backward uses each at once",
-        "MemEfficient(optimizer=StepInBackward(torch.optim.AdamW(model.parameters())))",
+        _planned(report, "optimizer=StepInBackward(optimizer)"),
         "steps in the backward",
     )
 
@@ -162,7 +162,7 @@ def _working(report: Report) -> Iterator[Advice]:
         yield Advice(
             largest.nbytes,
             f"the largest working tensor, {_what(largest)}: can its line work in pieces, or in a smaller dtype?",
-            f"MemEfficient(tile=Tiles(rows={rows}))" if report.plan is not None and report.paths and rows else "",
+            _planned(report, f"tile=Tiles(rows={rows})") if report.plan is not None and report.paths and rows else "",
             "token-wise stretches in pieces",
         )
 
@@ -180,7 +180,7 @@ def _unplanned(report: Report) -> Iterator[Advice]:
         yield Advice(
             movable_bytes,
             "nothing is fused, so every intermediate result is a tensor: leave `executors` out, or add 'mem_pointwise'",
-            "thunder.jit(model, transforms=[MemEfficient()])",
+            _planned(report) if report.is_hugging_face else f"thunder.jit(model, transforms=[{_planned(report)}])",
             "without executors=",
         )
 
@@ -191,6 +191,13 @@ def _scratch(report: Report) -> Iterator[Advice]:
         most = report.prediction.peak_event
         assert most is not None
         yield Advice(scratch_bytes, f"scratch inside {most.name} #{most.index}, held only while it runs")
+
+
+def _planned(report: Report, options: str = "") -> str:
+    """The code that gives options to `MemEfficient`."""
+    if report.is_hugging_face:
+        return f"memory_efficient({', '.join(filter(None, ('model', options)))})"
+    return f"MemEfficient({options})"
 
 
 def _of(report: Report, category: str) -> int:

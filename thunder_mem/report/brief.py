@@ -120,7 +120,8 @@ _PHASES = {"optimizer": "the optimizer's step", "loss": "the loss"}
 
 
 def _ways(report: Report) -> list[str]:
-    """The advice with the most at stake that is code."""
+    """The advice with the most at stake that is code, with its reason where the line is wide enough."""
     ways = [(round(way.share * way.nbytes), way) for way in advice(report) if way.code]
     ways.sort(key=lambda entry: -entry[0])
-    return [f"up to {size(nbytes)} less: {way.code}  # {way.short}" for nbytes, way in ways[:_WAYS]]
+    lines = ((f"up to {size(nbytes)} less: {way.code}", f"  # {way.short}") for nbytes, way in ways[:_WAYS])
+    return [line + short if len(line + short) <= _WIDTH else line for line, short in lines]

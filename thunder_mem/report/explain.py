@@ -92,7 +92,9 @@ def explain(
         return replace(report, notes=(*report.notes, *about_subgraphs(jitted)))
     stats: Any = thunder.compile_stats(jitted)
     if thunder.compile_data(jitted) is None or stats is None:
-        raise TypeError(f"explain takes what thunder.jit returned, not {type(jitted).__name__}")
+        compiles_itself = hasattr(getattr(jitted, "forward", None), "ours")  # by memory_efficient
+        program = "programs(model)[-1].compiled" if compiles_itself else "what thunder.jit returned"
+        raise TypeError(f"explain takes {program}, not {type(jitted).__name__}")
     called = bool(args or kwargs)
     if not called and not stats.interpreter_cache:
         raise ValueError(f"{NEVER_CALLED}, or give explain the arguments of a call")
@@ -134,5 +136,6 @@ def explain(
         eager_bytes=None if eager is None else eager.peak_bytes,
         thunder_bytes=thunder_peak_bytes(jitted, args, kwargs or {}) if compared else None,
         paths=parameter_paths(entry.prologue_traces[0]),
+        is_hugging_face=getattr(jitted, "is_hugging_face", False) is True,
         detail=detail,
     )

@@ -13,6 +13,7 @@ from thunder_mem.memory.hills import hills
 from thunder_mem.memory.plan import Plan
 from thunder_mem.prediction.predict import Prediction
 from thunder_mem.rendering.document import Document
+from thunder_mem.rendering.endings import REPORT_ENDINGS
 from thunder_mem.rendering.html import to_html, to_page
 from thunder_mem.rendering.matplotlib import draw
 from thunder_mem.rendering.text import to_rich, to_text
@@ -26,10 +27,7 @@ from thunder_mem.report.snapshot import snapshot_bytes
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["REPORT_ENDINGS", "Moment", "PhasePeak", "Report", "Tenant"]
-
-REPORT_ENDINGS = (".html", ".txt", ".json", ".pickle", ".png", ".svg")
-"""What `Report.save` writes."""
+__all__ = ["Moment", "PhasePeak", "Report", "Tenant"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +113,7 @@ class Report:
         eager_bytes, thunder_bytes: the peak of eager PyTorch and of Thunder alone for the same call; None where it is
             not known. `explain` looks for the latter only for the five lines, as it takes another compilation.
         paths: a parameter's name in the trace -> its path in the module.
+        is_hugging_face: whether `memory_efficient` of `thunder_mem.integrations.transformers` compiled it.
         detail: print everything, instead of five lines. Files have everything.
     """
 
@@ -127,6 +126,7 @@ class Report:
     eager_bytes: int | None = None
     thunder_bytes: int | None = None
     paths: Mapping[str, str] = field(default_factory=dict)
+    is_hugging_face: bool = False
     detail: bool = True
     _facts: Facts = field(init=False, repr=False, compare=False)
 
