@@ -4,7 +4,9 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from tests.programs.chunk_cases import loss_and_grads, prepare
 
+from tests.programs.chunk_cases import CASES
 from tests.programs.chunk_tools import relative
 from thunder_mem import MemEfficient, last_plan, measure_peak, predict, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
@@ -112,6 +114,28 @@ def test_gradients_are_those_of_float64(fn, dtype):
     assert plan.opening is not None and plan.gemms[0].x is None
     # Only what the norm reads exists whole, never its result.
     assert sum(spec.sharding.split and spec.shape[-1] == D for spec in plan.inputs) == 1
+
+
+SEVERAL_ROWS = {"kl_distill", "kl_and_ce", "jsd", "two_heads", "multi_token", "lora"}
+"""Losses whose products have different rows, or whose rows something else reads."""
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "x" in c.grads], ids=str)
+def test_every_loss_behind_a_norm(case):
+    def behind_a_norm(**tensors):
+        x = tensors["x"]
+        return case.fn(**{**tensors, "x": x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3)})
+
+    transform = ChunkLossHead(chunks=5)
+    compiled = thunder.jit(behind_a_norm, executors=[], transforms=[transform])
+    values, grads = loss_and_grads(compiled, prepare(case, torch.float32), case.grads)
+    exact_values, exact_grads = loss_and_grads(behind_a_norm, prepare(case, torch.float64), case.grads)
+    for value, exact in zip(values, exact_values, strict=True):
+        torch.testing.assert_close(value.double(), exact.double(), rtol=2e-5, atol=1e-6)
+    for name, grad, exact in zip(case.grads, grads, exact_grads, strict=True):
+        assert relative(grad, exact) < 2e-5, name
+    picked_first = case.name == "hf_shift"
+    assert (transform.record.loops[0].opening is None) == (picked_first or case.name in SEVERAL_ROWS)
 
 
 def returned(h, a, w, t):

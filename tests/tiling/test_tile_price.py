@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.loop_calls import row_of
-from thunder_mem import MemEfficient, Tiles, last_plan, simulate
+from thunder_mem import MemEfficient, Tiles, last_plan, predict, simulate
 from thunder_mem.chunk_loop.price import device_seconds, host_calls, loop_seconds, rounding_seconds
-from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, scratch_bytes
 from thunder_mem.memory.device_models import device_model
 from thunder_mem.tiling.chunk_narrowing import narrow_sums
 from thunder_mem.tiling.tile_price import extra_seconds, tile_seconds
@@ -171,3 +171,16 @@ def test_a_gated_tile_writes_all_wide_gradients_over_wide_values():
         jitted(x, torch.empty_like(up, requires_grad=True), up, down)
         (plan,) = {loop_of(b).plan for b in thunder.last_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)}
     assert plan.backward_block_bytes <= 1024 * (3 * WIDE + 6 * WIDTH) * 2
+
+
+@pytest.mark.parametrize("accumulate", ["float32", "input"])
+def test_a_prediction_holds_in_a_tile_what_the_plan_says(accumulate):
+    """Narrowed sums are joined, added to and split beside the tile's gradients, which are not gone yet."""
+    tile = Tiles(rows=1024, accumulate=accumulate)
+    with simulate("H100-80GB"):
+        x, up, down = inputs(width=1024, wide=4096)
+        jitted = thunder.jit(gated_step, transforms=[MemEfficient(strict=True, tile=tile)])
+        found = predict(jitted, x, torch.empty_like(up, requires_grad=True), up, down, keep_outputs=True)
+    loops = [e for e in found.timeline if is_chunk_loop(e.bsym)]
+    assert [e.scratch_bytes for e in loops] == [scratch_bytes(e.bsym) for e in loops]
+    assert last_plan(jitted).candidate.peak_bytes == found.peak_bytes

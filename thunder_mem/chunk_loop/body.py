@@ -25,6 +25,7 @@ class Body:
         outputs: its number of outputs.
         tangents: indices of the region's outputs whose tangents it takes.
         peak_bytes: the most bytes that it holds beyond its inputs, by the sizes of its tensors.
+        result_bytes: the bytes of its results that have memory of their own, which exist while the loop adds them up.
         over: the logits, by number, that their gradients overwrite (`loop_body/gradients_in_place.py`).
         pairs: the sides, by number, whose gradients it gives as the two operands of a matrix product, each with the
             product's depth.
@@ -37,6 +38,7 @@ class Body:
     outputs: int
     tangents: tuple[int, ...]
     peak_bytes: int
+    result_bytes: int = 0
     over: tuple[int, ...] = ()
     launches: int = 0
     pairs: Mapping[int, int] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from thunder_mem.chunk_loop.plan import LoopPlan, Spec
 __all__ = ["Accumulator", "finish", "part_bounds", "sole_owner", "sum_calls"]
 
 SPLIT_BYTES = 1 << 16
-_STRETCH_BYTES = 8  # of a number: in float32, and what is stored of it
+_ALONE_BYTES = SPLIT_BYTES * 7 // 4  # without a product beside
 _STRETCH_CALLS = 9  # to join the parts, add, and split again
 
 
@@ -39,7 +39,7 @@ class Accumulator:
     def add(self, grad: Tensor) -> None:
         """Add a gradient of the input's shape."""
         if self.bytes is not None:
-            for total, lo, hi in self._stretches(SPLIT_BYTES):
+            for total, lo, hi in self._stretches(_ALONE_BYTES):
                 total.add_(grad[lo:hi] if self.spec.shape else grad)
                 del total  # before the next one is made
         else:
@@ -51,7 +51,7 @@ class Accumulator:
     def add_product(self, left: Tensor, right: Tensor, scratch_bytes: int) -> None:
         """Add left (V, rows) x right (rows, D), in the layout of the weight, without a temporary of its size."""
         if self.bytes is not None:
-            targets: Iterable[tuple[Tensor, int, int]] = self._stretches(scratch_bytes * 4 // 7)
+            targets: Iterable[tuple[Tensor, int, int]] = self._stretches(scratch_bytes)
             add, scratch_bytes = True, scratch_bytes * 3 // 7
         else:
             targets = [(part, lo, hi) for part, (lo, hi) in zip(self.parts, self.bounds, strict=True)]
@@ -68,7 +68,7 @@ class Accumulator:
                 part.zero_()
         elif self.bytes is not None:
             (part,) = self.parts
-            for total, lo, hi in self._stretches(SPLIT_BYTES, keep=False):
+            for total, lo, hi in self._stretches(_ALONE_BYTES, keep=False):
                 (part[lo:hi] if self.spec.shape else part).copy_(total)
                 del total
             self.bytes = None
@@ -78,7 +78,7 @@ class Accumulator:
         """Stretches of dim 0 in float32, to be changed in place and stored again; temporaries are no larger."""
         assert self.bytes is not None
         rows = self.spec.shape[0] if self.spec.shape else 1
-        step = _stretch_rows(self.spec, scratch_bytes)
+        step = self.spec.finer_rows(scratch_bytes)
         upper, lower = self.parts[0].view(torch.int16), self.bytes
         for lo in range(0, rows, step):
             hi = min(lo + step, rows)
@@ -113,12 +113,8 @@ def sum_calls(plan: LoopPlan, i: int) -> int:
     spec, dtype = plan.inputs[i], plan.grad_dtypes[plan.grads.index(i)]
     if spec.sharding.split or not plan.finer(i):
         return 1 if spec.sharding.split else len(part_bounds(spec, dtype))
-    step = _stretch_rows(spec, plan.tiles_bytes(plan.backward_block_bytes) * 4 // 7)
+    step = spec.finer_rows(plan.tiles_bytes(plan.backward_block_bytes))
     return _STRETCH_CALLS * -(-(spec.shape[0] if spec.shape else 1) // step)
-
-
-def _stretch_rows(spec: Spec, scratch_bytes: int) -> int:
-    return max(1, scratch_bytes // (_STRETCH_BYTES * max(1, math.prod(spec.shape[1:]))))
 
 
 def finish(plan: LoopPlan, scale: Tensor | None, parts: Sequence[Tensor]) -> list[Tensor]:

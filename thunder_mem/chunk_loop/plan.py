@@ -28,6 +28,7 @@ __all__ = [
 
 ACCUMULATE = ("float32", "input")
 _GPU_TILES_BYTES = 32 << 20
+_FINER_BYTES = 8  # of a number: in float32, and what is stored of it
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class Spec:
     def nbytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def finer_rows(self, scratch_bytes: int) -> int:
+        """Rows of dim 0 of a finer sum that are in float32 at once, if they and a product may take some bytes."""
+        return max(1, scratch_bytes * 4 // 7 // (_FINER_BYTES * max(1, math.prod(self.shape[1:]))))
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,7 @@ class LoopPlan:
         differentiable: indices of the outputs that carry a gradient.
         forward_block_bytes, backward_block_bytes: the most bytes that a block holds beyond its inputs.
         forward_block_calls, backward_block_calls: the host's calls to start a block; 0 on a CPU, which is the host.
+        backward_result_bytes: of a stretch: bytes of a tile's gradients, which exist while they are added up.
         wide_row_bytes: of a stretch: bytes of one row of the results of its products.
         forward_tile_s, backward_tile_s: of a stretch: seconds of the device for a tile, without a GPU's launches.
     """
@@ -154,6 +160,7 @@ class LoopPlan:
     backward_block_bytes: int
     forward_block_calls: int = 0
     backward_block_calls: int = 0
+    backward_result_bytes: int = 0
     wide_row_bytes: int = 0
     forward_tile_s: float = 0.0
     backward_tile_s: float = 0.0
@@ -223,13 +230,14 @@ class LoopPlan:
     def tiles_bytes(self, block_bytes: int) -> int:
         """The limit for tiles of a product: their share, or the bytes of a block if the user did not set the chunks.
 
+        A stretch's products run beside the results of its tile, so these leave less of the tile's bytes.
         The bytes of a block are the sum of its tensors, of which fewer may exist at once. Chunks that the user set are
         most of the peak, which would rise by the difference.
         """
         share_bytes = scratch_bytes_of(self.logits_bytes)
         if self.device.startswith("cuda"):  # which waits for the host if tiles are small
             share_bytes = max(share_bytes, _GPU_TILES_BYTES)
-        return share_bytes if self.sized == "asked" else max(share_bytes, block_bytes)
+        return share_bytes if self.sized == "asked" else max(share_bytes, block_bytes - self.backward_result_bytes)
 
     @property
     def forward_scratch_bytes(self) -> int:
@@ -250,7 +258,7 @@ class LoopPlan:
         tangents = sum(self.outputs[i].nbytes for i in self.differentiable) if self.mode == "grads-in-forward" else 0
         opening = self.opening
         opening_bytes = max(opening.forward_block_bytes, opening.backward_block_bytes) if opening else 0
-        block = max(gemms, self.backward_block_bytes, opening_bytes)
+        block = max(self.backward_result_bytes + gemms, self.backward_block_bytes, opening_bytes)
         return self.logits_bytes + self.opened_bytes + block + self.finer_sums_bytes + tangents
 
     def finer(self, i: int) -> bool:
@@ -274,7 +282,7 @@ class LoopPlan:
 
     def _gemm_bytes(self, block_bytes: int, sums: Mapping[int, torch.dtype]) -> int:
         tiles = self.tiles_bytes(block_bytes)
-        needed = [tiles if any(self.finer(i) for i in sums) else 0]
+        needed = [0, *(self._finer_scratch_bytes(i, tiles) for i in sums if self.finer(i))]
         for g in self.gemms:
             dtypes = {g.out.dtype, sums.get(g.w, g.out.dtype)}
             needed.append(gemm_scratch_bytes(g.out.device, g.out.dtype, dtypes, self.chunk_rows, tiles))
@@ -283,6 +291,13 @@ class LoopPlan:
             if i in self.sides and not spec.sharding.split and len(spec.shape) == 2:
                 needed.append(gemm_scratch_bytes(spec.device, spec.dtype, {dtype}, self.chunk_rows, tiles))
         return max(needed)
+
+    def _finer_scratch_bytes(self, i: int, tiles_bytes: int) -> int:
+        """Bytes of some rows of a finer sum in float32, beside what splits them again or what a product needs."""
+        spec = self.inputs[i]
+        total = 4 * min(math.prod(spec.shape), spec.finer_rows(tiles_bytes) * math.prod(spec.shape[1:]))
+        product = gemm_scratch_bytes(spec.device, spec.dtype, {torch.float32}, self.chunk_rows, tiles_bytes * 3 // 7)
+        return total + max(total, product)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a report."""

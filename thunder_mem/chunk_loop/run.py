@@ -365,17 +365,26 @@ def _pretend(
     torch.empty(body.peak_bytes, dtype=torch.uint8, device=plan.inputs[0].device)
     specs = outputs if body.outputs else ()
     out = [torch.empty(local_shape(s.shape, s.sharding, rows), dtype=s.dtype, device=s.device) for s in specs]
+    if not body.wants_gradients:
+        return out
     for i, (block, want) in enumerate(zip(blocks, _wanted_gemms(plan), strict=False)):
         if want:
             out.append(block if i in body.over else torch.empty_like(block))
+    # Without logits all results are gradients of sides, which may share memory or be views of the block's inputs.
+    held = None if blocks else torch.empty(body.result_bytes, dtype=torch.uint8, device=plan.inputs[0].device)
     for k, i in enumerate(sides):
         if i in plan.grads:
             s = plan.inputs[i]
+            shapes = [local_shape(s.shape, s.sharding, rows)]
             if k in body.pairs:
-                out += [
-                    torch.empty(side, dtype=s.dtype, device=s.device)
-                    for side in ((s.shape[0], body.pairs[k]), (body.pairs[k], s.shape[1]))
-                ]
-                continue
-            out.append(torch.empty(local_shape(s.shape, s.sharding, rows), dtype=s.dtype, device=s.device))
+                shapes = [(s.shape[0], body.pairs[k]), (body.pairs[k], s.shape[1])]
+            out += [_memory_for(held, shape, s.dtype, s.device) for shape in shapes]
     return out
+
+
+def _memory_for(held: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    """A tensor without numbers, within the given memory if that suffices."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if held is None or nbytes > held.nbytes:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return held[:nbytes].view(dtype).view(tuple(shape))

@@ -151,7 +151,8 @@ def _compile(
     trace = transform_for_execution(trace, executors)
     trace = del_last_used(trace)
     fn = trace.python_callable(include_decorators=False)
-    return Body(fn, trace, rows, outputs, tangents, _peak_bytes(trace))
+    peak_bytes, result_bytes = _bytes_of(trace)
+    return Body(fn, trace, rows, outputs, tangents, peak_bytes, result_bytes)
 
 
 def _check_defined(trace: TraceCtx) -> None:
@@ -185,8 +186,8 @@ _VIEW_NAMES = {
 }
 
 
-def _peak_bytes(trace: TraceCtx) -> int:
-    """Bytes of the block's own tensors at its peak; a view counts with its base."""
+def _bytes_of(trace: TraceCtx) -> tuple[int, int]:
+    """Bytes of the block's own tensors at its peak, and of its results; a view counts with its base."""
     args = {a.name for a in trace.args}
     owner: dict[str, str] = {}
     users: dict[str, int] = {}
@@ -219,4 +220,5 @@ def _peak_bytes(trace: TraceCtx) -> int:
             sizes[o.name] = math.prod(o.shape) * dtypes.to_dtype(o.dtype).bytes
             live += sizes[o.name]
         peak = max(peak, live)
-    return peak
+    results = {p.name for p in trace.bound_symbols[-1].flat_proxy_args}
+    return peak, sum(sizes[base] for base in {owner.get(name, name) for name in results} - args if base in sizes)

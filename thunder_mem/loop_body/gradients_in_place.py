@@ -60,9 +60,14 @@ def _own_gradients(
 
 def _counted(body: Body, source: TraceGraph) -> Body:
     """The block with the bytes and the kernels of its trace."""
-    held_bytes = sum(s.nbytes for s in source.graph.storages if s.held)
+    storages = source.graph.storages
+    held_bytes = sum(s.nbytes for s in storages if s.held)
+    results = {source.storage_of[p.name] for p in source.result.args[0] if isinstance(p, TensorProxy)}
+    given = {source.storage_of.get(p.name) for p in body.trace.args}
+    result_bytes = sum(storages[s].nbytes for s in results - given)
     launches = 0
     for bsym in source.bsyms:
         figures = kernel_figures(bsym, source.layout)
         launches += figures.launches if isinstance(figures, KernelFigures) else not is_view(bsym)
-    return replace(body, peak_bytes=price_order(source.graph).peak_bytes - held_bytes, launches=launches)
+    peak_bytes = price_order(source.graph).peak_bytes - held_bytes
+    return replace(body, peak_bytes=peak_bytes, result_bytes=result_bytes, launches=launches)
