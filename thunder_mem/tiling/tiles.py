@@ -31,6 +31,7 @@ from thunder_mem.memory.outside_input import quoted
 from thunder_mem.sharding.op_rules import pointwise_ids
 from thunder_mem.tiling.borders import Borders, Mask
 from thunder_mem.tiling.build import head_label
+from thunder_mem.tiling.equal_blocks import EqualBlocks
 from thunder_mem.tiling.find import AUTO_MIN_BYTES, check_accumulate
 from thunder_mem.tiling.leaves import Leaf, Program, read_program, size_bytes
 from thunder_mem.tiling.marks import Mark, strip_tile_marks
@@ -127,6 +128,7 @@ class _Tiler:
         self.marked = frozenset[str]().union(*(m.names for m in marks))
         self.tried: set[tuple[str, int, tuple[int, ...]]] = set()  # keys of seeds
         self.done: set[str] = set()
+        self.equal = EqualBlocks()
         self.loops: list[LoopPlan] = []
         self.refusals: dict[str, StretchRefusal] = {}  # by the name of the product's result
         self.replaced: dict[str, tuple[BoundSymbol, ...]] = {}  # by a loop's name, the leaves that it replaces
@@ -194,7 +196,8 @@ class _Tiler:
         rows = -(-enough // seed.positions)
         if not asked and region.n < 2 * rows:
             return None
-        loop = build_tiles(region, rows, sized, self.tiles.accumulate, self.executors, f"tiles{len(self.loops)}")
+        name = f"tiles{len(self.loops)}"
+        loop = build_tiles(region, rows, sized, self.tiles.accumulate, self.executors, name, self.equal)
         return loop if asked or tile_gain_bytes(loop.plan) > 0 else None
 
     def _refuse(self, leaf: Leaf, e: Refused) -> None:
