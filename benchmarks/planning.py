@@ -1,9 +1,11 @@
 """How planning grows with the program: ``python -m benchmarks.planning``.
 
 litgpt LLaMA-style training steps of 2 to 80 layers (small widths; the joint trace's length is what
-counts), compiled by Thunder with MemEfficient, nothing run. Splits the planner's time into reading the
-trace, deciding, and emitting, beside the verifier's, that of the fusion pass of Thunder's that planning
-replaces, on the same trace, and the whole of Thunder's compile time. All in seconds of this process' CPU.
+counts), compiled by Thunder with MemEfficient, nothing run. Splits the planner's time into reading
+traces, deciding, and emitting, beside the verifier's, that of the fusion pass of Thunder's that planning
+replaces, on the same trace, and the whole of Thunder's compile time. So for the small steps of `benchmarks.models`
+with checkpoints, whose stretches may run in tiles: then two programs are planned, and Thunder's autograd runs
+once more for the second, which is not the planner's time. All in seconds of this process' CPU.
 Writes ``benchmarks/results/planning.json`` and ``planning.png``.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -20,11 +23,13 @@ import matplotlib
 import thunder
 import torch
 from rich.console import Console
+from thunder.core.trace import TraceCtx
 
-from benchmarks.models import llama_step
+from benchmarks.models import Program, llama_step
 from thunder_mem import MemEfficient
-from thunder_mem.planning import executor, pipeline, stages
+from thunder_mem.planning import chosen_partition, executor, pipeline, refine, stages
 from thunder_mem.planning import program as programs
+from thunder_mem.planning.fallback import Original
 from thunder_mem.prediction.compiled_call import compiled_entry
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
@@ -42,23 +47,22 @@ LINES = (
 )
 
 
-def measure(layers: int) -> dict[str, float]:
-    program = llama_step(layers=layers, tokens=64, width=32, heads=2, mlp_width=64, checkpointing=False)
-    spent = dict.fromkeys(("planned_trace", "read_trace", "arrange", "emit", "verify_rewrite"), 0.0)
+def measure(program: Program) -> dict[str, float]:
+    spent = dict.fromkeys(("lower_plan", "unfused", "read_trace", "arrange", "emit", "verify_rewrite"), 0.0)
     own_pass_s = 0.0
-    ops = []
+    ops: list[int] = []
 
-    def time_own_pass(trace) -> None:
+    def time_own_pass(trace: TraceCtx) -> None:
         nonlocal own_pass_s
         start = time.process_time()
         mem_pointwise_ex.fusion_pass(trace)
         own_pass_s = time.process_time() - start
 
-    def timed(room: ModuleType, name: str):
+    def timed(room: ModuleType | type, name: str):
         inner = getattr(room, name)
 
         def call(*args, **kwargs):
-            if name == "planned_trace":
+            if name == "lower_plan":
                 time_own_pass(args[0])
             start = time.process_time()
             result = inner(*args, **kwargs)
@@ -72,19 +76,20 @@ def measure(layers: int) -> dict[str, float]:
     jitted = thunder.jit(
         program.fn, executors=[mem_attention_ex, mem_pointwise_ex], transforms=[MemEfficient(verify=True, strict=True)]
     )
-    with (
-        timed(executor, "planned_trace"),
-        timed(programs, "read_trace"),
-        timed(pipeline, "arrange"),
-        timed(stages, "emit"),
-        timed(pipeline, "verify_rewrite"),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(timed(executor, "lower_plan"))
+        stack.enter_context(timed(Original, "unfused"))
+        for room in (programs, chosen_partition, refine, stages):
+            stack.enter_context(timed(room, "read_trace"))
+        for room in (pipeline, refine):
+            stack.enter_context(timed(room, "arrange"))
+        stack.enter_context(timed(stages, "emit"))
+        stack.enter_context(timed(pipeline, "verify_rewrite"))
         start = time.process_time()
         compiled_entry(jitted, program.args, {}, call=True)
         jit_s = time.process_time() - start - own_pass_s
-    planning_s = spent.pop("planned_trace") - spent["verify_rewrite"]
+    planning_s = spent.pop("lower_plan") - spent["verify_rewrite"] - spent["unfused"]
     return {
-        "layers": layers,
         "ops": ops[0],
         "planning_s": round(planning_s, 3),
         **{f"{name}_s": round(seconds, 3) for name, seconds in spent.items()},
@@ -94,15 +99,24 @@ def measure(layers: int) -> dict[str, float]:
     }
 
 
+def deep(layers: int) -> Program:
+    return llama_step(layers=layers, tokens=64, width=32, heads=2, mlp_width=64, checkpointing=False)
+
+
 def main(layers: tuple[int, ...]) -> None:
     torch.set_num_threads(1)
-    measure(1)  # imports and caches
+    measure(deep(1))  # imports and caches
     rows = []
     for count in layers:
-        rows.append(measure(count))
+        rows.append({"layers": count, **measure(deep(count))})
         Console().print(rows[-1])
+    steps = []
+    for inside in (True, False):
+        program = llama_step(vocab=8000 if inside else 256, loss_inside=inside)
+        steps.append({"program": program.name, **measure(program)})
+        Console().print(steps[-1])
     RESULTS.mkdir(exist_ok=True)
-    record = {"command": "python -m benchmarks.planning", "torch": torch.__version__, "rows": rows}
+    record = {"command": "python -m benchmarks.planning", "torch": torch.__version__, "rows": rows, "steps": steps}
     (RESULTS / "planning.json").write_text(json.dumps(record, indent=1) + "\n")
     figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
     ops = [row["ops"] for row in rows]

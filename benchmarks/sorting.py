@@ -1,10 +1,11 @@
 """How good the orders are, and what they cost to find; on generated graphs, without Thunder.
 
-    python benchmarks/sorting.py [--graphs 60] [--sizes 500,1000,2000,5000,10000,20000]
+    python -m benchmarks.sorting [--graphs 60] [--sizes 500,1000,2000,5000,10000,20000] [--annealing 100000]
 
 Part one: graphs of 30-48 ops, each sort against the proven optimum. Part two: planning time and
-peak of `sort="auto"` over the number of ops. Writes `results/sorting.json` and, with matplotlib,
-`results/sorting.png`; the command stands in the JSON.
+peak of `sort="auto"` over the number of ops. Part three: randomly wired networks of 64 nodes, against a lower bound
+and simulated annealing. Writes `results/sorting.json` and, with matplotlib, `results/sorting.png`; the command stands
+in the JSON.
 """
 
 from __future__ import annotations
@@ -21,15 +22,13 @@ from statistics import mean
 
 from rich.progress import track
 
+from tests.checking import graphs as generators
+from tests.checking import random_wiring
+from thunder_mem.memory.graph import Graph
+from thunder_mem.schedule.lower_bounds import certify, lower_bound
+from thunder_mem.sorting import sort_graph
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-import graphs as generators  # noqa: E402
-
-from thunder_mem.memory.graph import Graph  # noqa: E402
-from thunder_mem.schedule.lower_bounds import certify, lower_bound  # noqa: E402
-from thunder_mem.sorting import sort_graph  # noqa: E402
-
 NAMES = ("source", "lpmf", "backward_lpmf", "dfs", "bfs", "sift", "window", "auto")
 
 # Ops a layer of the training shape has, to hit a given number of ops.
@@ -40,6 +39,13 @@ FAMILIES: dict[str, Callable[[int, int], Graph]] = {
     "training": lambda seed, n: generators.training(seed, n // 5),
     "training, recomputing": lambda seed, n: generators.training(seed, n // 6, recompute=True),
     "training, recomputing chains": lambda seed, n: generators.recomputed_chains(seed, n // 18),
+}
+
+
+WIRED: dict[str, Callable[[int, tuple[int, ...]], Graph]] = {
+    "forward": random_wiring.forward,
+    "with the mirrored backward": random_wiring.mirrored,
+    "with one gradient for each edge": random_wiring.mirrored_by_edges,
 }
 
 
@@ -101,6 +107,25 @@ def cost(make: Callable[[int, int], Graph], sizes: list[int], title: str) -> Ite
         }
 
 
+def wired(make: Callable[[int, tuple[int, ...]], Graph], sizes: tuple[int, ...], steps: int) -> list[dict[str, int]]:
+    """Peaks of three randomly wired networks: of the sorts, of annealing from the source order, and the lower bound."""
+    rows = []
+    for seed in range(3):
+        graph = make(seed, sizes)
+        auto, best = sort_graph(graph), sort_graph(graph, "exact")
+        rows.append(
+            {
+                "ops": len(graph),
+                "source": auto.source_peak_bytes,
+                "annealing": random_wiring.annealed_bytes(graph, steps),
+                "auto": auto.peak_bytes,
+                "exact": best.peak_bytes,
+                "bound": best.peak_bytes if best.optimal else lower_bound(graph, best.order).bound_bytes,
+            }
+        )
+    return rows
+
+
 def plot(results: dict[str, object], path: Path) -> None:
     """Planning time over ops, one line a family, with the target."""
     import matplotlib
@@ -109,6 +134,8 @@ def plot(results: dict[str, object], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for name, rows in results["random_wiring"].items():  # type: ignore[attr-defined]
+        print(name, rows)
     for name, points in results["cost"].items():  # type: ignore[attr-defined]
         axes.plot([p["ops"] for p in points], [p["auto_cpu_s"] for p in points], marker="o", label=name)
     axes.plot([500, 20_000], [0.1, 4.0], color="grey", linestyle=":", label="linear, 1 s at 5,000 ops")
@@ -123,14 +150,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graphs", type=int, default=60, help="graphs per family in part one")
     parser.add_argument("--sizes", default="500,1000,2000,5000,10000,20000", help="numbers of ops in part two")
+    parser.add_argument("--annealing", type=int, default=100_000, help="steps of annealing in part three")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     args = parser.parse_args()
     sizes = [int(size) for size in args.sizes.split(",")]
     results = {
-        "command": " ".join(["python", "benchmarks/sorting.py", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.sorting", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "quality": {name: quality(make, args.graphs, name) for name, make in FAMILIES.items()},
         "cost": {name: list(cost(make, sizes, name)) for name, make in FAMILIES.items()},
+        "random_wiring": {
+            f"{name}, {values} sizes": wired(make, nbytes, args.annealing)
+            for name, make in track(WIRED.items(), "random wiring")
+            for values, nbytes in (("equal", random_wiring.ALIKE), ("random", random_wiring.MIXED))
+        },
     }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "sorting.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -140,6 +173,8 @@ def main() -> None:
         print("no picture: matplotlib is not installed (pip install 'thunder-mem[plot]')")
     for name, row in results["quality"].items():  # type: ignore[attr-defined]
         print(name, row["gap_percent"]["auto"], "proven", row["auto_proven_share"])
+    for name, rows in results["random_wiring"].items():  # type: ignore[attr-defined]
+        print(name, rows)
     for name, points in results["cost"].items():  # type: ignore[attr-defined]
         print(name, [(p["ops"], p["auto_s"], p["auto_cpu_s"]) for p in points])
 

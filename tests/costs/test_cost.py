@@ -24,6 +24,7 @@ from thunder_mem.memory.device_models import DEVICE_MODELS, DeviceModel, device_
 from thunder_mem.memory.device_specs import DEVICES
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
+from thunder_mem.trace.reading import read_trace
 
 TOY = DeviceModel("toy", 0, 1e3, {"float32": 1e6, "bfloat16": 1e7}, vector_flops=1e4, launch_s=0.5)
 
@@ -214,14 +215,14 @@ def test_the_host_starts_kernels_ahead_of_a_gpu():
 
     def seconds(fn, *args):
         trace = thunder.trace()(fn, *args)
-        return overlapped_seconds(trace, gpu), trace_seconds(trace, gpu)
+        return overlapped_seconds(read_trace(trace), gpu), trace_seconds(trace, gpu)
 
     assert seconds(lambda x: thunder.torch.sin(thunder.torch.sin(x)), large) == pytest.approx((0.5 + 16, 1 + 16))
     ahead, serial = seconds(lambda x: thunder.torch.sin(thunder.torch.sin(x)), small)  # .08 s each, less than a launch
     assert (ahead, serial) == pytest.approx((1 + 0.08, 1 + 0.16))
     cpu = DEVICE_MODELS["cpu"]
     trace = thunder.trace()(lambda x: thunder.torch.sin(x), large)
-    assert overlapped_seconds(trace, cpu) == trace_seconds(trace, cpu)
+    assert overlapped_seconds(read_trace(trace), cpu) == trace_seconds(trace, cpu)
 
 
 def test_device_table():

@@ -4,9 +4,8 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from tests.programs.chunk_cases import loss_and_grads, prepare
 
-from tests.programs.chunk_cases import CASES
+from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
 from tests.programs.chunk_tools import relative
 from thunder_mem import MemEfficient, last_plan, measure_peak, predict, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of

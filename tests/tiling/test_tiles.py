@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
 from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, predict, tiled
+from thunder_mem.loop_body import block as blocks_of_rows
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning import pipeline
 from thunder_mem.planning.options import PlanningOptions
@@ -170,12 +171,13 @@ def test_by_default_nothing_is_tiled_where_the_peak_is_in_a_loss_outside(vocabul
     assert len(tiles_of(jitted)) == count
 
 
-def chosen_of(monkeypatch, tiled, whole, budget=None, again=None, cheaper=(), asked_with=None):
+def chosen_of(monkeypatch, tiled, whole, budget=None, again=None, cheaper=(), asked_with=None, checked=None):
     """The plan that `lower_plan` takes of two, each given by its peak in bytes and its time.
 
     `again` is the same for a plan that runs some tiles once more, and `cheaper` for others with cheaper tiles; the
-    seconds for which these were asked go into `asked_with`.
+    seconds for which these were asked go into `asked_with`. The plans that are verified go into `checked`.
     """
+    checked = [] if checked is None else checked
     others = {f"cheaper{k}": figures for k, figures in enumerate(cheaper)}
     figures = {"tiled": tiled, "whole": whole, "again": again, **others}
 
@@ -190,7 +192,8 @@ def chosen_of(monkeypatch, tiled, whole, budget=None, again=None, cheaper=(), as
         plan = SimpleNamespace(budget=outcome, candidate=SimpleNamespace(peak_bytes=peak_bytes), decisions=decisions)
         return Planned(plan=plan, source=trace, fuse=None, trace=trace, original=trace)
 
-    monkeypatch.setattr(pipeline, "planned_trace", planned)
+    monkeypatch.setattr(pipeline, "_made", planned)
+    monkeypatch.setattr(pipeline, "_checked", lambda plan, options: checked.append(plan.trace) or plan)
     monkeypatch.setattr(pipeline, "final_seconds", lambda plan: figures[plan.trace][1])
     monkeypatch.setattr(pipeline, "_outside_bytes", lambda trace: 0)
     monkeypatch.setattr(pipeline, "_tidied", lambda trace: trace)
@@ -728,3 +731,32 @@ def test_activations_in_16_bits_have_the_gradients_of_the_same_kernels(activatio
     assert len(tiles_of(jitted)) == 1
     assert rows <= 1.01 * eager_rows
     assert all(ours <= 2 * theirs for ours, theirs in zip(weights, eager_weights, strict=True))
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The tiles that are compiled."""
+    tiles, build = [], blocks_of_rows._build
+    monkeypatch.setattr(blocks_of_rows, "_build", lambda *args: tiles.append(args) or build(*args))
+    return tiles
+
+
+@pytest.mark.parametrize("layers", [3, 5])
+def test_tiles_of_equal_layers_are_compiled_once(built, layers):
+    module, x = made(Stack(blocks=layers), (2, 12, WIDTH))
+    assert_as_exact_as_eager(module, x, Tiles(rows=5), layers)
+    assert len(built) == 2 * 2 * 2  # of 5 and of 4 rows, forward and backward, and the last layer's with the loss
+
+
+def test_tiles_of_layers_that_differ_are_not_shared(built):
+    module, x = made(Stack(blocks=3), (2, 12, WIDTH))
+    module.blocks[1].norm.eps = 0.5  # a number in the trace is all that differs
+    assert_as_exact_as_eager(module, x, Tiles(rows=5), 3)
+    assert len(built) == 2 * 2 * 3
+
+
+def test_only_the_plan_that_runs_is_verified(monkeypatch):
+    checked = []
+    assert chosen_of(monkeypatch, (500, 1.0), (1000, 1.0), checked=checked) == "tiled"
+    assert chosen_of(monkeypatch, (1000, 1.0), (500, 1.0), checked=checked) == "whole"
+    assert checked == ["tiled", "whole"]

@@ -57,7 +57,10 @@ def trace_seconds(trace: TraceCtx, device: DeviceModel) -> float:
 
     But a region of `mem_pointwise` on a GPU counts as the kernels that Inductor writes for it, with their traffic.
     """
-    source = read_trace(trace)
+    return _serial_seconds(read_trace(trace), device)
+
+
+def _serial_seconds(source: TraceGraph, device: DeviceModel) -> float:
     return sum(_final_seconds(bsym, source, device) for bsym in source.bsyms)
 
 
@@ -76,16 +79,15 @@ def _is_one_kernel(bsym: BoundSymbol) -> bool:
     return bool(unclaimed) and not is_free(bsym) and torch_ex.can_execute(bsym)
 
 
-def overlapped_seconds(trace: TraceCtx, device: DeviceModel) -> float:
+def overlapped_seconds(source: TraceGraph, device: DeviceModel) -> float:
     """Seconds of any final trace where the host starts kernels ahead of the device; on a CPU one after the other.
 
     A GPU waits for the host only where kernels are shorter than their launches, so many small kernels between large
     ones are free.
     """
     if device.name == "cpu":
-        return trace_seconds(trace, device)
+        return _serial_seconds(source, device)
     instant = replace(device, launch_s=0.0)
-    source = read_trace(trace)
     host_s = device_s = 0.0
     for bsym in source.bsyms:
         serial_s, busy_s = (_final_seconds(bsym, source, model) for model in (device, instant))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,12 @@ from thunder_mem.fusion.contraction import (
     contract_chains,
     merge_for_speed,
 )
-from thunder_mem.fusion.producer_duplication import WithDuplicates, duplicate_cheap_producers
+from thunder_mem.fusion.producer_duplication import (
+    WithDuplicates,
+    cheap_chains,
+    duplicate_cheap_producers,
+    with_copies,
+)
 from thunder_mem.memory.graph import Graph
 from thunder_mem.memory.live_ranges import Timeline, peaks_of, price_order
 from thunder_mem.memory.plan import Arrangement, Decision, Plan, PlannedRegion
@@ -90,8 +95,8 @@ def arrange(
         second = _propose(duplicate_cheap_producers(graph, fuse, fused_late=True), sort)
         if (other := _choose([*second.arrangements, own])) is not own:
             proposed, best = second, other
-    elif any(fuse.takes) and (joined := _joined(graph, fuse)).origin != absorbed.origin:
-        second = _propose(joined, sort)
+    elif any(fuse.takes) and _may_lower(joined := _joined(graph, fuse), best):
+        second = _propose(with_copies(graph, fuse, joined), sort)
         other = _choose([best, *second.arrangements])
         if other is not best and other.overwritten_peak_bytes <= best.overwritten_peak_bytes:
             proposed, best = second, other
@@ -112,9 +117,27 @@ def arrange(
     )
 
 
-def _joined(graph: Graph, fuse: FusionCapabilities) -> WithDuplicates:
+def _joined(graph: Graph, fuse: FusionCapabilities) -> Mapping[int, tuple[int, ...]]:
     """The most that copies can replace: GELU's backward then keeps only its gradient and its argument."""
-    return duplicate_cheap_producers(graph, fuse, fused_late=True, joining=True)
+    return cheap_chains(graph, fuse, fused_late=True, joining=True)
+
+
+def _may_lower(chains: Mapping[int, tuple[int, ...]], best: _Arrangement) -> bool:
+    """Whether copies replace a value that the best arrangement holds outside of regions.
+
+    Args:
+        chains: for each op that still runs, what it copies.
+        best: the arrangement without these copies.
+    """
+    base = best.base
+    replaced = [op for op, o in enumerate(base.origin) if o not in chains and op not in base.fuse.copies]
+    if not replaced:
+        return False
+    region_of = {op: i for i, group in enumerate(best.groups) for op in group}
+    users = base.graph.users
+    return any(
+        region_of[user] != region_of[op] for op in replaced for s in base.graph.ops[op].allocates for user in users[s]
+    )
 
 
 def cannot_beat(graph: Graph, fuse: FusionCapabilities, peak_bytes: int) -> bool:

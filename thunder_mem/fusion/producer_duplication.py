@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from thunder_mem.fusion.contraction import FusionCapabilities, Groups
 from thunder_mem.memory.graph import Graph, Op, make_graph
 
-__all__ = ["WithDuplicates", "duplicate_cheap_producers"]
+__all__ = ["WithDuplicates", "cheap_chains", "duplicate_cheap_producers", "with_copies"]
 
 # A recomputed chain reads at most this many storages, so that it costs little more than reading the value.
 MAX_CHAIN_SOURCES = 6
@@ -44,8 +45,15 @@ class WithDuplicates:
 def duplicate_cheap_producers(
     graph: Graph, fuse: FusionCapabilities, *, fused_late: bool = False, joining: bool = False
 ) -> WithDuplicates:
-    """Give every fusible op its own copies of the cheap chains that feed it, if materialising them would hold
-    more bytes than recomputing them keeps alive.
+    """Give every fusible op its own copies of the cheap chains that feed it; see `cheap_chains`."""
+    return with_copies(graph, fuse, cheap_chains(graph, fuse, fused_late=fused_late, joining=joining))
+
+
+def cheap_chains(
+    graph: Graph, fuse: FusionCapabilities, *, fused_late: bool = False, joining: bool = False
+) -> dict[int, tuple[int, ...]]:
+    """For each op that still runs, the cheap chain that feeds it and that it copies, if materialising the chain's
+    results would hold more bytes than recomputing them keeps alive.
 
     The bytes of a chain's value are compared with those of the storages that the chain reads. A storage
     that is alive until the last consumer anyway (held by the caller, or used later) costs nothing. A value
@@ -65,7 +73,7 @@ def duplicate_cheap_producers(
             chains[op] = _chain(op, fuse, absorbed) if graph.ops[op].allocates else ()
             inside = {op, *chains[op]}
             wanted += [p for member in inside for p in fuse.operands[member] if p not in inside]
-    return _with_copies(graph, fuse, chains)
+    return chains
 
 
 def _where_fused(graph: Graph, fuse: FusionCapabilities) -> Sequence[int]:
@@ -80,10 +88,23 @@ def _where_fused(graph: Graph, fuse: FusionCapabilities) -> Sequence[int]:
     return where
 
 
+class _Offered(NamedTuple):
+    """An op that may be recomputed: what it reads, what it makes, and the bytes of that."""
+
+    op: int
+    reads: tuple[int, ...]
+    makes: frozenset[int]
+    nbytes: int
+
+
 def _choose(graph: Graph, fuse: FusionCapabilities, where: Sequence[int], joining: bool) -> list[bool]:
     """The ops to recompute in their consumers: the most optimistic choice, repriced until stable."""
     absorbed = list(fuse.cheap)
-    offered = [op for op in graph.ops if fuse.cheap[op.index] and graph.outputs.isdisjoint(op.allocates)]
+    offered = [
+        _Offered(op.index, op.reads, frozenset(op.allocates), sum([graph.storages[s].nbytes for s in op.allocates]))
+        for op in graph.ops
+        if fuse.cheap[op.index] and graph.outputs.isdisjoint(op.allocates)
+    ]
     for joins in (False, True)[: 1 + joining]:
         for _ in range(4):
             chosen = _reprice(graph, fuse, where, offered, absorbed, joins)
@@ -97,7 +118,7 @@ def _reprice(
     graph: Graph,
     fuse: FusionCapabilities,
     where: Sequence[int],
-    offered: Sequence[Op],
+    offered: Sequence[_Offered],
     absorbed: Sequence[bool],
     joining: bool,
 ) -> list[bool]:
@@ -112,30 +133,31 @@ def _reprice(
                 if last_use[s] < use:
                     last_use[s] = use
     # What is alive to the end costs nothing, whoever reads it.
-    last_use = [
-        len(graph) if s.held or s.index in graph.outputs else use for s, use in zip(storages, last_use, strict=True)
-    ]
+    for storage in storages:
+        if storage.held:
+            last_use[storage.index] = len(graph)
+    for s in graph.outputs:
+        last_use[s] = len(graph)
 
     chosen = list(absorbed) if joining else [False] * len(graph)
-    sources: dict[int, tuple[int, ...]] = {}
+    sources: dict[int, list[int]] = {}
     values: dict[int, frozenset[int]] = {}
     views: dict[int, int] = {}
-    for op in offered:
-        i = op.index
+    for i, reads, makes, made in offered:
         rebuilt = [p for p in fuse.operands[i] if chosen[p]]
-        read = [s for s in op.reads if (maker := allocator[s]) is None or not chosen[maker]]
-        for p in rebuilt:
-            read += sources[p]
-        sources[i] = direct = tuple(dict.fromkeys(read))
-        made = 0
-        for s in op.allocates:
-            made += storages[s].nbytes
-        values[i] = inside = frozenset(op.allocates).union(*[values[p] for p in rebuilt])
+        read = [s for s in reads if (maker := allocator[s]) is None or not chosen[maker]]
+        inside = makes
+        if rebuilt:
+            for p in rebuilt:
+                read += sources[p]
+            read = list(dict.fromkeys(read))
+            inside = makes.union(*[values[p] for p in rebuilt])
+        sources[i], values[i] = read, inside
         if made:
-            if chosen[i] or len(direct) > MAX_CHAIN_SOURCES or len(inside) > MAX_CHAIN_VALUES:
+            if chosen[i] or len(read) > MAX_CHAIN_SOURCES or len(inside) > MAX_CHAIN_VALUES:
                 continue
             kept_alive = 0
-            for s in direct:
+            for s in read:
                 if last_use[s] < end[i]:
                     kept_alive += storages[s].nbytes
             chosen[i] = made > kept_alive
@@ -172,12 +194,11 @@ def _chain(root: int, fuse: FusionCapabilities, absorbed: Sequence[bool]) -> tup
     return tuple(sorted(members))
 
 
-def _with_copies(graph: Graph, fuse: FusionCapabilities, chains: Mapping[int, tuple[int, ...]]) -> WithDuplicates:
+def with_copies(graph: Graph, fuse: FusionCapabilities, chains: Mapping[int, tuple[int, ...]]) -> WithDuplicates:
     """Build the graph of the ops that are keys of `chains`, each with a copy of its chain before it."""
     standing = [
         s.index for s, maker in zip(graph.storages, graph.allocator, strict=True) if maker is None or maker in chains
     ]
-    renumber = {s: i for i, s in enumerate(standing)}
     storages = [graph.storages[s].at(i) for i, s in enumerate(standing)]
     ops: list[Op] = []
     origin: list[int] = []
@@ -185,43 +206,44 @@ def _with_copies(graph: Graph, fuse: FusionCapabilities, chains: Mapping[int, tu
     operands: list[tuple[int, ...]] = []
     edges: list[tuple[int, int]] = []
     groups: list[tuple[int, ...]] = []
-    place: dict[int, int] = {}  # original op -> the new op that stands for it
+    # For each original op and storage, the one that stands for it here: within a chain, the chain's own copy.
+    op_here, storage_here = [-1] * len(graph), [-1] * len(graph.storages)
+    for i, s in enumerate(standing):
+        storage_here[s] = i
 
-    def append(old: Op, local: Mapping[int, int], storage: Mapping[int, int], backward: bool) -> int:
-        index = len(ops)
-        ops.append(
-            Op(
-                index=index,
-                name=old.name,
-                reads=tuple([storage[s] if s in storage else renumber[s] for s in old.reads]),
-                writes=tuple([renumber[s] for s in old.writes]),
-                allocates=tuple([storage[s] if s in storage else renumber[s] for s in old.allocates]),
-                scratch_bytes=old.scratch_bytes,
-                backward=backward,
-                payload=old.index,
-            )
-        )
-        origin.append(old.index)
-        operands.append(tuple([local[p] if p in local else place[p] for p in fuse.operands[old.index]]))
-        # A removed predecessor was pure: it ordered only its own result.
-        before = [local.get(p, place.get(p)) for p in graph.predecessors[old.index]]
-        edges.extend([(p, index) for p in before if p is not None])
+    def append(old: Op, backward: bool) -> int:
+        index, at = len(ops), old.index
+        reads = tuple([storage_here[s] for s in old.reads])
+        writes = tuple([storage_here[s] for s in old.writes])
+        allocates = tuple([storage_here[s] for s in old.allocates])
+        ops.append(Op(index, old.name, reads, writes, allocates, old.scratch_bytes, backward, at))
+        origin.append(at)
+        operands.append(tuple([op_here[p] for p in fuse.operands[at]]))
+        for p in graph.predecessors[at]:
+            if op_here[p] >= 0:  # a removed predecessor was pure: it ordered only its own result
+                edges.append((op_here[p], index))
         return index
 
     for op in graph.ops:
         if op.index not in chains:
             continue
-        local: dict[int, int] = {}
-        storage: dict[int, int] = {}
-        for member in chains[op.index]:
+        chain = chains[op.index]
+        inner = [s for member in chain for s in graph.ops[member].allocates]
+        outside = [op_here[member] for member in chain], [storage_here[s] for s in inner]
+        for member in chain:
             for s in graph.ops[member].allocates:
-                storage[s] = len(storages)
+                storage_here[s] = len(storages)
                 storages.append(graph.storages[s].at(len(storages)))
-            local[member] = append(graph.ops[member], local, storage, op.backward)
-        copies.update(local.values())
-        place[op.index] = append(op, local, storage, op.backward)
+            op_here[member] = append(graph.ops[member], op.backward)
+        copied, new = [op_here[member] for member in chain], append(op, op.backward)
+        for member, index in zip(chain, outside[0], strict=True):
+            op_here[member] = index
+        for s, index in zip(inner, outside[1], strict=True):
+            storage_here[s] = index
+        copies.update(copied)
+        op_here[op.index] = new
         if fuse.takes[op.index]:
-            groups.append((*local.values(), place[op.index]))
+            groups.append((*copied, new))
 
     new_fuse = replace(
         fuse,
@@ -232,5 +254,5 @@ def _with_copies(graph: Graph, fuse: FusionCapabilities, chains: Mapping[int, tu
         copies=frozenset(copies),
         kept=frozenset(),
     )
-    new_graph = make_graph(ops, storages, edges, [renumber[s] for s in graph.outputs])
+    new_graph = make_graph(ops, storages, edges, [storage_here[s] for s in graph.outputs])
     return WithDuplicates(new_graph, new_fuse, tuple(origin), tuple(groups))

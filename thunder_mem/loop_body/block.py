@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import thunder.torch as ltorch
@@ -24,6 +25,7 @@ from thunder.transforms.autodiff import grad_transform_on_trace
 
 from thunder_mem.chunk_loop.body import Body
 from thunder_mem.loop_body.block_replay import torch_language, trace_block
+from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.fusible_gathers import fusible_picks
 from thunder_mem.loop_body.leaves import walk
 from thunder_mem.loop_body.region import Region, Value
@@ -43,6 +45,7 @@ def build_body(
     executors: Sequence[Any],
     outputs: bool,
     products: bool = False,
+    equal: EqualBlocks | None = None,
 ) -> Body:
     """Trace, differentiate and compile the region for a block of `rows` rows.
 
@@ -55,12 +58,32 @@ def build_body(
         outputs: whether the region's outputs are also needed (always, without gradients).
         products: whether the gradient of a whole matrix may be given as the two operands of its product. Not where
             there are amplifiers.
+        equal: the blocks built before; an equal one is used again.
 
     Raises:
         Refused: an op does not replay at the block's size.
         RuleError: a gradient is missing.
     """
     forward = trace_block(region, sides, wanted, rows)
+    build = partial(_build, forward, region, sides, wanted, rows, executors, outputs, products)
+    if equal is None:
+        return build()
+    differentiable = {v.proxy.name for v in region.differentiable}
+    flows = tuple(v.proxy.name in differentiable for v in region.outputs)
+    use = tuple(wanted), rows, outputs, products, flows, tuple(side.sharding.split for side in sides)
+    return equal.built(forward, use, build)
+
+
+def _build(
+    forward: TraceCtx,
+    region: Region,
+    sides: Sequence[Value],
+    wanted: Sequence[bool],
+    rows: int,
+    executors: Sequence[Any],
+    outputs: bool,
+    products: bool,
+) -> Body:
     args, outs = list(forward.args), list(forward.bound_symbols[-1].args[0]["output"])
     if not any(wanted):
         return _compile(args, forward.bound_symbols[:-1], outs, rows, executors, len(outs), ())

@@ -200,24 +200,32 @@ class Graph:
 
         before: list[set[int]] = [set() for _ in members]
         for op, predecessors in enumerate(self.predecessors):
-            before[home[op]].update(home[p] for p in predecessors)
+            earlier = before[home[op]]
+            for p in predecessors:
+                earlier.add(home[p])
         for g, earlier in enumerate(before):
             earlier.discard(g)
 
         order = self._order_groups(members, before)
-        position = {g: i for i, g in enumerate(order)}
-        # A region omits a result that nobody reads; an op that runs alone still allocates it.
-        outlives = set(self.outputs)
+        position = [0] * len(members)
+        for i, g in enumerate(order):
+            position[g] = i
+        kept = []
         for s, (maker, users) in enumerate(zip(self.allocator, self.users, strict=True)):
-            if maker is not None and (len(members[g := home[maker]]) == 1 or any(home[u] != g for u in users)):
-                outlives.add(s)
-        kept = [s for s in range(len(self.storages)) if s in outlives or self.allocator[s] is None]
+            # A region omits a result that nobody reads; an op that runs alone still allocates it.
+            if maker is None or s in self.outputs or len(members[g := home[maker]]) == 1:
+                kept.append(s)
+                continue
+            for user in users:
+                if home[user] != g:
+                    kept.append(s)
+                    break
         renumber = {s: i for i, s in enumerate(kept)}
         return Graph(
-            ops=tuple(self._merge(i, members[g], renumber) for i, g in enumerate(order)),
-            storages=tuple(self.storages[s].at(i) for i, s in enumerate(kept)),
-            predecessors=tuple(tuple(sorted([position[p] for p in before[g]])) for g in order),
-            outputs=frozenset(renumber[s] for s in self.outputs),
+            ops=tuple([self._merge(i, members[g], renumber) for i, g in enumerate(order)]),
+            storages=tuple([self.storages[s].at(i) for i, s in enumerate(kept)]),
+            predecessors=tuple([tuple(sorted([position[p] for p in before[g]])) for g in order]),
+            outputs=frozenset([renumber[s] for s in self.outputs]),
         )
 
     def half(self, backward: bool) -> Graph:
@@ -323,6 +331,7 @@ def make_graph(
             raise GraphError(f"storage {storage.name!r} says index {storage.index} but stands at {i}")
 
     allocated = {s for op in ops for s in op.allocates}
+    written = {s for op in ops for s in op.writes}
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     for i, op in enumerate(ops):
@@ -333,14 +342,16 @@ def make_graph(
                 raise GraphError(f"storage {s} is allocated twice, by ops {writer[s]} and {i}")
             writer[s] = i
         for s in (*op.reads, *op.writes):
-            if s in allocated and s not in writer:
-                raise GraphError(f"op {op.name!r} (#{i}) touches storage {s} before it is allocated")
-            if writer.get(s, i) != i:
-                before[i].add(writer[s])
+            made = writer.get(s)
+            if made is None:
+                if s in allocated:
+                    raise GraphError(f"op {op.name!r} (#{i}) touches storage {s} before it is allocated")
+            elif made != i:
+                before[i].add(made)
             if s in op.writes:
                 before[i].update(readers.pop(s, ()))
                 writer[s] = i
-            else:
+            elif s in written:
                 readers.setdefault(s, []).append(i)
         before[i].discard(i)
     return Graph(ops, storages, tuple(tuple(sorted(b)) for b in before), frozenset(outputs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from thunder_mem.memory.graph import Graph
@@ -30,6 +31,14 @@ class PlanSteps:
     live_bytes: tuple[int, ...] = ()
     peak: int | None = None
 
+    @cached_property
+    def _copied_at(self) -> dict[int, set[int]]:
+        """For each op of `copied`, its steps there."""
+        steps: dict[int, set[int]] = {}
+        for op, step in self.copied:
+            steps.setdefault(op, set()).add(step)
+        return steps
+
     def first(self, storage: int) -> int | None:
         """The step that makes a storage: 0 for an input, None if every reader recomputes it."""
         made = self.graph.allocator[storage]
@@ -38,13 +47,15 @@ class PlanSteps:
     def uses(self, storage: int, op: int) -> tuple[int, ...]:
         """The steps at which an op uses a storage, not a copy that its own region makes."""
         made = self.graph.allocator[storage]
-        return tuple(i for i in self.of_op[op] if (made, i) not in self.copied)
+        copies = None if made is None else self._copied_at.get(made)
+        steps = self.of_op[op]
+        return tuple([i for i in steps if i not in copies]) if copies else steps
 
     def last(self, storage: int) -> int:
         """The last step at which a storage is alive; -1 if none uses it."""
         if self.graph.storages[storage].held or storage in self.graph.outputs:
             return len(self.live_bytes) - 1
-        return max((i for op in self.graph.users[storage] for i in self.uses(storage, op)), default=-1)
+        return max([i for op in self.graph.users[storage] for i in self.uses(storage, op)], default=-1)
 
     def uses_before_peak(self, storage: int, ops: Sequence[int]) -> int | None:
         """How many of these ops, in source order, use a storage before the peak, at which it is idle.

@@ -91,6 +91,11 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
         RecomputeError: `options.recompute` does not fit this program.
         VerificationError: the planned trace is another program.
     """
+    return _checked(_made(given, executors, options), options)
+
+
+def _made(given: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
+    """The plan, carried out."""
     start = time.perf_counter_ns()
     if any(type(executor).__name__ == "nvFuserExecutor" for executor in executors):
         from thunder.core.rematerialization import replace_uniform
@@ -98,7 +103,11 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
         given = replace_uniform(given)
     optimized = given if options.optimized is None else with_updates(given, options.optimized)
     trace = prepared(without_dead_halves(without_unread_gradients(optimized)))
-    planned = _fitting(trace, executors, options, given, start)
+    return _fitting(trace, executors, options, given, start)
+
+
+def _checked(planned: Planned, options: PlanningOptions) -> Planned:
+    """The plan, verified, with what is known of the trace that runs."""
     assert planned.arranged is not None and planned.final is not None
     over = options.verify is None and any(map(is_written_over_operands, planned.arranged.bound_symbols))
     if over or is_verified(planned.original, planned.plan.fingerprint, options.verify):
@@ -112,7 +121,7 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
         decisions=(*planned.plan.decisions, *about_states(planned.final)),
     )
     with stage("planning: kernels of regions"):
-        plan = with_kernels(plan, planned.final)
+        plan = with_kernels(plan, planned.final_source)
     save_tables()
     return replace(planned, plan=plan)
 
@@ -141,29 +150,30 @@ def lower_plan(
     if whole is None:
         return planned_trace(tiled, executors, options)
     untiled = replace(options, decisions=tuple(d for d in options.decisions if d.what not in ("tiles", "heads")))
-    tried = [_plan_or_error(trace, executors, asked) for trace, asked in ((tiled, options), (whole(), untiled))]
-    found = [planned for planned in tried if isinstance(planned, Planned)]
-    if not found:
-        errors = [error for error in tried if isinstance(error, BudgetError)]
-        raise min(errors, key=attrgetter("smallest_peak_bytes"))
-    if len(found) == 1:
-        return found[0]
-    with_tiles, without = found
+    with_tiles = _made_or_error(tiled, executors, options)
+    without = _made_or_error(whole(), executors, untiled)
+    if isinstance(with_tiles, BudgetError):
+        if isinstance(without, BudgetError):
+            raise min((with_tiles, without), key=attrgetter("smallest_peak_bytes"))
+        return _checked(without, untiled)
+    if isinstance(without, BudgetError):
+        return _checked(with_tiles, options)
     if options.budget is not None:
-        fitting = [planned for planned in (without, with_tiles) if _fits(planned)]
-        if fitting:
-            return min(fitting, key=final_seconds)
-        return with_tiles if _is_lower(with_tiles, without) else without
+        chosen = _better_in_budget(with_tiles, without)
+        return _checked(chosen, untiled if chosen is without else options)
     most_s = (1 + _FREE_TIME) * final_seconds(without)
     with_tiles = _in_time(tiled, with_tiles, executors, options, most_s)
     excess_s = final_seconds(with_tiles) - most_s
-    if excess_s > 0 and cheaper is not None and _is_lower(with_tiles, without):
-        for trace, decisions in cheaper(excess_s):
-            trace, asked = _tidied(trace), replace(options, decisions=decisions)
-            other = _in_time(trace, planned_trace(trace, executors, asked), executors, asked, most_s)
-            if final_seconds(other) <= most_s and _is_lower(other, without):
-                return other
-    return with_tiles if excess_s <= 0 and _is_lower(with_tiles, without) else without
+    if not _is_lower(with_tiles, without):
+        return _checked(without, untiled)
+    if excess_s <= 0:
+        return _checked(with_tiles, options)
+    for trace, decisions in () if cheaper is None else cheaper(excess_s):
+        trace, asked = _tidied(trace), replace(options, decisions=decisions)
+        other = _in_time(trace, _made(trace, executors, asked), executors, asked, most_s)
+        if final_seconds(other) <= most_s and _is_lower(other, without):
+            return _checked(other, asked)
+    return _checked(without, untiled)
 
 
 def _tidied(tiled: TraceCtx) -> TraceCtx:
@@ -177,16 +187,24 @@ def _in_time(
     again = any(d.what == TILES_AGAIN for d in planned.plan.decisions)
     if not again or final_seconds(planned) <= most_s:
         return planned
-    return planned_trace(trace, executors, replace(options, repeat_tiles=False))
+    return _made(trace, executors, replace(options, repeat_tiles=False))
 
 
-def _plan_or_error(
+def _made_or_error(
     trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions
 ) -> Planned | BudgetError:
     try:
-        return planned_trace(trace, executors, options)
+        return _made(trace, executors, options)
     except BudgetError as error:
         return error.with_traceback(None)  # which holds frames with the program
+
+
+def _better_in_budget(with_tiles: Planned, without: Planned) -> Planned:
+    """The faster plan of those that fit; if none does, the lower one."""
+    fitting = [planned for planned in (without, with_tiles) if _fits(planned)]
+    if fitting:
+        return min(fitting, key=final_seconds)
+    return with_tiles if _is_lower(with_tiles, without) else without
 
 
 def _fits(planned: Planned) -> bool:
@@ -203,10 +221,9 @@ def _is_lower(planned: Planned, other: Planned) -> bool:
 
 def final_seconds(planned: Planned) -> float:
     """The modelled seconds of a plan that was carried out, with what waits for copies to the host and back."""
-    assert planned.final is not None
     outcome = planned.plan.budget
     exposed_s = outcome.exposed_ms / 1e3 if outcome is not None else 0.0
-    return overlapped_seconds(planned.final, device_model_of(device_of(planned.source))) + exposed_s
+    return overlapped_seconds(planned.final_source, device_model_of(device_of(planned.source))) + exposed_s
 
 
 def _peak_with_loss_outside(planned: Planned) -> int:

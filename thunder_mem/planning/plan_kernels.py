@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from thunder.core.trace import TraceCtx
-
 from thunder_mem.memory.kernel_figures import KernelFigures
 from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Decision, Plan
 from thunder_mem.memory.units import counted, size
 from thunder_mem.semantics.kernel_scratch import region_scratch_bytes
 from thunder_mem.semantics.op_traits import traits_of
-from thunder_mem.trace.reading import read_trace
+from thunder_mem.trace.reading import TraceGraph
 
 __all__ = ["with_kernels"]
 
 
-def with_kernels(plan: Plan, trace: TraceCtx) -> Plan:
+def with_kernels(plan: Plan, source: TraceGraph) -> Plan:
     """Add a decision about the regions' kernels, which the plan's peaks already count; no change if none is known.
 
     Args:
         plan: that was carried out.
-        trace: its final trace.
+        source: the reading of its final trace.
     """
-    source = read_trace(trace)
     known = [f for b in source.bsyms if isinstance(f := traits_of(b).kernels(b, source.layout), KernelFigures)]
     if not known:
         return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 
 import torch
@@ -104,6 +105,12 @@ class Planned:
     @property
     def peak_bytes(self) -> int:
         return self.plan.candidate.peak_bytes
+
+    @cached_property
+    def final_source(self) -> TraceGraph:
+        """The final trace, read as a graph."""
+        assert self.final is not None
+        return read_trace(self.final)
 
 
 def read_program(trace: TraceCtx, executors: tuple[FusionExecutor, ...], options: PlanningOptions) -> Program:

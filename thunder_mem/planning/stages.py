@@ -21,7 +21,7 @@ from thunder_mem.rewrites.buffer_reuse import reuse_and_sort, with_reuse
 from thunder_mem.rewrites.transfer_scheduling import schedule_transfers, with_transfers
 from thunder_mem.tiling.chunk_resizing import fit_loops, with_fitted_loops
 from thunder_mem.trace.emission import emit, regions_in_order
-from thunder_mem.trace.reading import read_trace
+from thunder_mem.trace.reading import TraceGraph, read_trace
 
 __all__ = ["STAGES", "Emitted", "carried_out"]
 
@@ -35,12 +35,14 @@ class Emitted:
         given: Thunder's trace.
         trace: the trace so far.
         plan: with the peaks of `trace`.
+        source: the reading of the first trace, on which the first stage works.
     """
 
     program: Program
     given: TraceCtx
     trace: TraceCtx
     plan: Plan
+    source: TraceGraph
 
     @property
     def budget_bytes(self) -> int | None:
@@ -53,7 +55,7 @@ def reuse_buffers(emitted: Emitted) -> Emitted:
     options = emitted.program.options
     if not options.reuse:
         return emitted
-    reused = reuse_and_sort(read_trace(emitted.trace), emitted.trace, options.sort)
+    reused = reuse_and_sort(emitted.source, emitted.trace, options.sort)
     if reused is None:
         return emitted
     return replace(emitted, trace=reused.trace, plan=with_reuse(emitted.plan, reused))
@@ -92,12 +94,13 @@ def carried_out(program: Program, planned: Planned, given: TraceCtx, start: int)
     executors = {str(e.name): e for e in program.executors}
     note = f"Memory planning (took {(time.perf_counter_ns() - start) // 1_000_000} milliseconds)"
     first = emit(planned.source, planned.trace, plan, executors, note)
-    emitted = Emitted(program, given, first, plan.after(peaks=peaks_of(read_trace(first).graph)))
+    source = read_trace(first)
+    emitted = Emitted(program, given, first, plan.after(peaks=peaks_of(source.graph)), source)
     for step in STAGES:
         with stage(f"planning: {step.__name__.replace('_', ' ')}"):
             emitted = step(emitted)
     final, plan = emitted.trace, emitted.plan
     plan = replace(plan, regions=regions_in_order(plan.regions, first, final))
-    if fitted := fit_loops(final, emitted.budget_bytes):
+    if fitted := fit_loops(final, emitted.budget_bytes, emitted.source):
         final, plan = fitted.trace, with_fitted_loops(plan, fitted)
     return replace(planned, plan=plan, arranged=emitted.trace, final=final)

@@ -49,12 +49,14 @@ def keeping_borders(
         return None
     costly = replace(fuse, cheap=(False,) * len(source.graph))
     best, lowest = None, _peak_bytes(trace, source, offered)
+    tried = {offered}
     for waiting in _choices(borders):
         kept = frozenset[int]().union(*waiting)
         choice = replace(constraints, must_save=constraints.must_save | kept)
         rebuilt = min_cut_partition(source.graph, costly, choice)
-        if (peak := _peak_bytes(trace, source, rebuilt)) < lowest:
+        if rebuilt not in tried and (peak := _peak_bytes(trace, source, rebuilt)) < lowest:
             best, lowest = rebuilt, peak
+        tried.add(rebuilt)
     return best
 
 

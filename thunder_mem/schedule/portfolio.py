@@ -115,13 +115,13 @@ def exact(live: Liveness, max_moves: int = _EXACT_MOVES) -> Sorted:
     """The optimal order, by search over the sets of ops that have run.
 
     Exponential: meant for up to about 60 ops. If `max_moves` do not suffice, the result is the portfolio's
-    order, with `optimal` False.
+    order, and `bound_bytes` is what the search has proven.
     """
     start = portfolio(live)
     if start.optimal:
         return start
-    found = solve(live, whole_graph(live), footprint_bytes(live), start.peak_bytes, max_moves)
+    found = solve(live, whole_graph(live), start.bound_bytes, start.peak_bytes, max_moves)
     if found.order is None:
-        return Sorted(start.order, start.peak_bytes, start.algorithm, found.complete)
+        return replace(start, bound_bytes=max(start.bound_bytes, found.proven_bytes))
     order = toward_source(live, found.order, found.proven_bytes)
-    return Sorted(order, found.proven_bytes, "exact", True)
+    return Sorted(order, found.proven_bytes, "exact", found.proven_bytes)

@@ -8,7 +8,7 @@ promises nothing about results of its composite operators (`sum_to_size`, `dropo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import torch
@@ -93,27 +93,41 @@ class Aliases:
             self._above[a] = b
 
     def _follow(self, bsym: BoundSymbol) -> None:
-        for part in bsym.subsymbols:
-            self._follow(part)
-        traits = traits_of(bsym)
-        if self._in_place or not traits.in_place:
-            for name, arg in traits.shares(bsym).items():
-                self.join(name, arg.name)
-        args, outs = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
-        if bsym.sym.id is PrimIDs.UPDATE_ALIASES or bsym.sym.name == "update_aliases":
-            for new, old in zip(outs, args, strict=True):
-                self.join(new.name, old.name)
-        elif is_copy(bsym):
-            for out in outs:
-                self.join(out.name, bsym.args[1].name)
-        elif bsym.sym.is_fusion or traits is not PLAIN:
-            return  # what its parts or its traits say is all
-        elif args and may_share_memory(bsym):
-            casts = bool(bsym.subsymbols) or bsym.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE
-            for out in outs:
-                for arg in args:
-                    if not casts or out.dtype == arg.dtype:  # a cast that changes the dtype copies
-                        self.join(out.name, arg.name)
+        for a, b, in_place in _pairs(bsym):
+            if self._in_place or not in_place:
+                self.join(a, b)
+
+
+def _pairs(bsym: BoundSymbol) -> tuple[tuple[str, str, bool], ...]:
+    """The names that may share memory because of a bound symbol, and whether a result written in place is why.
+
+    Planning reads most bound symbols many times, so each keeps its answer.
+    """
+    known = vars(bsym).get("_memory_pairs")
+    if known is None:
+        known = vars(bsym)["_memory_pairs"] = tuple(_found_pairs(bsym))
+    return known
+
+
+def _found_pairs(bsym: BoundSymbol) -> Iterator[tuple[str, str, bool]]:
+    for part in bsym.subsymbols:
+        yield from _pairs(part)
+    traits = traits_of(bsym)
+    for name, arg in traits.shares(bsym).items():
+        yield name, arg.name, traits.in_place
+    args, outs = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
+    if bsym.sym.id is PrimIDs.UPDATE_ALIASES or bsym.sym.name == "update_aliases":
+        yield from ((new.name, old.name, False) for new, old in zip(outs, args, strict=True))
+    elif is_copy(bsym):
+        yield from ((out.name, bsym.args[1].name, False) for out in outs)
+    elif bsym.sym.is_fusion or traits is not PLAIN:
+        return  # what its parts or its traits say is all
+    elif args and may_share_memory(bsym):
+        casts = bool(bsym.subsymbols) or bsym.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE
+        for out in outs:
+            for arg in args:
+                if not casts or out.dtype == arg.dtype:  # a cast that changes the dtype copies
+                    yield out.name, arg.name, False
 
 
 def _tensors(proxies: Iterable[object]) -> list[TensorProxy | FutureTensorProxy]:

@@ -20,6 +20,7 @@ from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.loop_body.block import build_body
+from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
 from thunder_mem.loop_body.leaves import PRODUCTS, Leaf
 from thunder_mem.loop_body.region import Amplifier, Refused, Region, Value
@@ -177,8 +178,10 @@ def _on_gpu(region: Region) -> bool:
 class Blocks:
     """The region's compiled blocks, each built once."""
 
-    def __init__(self, region: Region, sides: Sequence[Value], executors: Sequence[Any]):
-        self.region, self.sides, self.executors = region, sides, executors
+    def __init__(
+        self, region: Region, sides: Sequence[Value], executors: Sequence[Any], equal: EqualBlocks | None = None
+    ):
+        self.region, self.sides, self.executors, self.equal = region, sides, executors, equal
         self.built: dict[tuple[int, bool, bool], Body] = {}
 
     def __call__(self, sizes: Sequence[int], wanted: Sequence[bool], outputs: bool) -> dict[int, Body]:
@@ -187,7 +190,14 @@ class Blocks:
             for size in sizes:
                 if (size, any(wanted), outputs) not in self.built:
                     body = build_body(
-                        self.region, self.sides, wanted, size, self.executors, outputs, not self.region.amplifiers
+                        self.region,
+                        self.sides,
+                        wanted,
+                        size,
+                        self.executors,
+                        outputs,
+                        not self.region.amplifiers,
+                        self.equal,
                     )
                     if _on_gpu(self.region):
                         body = with_gradients_over_logits(body, wanted[: len(self.region.amplifiers)])

@@ -30,7 +30,7 @@ from thunder_mem.memory.plan import Plan
 from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.tiling.rows_per_chunk import floor_rows
-from thunder_mem.trace.reading import proxies_in, read_trace
+from thunder_mem.trace.reading import TraceGraph, proxies_in, read_trace
 from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["ResizedLoops", "fit_loops", "leanest_loops", "with_fitted_loops", "write_over_dead_rows"]
@@ -51,12 +51,15 @@ class ResizedLoops:
     peaks: tuple[int, int]
 
 
-def fit_loops(trace: TraceCtx, budget_bytes: int | None = None) -> ResizedLoops | None:
+def fit_loops(
+    trace: TraceCtx, budget_bytes: int | None = None, earlier: TraceGraph | None = None
+) -> ResizedLoops | None:
     """Give every loop whose rows the user did not set the largest chunks that do not raise the program's peak.
 
     Args:
         trace: a joint or plain trace in its final order.
         budget_bytes: chunks may grow up to this peak until the matrix products are efficient.
+        earlier: a reading of the trace from which `trace` was made.
 
     Returns:
         None when there is no loop in the trace.
@@ -64,7 +67,7 @@ def fit_loops(trace: TraceCtx, budget_bytes: int | None = None) -> ResizedLoops 
     if not any(map(is_chunk_loop, trace.bound_symbols)):
         return None
     trace = write_over_dead_rows(trace)
-    source = read_trace(trace)
+    source = read_trace(trace, earlier)
     graph = source.graph
     live = price_order(graph).live_bytes
     peak = max(live)

@@ -8,6 +8,7 @@ from typing import Any
 from thunder_mem.chunk_loop.plan import LoopPlan
 from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.run import ChunkLoop
+from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.leaves import Leaf, size_bytes
 from thunder_mem.loop_body.region import Region
 from thunder_mem.tiling.build import Blocks, differentiable_of, head_label, spec_of, sum_dtype
@@ -17,7 +18,13 @@ __all__ = ["build_tiles", "tile_gain_bytes"]
 
 
 def build_tiles(
-    region: Region, rows: int, sized: str, accumulate: str | None, executors: Sequence[Any], name: str
+    region: Region,
+    rows: int,
+    sized: str,
+    accumulate: str | None,
+    executors: Sequence[Any],
+    name: str,
+    equal: EqualBlocks | None = None,
 ) -> ChunkLoop:
     """Plan the loop of a stretch and compile its tiles.
 
@@ -29,6 +36,7 @@ def build_tiles(
             that may still be narrowed.
         executors: the executors of the tiles.
         name: unique in the trace.
+        equal: the tiles built before; equal ones are used again.
 
     Raises:
         Refused: a tile cannot be built.
@@ -40,7 +48,7 @@ def build_tiles(
     grads = tuple(i for i, v in enumerate(inputs) if differentiable and v.proxy.name in needs_grad)
     rows = min(rows, region.n)
     products = [m for m in region.members if m.is_product]
-    blocks = Blocks(region, inputs, executors)
+    blocks = Blocks(region, inputs, executors, equal)
     sizes = block_sizes(region.n, rows, rows)
     forward = blocks(sizes, [False] * len(inputs), True)
     backward = blocks(sizes, [i in grads for i in range(len(inputs))], False) if grads else {}

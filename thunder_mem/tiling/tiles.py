@@ -29,6 +29,7 @@ from thunder_mem.chunk_loop.symbols import check_autograd, is_chunk_loop, loop_o
 from thunder_mem.frontend.checkpoint_tags import CHECKPOINTED
 from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.loop_body.borders import Borders, Mask
+from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.leaves import Leaf, Program, read_program, size_bytes
 from thunder_mem.loop_body.region import Refused, Region
 from thunder_mem.memory.outside_input import quoted
@@ -135,6 +136,7 @@ class _Tiler:
         self.marked = frozenset[str]().union(*(m.names for m in marks))
         self.tried: set[tuple[str, int, tuple[int, ...]]] = set()  # keys of seeds
         self.done: set[str] = set()
+        self.equal = EqualBlocks()
         self.loops: list[LoopPlan] = []
         self.refusals: dict[str, StretchRefusal] = {}  # by the name of the product's result
         self.replaced: dict[str, tuple[BoundSymbol, ...]] = {}  # by a loop's name, the leaves that it replaces
@@ -203,7 +205,8 @@ class _Tiler:
         rows = -(-enough // seed.positions)
         if not asked and region.n < 2 * rows:
             return None
-        loop = build_tiles(region, rows, sized, self.tiles.accumulate, self.executors, f"tiles{len(self.loops)}")
+        name = f"tiles{len(self.loops)}"
+        loop = build_tiles(region, rows, sized, self.tiles.accumulate, self.executors, name, self.equal)
         if asked:
             return loop
         return loop if tile_gain_bytes(loop.plan) > 0 and not self.choice.leaves_whole(loop.plan) else None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
@@ -94,7 +94,8 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     *body, result = symbols
     prefix = [b for b in body if b.sym.id in UNPACKING]
     body = [b for b in body if b.sym.id not in UNPACKING]
-    in_forward = _forward_half(body, result)
+    names_of = {id(b): _names(b) for b in body}
+    in_forward = _forward_half(body, names_of, result)
     backward = [b for b, forward in zip(body, in_forward, strict=True) if not forward]
     body = [b for b, forward in zip(body, in_forward, strict=True) if forward]
     forward_count = len(body)
@@ -111,21 +112,21 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
 
     storages, storage_of = _storages(layout, arguments, body, _held(trace, arguments))
     zeros = _zeros_for_outputs(body, result, len(storages))
+    names = [names_of[id(b)] for b in body]
     producer_of: dict[str, int] = {}
-    for i, b in enumerate(body):
-        taken = {p.name for p in b.flat_proxy_args}
-        for p in b.flat_proxy_outs:
-            if p.name not in taken:
-                producer_of.setdefault(p.name, i)
+    for i, (taken, made) in enumerate(names):
+        for name in made:
+            if name not in taken:
+                producer_of.setdefault(name, i)
 
     returned_names = frozenset(p.name for p in _returned(result))
     known = {id(op.payload): op for op in earlier.graph.ops} if earlier else {}
-    ops = _ops(body, effects, forward_count, arguments, storage_of, layout, known)
+    ops = _ops(body, names, effects, forward_count, arguments, storage_of, layout, known)
     if zeros:
         first = ops[forward_count]
         ops[forward_count] = replace(first, allocates=(*first.allocates, *(s.index for s in zeros)))
-    alias_edges, overwritten = _possible_aliases(body, effects, storage_of)
-    edges = [*_data_edges(body, producer_of), *_effect_edges(effects), *alias_edges]
+    alias_edges, overwritten = _possible_aliases(body, names, effects, storage_of)
+    edges = [*_data_edges(names, producer_of), *_effect_edges(effects), *alias_edges]
     edges += _cotangent_edges(body, forward_count, edges)
     outputs = {storage_of[name] for name in returned_names if name in storage_of}
     outputs |= {s.index for s in zeros[-1:]}  # Thunder's backward keeps the last one's name, `_`, to its end
@@ -144,13 +145,24 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     )
 
 
+class _Names(NamedTuple):
+    """The names of a bound symbol's arguments and results."""
+
+    taken: tuple[str, ...]
+    made: tuple[str, ...]
+
+
+def _names(bsym: BoundSymbol) -> _Names:
+    return _Names(tuple([p.name for p in bsym.flat_proxy_args]), tuple([p.name for p in bsym.flat_proxy_outs]))
+
+
 def joint_results(result: BoundSymbol) -> dict[str, Any] | None:
     """What the return of a joint trace returns, by Thunder's names; None for the return of any other trace."""
     returned = result.args[0] if result.args else None
     return returned if isinstance(returned, dict) and "fw_flat_out" in returned else None
 
 
-def _forward_half(body: Sequence[BoundSymbol], result: BoundSymbol) -> list[bool]:
+def _forward_half(body: Sequence[BoundSymbol], names_of: Mapping[int, _Names], result: BoundSymbol) -> list[bool]:
     """The symbols that Thunder will run in the forward: those that the forward's outputs need.
 
     The same walk as `thunder.transforms.autodiff.split_into_forward_and_backward`, which cuts the
@@ -166,10 +178,12 @@ def _forward_half(body: Sequence[BoundSymbol], result: BoundSymbol) -> list[bool
         b = body[i]
         if b.sym == prims.get_grad:
             continue
+        taken, made = names_of[id(b)]
         copies_forward_value = (b.sym == prims.copy_ or b.sym.name == "copy_") and b.args[1].name in needed
-        if copies_forward_value or any(p.name in needed for p in b.flat_proxy_outs):
+        if copies_forward_value or not needed.isdisjoint(made):
             in_forward[i] = True
-            needed.update(p.name for p in (*b.flat_proxy_args, *b.flat_proxy_outs))
+            needed.update(taken)
+            needed.update(made)
     return in_forward
 
 
@@ -188,25 +202,29 @@ def _held(trace: TraceCtx, arguments: Sequence[Proxy]) -> set[str]:
 def _storages(
     layout: Layout, arguments: Sequence[Proxy], body: Sequence[BoundSymbol], held: set[str]
 ) -> tuple[list[Storage], dict[str, int]]:
-    proxies = [*arguments, *(p for b in body for p in (*b.flat_proxy_args, *b.flat_proxy_outs))]
     on_host = {name: device for b in body for name, device in traits_of(b).on_host(b).items()}
     without_memory = {p.name for b in body for p in empty_outputs(b)}
     by_key: dict[int, int] = {}
     storages: list[Storage] = []
     storage_of: dict[str, int] = {}
-    for p in proxies:
-        if p.name in storage_of or not isinstance(p, TensorProxy | FutureTensorProxy):
+    seen: set[int] = set()
+    for p in chain(arguments, *((*b.flat_proxy_args, *b.flat_proxy_outs) for b in body)):
+        if id(p) in seen:
             continue
-        if p.name not in layout:
-            raise ValueError(f"the trace uses {p.name}, which nothing produces")
-        key = layout.storage_key(p.name)
+        seen.add(id(p))
+        name = p.name
+        if name in storage_of or not isinstance(p, TensorProxy | FutureTensorProxy):
+            continue
+        if name not in layout:
+            raise ValueError(f"the trace uses {name}, which nothing produces")
+        key = layout.storage_key(name)
         if key not in by_key:
             by_key[key] = len(storages)
-            device, nbytes = p.device.device_str(), layout.nbytes(p.name)
-            host = host_bytes(nbytes, on_host[p.name]) if p.name in on_host else 0
-            device_bytes = 0 if p.name in on_host or p.name in without_memory else block_bytes(nbytes, device)
-            storages.append(Storage(len(storages), device_bytes, p.name, device, p.name in held, host))
-        storage_of[p.name] = by_key[key]
+            device, nbytes = p.device.device_str(), layout.nbytes(name)
+            host = host_bytes(nbytes, on_host[name]) if name in on_host else 0
+            device_bytes = 0 if name in on_host or name in without_memory else block_bytes(nbytes, device)
+            storages.append(Storage(len(storages), device_bytes, name, device, name in held, host))
+        storage_of[name] = by_key[key]
     return storages, storage_of
 
 
@@ -235,6 +253,7 @@ def _zeros_for_outputs(body: Sequence[BoundSymbol], result: BoundSymbol, count: 
 
 def _ops(
     body: Sequence[BoundSymbol],
+    names: Sequence[_Names],
     effects: Sequence[Effects],
     forward_count: int,
     arguments: Sequence[Proxy],
@@ -246,25 +265,28 @@ def _ops(
     born = {storage_of[p.name] for p in arguments}
     started: dict[str, tuple[int, ...]] = {}  # the storages that a collective in flight still reads, by its future
     ops = []
-    for i, (b, effect) in enumerate(zip(body, effects, strict=True)):
-        args = [p.name for p in b.flat_proxy_args if p.name in storage_of]
-        outs = [p.name for p in b.flat_proxy_outs if p.name in storage_of]
-        reads = dict.fromkeys(storage_of[name] for name in args)
-        reads |= dict.fromkeys(s for name in args for s in started.get(name, ()))
-        fresh = dict.fromkeys(storage_of[name] for name in outs if storage_of[name] not in reads)
-        allocates = [s for s in fresh if s not in born]
-        born.update(allocates)
+    for i, (b, (taken, made), effect) in enumerate(zip(body, names, effects, strict=True)):
+        reads = dict.fromkeys([storage_of[name] for name in taken if name in storage_of])
+        for name in taken if started else ():
+            reads |= dict.fromkeys(started.get(name, ()))
+        allocates = []
+        for name in made:
+            s = storage_of.get(name)
+            if s is not None and s not in born and s not in reads:
+                allocates.append(s)
+                born.add(s)
         started |= {p.name: tuple(reads) for p in b.flat_proxy_outs if isinstance(p, FutureTensorProxy)}
+        earlier = known.get(id(b))
         ops.append(
             Op(
-                index=i,
-                name=symbol_name(b.sym),
-                reads=tuple(reads),
-                writes=tuple(dict.fromkeys(storage_of[name] for name in effect.writes)),
-                allocates=tuple(allocates),
-                scratch_bytes=_scratch_bytes(b, layout, known.get(id(b))),
-                backward=i >= forward_count,
-                payload=b,
+                i,
+                symbol_name(b.sym) if earlier is None else earlier.name,
+                tuple(reads),
+                tuple(dict.fromkeys([storage_of[name] for name in effect.writes])) if effect.writes else (),
+                tuple(allocates),
+                _scratch_bytes(b, layout, earlier),
+                i >= forward_count,
+                b,
             )
         )
     return ops
@@ -276,10 +298,13 @@ def _scratch_bytes(bsym: BoundSymbol, layout: Layout, known: Op | None) -> int:
     return estimated_scratch_bytes(bsym) + region_scratch_bytes(bsym, layout)
 
 
-def _data_edges(body: Sequence[BoundSymbol], producer_of: dict[str, int]) -> list[tuple[int, int]]:
+def _data_edges(names: Sequence[_Names], producer_of: dict[str, int]) -> list[tuple[int, int]]:
     edges = []
-    for i, b in enumerate(body):
-        edges += [(producer_of[p.name], i) for p in b.flat_proxy_args if producer_of.get(p.name, i) < i]
+    for i, (taken, _) in enumerate(names):
+        for name in taken:
+            producer = producer_of.get(name, i)
+            if producer < i:
+                edges.append((producer, i))
     return edges
 
 
@@ -318,7 +343,7 @@ def _cotangent_edges(
 
 
 def _possible_aliases(
-    body: Sequence[BoundSymbol], effects: Sequence[Effects], storage_of: dict[str, int]
+    body: Sequence[BoundSymbol], names: Sequence[_Names], effects: Sequence[Effects], storage_of: dict[str, int]
 ) -> tuple[list[tuple[int, int]], frozenset[int]]:
     """Edges around every write, for all names that may share its memory; and the storages that may be overwritten.
 
@@ -331,15 +356,14 @@ def _possible_aliases(
     for name, storage in storage_of.items():
         aliases.join(name, first.setdefault(storage, name))
     written = {aliases(name) for effect in effects for name in effect.writes}
+    futures = {p.name for b in body for p in b.flat_proxy_outs if isinstance(p, FutureTensorProxy)}
+    memory_of = {name: m for name in storage_of if (m := aliases(name)) in written and name not in futures}
     writer: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     edges: list[tuple[int, int]] = []
-    for i, (b, effect) in enumerate(zip(body, effects, strict=True)):
-        names = [p.name for p in (*b.flat_proxy_args, *b.flat_proxy_outs) if isinstance(p, TensorProxy)]
+    for i, ((taken, made), effect) in enumerate(zip(names, effects, strict=True)):
         writes = {aliases(name) for name in effect.writes}
-        for memory in dict.fromkeys(map(aliases, names)):
-            if memory not in written:
-                continue
+        for memory in dict.fromkeys([memory_of[name] for name in (*taken, *made) if name in memory_of]):
             if memory in writer:
                 edges.append((writer[memory], i))
             if memory in writes:

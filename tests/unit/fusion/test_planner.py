@@ -23,6 +23,7 @@ from tests.checking.graphs import (
     training,
 )
 from tests.programs.fusible import EXECUTORS, check_plan, fusible, fusible_graphs, half_peaks, plan_live_bytes
+from thunder_mem.fusion import arrangement
 from thunder_mem.fusion.arrangement import THUNDERS_OWN, arrange, fingerprint
 from thunder_mem.fusion.contraction import FusionCapabilities, consecutive_groups
 from thunder_mem.memory.graph import Graph, GraphError
@@ -306,3 +307,18 @@ def test_layers_of_the_same_program_make_large_plans_fast_enough_to_test():
     plan = arrange(graph, fuse, EXECUTORS)
     check_plan(graph, fuse, plan)
     assert half_peaks(plan, plan_live_bytes(graph, plan)) == peaks(plan)
+
+
+# ---- what a plan costs ----
+
+
+@pytest.mark.parametrize("seed", [0, 3, 7, 15])
+def test_more_copies_are_priced_only_if_they_replace_a_value_outside_of_regions(seed, monkeypatch):
+    graph, fuse = fusible(layered(seed, 20), seed)
+    priced, propose = [], arrangement._propose
+    monkeypatch.setattr(arrangement, "_propose", lambda *args: priced.append(args) or propose(*args))
+    plan = arrange(graph, fuse, EXECUTORS)
+    assert len(priced) == 1
+    monkeypatch.setattr(arrangement, "_may_lower", lambda chains, best: True)
+    assert arrange(graph, fuse, EXECUTORS) == plan
+    assert len(priced) == 3

@@ -44,6 +44,13 @@ def test_bound_exact_auto_source_in_this_order(graph):
     assert (bound.complete, bound.bound_bytes) == (True, best.peak_bytes)
 
 
+def test_exact_claims_what_its_own_search_proves():
+    graph = layered(5, 120)
+    auto, best = sort_graph(graph), sort_graph(graph, "exact")
+    assert best.peak_bytes == auto.peak_bytes
+    assert (auto.optimal, best.optimal) == (False, True)
+
+
 @given(graphs(24))
 def test_a_search_cut_short_still_bounds(graph):
     live = liveness(graph)
