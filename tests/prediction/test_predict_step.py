@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.programs.predict_cases import CASES, WAYS, Net, Tied, trained
 from thunder_mem import predict
-from thunder_mem.prediction import operator_scratch, scratch
+from thunder_mem.fake_execution import operator_scratch, scratch
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import predict_step, training_step
 from thunder_mem.runtime.measure import measure_peak

@@ -51,7 +51,7 @@ def test_it_names_the_peak_beside_eagers_and_thunders(stack, report):
         f"Thunder alone {size(alone.peak_bytes)}"
     )
     assert len(lines) == 5 and all(len(line) <= WIDTH for line in lines)
-    assert report.peak.op in lines[1] and "report_cases.py:40: x = x + block" in lines[1]
+    assert report.peak.op in lines[1] and "report_cases.py:44: x = x + block" in lines[1]
 
 
 def test_holders_are_modules_and_sum_to_the_peak(report):
