@@ -20,7 +20,8 @@ from thunder_mem.costs.measured import _load
 from thunder_mem.partition.budget import parse_budget
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.runtime.scratch_cache import Table
-from thunder_mem.user_choices.config import ENVIRONMENT, MAX_CHARACTERS, MAX_ENTRIES, parse_config
+from thunder_mem.user_choices.config import ENVIRONMENT, parse_config
+from thunder_mem.user_choices.written import MAX_CHARACTERS, MAX_ENTRIES
 
 PACKAGE = Path(thunder_mem.__file__).parent
 JSON = st.recursive(

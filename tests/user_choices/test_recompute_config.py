@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thunder_mem import MemEfficient, RecomputeError, last_plan
-from thunder_mem.user_choices.config import ENVIRONMENT, STRATEGIES, Entry, RecomputeConfig, parse_config
+from thunder_mem.user_choices.config import ENVIRONMENT, RecomputeConfig, parse_config
+from thunder_mem.user_choices.written import STRATEGIES, Entry
 
 words = st.from_regex(r"[A-Z][A-Za-z]{0,8}", fullmatch=True)
 patterns = st.lists(words, min_size=1, max_size=3).map(lambda w: "+".join(w) + "+")

@@ -27,8 +27,9 @@ from thunder_mem.partition.min_cut_partition import min_cut_partition, saved_sto
 from thunder_mem.planning.program import Planned
 from thunder_mem.trace.origins import alike, origin_of, source_of
 from thunder_mem.trace.reading import TraceGraph
-from thunder_mem.user_choices.config import Entry, choices_of
+from thunder_mem.user_choices.config import choices_of
 from thunder_mem.user_choices.patterns import Occurrence, RecomputeCandidate, Single, candidates, occurrences
+from thunder_mem.user_choices.written import Entry
 
 __all__ = ["recompute_table"]
 

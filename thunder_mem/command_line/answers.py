@@ -46,8 +46,6 @@ from thunder_mem.rendering.text import wrapped
 from thunder_mem.report import explain
 from thunder_mem.report.brief import brief
 from thunder_mem.report.sections import headline, sections
-from thunder_mem.user_choices.config import parse_config
-from thunder_mem.user_choices.offload import parse_offload
 
 __all__ = ["answer"]
 
@@ -110,7 +108,6 @@ def _note(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    _check_patterns(options)  # before the long work
     # Output of the user's code, also during tracing, must not mix with this command's output.
     with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not options.inference):
         answer = _work(options)
@@ -120,20 +117,6 @@ def _run(options: argparse.Namespace) -> int:
         answer.save(pathlib.Path(name))
     _show(options, answer)
     return FITS if answer.fits else DOES_NOT_FIT
-
-
-def _check_patterns(options: argparse.Namespace) -> None:
-    """Check `--recompute` and `--offload`; return the latter in the form for `MemEfficient`."""
-    try:
-        if options.recompute is not None:
-            parse_config(options.recompute)
-        if isinstance(given := getattr(options, "offload", False), str):
-            options.offload = f"only:{given.removeprefix('only:')}"
-            parse_offload(options.offload)
-    except OSError as error:
-        raise UsageError(f"--recompute {options.recompute} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _work(options: argparse.Namespace) -> _Answer:

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from thunder_mem.command_line.early_checks import check_files, check_optimizer
+from thunder_mem.command_line.early_checks import check_files, check_optimizer, check_patterns
 from thunder_mem.memory.device_specs import DEVICES, device_spec
 from thunder_mem.memory.outside_input import quoted, whole_number
 from thunder_mem.memory.units import parse_bytes
@@ -108,6 +108,7 @@ def read_words(words: Sequence[str] | None) -> argparse.Namespace | int:
             command.refuse(unknown)
         try:
             check_files(options)
+            check_patterns(options)
         except ValueError as error:
             command.error(str(error))
         return options

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.rendering.endings import FRONTIER_ENDINGS, REPORT_ENDINGS
+from thunder_mem.user_choices.written import ONLY, offload_pattern, read_entries
 
-__all__ = ["check_files", "check_optimizer"]
+__all__ = ["check_files", "check_optimizer", "check_patterns"]
 
 
 def check_files(options: argparse.Namespace) -> None:
@@ -56,3 +57,19 @@ def check_optimizer(name: str) -> None:
             near = get_close_matches(name, known, n=1)
             names = ", ".join([*near, *(other for other in known if other not in near)])
             raise ValueError(f"torch.optim has no optimizer {quoted(name)}; it has {names}")
+
+
+def check_patterns(options: argparse.Namespace) -> None:
+    """Check `--recompute` and `--offload`; give the latter the form for `MemEfficient`.
+
+    Raises:
+        ValueError: a text is malformed, or a file cannot be read.
+    """
+    if (recompute := getattr(options, "recompute", None)) is not None:
+        try:
+            read_entries(recompute)
+        except OSError as error:
+            raise ValueError(f"--recompute {recompute} cannot be read: {error.strerror}") from error
+    if isinstance(given := getattr(options, "offload", False), str):
+        options.offload = f"{ONLY}{given.removeprefix(ONLY)}"
+        offload_pattern(options.offload)

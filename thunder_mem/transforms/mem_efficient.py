@@ -55,10 +55,11 @@ from thunder_mem.transforms.other_transforms import (
     with_whole_heads,
     with_whole_stretches,
 )
-from thunder_mem.user_choices.config import Written, from_environment, parse_config
+from thunder_mem.user_choices.config import from_environment, parse_config
 from thunder_mem.user_choices.offload import parse_offload
 from thunder_mem.user_choices.partition_policy import PartitionPolicy
 from thunder_mem.user_choices.policy import Policy, PolicyChooser, check_policy
+from thunder_mem.user_choices.written import Written
 
 __all__ = ["MemEfficient"]
 

@@ -14,10 +14,9 @@ from thunder_mem.partition.transfer_windows import Moves, moves_of
 from thunder_mem.rewrites.offload import offload_obstacle
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.user_choices.patterns import candidates, names_empty_values
+from thunder_mem.user_choices.written import ONLY, offload_pattern
 
 __all__ = ["OffloadOption", "moves_for", "parse_offload"]
-
-_ONLY = "only:"
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class OffloadOption:
     pattern: str = ""
 
     def __str__(self) -> str:
-        return f"{_ONLY}{self.pattern}" if self.pattern else "True"
+        return f"{ONLY}{self.pattern}" if self.pattern else "True"
 
 
 def parse_offload(given: bool | str) -> OffloadOption | None:
@@ -44,14 +43,8 @@ def parse_offload(given: bool | str) -> OffloadOption | None:
     if isinstance(given, bool):
         return OffloadOption() if given else None
     if not isinstance(given, str):
-        raise TypeError(f'offload is True, False or "{_ONLY}PATTERN", not {quoted(given)}')
-    words = given.removeprefix(_ONLY).strip().removesuffix("+").split("+")
-    if not given.startswith(_ONLY) or not all(word.isidentifier() for word in words):
-        raise ValueError(
-            f'offload is True, False or "{_ONLY}PATTERN", with a pattern as recompute_table names them, such as '
-            f'"{_ONLY}Gelu+", not {quoted(given)}'
-        )
-    return OffloadOption("+".join(words) + "+")
+        raise TypeError(f'offload is True, False or "{ONLY}PATTERN", not {quoted(given)}')
+    return OffloadOption(offload_pattern(given))
 
 
 def moves_for(
