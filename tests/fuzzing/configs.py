@@ -224,9 +224,12 @@ def _pointwise(fusion_type: str | None = None) -> Callable[[Callable], Callable]
     return compile
 
 
-def _tiles(options: Options) -> Config:
-    name = f"tiles-of-{options.tile}" + ("-and-heads" if options.groups else "")
+def _named(name: str, options: Options) -> Config:
     return Config(name, _compile(options), (_MEM,), "thunder", options)
+
+
+def _tiles(options: Options) -> Config:
+    return _named(f"tiles-of-{options.tile}" + ("-and-heads" if options.groups else ""), options)
 
 
 CONFIGS = {
@@ -238,6 +241,8 @@ CONFIGS = {
         Config("mem", _compile(Options()), (_MEM,), "thunder"),
         *(_tiles(Options(tile=n, chunk=n > 3)) for n in (3, 5, 7)),
         _tiles(Options(tile=5, groups=True, executors="attention")),
+        _named("step", Options(step=True)),
+        _named("step-and-tiles-of-3", Options(step=True, tile=3)),
         Config("mem-no-fusion", _compile(Options(executors="none")), (_MEM,), "thunder"),
         Config("thunderfx", plain(Options(fx=True))),
         Config("fx", _compile(Options(fx=True)), (_MEM,), "thunderfx"),
