@@ -173,6 +173,7 @@ ROOMS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("rewrites", ("trace in, trace out",), BLUE),
     ("tiling", ("stretches to loops",), GOLD),
     ("loop_body", ("one block of rows",), GOLD),
+    ("loop_sizes", ("rows, and their price",), GOLD),
     ("frontend", ("correct, functional traces",), BLUE),
     ("distributed", ("collectives, one plan",), BLUE),
     ("costs", ("roofline, measured times",), GREEN),
@@ -199,7 +200,7 @@ def rooms() -> str:
     rows = (
         ("", ("doors", "command_line", "integrations", "comparison", "report", "analysis")),
         ("on Thunder's side", ("transforms", "prediction", "fake_execution", "planning", "user_choices")),
-        ("", ("tiling", "loop_body", "rewrites", "frontend", "distributed")),
+        ("", ("tiling", "loop_body", "loop_sizes", "rewrites", "frontend", "distributed")),
         ("", ("costs", "regions", "kernels", "chunk_loop", "optimizer")),
         ("", ("runtime", "trace", "semantics", "sharding")),
         ("without Thunder", ("partition", "fusion", "schedule")),

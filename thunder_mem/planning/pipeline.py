@@ -33,6 +33,8 @@ from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.fusion.arrangement import arrange, between_halves, cannot_beat
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.kernels.registered import without_unread_gradients
+from thunder_mem.loop_sizes.chunk_narrowing import narrow_sums
+from thunder_mem.loop_sizes.chunk_resizing import leanest_loops
 from thunder_mem.memory.plan import Decision
 from thunder_mem.partition.budget import BudgetError, parse_budget
 from thunder_mem.partition.min_cut_partition import about_saving
@@ -56,8 +58,6 @@ from thunder_mem.rewrites.gradients_over_operands import is_written_over_operand
 from thunder_mem.rewrites.updates import about_states, with_updates
 from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_words
 from thunder_mem.runtime.scratch_cache import save_tables
-from thunder_mem.tiling.chunk_narrowing import narrow_sums
-from thunder_mem.tiling.chunk_resizing import leanest_loops
 from thunder_mem.trace.dead_halves import without_dead_halves
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.trace.round_trips import without_round_trips

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.loop_sizes.chunk_resizing import fit_loops, with_fitted_loops
 from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Plan
 from thunder_mem.planning.collective_stages import with_overlap
@@ -19,7 +20,6 @@ from thunder_mem.planning.program import Planned, Program, device_of
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.buffer_reuse import reuse_and_sort, with_reuse
 from thunder_mem.rewrites.transfer_scheduling import schedule_transfers, with_transfers
-from thunder_mem.tiling.chunk_resizing import fit_loops, with_fitted_loops
 from thunder_mem.trace.emission import emit, regions_in_order
 from thunder_mem.trace.reading import TraceGraph, read_trace
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from thunder_mem.memory.units import size
+from thunder_mem.chunk_loop.symbols import loop_of, runs_rows
+from thunder_mem.fake_execution.replay import Event
+from thunder_mem.memory.units import counted, size
 from thunder_mem.rendering.document import Document, Life, TimelineView
 from thunder_mem.report.dataflow import dataflow_svg
 from thunder_mem.report.facts import CATEGORIES
-from thunder_mem.report.loops import parts_of
 from thunder_mem.report.sections import headline, sections
+from thunder_mem.runtime.head_groups import groups_of, runs_in_groups
 
 if TYPE_CHECKING:
     from thunder_mem.report.report import Report
@@ -66,5 +68,14 @@ def timeline_view(report: Report) -> TimelineView | None:
         label=label,
         place=lambda position: str(report.moment(position).place),
         lives=lives,
-        loops=tuple((p, parts) for p, event in enumerate(timeline) if (parts := parts_of(event))),
+        loops=tuple((p, parts) for p, event in enumerate(timeline) if (parts := _parts_of(event))),
     )
+
+
+def _parts_of(event: Event) -> str:
+    """The parts in which an operation runs, such as "8 tiles of 2,048 rows"; "" if it runs whole."""
+    if event.bsym is None:
+        return ""
+    if runs_rows(event.bsym):
+        return loop_of(event.bsym).plan.sizes
+    return f"{counted(groups_of(event.bsym), 'group')} of heads" if runs_in_groups(event.bsym) else ""

@@ -24,8 +24,8 @@ from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
 from thunder_mem.loop_body.leaves import PRODUCTS, Leaf
 from thunder_mem.loop_body.region import Amplifier, Refused, Region, Value
+from thunder_mem.loop_sizes.rows_per_chunk import floor_rows
 from thunder_mem.sharding.propagation import RuleError
-from thunder_mem.tiling.rows_per_chunk import floor_rows
 
 __all__ = ["Blocks", "build_loop", "differentiable_of", "head_label", "spec_of", "sum_dtype"]
 

@@ -26,12 +26,12 @@ from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.loop_body.leaves import Leaf, Program, numel, read_program, size_bytes
 from thunder_mem.loop_body.region import Refused, Region, amplifying_products, grow
 from thunder_mem.loop_body.region_trimming import trim
+from thunder_mem.loop_sizes.rows_per_chunk import default_rows
 from thunder_mem.tiling.build import build_loop, differentiable_of, head_label
 from thunder_mem.tiling.hoist_slices import hoist_beside, hoist_rows
 from thunder_mem.tiling.marks import Mark, strip_marks, with_products
 from thunder_mem.tiling.opening import grow_opening
 from thunder_mem.tiling.opening_build import with_opening
-from thunder_mem.tiling.rows_per_chunk import default_rows
 from thunder_mem.tiling.splice import splice, unchunked
 from thunder_mem.tiling.vocab_parallel import with_vocabulary_in_parts
 from thunder_mem.trace.verification import VerificationError, verify_rewrite

@@ -11,8 +11,8 @@ from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.leaves import Leaf, size_bytes
 from thunder_mem.loop_body.region import Region
+from thunder_mem.loop_sizes.tile_price import priced
 from thunder_mem.tiling.build import Blocks, differentiable_of, head_label, spec_of, sum_dtype
-from thunder_mem.tiling.tile_price import priced
 
 __all__ = ["build_tiles", "tile_gain_bytes"]
 

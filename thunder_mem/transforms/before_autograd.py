@@ -14,12 +14,12 @@ from thunder_mem.frontend.label_smoothing import without_ignored_targets
 from thunder_mem.frontend.scalar_broadcast import expand_scalars
 from thunder_mem.frontend.written_arguments import with_histories
 from thunder_mem.kernels.registered import with_statistics_apart
+from thunder_mem.loop_sizes.rows_per_chunk import lean_rows, leanest_rows
+from thunder_mem.loop_sizes.tile_choice import ALL_STRETCHES, TileChoice
 from thunder_mem.memory.plan import Refusal
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.tiling.find import ChunkingError, chunk_trace
 from thunder_mem.tiling.heads import with_head_groups
-from thunder_mem.tiling.rows_per_chunk import lean_rows, leanest_rows
-from thunder_mem.tiling.tile_choice import ALL_STRETCHES, TileChoice
 from thunder_mem.tiling.tiles import Tiles, TilingError, tile_trace
 from thunder_mem.trace.origins import name_origins
 from thunder_mem.trace.verification import verify_final

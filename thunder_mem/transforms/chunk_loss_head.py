@@ -13,7 +13,7 @@ from thunder_mem.frontend.functionalization import without_writes
 from thunder_mem.frontend.fx_prologue_checks import pruned
 from thunder_mem.frontend.label_smoothing import without_ignored_targets
 from thunder_mem.frontend.tensor_parallel import waits_for_shards
-from thunder_mem.tiling.chunk_resizing import write_over_dead_rows
+from thunder_mem.loop_sizes.chunk_resizing import write_over_dead_rows
 from thunder_mem.tiling.find import ChunkingError, check_options, chunk_trace
 from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.failures import left

@@ -15,7 +15,7 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.chunk_loop.price import with_block_calls
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, saved_proxies
-from thunder_mem.tiling.tile_price import priced
+from thunder_mem.loop_sizes.tile_price import priced
 from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["narrow_sums"]

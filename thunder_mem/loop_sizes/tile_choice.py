@@ -17,7 +17,7 @@ from thunder_mem.chunk_loop.plan import LoopPlan
 from thunder_mem.chunk_loop.price import rounding_seconds
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.costs.roofline import device_model_of
-from thunder_mem.tiling.tile_price import extra_seconds
+from thunder_mem.loop_sizes.tile_price import extra_seconds
 
 __all__ = ["ALL_STRETCHES", "TileChoice", "cheaper_choices"]
 

@@ -1,7 +1,7 @@
 """The rows of a chunk, from the timeline of the whole program.
 
 A chunk's logits live beside all other values that are alive while the loop runs. So the room for a chunk is only known
-on the planned and fused joint trace. A head whose rows the user did not set is built lean (`tiling/rows_per_chunk.py`),
+on the planned and fused joint trace. A head whose rows the user did not set is built lean (`rows_per_chunk.py`),
 and the program is planned around it. Then its chunks grow in place, as far as the program's peak lies above them
 anyway. The peak stays the same, and the matrix products get all rows that cost no memory.
 
@@ -24,12 +24,12 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.chunk_loop.plan import LoopPlan, about_chunks
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, rebind, scratch_bytes_under
+from thunder_mem.loop_sizes.rows_per_chunk import floor_rows
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.memory.live_ranges import peaks_of, price_order
 from thunder_mem.memory.plan import Plan
 from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
-from thunder_mem.tiling.rows_per_chunk import floor_rows
 from thunder_mem.trace.reading import TraceGraph, proxies_in, read_trace
 from thunder_mem.trace.rebuilding import rebuilt
 

@@ -12,9 +12,9 @@ from tests.programs.chunk_tools import packed_bytes
 from thunder_mem import BudgetError, ChunkLossHead, MemEfficient, chunked, last_plan, measure_peak, simulate
 from thunder_mem.chunk_loop.plan import Head
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, scratch_bytes
+from thunder_mem.loop_sizes.rows_per_chunk import default_rows, floor_rows, lean_rows, leanest_rows
 from thunder_mem.memory.units import parse_bytes
 from thunder_mem.prediction.predict import predict
-from thunder_mem.tiling.rows_per_chunk import default_rows, floor_rows, lean_rows, leanest_rows
 
 N, D, V = 1024, 16, 2048
 MIB = 2**20

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thunder_mem import MemEfficient, Tiles, last_plan, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
-from thunder_mem.tiling.tile_choice import TileChoice, cheaper_choices
+from thunder_mem.loop_sizes.tile_choice import TileChoice, cheaper_choices
 from thunder_mem.transforms.cheaper_tiles import stretches_of
 
 TOKENS, WIDTH = 8192, 1024
@@ -60,7 +60,7 @@ def test_nothing_is_tried_that_saves_too_little():
 
 
 def test_on_a_cpu_tiles_get_more_rows_first(monkeypatch):
-    monkeypatch.setattr("thunder_mem.tiling.tile_price.multiplies", lambda device, dtype: True)
+    monkeypatch.setattr("thunder_mem.loop_sizes.tile_price.multiplies", lambda device, dtype: True)
     loops = loops_of(inputs("cpu", 1024, 64), 128)
     assert [choice.more_rows for choice in cheaper_choices(loops, 1e-9)][:2] == [4, 16]
 

@@ -14,9 +14,9 @@ from benchmarks.loop_calls import row_of
 from thunder_mem import MemEfficient, Tiles, last_plan, predict, simulate
 from thunder_mem.chunk_loop.price import device_seconds, host_calls, loop_seconds, rounding_seconds
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, scratch_bytes
+from thunder_mem.loop_sizes.chunk_narrowing import narrow_sums
+from thunder_mem.loop_sizes.tile_price import extra_seconds, tile_seconds
 from thunder_mem.memory.device_models import device_model
-from thunder_mem.tiling.chunk_narrowing import narrow_sums
-from thunder_mem.tiling.tile_price import extra_seconds, tile_seconds
 
 H100 = device_model("H100-80GB")
 TOKENS, WIDTH, WIDE = 4096, 256, 1024
@@ -99,7 +99,7 @@ def test_sums_are_rounded_once_at_the_end():
 )
 def test_a_cpu_adds_16_bit_products_to_sums_apart_from_the_product(monkeypatch, units, accumulate, number_bytes):
     """Without instructions for 16 bits, products are made in float32, and added to the sum by the same kernel."""
-    monkeypatch.setattr("thunder_mem.tiling.tile_price.multiplies", lambda device, dtype: units)
+    monkeypatch.setattr("thunder_mem.loop_sizes.tile_price.multiplies", lambda device, dtype: units)
     shapes = (2048, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE)
     x, up, down = (torch.randn(*s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
     tile = Tiles(rows=1024, accumulate=accumulate)
