@@ -28,7 +28,7 @@ AFTER_S = 2.0
 
 
 class Progress:
-    """Shows the innermost open stage: on a terminal as one line that goes away, elsewhere as a line for each.
+    """Shows the innermost open stage: on a terminal as one line that goes away, elsewhere as one line for each.
 
     Args:
         console: to show it on.
@@ -52,7 +52,8 @@ class Progress:
         self._began_s = self._ended_s = float("-inf")
         self._timer: threading.Timer | None = None
         self._live: Live | None = None
-        self._printed = ""
+        self._printed: set[int] = set()  # open stages that have their line
+        self._last_line = ""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -68,6 +69,7 @@ class Progress:
         finally:
             with self._lock:
                 del self._open[number]
+                self._printed.discard(number)
                 if self._open:
                     self._show()
                 else:
@@ -90,13 +92,14 @@ class Progress:
     def _show(self) -> None:
         if self._clock() - self._began_s < self._after_s:
             return
-        text = f"thunder_mem: {list(self._open.values())[-1]}"
-        if (
-            self._console.is_jupyter or not self._console.is_terminal
-        ):  # a notebook needs a widget for lines that go away
-            if text != self._printed:
+        number, name = list(self._open.items())[-1]
+        text = f"thunder_mem: {name}"
+        # A notebook needs a widget for lines that go away.
+        if self._console.is_jupyter or not self._console.is_terminal:
+            if number not in self._printed and text != self._last_line:
                 self._console.print(text, markup=False, highlight=False)
-            self._printed = text
+                self._last_line = text
+            self._printed.add(number)
         elif self._live is None:
             # What the user's code prints meanwhile goes where it would go.
             plain = {"redirect_stdout": False, "redirect_stderr": False}

@@ -40,6 +40,16 @@ def test_two_seconds_of_work_show_the_innermost_stage(clock):
     assert file.getvalue().splitlines() == ["thunder_mem: verification", "thunder_mem: planning"]
 
 
+def test_a_stage_has_one_line_in_a_pipe(clock):
+    shown, file = shown_by(clock, after_s=0.0)
+    with shown.stage("planning"):
+        for name in ("what to save", "verification", "verification"):
+            with shown.stage(name):
+                pass
+    lines = ["thunder_mem: planning", "thunder_mem: what to save", "thunder_mem: verification"]
+    assert file.getvalue().splitlines() == lines and not shown._printed
+
+
 def test_short_work_after_a_pause_stays_silent_and_work_in_pieces_does_not(clock):
     shown, file = shown_by(clock)
     for _ in range(5):
