@@ -86,7 +86,7 @@ def test_ways_are_code_that_runs(stack, report):
 
 
 def test_ways_of_a_hugging_face_model_are_options_of_memory_efficient(report):
-    theirs = replace(report, is_hugging_face=True)
+    theirs = replace(report, compiled_by="memory_efficient")
     codes = [way.code for way in advice(theirs) if "fficient" in way.code]
     assert codes and all(code.startswith("memory_efficient(model") for code in codes), codes
     assert all(len(line) <= WIDTH for line in brief(theirs))

@@ -173,14 +173,14 @@ def _unplanned(report: Report) -> Iterator[Advice]:
         yield Advice(
             movable_bytes,
             "compile with transforms=[MemEfficient()]: nothing was planned here",
-            "thunder.jit(model, transforms=[MemEfficient()])",
+            _compiled(report),
             "nothing was planned here",
         )
     elif report.plan and len(report.plan.regions) > 1 and not any(r.executor for r in report.plan.regions):
         yield Advice(
             movable_bytes,
             "nothing is fused, so every intermediate result is a tensor: leave `executors` out, or add 'mem_pointwise'",
-            _planned(report) if report.is_hugging_face else f"thunder.jit(model, transforms=[{_planned(report)}])",
+            _compiled(report),
             "without executors=",
         )
 
@@ -193,9 +193,15 @@ def _scratch(report: Report) -> Iterator[Advice]:
         yield Advice(scratch_bytes, f"scratch inside {most.name} #{most.index}, held only while it runs")
 
 
+def _compiled(report: Report) -> str:
+    """The code that compiles with `MemEfficient`."""
+    by_hugging_face = report.compiled_by == "memory_efficient"
+    return _planned(report) if by_hugging_face else f"{report.compiled_by}(model, transforms=[{_planned(report)}])"
+
+
 def _planned(report: Report, options: str = "") -> str:
     """The code that gives options to `MemEfficient`."""
-    if report.is_hugging_face:
+    if report.compiled_by == "memory_efficient":
         return f"memory_efficient({', '.join(filter(None, ('model', options)))})"
     return f"MemEfficient({options})"
 

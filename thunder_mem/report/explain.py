@@ -21,7 +21,7 @@ from thunder_mem.report.facts import NO_PLAN
 from thunder_mem.report.notes import about_compilation, about_subgraphs
 from thunder_mem.report.optimality import Optimality, optimality
 from thunder_mem.report.owners import parameter_paths
-from thunder_mem.report.report import Report
+from thunder_mem.report.report import CompiledBy, Report
 from thunder_mem.report.thunder_alone import thunder_peak_bytes
 from thunder_mem.runtime.device_memory import device_memory_bytes
 
@@ -89,7 +89,8 @@ def explain(
         if shown is None:
             raise ValueError(why_no_subgraphs(jitted))
         report = explain(shown, prediction=prediction, budget=budget, bounds=bounds, detail=detail)
-        return replace(report, notes=(*report.notes, *about_subgraphs(jitted)))
+        about_all = (*report.notes, *about_subgraphs(jitted))
+        return replace(report, notes=about_all, compiled_by=_compiled_by(jitted, "thunderfx"))
     stats: Any = thunder.compile_stats(jitted)
     if thunder.compile_data(jitted) is None or stats is None:
         compiles_itself = hasattr(getattr(jitted, "forward", None), "ours")  # by memory_efficient
@@ -136,6 +137,11 @@ def explain(
         eager_bytes=None if eager is None else eager.peak_bytes,
         thunder_bytes=thunder_peak_bytes(jitted, args, kwargs or {}) if compared else None,
         paths=parameter_paths(entry.prologue_traces[0]),
-        is_hugging_face=getattr(jitted, "is_hugging_face", False) is True,
+        compiled_by=_compiled_by(jitted, "thunder.jit"),
         detail=detail,
     )
+
+
+def _compiled_by(compiled: Any, compiler: CompiledBy) -> CompiledBy:
+    """The function that the user called: `memory_efficient`, or the compiler itself."""
+    return "memory_efficient" if getattr(compiled, "is_hugging_face", False) is True else compiler

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from thunder_mem.memory.hills import hills
 from thunder_mem.memory.plan import Plan
@@ -27,7 +27,9 @@ from thunder_mem.report.snapshot import snapshot_bytes
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Moment", "PhasePeak", "Report", "Tenant"]
+__all__ = ["CompiledBy", "Moment", "PhasePeak", "Report", "Tenant"]
+
+CompiledBy = Literal["thunder.jit", "thunderfx", "memory_efficient"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class Report:
         eager_bytes, thunder_bytes: the peak of eager PyTorch and of Thunder alone for the same call; None where it is
             not known. `explain` looks for the latter only for the five lines, as it takes another compilation.
         paths: a parameter's name in the trace -> its path in the module.
-        is_hugging_face: whether `memory_efficient` of `thunder_mem.integrations.transformers` compiled it.
+        compiled_by: which of the functions `thunder.jit`, `thunderfx` and `memory_efficient` (of
+            `thunder_mem.integrations.transformers`) the user called.
         detail: print everything, instead of five lines. Files have everything.
     """
 
@@ -126,7 +129,7 @@ class Report:
     eager_bytes: int | None = None
     thunder_bytes: int | None = None
     paths: Mapping[str, str] = field(default_factory=dict)
-    is_hugging_face: bool = False
+    compiled_by: CompiledBy = "thunder.jit"
     detail: bool = True
     _facts: Facts = field(init=False, repr=False, compare=False)
 
