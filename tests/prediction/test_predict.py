@@ -56,6 +56,13 @@ def test_predicted_equals_measured(case, way):
     check(fn, args, WAYS[way]())
 
 
+def test_an_operation_of_torch_ops_has_its_own_name():
+    """Thunder prints `torch.torch.ops`."""
+    jitted = thunder.jit(lambda x: nn.functional.log_softmax(x, -1).sum(), executors=[], transforms=[MemEfficient()])
+    names = [event.name for event in predict(jitted, randn(4, 8)).timeline]
+    assert names[-1] == "torch.ops.aten._log_softmax_backward_data"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case, way", LONG, ids=lambda x: x)
 def test_predicted_equals_measured_in_every_other_way(case, way):

@@ -320,7 +320,7 @@ def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, ru
     allocated_bytes = sum(ledger.add(name, tensor, "computed") for name, tensor in outputs)
     ledger.record(
         phase,
-        bsym.name_with_module(),
+        _name(bsym),
         outputs=tuple(name for name, _ in outputs),
         source=place_of(bsym),
         allocated_bytes=allocated_bytes,
@@ -341,6 +341,11 @@ def _transfer(bsym: BoundSymbol, run: Callable[[dict[str, Any]], Any], env: dict
     for name, device in traits_of(bsym).on_host(bsym).items():
         ledger.add_host(env[name], device)
     return Ran(0)
+
+
+def _name(bsym: BoundSymbol) -> str:
+    """As the trace prints it; Thunder puts "torch." also before the names of `torch.ops`, which have it."""
+    return bsym.name_with_module().replace("torch.torch.", "torch.", 1)
 
 
 def _executable(bsym: BoundSymbol) -> Callable[[dict[str, Any]], Any] | None:
