@@ -125,7 +125,7 @@ def test_a_trial_is_what_is_planned(name):
     host = [s for s in planned.source.graph.storages if s.host_bytes]
     assert all(s.nbytes == 0 for s in host)
     assert {s.host_bytes for s in host} == {source.graph.storages[s].nbytes for s in moved}
-    verify_rewrite(planned.original, planned.trace)
+    verify_rewrite(planned.program.trace, planned.trace)
 
 
 def broken(trace, change):
@@ -151,10 +151,10 @@ def test_what_is_away_may_not_be_used_and_what_comes_back_is_what_left():
         swap = {hosts[0].name: hosts[1], hosts[1].name: hosts[0]}
         return [renamed(bsym, swap, outputs=False) if bsym.sym.name == "prefetch" else bsym]
 
-    verify_rewrite(planned.original, planned.trace)
+    verify_rewrite(planned.program.trace, planned.trace)
     for change, what in ((early, "on its way"), (swapped, "computed from other values")):
         with pytest.raises(VerificationError, match=what):
-            verify_rewrite(planned.original, broken(planned.trace, change))
+            verify_rewrite(planned.program.trace, broken(planned.trace, change))
 
 
 # ---- what is chosen ----
@@ -249,7 +249,7 @@ def test_copies_run_beside_other_work_as_far_as_there_is_room(deep):
         peak = max(scheduled.peaks)
         assert peak <= max(limit, planned.peak_bytes)
         assert 0 <= scheduled.exposed_s <= scheduled.link_s
-        verify_rewrite(planned.original, scheduled.trace)
+        verify_rewrite(planned.program.trace, scheduled.trace)
         left = sum(s.host_bytes for s in planned.source.graph.storages)
         assert scheduled.host_bytes == left and len(scheduled.names) == len(transfers(scheduled.trace)) // 4
     assert found[2].exposed_s < found[1].exposed_s < found[0].exposed_s
@@ -261,4 +261,4 @@ def test_what_the_work_hides_costs_nothing_and_what_it_does_not_is_exposed(deep)
     assert schedule_transfers(planned.trace, fast, 10**9).exposed_s == pytest.approx(0, abs=1e-9)
     scheduled = schedule_transfers(planned.trace, slow, 10**9)
     assert scheduled.exposed_s > 0.95 * scheduled.link_s
-    assert schedule_transfers(planned.original, slow, 10**9) is None
+    assert schedule_transfers(planned.program.trace, slow, 10**9) is None

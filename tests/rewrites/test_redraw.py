@@ -193,6 +193,6 @@ def test_states_that_are_taken_for_each_other_are_found():
     first, second, *_ = (b.output[0] for b in planned.trace.bound_symbols if saves_rng_state(b))
     swap = {first.name: second, second.name: first}
     after.bound_symbols = [renamed(b, swap) if replays_rng_state(b) else b for b in planned.trace.bound_symbols]
-    verify_rewrite(planned.original, planned.trace)
+    verify_rewrite(planned.program.trace, planned.trace)
     with pytest.raises(VerificationError, match="draws other numbers"):
-        verify_rewrite(planned.original, after)
+        verify_rewrite(planned.program.trace, after)

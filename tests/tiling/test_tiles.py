@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
-from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, predict, tiled
+from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, memory_time_frontier, predict, tiled
 from thunder_mem.loop_body import block as blocks_of_rows
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning import pipeline
@@ -146,6 +146,19 @@ def test_by_default_checkpoints_are_tiled_where_the_plan_has_a_lower_peak():
     assert last_plan(jitted).candidate.peak_bytes < last_plan(whole).candidate.peak_bytes
 
 
+def test_a_frontier_begins_with_the_chosen_plan_and_has_the_tiles_that_were_too_slow(monkeypatch):
+    module, x = made(Stack(blocks=2, width=64, wide=256), (1, 1024, 64))
+    jitted, tiled = compiled(module, True), compiled(module, True)
+    predict(jitted, x)
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "_FREE_TIME", float("inf"))
+        predict(tiled, x)
+    assert tiles_of(tiled) and not tiles_of(jitted)
+    first, *lower = memory_time_frontier(jitted, x, points=1).points
+    assert first.peak_bytes == last_plan(jitted).candidate.peak_bytes
+    assert last_plan(tiled).candidate.peak_bytes in [p.peak_bytes for p in lower if p.step_ms > first.step_ms]
+
+
 class WithLogits(nn.Module):
     """Blocks under checkpoints, and logits, whose loss the caller computes."""
 
@@ -190,10 +203,10 @@ def chosen_of(monkeypatch, tiled, whole, budget=None, again=None, cheaper=(), as
             raise BudgetError(budget, peak_bytes, "parameters")
         outcome = SimpleNamespace(budget_bytes=budget)
         plan = SimpleNamespace(budget=outcome, candidate=SimpleNamespace(peak_bytes=peak_bytes), decisions=decisions)
-        return Planned(plan=plan, source=trace, fuse=None, trace=trace, original=trace)
+        return Planned(program=trace, plan=plan, source=trace, fuse=None, trace=trace)
 
     monkeypatch.setattr(pipeline, "_made", planned)
-    monkeypatch.setattr(pipeline, "_checked", lambda plan, options: checked.append(plan.trace) or plan)
+    monkeypatch.setattr(pipeline, "_checked", lambda plan, *others: checked.append(plan.trace) or plan)
     monkeypatch.setattr(pipeline, "final_seconds", lambda plan: figures[plan.trace][1])
     monkeypatch.setattr(pipeline, "_outside_bytes", lambda trace: 0)
     monkeypatch.setattr(pipeline, "_tidied", lambda trace: trace)

@@ -63,9 +63,9 @@ def programs() -> list[Rewritten]:
 
 def test_what_planning_emits_is_the_same_program(programs):
     for program in programs:
-        verify_rewrite(program.planned.original, program.after)
+        verify_rewrite(program.planned.program.trace, program.after)
     assert any(r.copies for p in programs for r in p.planned.plan.regions)
-    assert any(p.planned.trace is not p.planned.original for p in programs)
+    assert any(p.planned.trace is not p.planned.program.trace for p in programs)
 
 
 def test_a_region_may_run_the_operations_of_composites(programs):
@@ -77,7 +77,7 @@ def test_a_region_may_run_the_operations_of_composites(programs):
             parts = [leaf for part in b.subsymbols for leaf in leaves(part)]
             composites += b.sym.is_fusion and len(parts) > len(b.subsymbols)
             bsyms.append(b.from_bsym(subsymbols=parts) if b.sym.is_fusion else b)
-        verify_rewrite(program.planned.original, replaced(program.after, bsyms))
+        verify_rewrite(program.planned.program.trace, replaced(program.after, bsyms))
     assert composites
 
 
@@ -96,7 +96,7 @@ def test_a_corrupted_plan_is_caught(programs, corrupt, seed):
             continue
         tried += 1
         with pytest.raises(VerificationError):
-            verify_rewrite(program.planned.original, corrupted)
+            verify_rewrite(program.planned.program.trace, corrupted)
             pytest.fail(f"{corrupt.__name__} of {program.name} was not seen:\n{corrupted}")
     assert tried
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from thunder_mem.analysis.frontier_points import Frontier, Point
-from thunder_mem.analysis.partition_problem import Study, check_program, study_for_budgets, study_program
+from thunder_mem.analysis.partition_problem import AMPLE, Study, check_program, compared_programs
 from thunder_mem.costs.plan_time import trace_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.memory.device_bytes import host_bytes
@@ -62,10 +62,11 @@ def memory_time_frontier(
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ValueError(f"points is a number from 1 up, not {points!r}")
     option = parse_offload(offload)
-    study = study_program(fn, args, dict(kwargs or {}), executors)
-    # Under a budget loss heads are built in smaller chunks, down to the smallest.
-    found = study_for_budgets(fn, args, dict(kwargs or {}), executors) if study.sizes_chunks else (study,)
-    return _Survey(study, option).frontier(found, points)
+    studies = compared_programs(fn, args, dict(kwargs or {}), executors)
+    chosen = studies[0]
+    if chosen.sizes_chunks:  # under a budget loss heads are built in smaller chunks
+        studies = compared_programs(fn, args, dict(kwargs or {}), executors, AMPLE)
+    return _Survey(chosen, option).frontier(studies, points)
 
 
 class _Survey:
@@ -75,23 +76,30 @@ class _Survey:
         self.model = device_model_of(self.device)
 
     def frontier(self, studies: Sequence[Study], points: int) -> Frontier:
-        """The plan of `study` without costly recomputation, then those of the studies for budgets, downwards."""
+        """The plan of the own study without costly recomputation, then those of the studies for budgets, downwards.
+
+        The last plans have the smallest loss heads.
+        """
         free = self._point(self.study, PartitionChoice(self.study.free, 0, 0.0, 0.0, "free"))
-        found = [free]
-        saved_bytes = 0  # by what follows the trial that a fit is priced by
-        for fit in self._fits(studies[0], points):
-            if fit.peak_bytes - saved_bytes < found[-1].peak_bytes:
-                point = self._point(studies[0], fit)
-                saved_bytes = fit.peak_bytes - point.peak_bytes
-                found.append(point)
-        for study in studies[1:][-1:]:
-            *_, smallest = self._fits(study, 1)
-            found.append(self._point(study, smallest))
+        found = [point for study in studies for point in self._downwards(study, free, points)]
+        for study in studies:
+            for leanest in study.with_smaller_heads()[-1:] if study.sizes_chunks else ():
+                *_, smallest = self._fits(leanest, 1)
+                found.append(self._point(leanest, smallest))
         return Frontier(
             nothing_recomputed=self._point(self.study, PartitionChoice(frozenset(), 0, 0.0, 0.0, "free")),
             points=(free, *_undominated(free, found)),
             device=self.model.name,
         )
+
+    def _downwards(self, study: Study, free: Point, points: int) -> Iterator[Point]:
+        lowest_bytes = free.peak_bytes
+        saved_bytes = 0  # by what follows the trial that a fit is priced by
+        for fit in self._fits(study, points):
+            if fit.peak_bytes - saved_bytes < lowest_bytes:
+                point = self._point(study, fit)
+                saved_bytes, lowest_bytes = fit.peak_bytes - point.peak_bytes, point.peak_bytes
+                yield point
 
     def _fits(self, study: Study, points: int) -> Iterator[PartitionChoice]:
         problem = study.problem
@@ -126,7 +134,7 @@ class _Survey:
 def _undominated(free: Point, points: Sequence[Point]) -> Iterator[Point]:
     """The plans by falling peak, below the free one's; without those that a faster one undercuts in memory."""
     lowest_bytes = free.peak_bytes
-    for point in sorted(points, key=lambda p: (p.cost_ms, p.peak_bytes)):
+    for point in sorted(points, key=lambda p: (p.step_ms, p.peak_bytes)):
         if point.peak_bytes < lowest_bytes:
             lowest_bytes = point.peak_bytes
             yield point

@@ -10,23 +10,22 @@ from functools import cached_property
 from typing import Any
 
 import thunder
-from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.partition.budget_search import PartitionProblem
 from thunder_mem.planning.executor import user_executors
-from thunder_mem.planning.pipeline import choose_partition, plan_partition, programs_seen
-from thunder_mem.planning.program import Planned, Program, partition_problem
+from thunder_mem.planning.pipeline import choose_partition, plan_partition, with_smaller_heads
+from thunder_mem.planning.program import Planned, Program, partition_problem, read_program
+from thunder_mem.planning.record import studied_programs
 from thunder_mem.planning.stages import carried_out
 from thunder_mem.prediction.compiled_call import compiled_entry
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.transforms.mem_efficient import MemEfficient
 
-__all__ = ["Study", "check_program", "study_for_budgets", "study_program"]
+__all__ = ["AMPLE", "Study", "check_program", "compared_programs", "study_program"]
 
-
-# A stand-in budget that every plan keeps, because a study covers all budgets.
-_AMPLE = 1 << 62
+AMPLE = 1 << 62
+"""A budget in bytes that every plan keeps, for a study of all budgets."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,14 @@ class Study:
 
     Attributes:
         program: the reading of the trace.
-        given: Thunder's trace.
-        problem: the values that may be kept or recomputed.
     """
 
     program: Program
-    given: TraceCtx
-    problem: PartitionProblem
+
+    @cached_property
+    def problem(self) -> PartitionProblem:
+        """The values that may be kept or recomputed."""
+        return partition_problem(self.program)
 
     @property
     def source(self) -> TraceGraph:
@@ -55,8 +55,13 @@ class Study:
 
     def plan(self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Planned:
         """The whole plan for given storages to recompute and to offload, with its final trace."""
-        planned = plan_partition(self.program, rebuilt, offloaded)
-        return carried_out(self.program, planned, self.given, time.perf_counter_ns())
+        return carried_out(plan_partition(self.program, rebuilt, offloaded), time.perf_counter_ns())
+
+    def with_smaller_heads(self) -> tuple[Study, ...]:
+        """The same program with smaller and smaller loss heads."""
+        p = self.program
+        traces = with_smaller_heads(p.trace)
+        return tuple(Study(read_program(trace, p.executors, p.options, p.given)) for trace in traces)
 
     @property
     def sizes_chunks(self) -> bool:
@@ -88,32 +93,26 @@ def study_program(
         ValueError: the call asks for no gradient.
         PredictionError: the program cannot be traced.
     """
-    return _studies(fn, args, kwargs, executors, None)[0]
+    return compared_programs(fn, args, kwargs, executors)[0]
 
 
-def study_for_budgets(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], executors: Sequence[Any] | None = None
-) -> tuple[Study, ...]:
-    """The studies for budgets: the program as it is, and with smaller and smaller loss heads.
-
-    Arguments and errors are those of `study_program`.
-    """
-    return _studies(fn, args, kwargs, executors, _AMPLE)
-
-
-def _studies(
+def compared_programs(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    executors: Sequence[Any] | None,
-    budget: int | None,
+    executors: Sequence[Any] | None = None,
+    budget: int | None = None,
 ) -> tuple[Study, ...]:
-    with programs_seen() as programs:
-        compiled_entry(_jitted_anew(fn, executors, budget), tuple(args), dict(kwargs), call=True)
-    studies = [Study(program, given, partition_problem(program)) for program, given in programs]
+    """The program that `MemEfficient` chooses, and those that it compares with it: with tiles and without.
+
+    Arguments and errors are those of `study_program`; a loss head is built smaller if there is a budget, in bytes.
+    """
+    jitted = _jitted_anew(fn, executors, budget)
+    compiled_entry(jitted, tuple(args), dict(kwargs), call=True)
+    studies = tuple(map(Study, studied_programs(jitted)))
     if not any(op.backward for study in studies for op in study.source.graph.ops):
         raise ValueError("the call has no backward: give arguments or parameters that ask for a gradient")
-    return tuple(studies)
+    return studies
 
 
 def _jitted_anew(fn: Callable[..., Any], executors: Sequence[Any] | None, budget: int | None) -> Callable[..., Any]:
@@ -123,7 +122,7 @@ def _jitted_anew(fn: Callable[..., Any], executors: Sequence[Any] | None, budget
     own = next((t for t in transforms if isinstance(t, MemEfficient)), None)
     watching = copy.copy(own) if own is not None else MemEfficient()
     watching._plan = None  # the study does not follow a plan file
-    watching._options = replace(watching._options, strict=True, budget=budget, named=True)
+    watching._options = replace(watching._options, strict=True, budget=budget, studied=True)
     others = [t for t in transforms if t is not own]
     if compiled is None:
         given = {} if executors is None else {"executors": list(executors)}

@@ -127,7 +127,8 @@ def _planned(trace: TraceCtx, session: _Session) -> TraceCtx:
     with stage("planning"):
         planned = lower_plan(trace, whole, session.executors, session.options, cheaper)
     session.plan = planned.plan
-    note_plan(planned.plan, took_ms=(time.perf_counter_ns() - start) // 1_000_000)
+    programs = (planned.program, *planned.others) if session.options.studied else ()
+    note_plan(planned.plan, took_ms=(time.perf_counter_ns() - start) // 1_000_000, programs=programs)
     assert planned.final is not None
     for function in filter(None, map(region_function_of, planned.final.bound_symbols)):
         function.expect()

@@ -27,7 +27,7 @@ class PlanningOptions:
     reuse: bool = True
     redraw: bool = True
     verify: bool | None = None
-    named: bool = False  # operations always keep the names that the program gives them
+    studied: bool = False  # operations keep the names that the program gives them, and the record keeps the programs
     optimized: Optimized | None = None  # parameters that the backward updates
     repeat_tiles: bool = True  # results of stretches in tiles may be computed once more
     refused: tuple[Refusal, ...] = ()  # by earlier passes

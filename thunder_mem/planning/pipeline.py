@@ -17,10 +17,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 
 from thunder.core import prims
@@ -64,7 +63,14 @@ from thunder_mem.trace.round_trips import without_round_trips
 from thunder_mem.trace.verification import is_verified, verify_final, verify_rewrite
 from thunder_mem.user_choices.offload import moves_for
 
-__all__ = ["choose_partition", "lower_plan", "plan_joint_trace", "plan_partition", "planned_trace", "programs_seen"]
+__all__ = [
+    "choose_partition",
+    "lower_plan",
+    "plan_joint_trace",
+    "plan_partition",
+    "planned_trace",
+    "with_smaller_heads",
+]
 
 # While the caller computes a loss and its gradient, so many times the gradient's bytes are alive.
 _LOSS_COPIES = 3
@@ -74,8 +80,6 @@ _LOSS_COPIES = 3
 _FREE_TIME = 0.01
 
 Finish = Callable[[Planned], Planned]
-
-_seen: ContextVar[list[tuple[Program, TraceCtx]] | None] = ContextVar("thunder_mem_programs_seen", default=None)
 
 
 def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
@@ -91,7 +95,7 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
         RecomputeError: `options.recompute` does not fit this program.
         VerificationError: the planned trace is another program.
     """
-    return _checked(_made(given, executors, options), options)
+    return _checked(_made(given, executors, options))
 
 
 def _made(given: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
@@ -106,13 +110,14 @@ def _made(given: TraceCtx, executors: Sequence[FusionExecutor], options: Plannin
     return _fitting(trace, executors, options, given, start)
 
 
-def _checked(planned: Planned, options: PlanningOptions) -> Planned:
-    """The plan, verified, with what is known of the trace that runs."""
+def _checked(planned: Planned, *others: Planned) -> Planned:
+    """The plan, verified, with what is known of the trace that runs, and the programs of the others."""
     assert planned.arranged is not None and planned.final is not None
+    program, options = planned.program, planned.program.options
     over = options.verify is None and any(map(is_written_over_operands, planned.arranged.bound_symbols))
-    if over or is_verified(planned.original, planned.plan.fingerprint, options.verify):
+    if over or is_verified(program.trace, planned.plan.fingerprint, options.verify):
         with stage("planning: verification"):
-            verify_rewrite(planned.original, planned.arranged)
+            verify_rewrite(program.trace, planned.arranged)
     elif options.verify is not False:  # cheap for traces of any length
         verify_final(planned.arranged)
     plan = replace(
@@ -123,7 +128,7 @@ def _checked(planned: Planned, options: PlanningOptions) -> Planned:
     with stage("planning: kernels of regions"):
         plan = with_kernels(plan, planned.final_source)
     save_tables()
-    return replace(planned, plan=plan)
+    return replace(planned, plan=plan, others=tuple(other.program for other in others))
 
 
 def lower_plan(
@@ -155,25 +160,25 @@ def lower_plan(
     if isinstance(with_tiles, BudgetError):
         if isinstance(without, BudgetError):
             raise min((with_tiles, without), key=attrgetter("smallest_peak_bytes"))
-        return _checked(without, untiled)
+        return _checked(without)
     if isinstance(without, BudgetError):
-        return _checked(with_tiles, options)
+        return _checked(with_tiles)
     if options.budget is not None:
         chosen = _better_in_budget(with_tiles, without)
-        return _checked(chosen, untiled if chosen is without else options)
+        return _checked(chosen, with_tiles if chosen is without else without)
     most_s = (1 + _FREE_TIME) * final_seconds(without)
     with_tiles = _in_time(tiled, with_tiles, executors, options, most_s)
     excess_s = final_seconds(with_tiles) - most_s
     if not _is_lower(with_tiles, without):
-        return _checked(without, untiled)
+        return _checked(without, with_tiles)
     if excess_s <= 0:
-        return _checked(with_tiles, options)
+        return _checked(with_tiles, without)
     for trace, decisions in () if cheaper is None else cheaper(excess_s):
         trace, asked = _tidied(trace), replace(options, decisions=decisions)
         other = _in_time(trace, _made(trace, executors, asked), executors, asked, most_s)
         if final_seconds(other) <= most_s and _is_lower(other, without):
-            return _checked(other, asked)
-    return _checked(without, untiled)
+            return _checked(other, with_tiles, without)
+    return _checked(without, with_tiles)
 
 
 def _tidied(tiled: TraceCtx) -> TraceCtx:
@@ -238,15 +243,12 @@ def _fitting(
     Smaller chunks cost time and sums of gradients in 16 bits cost digits, but both are better than no plan. If nothing
     fits and the peak is in a loss outside, the lowest peak there counts, and the plan without a budget may have it.
     """
-    seen = _seen.get()
     found: list[Planned] = []
-    for variant in _variants(trace):
-        program = read_program(variant, tuple(executors), options)
-        if seen is not None:
-            seen.append((program, given))
-        found.append(plan_program(program, partial(carried_out, program, given=given, start=start)))
+    for variant in chain((trace,), with_smaller_heads(trace)):
+        program = read_program(variant, tuple(executors), options, given)
+        found.append(plan_program(program, partial(carried_out, start=start)))
         outcome = found[-1].plan.budget
-        if outcome is None or (_fits(found[-1]) and seen is None):
+        if outcome is None or _fits(found[-1]):
             return found[-1]
     best = min(found, key=attrgetter("peak_bytes"))
     assert outcome is not None
@@ -257,8 +259,8 @@ def _fitting(
         raise _over_budget(best, options, outcome.budget_bytes)
     compiled = best
     if _outside_bytes(best.source) > best.peak_bytes:
-        program = read_program(trace, tuple(executors), replace(options, budget=None))
-        default = plan_program(program, partial(carried_out, program, given=given, start=start))
+        program = read_program(trace, tuple(executors), replace(options, budget=None), given)
+        default = plan_program(program, partial(carried_out, start=start))
         compiled = min(best, *found, with_nothing_bought(default, outcome.budget_bytes), key=_peak_with_loss_outside)
     warnings.warn(str(_over_budget(best, options, outcome.budget_bytes, compiled)), stacklevel=2)
     return compiled
@@ -275,9 +277,8 @@ def _over_budget(
     return BudgetError(budget_bytes, best.peak_bytes, held, share, other_bytes)
 
 
-def _variants(trace: TraceCtx) -> Iterator[TraceCtx]:
-    """The joint trace, and variants with smaller loss heads: smaller chunks, narrower sums, and both."""
-    yield trace
+def with_smaller_heads(trace: TraceCtx) -> Iterator[TraceCtx]:
+    """The joint trace with smaller loss heads: smaller chunks, narrower sums, and both."""
     if (lean := leanest_loops(trace)) is not None:
         yield lean
     if (narrow := narrow_sums(trace)) is not None:
@@ -342,7 +343,7 @@ def _arranged(program: Program, trace: TraceCtx, read: TraceGraph, fuse: FusionC
     names = [str(e.name) for e in program.executors]
     made = arrange(read.graph, fuse, names, sort=program.options.sort)
     planned = refined(
-        Planned(made, read, fuse, trace, program.trace),
+        Planned(program, made, read, fuse, trace),
         program.executors,
         program.options.sort,
         program.options.repeat_tiles,
@@ -371,14 +372,3 @@ def _outside_bytes(source: TraceGraph) -> int:
     tangents = {source.storage_of[p.name] for b in given for p in b.flat_proxy_outs}
     tangent_bytes = sum(source.graph.storages[s].nbytes for s in tangents)
     return between_halves(source.graph) + _LOSS_COPIES * tangent_bytes
-
-
-@contextmanager
-def programs_seen() -> Iterator[list[tuple[Program, TraceCtx]]]:
-    """Collect every planned program, with Thunder's trace and all variants."""
-    programs: list[tuple[Program, TraceCtx]] = []
-    token = _seen.set(programs)
-    try:
-        yield programs
-    finally:
-        _seen.reset(token)

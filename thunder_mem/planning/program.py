@@ -47,7 +47,8 @@ class Program:
     """A joint trace, and the choices about it.
 
     Attributes:
-        trace: before fusion; values that its backward needs are protected from writes.
+        given: the trace as Thunder has it, before fusion.
+        trace: the trace to plan; values that its backward needs are protected from writes.
         source: the trace read as a graph.
         executors: the fusion executors.
         options: of planning.
@@ -57,6 +58,7 @@ class Program:
         asked: the decision about the user's own choices, if any.
     """
 
+    given: TraceCtx
     trace: TraceCtx
     source: TraceGraph
     executors: tuple[FusionExecutor, ...]
@@ -88,19 +90,27 @@ class Program:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, its joint trace, and that trace read as a graph.
+    """A plan of a program.
 
-    `original` is the trace before any recomputation was chosen; `verify` compares it with `arranged`, the fused trace
-    in its order. `final` is the arranged trace with fitted chunk loops.
+    Attributes:
+        program: what was planned; `verify` compares its trace with `arranged`.
+        plan: regions and order.
+        trace: with the chosen recomputation.
+        source: that trace read as a graph.
+        fuse: the executors that take each of its operations.
+        arranged: the fused trace in its order.
+        final: the arranged trace with fitted chunk loops.
+        others: the same function's programs that were planned too, with fewer tiles or more.
     """
 
+    program: Program
     plan: Plan
     source: TraceGraph
     fuse: FusionCapabilities
     trace: TraceCtx
-    original: TraceCtx
     arranged: TraceCtx | None = None
     final: TraceCtx | None = None
+    others: tuple[Program, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -113,17 +123,29 @@ class Planned:
         return read_trace(self.final)
 
 
-def read_program(trace: TraceCtx, executors: tuple[FusionExecutor, ...], options: PlanningOptions) -> Program:
+def read_program(
+    trace: TraceCtx,
+    executors: tuple[FusionExecutor, ...],
+    options: PlanningOptions,
+    given: TraceCtx | None = None,
+) -> Program:
     """Read a joint trace.
+
+    Args:
+        trace: to plan.
+        executors: the fusion executors.
+        options: of planning.
+        given: the trace as Thunder has it; None if that is `trace`.
 
     Raises:
         RecomputeError: `options.recompute` does not fit this program.
     """
+    given = trace if given is None else given
     trace, source = _read(trace if options.redraw else forbid_rng_replay(trace))
     fuse = fusibility(source, executors)
     gathered = gathers_of_held(source)
     constraints, asked = _constraints(source, fuse, gathered, options.recompute)
-    return Program(trace, source, executors, options, fuse, constraints, gathered, asked)
+    return Program(given, trace, source, executors, options, fuse, constraints, gathered, asked)
 
 
 def _constraints(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from thunder.core.compile_data import _compile_data
 
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx
 from thunder_mem.memory.plan import Plan
+from thunder_mem.planning.program import Program
 
 __all__ = [
     "current_record",
@@ -17,6 +18,7 @@ __all__ = [
     "note_plan",
     "note_program",
     "noted_program",
+    "studied_programs",
 ]
 
 
@@ -45,12 +47,21 @@ def current_record() -> tuple[Plan | None, str]:
     return getattr(stats, "thunder_mem_plan", None), getattr(stats, "thunder_mem_failure", "")
 
 
-def note_plan(plan: Plan | None, *, took_ms: int = 0, failure: str = "") -> None:
-    """Store the plan with the compilation, for `last_plan` and `last_failure`; it replaces an earlier plan."""
+def note_plan(plan: Plan | None, *, took_ms: int = 0, failure: str = "", programs: Sequence[Program] = ()) -> None:
+    """Store the plan with the compilation, for `last_plan` and `last_failure`; it replaces an earlier plan.
+
+    `programs` are for `studied_programs`; they are large, so only a study asks for them.
+    """
     if (stats := _compile_data.get()[1]) is not None:
         stats.thunder_mem_plan = plan
         stats.thunder_mem_planning_ms = took_ms
         stats.thunder_mem_failure = failure
+        stats.thunder_mem_programs = tuple(programs)
+
+
+def studied_programs(jitted) -> tuple[Program, ...]:
+    """The program that a study's last compilation planned, and the others that it compared that plan with."""
+    return getattr(_stats(jitted), "thunder_mem_programs", ())
 
 
 def note_program(program: Mapping[str, Any], options: Mapping[str, str]) -> None:

@@ -32,14 +32,12 @@ class Emitted:
 
     Attributes:
         program: the planned program.
-        given: Thunder's trace.
         trace: the trace so far.
         plan: with the peaks of `trace`.
         source: the reading of the first trace, on which the first stage works.
     """
 
     program: Program
-    given: TraceCtx
     trace: TraceCtx
     plan: Plan
     source: TraceGraph
@@ -63,7 +61,7 @@ def reuse_buffers(emitted: Emitted) -> Emitted:
 
 def overlap_collectives(emitted: Emitted) -> Emitted:
     """Move communication behind computation."""
-    trace, plan = with_overlap(emitted.trace, emitted.plan, emitted.given)
+    trace, plan = with_overlap(emitted.trace, emitted.plan, emitted.program.given)
     return replace(emitted, trace=trace, plan=plan)
 
 
@@ -81,21 +79,20 @@ STAGES: tuple[Callable[[Emitted], Emitted], ...] = (reuse_buffers, overlap_colle
 """What happens to an emitted trace, in order; chunk loops are fitted last, which verification need not see."""
 
 
-def carried_out(program: Program, planned: Planned, given: TraceCtx, start: int) -> Planned:
+def carried_out(planned: Planned, start: int) -> Planned:
     """The plan with its final trace and that trace's peaks, which decide about a budget.
 
     Args:
-        program: the planned program.
-        planned: a plan of it.
-        given: Thunder's trace.
+        planned: the plan.
         start: the start of planning, by `time.perf_counter_ns`.
     """
+    program = planned.program
     plan = replace(planned.plan, decisions=(*program.options.decisions, *planned.plan.decisions))
     executors = {str(e.name): e for e in program.executors}
     note = f"Memory planning (took {(time.perf_counter_ns() - start) // 1_000_000} milliseconds)"
     first = emit(planned.source, planned.trace, plan, executors, note)
     source = read_trace(first)
-    emitted = Emitted(program, given, first, plan.after(peaks=peaks_of(source.graph)), source)
+    emitted = Emitted(program, first, plan.after(peaks=peaks_of(source.graph)), source)
     for step in STAGES:
         with stage(f"planning: {step.__name__.replace('_', ' ')}"):
             emitted = step(emitted)

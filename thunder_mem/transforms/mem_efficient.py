@@ -311,7 +311,7 @@ class MemEfficient(ListedTransform):
     @property
     def _names_operations(self) -> bool:
         options = self._options  # under a budget `BudgetError` names operations
-        return options.recompute is not None or options.budget is not None or bool(options.named)
+        return options.recompute is not None or options.budget is not None or options.studied
 
     def __repr__(self) -> str:
         return (
