@@ -97,10 +97,8 @@ class Frontier:
     def headline(self) -> str:
         """The range in a sentence."""
         first, last = self.points[0], self.points[-1]
-        return (
-            f"Peak from {size(first.peak_bytes)} down to {size(last.peak_bytes)} for {last.recompute_ms:.3g} ms "
-            f"of recomputation; times for {self.device}."
-        )
+        peaks = f"Peak from {size(first.peak_bytes)} down to {size(last.peak_bytes)}"
+        return f"{peaks} for {last.step_ms - first.step_ms:.3g} ms more a step; times for {self.device}."
 
     def __str__(self) -> str:
         table = [_COLUMNS, *self.rows()]
