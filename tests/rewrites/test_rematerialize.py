@@ -12,6 +12,7 @@ from thunder_mem.planning.pipeline import plan_joint_trace
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.rewrites.recompute import gathers_of_held
 from thunder_mem.runtime.measure import measure_peak
+from thunder_mem.semantics.aliases import Aliases
 
 N, D = 256, 64
 ROW = N * D * 8
@@ -187,12 +188,16 @@ def test_rows_of_a_held_table_are_gathered_again():
         return (y @ m).sin().sum()
 
     _, w, m = arguments(grad=True)
-    planned = plan_joint_trace(unfused(fn, TOKENS, w, m), [mem_pointwise_ex], PlanningOptions(strict=True))
+    tokens = TOKENS.reshape(2, -1)  # whose gather has a view inside
+    planned = plan_joint_trace(unfused(fn, tokens, w, m), [mem_pointwise_ex], PlanningOptions(strict=True))
     graph = planned.source.graph
     (first, second) = sorted(gathers_of_held(planned.source))
     assert [graph.ops[graph.allocator[s]].backward for s in (first, second)] == [False, True]
+    aliases, source = Aliases(planned.source.bsyms), planned.source
+    rows = [[name for name, s in source.storage_of.items() if s == gathered] for gathered in (first, second)]
+    assert {aliases(name) for name in rows[0]}.isdisjoint({aliases(name) for name in rows[1]})
     compiled_fn = compiled(fn)
-    compiled_fn(TOKENS, w, m).backward()
+    compiled_fn(tokens, w, m).backward()
     again = [t.detach().clone().requires_grad_() for t in (w, m)]
-    fn(TOKENS, *again).backward()
+    fn(tokens, *again).backward()
     torch.testing.assert_close([w.grad, m.grad], [t.grad for t in again])

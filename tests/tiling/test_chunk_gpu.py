@@ -84,6 +84,19 @@ def test_rows_that_were_asked_for_stay(unwritten):
     assert loop.plan.chunk_rows == loop.plan.block_rows == 300
 
 
+def wide_before(x, w, t):
+    """The program's peak has room for many rows of logits: a softmax over tokens stays outside of the loop."""
+    wide = torch.softmax(x.repeat(1, 64), 0).cos().sin()
+    return head(wide.reshape(*x.shape, 64).sum(-1), w, t)
+
+
+def test_chunks_grow_to_the_rows_that_save_time_and_no_further(unwritten):
+    loop, prediction = loop_on_gpu(16384, 512, 32000, [], fn=wide_before)
+    during_bytes = next(e.live_bytes for e in prediction.timeline if e.name.endswith("with_grads"))
+    assert prediction.peak_bytes - during_bytes > 3 * loop.plan.logits_bytes
+    assert (loop.plan.chunk_rows, loop.plan.sized) == (4096, "timeline")
+
+
 # --- gradients over logits ----------------------------------------------------------------------------
 
 

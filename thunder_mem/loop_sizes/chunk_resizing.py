@@ -3,7 +3,8 @@
 A chunk's logits live beside all other values that are alive while the loop runs. So the room for a chunk is only known
 on the planned and fused joint trace. A head whose rows the user did not set is built lean (`rows_per_chunk.py`),
 and the program is planned around it. Then its chunks grow in place, as far as the program's peak lies above them
-anyway. The peak stays the same, and the matrix products get all rows that cost no memory.
+anyway, and as far as more rows save time. The peak stays the same, and the matrix products get rows that cost no
+memory.
 
 Under a budget the head is built leaner than is efficient, and as lean as possible if nothing fits. Memory that the
 budget leaves goes to the chunks first. The trace with the resized chunks decides about a budget. Other rows need no
@@ -24,7 +25,7 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.chunk_loop.plan import LoopPlan, about_chunks
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, rebind, scratch_bytes_under
-from thunder_mem.loop_sizes.rows_per_chunk import floor_rows
+from thunder_mem.loop_sizes.rows_per_chunk import floor_rows, most_rows
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.memory.live_ranges import peaks_of, price_order
 from thunder_mem.memory.plan import Plan
@@ -145,7 +146,9 @@ def _fitted(plan: LoopPlan, uses: Sequence[tuple[BoundSymbol, int]], peak_bytes:
         return min(plan.n, low * plan.step_rows)
 
     rows = max(
-        plan.chunk_rows, most(peak_bytes, plan.n), most(budget_bytes, floor_rows(device, plan.gemms[0].out.dtype))
+        plan.chunk_rows,
+        most(peak_bytes, most_rows(device, plan.n)),
+        most(budget_bytes, floor_rows(device, plan.gemms[0].out.dtype)),
     )
     # The same number of chunks of more equal size takes fewer bytes.
     even = -(-plan.n // -(-plan.n // rows))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import add
 
 from thunder_mem.memory.graph import Graph
 from thunder_mem.memory.plan import Plan
@@ -21,7 +22,7 @@ class PlanSteps:
         graph: that graph.
         of_op: per op, the steps that run it: several if regions recompute it.
         copied: each (op, step) whose result another step returns, or none.
-        live_bytes: per step, the bytes alive then, with regions as units.
+        live_bytes: per step, the bytes alive then, with regions as units and with scratch.
         peak: the first step with the most bytes, in the half that peaks; None for a plan without steps there.
     """
 
@@ -87,7 +88,8 @@ def plan_steps(graph: Graph, plan: Plan) -> PlanSteps:
         if first is not None and last >= 0 and not (inside and s.index not in graph.outputs):
             change[first] += s.nbytes
             change[last + 1] -= s.nbytes
-    live_bytes = tuple(accumulate(change[:-1]))
+    scratch_bytes = (max(graph.ops[op].scratch_bytes for op in region.ops) for region in plan.regions)
+    live_bytes = tuple(map(add, accumulate(change[:-1]), scratch_bytes))
     half = plan.candidate.backward_peak_bytes >= plan.candidate.forward_peak_bytes
     in_half = [i for i, r in enumerate(plan.regions) if r.backward == half]
     peak = max(in_half, key=lambda i: (live_bytes[i], -i), default=None)

@@ -181,7 +181,7 @@ def free_partitions(program: Program) -> list[frozenset[int]]:
     kept = saved_storages(graph, offered)
     cheap = min_cut_partition(graph, fuse, replace(constraints, may_recompute=program.gathered), needed=kept)
     read = {r for s in cheap for r in graph.ops[graph.allocator[s]].reads} - cheap  # type: ignore[index]
-    borders = keeping_borders(program.trace, source, fuse, constraints, offered)
+    borders = keeping_borders(program.trace, source, fuse, constraints, offered, program.gathered)
     return list(dict.fromkeys([cut, offered - read | cheap, offered, *([] if borders is None else [borders])]))
 
 

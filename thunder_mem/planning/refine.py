@@ -52,13 +52,12 @@ def refined(
         sort: of the new plans.
         repeat_tiles: whether results of stretches in tiles may be recomputed too, which takes some time.
     """
-    rewrites: list[tuple[Rewrite, About]] = [(_with_copied_views, about_views), (_with_remakes, about_remakes)]
-    if repeat_tiles:
-        rewrites.append((_Repetition(), _about_repetition))
     said: list[Decision] = []
-    for rewrite, about in rewrites:
+
+    def lowered(planned: Planned, rewrite: Rewrite, about: About, rounds: int = _ROUNDS) -> Planned:
+        """The plan after some rounds of one rewrite; the same object if the first does not lower the peak."""
         before_bytes, total = planned.peak_bytes, 0
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             new, count = rewrite(planned)
             if not count:
                 break
@@ -71,6 +70,16 @@ def refined(
             total += count
         if total:
             said.append(about(total, before_bytes, planned.peak_bytes))
+        return planned
+
+    planned = lowered(planned, _with_copied_views, about_views)
+    planned = lowered(planned, _with_remakes, about_remakes)
+    repetition = _Repetition()
+    for _ in range(_ROUNDS if repeat_tiles else 0):
+        without, planned = planned, lowered(planned, repetition, _about_repetition, rounds=1)
+        if planned is without:
+            break
+        planned = lowered(planned, _with_remakes, about_remakes)  # what a second run reads may wait for it, idle
     return replace(planned, plan=planned.plan.after(*said))
 
 

@@ -29,7 +29,12 @@ _FEW = (1, 2, 4)
 
 
 def keeping_borders(
-    trace: TraceCtx, source: TraceGraph, fuse: FusionCapabilities, constraints: Constraints, offered: frozenset[int]
+    trace: TraceCtx,
+    source: TraceGraph,
+    fuse: FusionCapabilities,
+    constraints: Constraints,
+    offered: frozenset[int],
+    gathered: frozenset[int],
 ) -> frozenset[int] | None:
     """The storages to recompute if the backward also receives the inputs of some stretches.
 
@@ -40,11 +45,12 @@ def keeping_borders(
         fuse: the executors that take each operation.
         constraints: of its partition.
         offered: the storages that the user's checkpoints let the backward recompute.
+        gathered: those that are gathered again from the caller's parameters, before which nothing waits.
 
     Returns:
         the choice with the lowest such peak; None if that is `offered` itself.
     """
-    borders = _borders(source, offered)
+    borders = _borders(source, offered - gathered)
     if not borders:
         return None
     costly = replace(fuse, cheap=(False,) * len(source.graph))
