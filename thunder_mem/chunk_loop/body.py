@@ -30,6 +30,7 @@ class Body:
         over: the logits, by number, that their gradients overwrite (`loop_body/gradients_in_place.py`).
         pairs: the sides, by number, whose gradients are matrix products that it lets the loop add, each with the
             product's depth.
+        resized: builds the same block for other rows.
         launches: kernels that it starts; 0 on a CPU, where they are not counted.
     """
 
@@ -43,6 +44,7 @@ class Body:
     over: tuple[int, ...] = ()
     launches: int = 0
     pairs: Mapping[int, int] = field(default_factory=dict)
+    resized: Callable[[int], Body] | None = None
 
     @property
     def wants_gradients(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from typing import Any
 import thunder.torch as ltorch
 from thunder.core import dtypes, prims
 from thunder.core.codeutils import SigInfo
+from thunder.core.compile_data import get_compile_data
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -67,13 +69,40 @@ def build_body(
         RuleError: a gradient is missing.
     """
     forward = trace_block(region, sides, wanted, rows)
-    build = partial(_build, forward, region, sides, wanted, rows, executors, outputs, products)
+    data = get_compile_data()
+    again = partial(_rebuilt, region, sides, wanted, executors, outputs, products, data.executors_list if data else ())
+
+    def build() -> Body:
+        built = _build(forward, region, sides, wanted, rows, executors, outputs, products)
+        return replace(built, resized=again)
+
     if equal is None:
         return build()
     differentiable = {v.proxy.name for v in region.differentiable}
     flows = tuple(v.proxy.name in differentiable for v in region.outputs)
     use = tuple(wanted), rows, outputs, products, flows, tuple(side.sharding.split for side in sides)
     return equal.built(forward, use, build)
+
+
+def _rebuilt(
+    region: Region,
+    sides: Sequence[Value],
+    wanted: Sequence[bool],
+    executors: Sequence[Any],
+    outputs: bool,
+    products: bool,
+    differentiated_by: Sequence[Any],
+    rows: int,
+) -> Body:
+    """The block for other rows, differentiated with the gradients of the same executors, also while a plan is made."""
+    data = get_compile_data()
+    if data is None:
+        return build_body(region, sides, wanted, rows, executors, outputs, products)
+    planners, data.executors_list = data.executors_list, differentiated_by
+    try:
+        return build_body(region, sides, wanted, rows, executors, outputs, products)
+    finally:
+        data.executors_list = planners
 
 
 def _build(
