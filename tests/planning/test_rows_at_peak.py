@@ -24,8 +24,9 @@ def step(x, up, down):
     return checkpoint(mlp, x.sin(), up, down, use_reentrant=False).sum(dtype=torch.float32)
 
 
-def with_loss(x, up, down, head, targets):
+def with_loss(x, up, down, head, targets, norm=None):
     x = checkpoint(mlp, x.sin(), up, down, use_reentrant=False)
+    x = x if norm is None else F.rms_norm(x, (WIDTH,), norm)
     return F.cross_entropy(F.linear(x, head), targets)
 
 
@@ -65,12 +66,18 @@ def test_the_backward_of_a_stretch_at_the_peak_has_smaller_tiles_where_time_has_
     assert (before > after) == (rows < 2048)
 
 
-def test_a_loss_head_at_the_peak_has_smaller_chunks(monkeypatch):
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_loss_head_at_the_peak_has_smaller_chunks(monkeypatch, norm):
     with simulate("H100-80GB", fusion="nvfuser"):
         args = inputs((TOKENS, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE), (VOCABULARY, WIDTH))
-        targets = torch.zeros(TOKENS, dtype=torch.long, device="cuda")
-        jitted, found, (before, after) = compiled(monkeypatch, with_loss, [*args, targets], inf)
-    assert rows_of(thunder.last_traces(jitted)[-1], "chunk_loop_with_grads") == [1280]
+        args.append(torch.zeros(TOKENS, dtype=torch.long, device="cuda"))
+        args += inputs((WIDTH,)) if norm else []
+        jitted, found, (before, after) = compiled(monkeypatch, with_loss, args, inf)
+    (plan,) = {
+        loop_of(b).plan for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "chunk_loop_with_grads"
+    }
+    assert plan.chunk_rows == 1280
+    assert (plan.opening.block_rows if plan.opening else None) == (256 if norm else None)
     assert found.peak_bytes == after < before
 
 

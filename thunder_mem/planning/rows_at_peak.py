@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil
+from math import ceil, gcd
 
 import torch
 from thunder.core.symbol import BoundSymbol
@@ -27,6 +27,7 @@ from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
 from thunder_mem.memory.live_ranges import price_order
 from thunder_mem.planning.program import Planned
 from thunder_mem.tiling.chunk_resizing import fit_loops, with_fitted_loops
+from thunder_mem.tiling.opening_build import with_smaller_opening
 from thunder_mem.tiling.rows_per_chunk import floor_rows
 from thunder_mem.tiling.tile_price import tile_seconds
 from thunder_mem.trace.rebuilding import rebuilt
@@ -81,24 +82,20 @@ def _made(bsym: BoundSymbol) -> list[str]:
 
 def _chunks(loop: ChunkLoop) -> ChunkLoop | None:
     """A loss head's loop with the fewest rows in its chunks whose products hide the sums; None if it has no more."""
-    plan, body = loop.plan, loop.backward.get(loop.plan.block_rows)
-    step = max(_PRODUCT_ROWS, plan.opening.block_rows if plan.opening else 0)
-    rows = ceil(_rows_that_hide_sums(plan.gemms[0].out) / step) * step
+    plan = loop.plan
+    rows = ceil(_rows_that_hide_sums(plan.gemms[0].out) / _PRODUCT_ROWS) * _PRODUCT_ROWS
     if plan.sized == "asked" or plan.chunks == 1 or rows >= plan.chunk_rows:
         return None
+    if plan.opening and rows % plan.opening.block_rows:
+        loop = with_smaller_opening(loop, gcd(rows, plan.opening.block_rows))
+    plan, body = replace(loop.plan, chunk_rows=rows, sized="timeline"), loop.backward.get(plan.block_rows)
     if rows % plan.block_rows == 0:
-        return loop.with_plan(replace(plan, chunk_rows=rows, sized="timeline"))
-    if loop.forward or body is None or body.resized is None:
+        return loop.with_plan(plan)
+    if loop.forward or body is None:
         return None
     bodies = _resized(body, plan, rows)
-    plan = replace(
-        plan,
-        chunk_rows=rows,
-        block_rows=rows,
-        sized="timeline",
-        forward_block_bytes=max(b.peak_bytes for b in bodies.values()),
-        backward_block_bytes=max(b.peak_bytes for b in bodies.values()),
-    )
+    most_bytes = max(b.peak_bytes for b in bodies.values())
+    plan = replace(plan, block_rows=rows, forward_block_bytes=most_bytes, backward_block_bytes=most_bytes)
     return ChunkLoop(with_block_calls(plan, {}, bodies), {}, bodies, loop.opening, loop.closing)
 
 
@@ -106,7 +103,7 @@ def _tiles(bsym: BoundSymbol) -> ChunkLoop | None:
     """The backward of a stretch in tiles of half as many rows; None if these would be less than half of enough."""
     loop = loop_of(bsym)
     plan, body = loop.plan, loop.backward.get(loop.plan.chunk_rows)
-    if not bsym.sym.name.startswith("chunk_loop_backward") or body is None or body.resized is None:
+    if not bsym.sym.name.startswith("chunk_loop_backward") or body is None:
         return None
     rows, enough = plan.chunk_rows // 2, floor_rows(plan.device, plan.inputs[0].dtype)
     if plan.sized != "tile" or 2 * rows < enough:
