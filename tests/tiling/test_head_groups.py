@@ -7,13 +7,17 @@ import thunder
 import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
+from thunder.core import dtypes
+from thunder.core.devices import Device
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, tracectx
 from thunder.dynamo import thunderfx
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import thunder_mem.transforms.before_autograd as before_autograd
 from tests.tiling.test_tiles import errors, gradients, made
-from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict
+from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict, simulate
 from thunder_mem.planning import pipeline
 from thunder_mem.runtime import head_groups
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
@@ -297,3 +301,11 @@ def test_a_mask_leaves_attention_whole():
     jitted(q, k, torch.zeros(4, 4))
     calls = [b for b in thunder.last_traces(jitted)[0].bound_symbols if b.sym == ltorch.scaled_dot_product_attention]
     assert calls and all(tiled_heads._taken(b, (mem_attention_ex,)) is None for b in calls)
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(16384, 8), (131072, 32), (2048, 1)])
+def test_a_group_has_about_four_blocks_of_rows_for_each_multiprocessor(rows, groups):
+    """Of an H100's 132; blocks have 128 rows, so four heads of 16,384 rows have 512 blocks."""
+    with simulate("H100-80GB"), tracectx(TraceCtx(None)):
+        q = TensorProxy(shape=(1, 32, rows, 128), device=Device("cuda"), dtype=dtypes.bfloat16)
+        assert tiled_heads._groups(q, q) == groups

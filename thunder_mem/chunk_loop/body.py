@@ -16,7 +16,8 @@ class Body:
 
     `fn(*logits, *sides, *log_sums, *tangents) -> (*outputs, *grads)`: `logits` are the amplifiers' results
     without their biases, and `grads` belong to the inputs listed in `wanted`. `log_sums` are the whole values
-    of the outputs whose gradients need them; blocks without gradients have none.
+    of the outputs whose gradients need them; blocks without gradients have none. A block with `pairs` takes a last
+    argument `add(side, left, right)`, and calls it for each of them, whose gradients it does not return.
 
     Attributes:
         fn: the callable.
@@ -25,10 +26,11 @@ class Body:
         outputs: its number of outputs.
         tangents: indices of the region's outputs whose tangents it takes.
         peak_bytes: the most bytes that it holds beyond its inputs, by the sizes of its tensors.
-        result_bytes: the bytes of its results that have memory of their own, which exist while the loop adds them up.
+        adding_bytes: the most bytes of its own tensors that exist while gradients are added to sums.
         over: the logits, by number, that their gradients overwrite (`loop_body/gradients_in_place.py`).
-        pairs: the sides, by number, whose gradients it gives as the two operands of a matrix product, each with the
+        pairs: the sides, by number, whose gradients are matrix products that it lets the loop add, each with the
             product's depth.
+        resized: builds the same block for other rows.
         launches: kernels that it starts; 0 on a CPU, where they are not counted.
     """
 
@@ -38,12 +40,13 @@ class Body:
     outputs: int
     tangents: tuple[int, ...]
     peak_bytes: int
-    result_bytes: int = 0
+    adding_bytes: int = 0
     over: tuple[int, ...] = ()
     launches: int = 0
     pairs: Mapping[int, int] = field(default_factory=dict)
+    resized: Callable[[int], Body] | None = None
 
     @property
     def wants_gradients(self) -> bool:
-        """Whether it returns more than outputs."""
-        return len(self.trace.bound_symbols[-1].args[0]) > self.outputs
+        """Whether it gives more than outputs."""
+        return bool(self.pairs) or len(self.trace.bound_symbols[-1].args[0]) > self.outputs

@@ -133,7 +133,7 @@ class LoopPlan:
         differentiable: indices of the outputs that carry a gradient.
         forward_block_bytes, backward_block_bytes: the most bytes that a block holds beyond its inputs.
         forward_block_calls, backward_block_calls: the host's calls to start a block; 0 on a CPU, which is the host.
-        backward_result_bytes: of a stretch: bytes of a tile's gradients, which exist while they are added up.
+        backward_adding_bytes: of a stretch: the most bytes of a tile that exist while gradients are added to sums.
         wide_row_bytes: of a stretch: bytes of one row of the results of its products.
         forward_tile_s, backward_tile_s: of a stretch: seconds of the device for a tile, without a GPU's launches.
     """
@@ -160,7 +160,7 @@ class LoopPlan:
     backward_block_bytes: int
     forward_block_calls: int = 0
     backward_block_calls: int = 0
-    backward_result_bytes: int = 0
+    backward_adding_bytes: int = 0
     wide_row_bytes: int = 0
     forward_tile_s: float = 0.0
     backward_tile_s: float = 0.0
@@ -230,14 +230,17 @@ class LoopPlan:
     def tiles_bytes(self, block_bytes: int) -> int:
         """The limit for tiles of a product: their share, or the bytes of a block if the user did not set the chunks.
 
-        A stretch's products run beside the results of its tile, so these leave less of the tile's bytes.
+        A stretch's products run beside other values of its tile, so these leave less of the tile's bytes, or none; then
+        their share is that of a tile.
         The bytes of a block are the sum of its tensors, of which fewer may exist at once. Chunks that the user set are
         most of the peak, which would rise by the difference.
         """
         share_bytes = scratch_bytes_of(self.logits_bytes)
         if self.device.startswith("cuda"):  # which waits for the host if tiles are small
             share_bytes = max(share_bytes, _GPU_TILES_BYTES)
-        return share_bytes if self.sized == "asked" else max(share_bytes, block_bytes - self.backward_result_bytes)
+        if self.sized == "asked":
+            return share_bytes
+        return max(share_bytes, scratch_bytes_of(block_bytes), block_bytes - self.backward_adding_bytes)
 
     @property
     def forward_scratch_bytes(self) -> int:
@@ -258,7 +261,7 @@ class LoopPlan:
         tangents = sum(self.outputs[i].nbytes for i in self.differentiable) if self.mode == "grads-in-forward" else 0
         opening = self.opening
         opening_bytes = max(opening.forward_block_bytes, opening.backward_block_bytes) if opening else 0
-        block = max(self.backward_result_bytes + gemms, self.backward_block_bytes, opening_bytes)
+        block = max(self.backward_adding_bytes + gemms, self.backward_block_bytes, opening_bytes)
         return self.logits_bytes + self.opened_bytes + block + self.finer_sums_bytes + tangents
 
     def finer(self, i: int) -> bool:

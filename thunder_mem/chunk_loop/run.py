@@ -9,7 +9,7 @@ into gradients of its own inputs last.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -208,11 +208,29 @@ def _run_block(state: _State, body: Body, logits: Sequence[Tensor], lo: int) -> 
     plan, hi = state.plan, lo + body.rows
     blocks = [_block_view(rows, g, body.rows) for rows, g in zip(logits, plan.gemms, strict=True)]
     args = [*_rows_of(state, plan.sides, lo, hi), *_tangents(state, body, lo, hi)]
-    results = _pretend(plan, body, blocks, plan.outputs, plan.sides) if state.fake else body.fn(*blocks, *args)
+    results = _called(state, body, blocks, args, plan.outputs, plan.sides)
     for total, value in zip(state.totals, results[: body.outputs], strict=False):
         total.add(value, lo, hi)
     if state.tangents is not None:
         _take_gradients(state, body, blocks, plan.sides, results[body.outputs :], lo, hi)
+
+
+def _called(
+    state: _State,
+    body: Body,
+    blocks: Sequence[Tensor],
+    args: Sequence[Tensor],
+    outputs: Sequence[Spec],
+    sides: Sequence[int],
+) -> Sequence[Any]:
+    """The results of a block, which adds products to the sums of gradients itself."""
+
+    def add(side: int, left: Tensor, right: Tensor) -> None:
+        state.sums[sides[side]].add_product(left, right, state.tiles_bytes)
+
+    if state.fake:
+        return _pretend(state.plan, body, blocks, outputs, sides, add)
+    return body.fn(*blocks, *args, add) if body.pairs else body.fn(*blocks, *args)
 
 
 def _rows_of(state: _State, sides: Sequence[int], lo: int, hi: int) -> list[Tensor]:
@@ -247,10 +265,7 @@ def _open(state: _State, opening: Opening, bodies: Mapping[int, Body], rows: Ten
     """Make a chunk's rows of the products."""
     for block, lo, hi in _blocks_of(state, opening, rows, start):
         body = bodies[hi - lo]
-        if state.fake:
-            (made,) = _pretend(state.plan, body, (), (opening.out,), ())
-        else:
-            (made,) = body.fn(*_rows_of(state, opening.sides, lo, hi))
+        (made,) = _called(state, body, (), _rows_of(state, opening.sides, lo, hi), (opening.out,), opening.sides)
         block.copy_(made)
 
 
@@ -259,9 +274,7 @@ def _close(state: _State, opening: Opening, bodies: Mapping[int, Body], tangent:
     for block, lo, hi in _blocks_of(state, opening, tangent, start):
         body = bodies[hi - lo]
         sides = opening.sides
-        found = (
-            _pretend(state.plan, body, (), (), sides) if state.fake else body.fn(*_rows_of(state, sides, lo, hi), block)
-        )
+        found = _called(state, body, (), [*_rows_of(state, sides, lo, hi), block], (), sides)
         _take_gradients(state, body, (), sides, found, lo, hi)
 
 
@@ -292,20 +305,18 @@ def _take_gradients(
                 block.copy_(g)
     of_rows = []
     for k, i in enumerate(sides):
-        if i not in plan.grads:
+        if i not in plan.grads or k in body.pairs:
             continue
         g = next(gradients)
-        if k in body.pairs:
-            state.sums[i].add_product(g, next(gradients), state.tiles_bytes)
-        elif i in state.grads:
+        if i in state.grads:
             elsewhere = g is not None and any(_lies_in(g, grad) for j, grad in state.grads.items() if j != i)
             of_rows.append((i, g.clone() if elsewhere else g))
         elif g is not None:
             state.sums[i].add(g)
     for i, g in of_rows:
         grad = state.grads[i]
-        zero = torch.zeros((), dtype=grad.dtype, device=grad.device)
-        write_rows(grad, plan.inputs[i].sharding, lo, hi, zero if g is None else g)
+        rows = torch.zeros((), dtype=grad.dtype, device=grad.device) if g is None else g
+        write_rows(grad, plan.inputs[i].sharding, lo, hi, rows)
 
 
 def _lies_in(gradient: Tensor, block: Tensor) -> bool:
@@ -358,7 +369,12 @@ def _matrix(t: Tensor, gemm: Gemm, rows: int) -> Tensor:
 
 
 def _pretend(
-    plan: LoopPlan, body: Body, blocks: Sequence[Tensor], outputs: Sequence[Spec], sides: Sequence[int]
+    plan: LoopPlan,
+    body: Body,
+    blocks: Sequence[Tensor],
+    outputs: Sequence[Spec],
+    sides: Sequence[int],
+    add: Callable[[int, Tensor, Tensor], None],
 ) -> list[Tensor]:
     """Allocate like a block without running it, because compiled code does not take fake tensors."""
     rows = body.rows
@@ -371,14 +387,16 @@ def _pretend(
         if want:
             out.append(block if i in body.over else torch.empty_like(block))
     # Without logits all results are gradients of sides, which may share memory or be views of the block's inputs.
-    held = None if blocks else torch.empty(body.result_bytes, dtype=torch.uint8, device=plan.inputs[0].device)
+    held = None if blocks else torch.empty(body.adding_bytes, dtype=torch.uint8, device=plan.inputs[0].device)
     for k, i in enumerate(sides):
-        if i in plan.grads:
-            s = plan.inputs[i]
-            shapes = [local_shape(s.shape, s.sharding, rows)]
-            if k in body.pairs:
-                shapes = [(s.shape[0], body.pairs[k]), (body.pairs[k], s.shape[1])]
-            out += [_memory_for(held, shape, s.dtype, s.device) for shape in shapes]
+        if i not in plan.grads:
+            continue
+        s = plan.inputs[i]
+        if k in body.pairs:
+            shapes = (s.shape[0], body.pairs[k]), (body.pairs[k], s.shape[1])
+            add(k, *(_memory_for(held, shape, s.dtype, s.device) for shape in shapes))
+        else:
+            out.append(_memory_for(held, local_shape(s.shape, s.sharding, rows), s.dtype, s.device))
     return out
 
 

@@ -7,14 +7,17 @@ so an executor's `cross_entropy` runs here too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import dtypes, prims
 from thunder.core.codeutils import SigInfo
+from thunder.core.compile_data import get_compile_data
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -29,6 +32,7 @@ from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.fusible_gathers import fusible_picks
 from thunder_mem.loop_body.leaves import walk
 from thunder_mem.loop_body.region import Region, Value
+from thunder_mem.loop_body.sums_in_block import adds_to_sum, with_sums
 from thunder_mem.sharding.propagation import RuleError
 from thunder_mem.trace.equal_views import without_equal_views
 from thunder_mem.trace.rebuilding import recorded
@@ -56,8 +60,8 @@ def build_body(
         rows: rows in the block.
         executors: the user's executors, in order of preference.
         outputs: whether the region's outputs are also needed (always, without gradients).
-        products: whether the gradient of a whole matrix may be given as the two operands of its product. Not where
-            there are amplifiers.
+        products: whether the block may add products to sums itself (`sums_in_block.py`). Not where there are
+            amplifiers.
         equal: the blocks built before; an equal one is used again.
 
     Raises:
@@ -65,13 +69,40 @@ def build_body(
         RuleError: a gradient is missing.
     """
     forward = trace_block(region, sides, wanted, rows)
-    build = partial(_build, forward, region, sides, wanted, rows, executors, outputs, products)
+    data = get_compile_data()
+    again = partial(_rebuilt, region, sides, wanted, executors, outputs, products, data.executors_list if data else ())
+
+    def build() -> Body:
+        built = _build(forward, region, sides, wanted, rows, executors, outputs, products)
+        return replace(built, resized=again)
+
     if equal is None:
         return build()
     differentiable = {v.proxy.name for v in region.differentiable}
     flows = tuple(v.proxy.name in differentiable for v in region.outputs)
     use = tuple(wanted), rows, outputs, products, flows, tuple(side.sharding.split for side in sides)
     return equal.built(forward, use, build)
+
+
+def _rebuilt(
+    region: Region,
+    sides: Sequence[Value],
+    wanted: Sequence[bool],
+    executors: Sequence[Any],
+    outputs: bool,
+    products: bool,
+    differentiated_by: Sequence[Any],
+    rows: int,
+) -> Body:
+    """The block for other rows, differentiated with the gradients of the same executors, also while a plan is made."""
+    data = get_compile_data()
+    if data is None:
+        return build_body(region, sides, wanted, rows, executors, outputs, products)
+    planners, data.executors_list = data.executors_list, differentiated_by
+    try:
+        return build_body(region, sides, wanted, rows, executors, outputs, products)
+    finally:
+        data.executors_list = planners
 
 
 def _build(
@@ -100,38 +131,31 @@ def _build(
         elif region.outputs[j := position[bsym.args[0].name]].proxy.name in differentiable:
             tangents[j] = bsym.output
     order = tuple(sorted(tangents))
-    pairs: dict[int, int] = {}
     with recorded(joint) as fits, torch_language():
         grads = [_summed_to(g, a) for g, a, want in zip(returned["output"], forward.args, wanted, strict=False) if want]
     body += fits
-    results = grads
-    if products:
-        results, pairs = _as_products(body, grads, [i for i, want in enumerate(wanted) if want], sides)
+    which = [i for i, want in enumerate(wanted) if want]
+    results, operands = _without_products(body, grads, which, sides) if products else (grads, {})
     kept = list(returned["fw_flat_out"]) if outputs else []
     args += [tangents[i] for i in order]
-    compiled = _compile(args, body, [*kept, *results], rows, executors, len(kept), order)
-    return replace(compiled, pairs=pairs)
+    return _compile(args, body, [*kept, *results], rows, executors, len(kept), order, operands)
 
 
-def _as_products(
+def _without_products(
     bsyms: Sequence[BoundSymbol], grads: Sequence[TensorProxy | None], which: Sequence[int], sides: Sequence[Value]
-) -> tuple[list[TensorProxy | None], dict[int, int]]:
-    """Gradients of whole matrices as the two operands of their products, which the loop adds to the sum itself.
-
-    Returns:
-        the results, two for each that is a product, and the depths of these products by side.
-    """
+) -> tuple[list[TensorProxy | None], dict[int, tuple[TensorProxy, TensorProxy]]]:
+    """The gradients without those of whole matrices that are products, and the operands of these by side."""
     made = {o.name: leaf for b in bsyms for leaf, _ in walk(b) for o in leaf.flat_proxy_outs}
     results: list[TensorProxy | None] = []
-    pairs = {}
+    operands = {}
     for i, grad in zip(which, grads, strict=True):
         leaf = None if grad is None or sides[i].sharding.split else made.get(grad.name)
         if leaf is not None and leaf.sym.id == PrimIDs.MATMUL and all(a.ndim == 2 for a in leaf.flat_proxy_args):
-            results += leaf.flat_proxy_args
-            pairs[i] = leaf.flat_proxy_args[1].shape[0]
+            left, right = leaf.flat_proxy_args
+            operands[i] = left, right
         else:
             results.append(grad)
-    return results, pairs
+    return results, operands
 
 
 def _summed_to(grad: TensorProxy | None, arg: TensorProxy) -> TensorProxy | None:
@@ -151,6 +175,7 @@ def _compile(
     executors: Sequence[Any],
     outputs: int,
     tangents: tuple[int, ...],
+    products: Mapping[int, tuple[TensorProxy, TensorProxy]] = MappingProxyType({}),
 ) -> Body:
     trace = TraceCtx(None)
     trace.kwargs = {}
@@ -168,14 +193,15 @@ def _compile(
     trace.bound_symbols = [prims.unpack_trivial.bind(a, name=a.name, output=a) for a in args]
     trace.bound_symbols += [b for b in bsyms if b.sym.id != PrimIDs.UNPACK_TRIVIAL]
     with tracectx(trace):
-        prims.python_return(tuple(results))
+        prims.python_return((*results, *chain.from_iterable(products.values())))
     trace = fusible_picks(dce(without_equal_views(without_round_trips(trace))), executors)
     _check_defined(trace)
-    trace = transform_for_execution(trace, executors)
+    trace = with_sums(transform_for_execution(trace, executors), list(products))
     trace = del_last_used(trace)
     fn = trace.python_callable(include_decorators=False)
-    peak_bytes, result_bytes = _bytes_of(trace)
-    return Body(fn, trace, rows, outputs, tangents, peak_bytes, result_bytes)
+    peak_bytes, adding_bytes = _bytes_of(trace)
+    depths = {side: right.shape[0] for side, (_, right) in products.items()}
+    return Body(fn, trace, rows, outputs, tangents, peak_bytes, adding_bytes, pairs=depths)
 
 
 def _check_defined(trace: TraceCtx) -> None:
@@ -210,12 +236,12 @@ _VIEW_NAMES = {
 
 
 def _bytes_of(trace: TraceCtx) -> tuple[int, int]:
-    """Bytes of the block's own tensors at its peak, and of its results; a view counts with its base."""
+    """Bytes of the block's own tensors at its peak, and while it adds to sums; a view counts with its base."""
     args = {a.name for a in trace.args}
     owner: dict[str, str] = {}
     users: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    live = peak = 0
+    live = peak = adding = 0
     for bsym in trace.bound_symbols:
         if bsym.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN):
             continue
@@ -243,5 +269,8 @@ def _bytes_of(trace: TraceCtx) -> tuple[int, int]:
             sizes[o.name] = math.prod(o.shape) * dtypes.to_dtype(o.dtype).bytes
             live += sizes[o.name]
         peak = max(peak, live)
+        if adds_to_sum(bsym):
+            adding = max(adding, live)
     results = {p.name for p in trace.bound_symbols[-1].flat_proxy_args}
-    return peak, sum(sizes[base] for base in {owner.get(name, name) for name in results} - args if base in sizes)
+    result_bytes = sum(sizes[base] for base in {owner.get(name, name) for name in results} - args if base in sizes)
+    return peak, max(adding, result_bytes)

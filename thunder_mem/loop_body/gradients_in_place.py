@@ -14,6 +14,7 @@ from itertools import count
 from thunder.core.proxies import TensorProxy
 
 from thunder_mem.chunk_loop.body import Body
+from thunder_mem.loop_body.sums_in_block import adds_to_sum
 from thunder_mem.memory.kernel_figures import KernelFigures
 from thunder_mem.memory.live_ranges import price_order
 from thunder_mem.regions.region_kernels import kernel_figures
@@ -64,10 +65,14 @@ def _counted(body: Body, source: TraceGraph) -> Body:
     held_bytes = sum(s.nbytes for s in storages if s.held)
     results = {source.storage_of[p.name] for p in source.result.args[0] if isinstance(p, TensorProxy)}
     given = {source.storage_of.get(p.name) for p in body.trace.args}
-    result_bytes = sum(storages[s].nbytes for s in results - given)
+    adding_bytes = sum(storages[s].nbytes for s in results - given)
+    timeline = price_order(source.graph)
+    for bsym, live_bytes in zip(source.bsyms, timeline.live_bytes, strict=True):
+        if adds_to_sum(bsym):
+            adding_bytes = max(adding_bytes, live_bytes - held_bytes)
     launches = 0
     for bsym in source.bsyms:
         figures = kernel_figures(bsym, source.layout)
         launches += figures.launches if isinstance(figures, KernelFigures) else not is_view(bsym)
-    peak_bytes = price_order(source.graph).peak_bytes - held_bytes
-    return replace(body, peak_bytes=peak_bytes, result_bytes=result_bytes, launches=launches)
+    peak_bytes = timeline.peak_bytes - held_bytes
+    return replace(body, peak_bytes=peak_bytes, adding_bytes=adding_bytes, launches=launches)

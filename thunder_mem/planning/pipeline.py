@@ -51,6 +51,7 @@ from thunder_mem.planning.program import (
     read_program,
 )
 from thunder_mem.planning.refine import TILES_AGAIN, refined
+from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
 from thunder_mem.planning.stages import carried_out
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.gradients_over_operands import is_written_over_operands
@@ -169,6 +170,8 @@ def lower_plan(
     most_s = (1 + _FREE_TIME) * final_seconds(without)
     with_tiles = _in_time(tiled, with_tiles, executors, options, most_s)
     excess_s = final_seconds(with_tiles) - most_s
+    if excess_s <= 0:
+        with_tiles = with_fewer_rows_at_peak(with_tiles, final_seconds, most_s)
     if not _is_lower(with_tiles, without):
         return _checked(without, with_tiles)
     if excess_s <= 0:
@@ -177,7 +180,7 @@ def lower_plan(
         trace, asked = _tidied(trace), replace(options, decisions=decisions)
         other = _in_time(trace, _made(trace, executors, asked), executors, asked, most_s)
         if final_seconds(other) <= most_s and _is_lower(other, without):
-            return _checked(other, with_tiles, without)
+            return _checked(with_fewer_rows_at_peak(other, final_seconds, most_s), with_tiles, without)
     return _checked(without, with_tiles)
 
 

@@ -34,7 +34,7 @@ __all__ = ["with_head_groups"]
 
 _MOST_GROUPS, _BLOCK_ROWS = 32, 128
 _WAVES, _CPU_BLOCKS = 4, 64
-"""A group has this many blocks of rows for each multiprocessor, so that its last wave is a small part of its time."""
+"""A group has about so many blocks of rows for each multiprocessor: its last wave is a small part of its time."""
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -149,7 +149,7 @@ def _groups(query: TensorProxy, key: TensorProxy) -> int:
     if query.device.device_str().startswith("cuda"):
         device = torch.device(query.device.device_str())
         wanted = _WAVES * torch.cuda.get_device_properties(device).multi_processor_count
-    heads_wanted = max(1, ceil(wanted / max(1, batch * ceil(rows / _BLOCK_ROWS))))
+    heads_wanted = max(1, round(wanted / max(1, batch * ceil(rows / _BLOCK_ROWS))))
     most = max(1, min(_MOST_GROUPS, heads // heads_wanted))
     return min(keys, most) if most < 2 * keys else most // keys * keys
 

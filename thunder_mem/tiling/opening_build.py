@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 from thunder_mem.chunk_loop.body import Body
-from thunder_mem.chunk_loop.plan import LoopPlan, Opening
+from thunder_mem.chunk_loop.plan import LoopPlan, Opening, Spec
 from thunder_mem.chunk_loop.price import opening_calls
 from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.costs.plan_time import trace_seconds
 from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
 from thunder_mem.loop_body.region import Region
 from thunder_mem.tiling.build import Blocks, spec_of
 
-__all__ = ["with_opening"]
+__all__ = ["with_opening", "with_smaller_opening"]
 
 _GPU_ROWS = 512
 """Enough for the kernels of a GPU between products; its temporaries are a fraction of a chunk's rows."""
@@ -45,8 +46,41 @@ def with_opening(loop: ChunkLoop, region: Region, executors: Sequence[Any]) -> C
     sizes = block_sizes(plan.n, plan.chunk_rows, rows)
     forward = blocks(sizes, [False] * len(sides), True)
     backward = blocks(sizes, wanted, False)
-    opening = Opening(
-        out=spec_of(region.outputs[0]),
+    opening = _opening(plan, spec_of(region.outputs[0]), sides, rows, forward, backward)
+    return ChunkLoop(replace(plan, opening=opening), loop.forward, loop.backward, forward, backward)
+
+
+def with_smaller_opening(loop: ChunkLoop, rows: int) -> ChunkLoop:
+    """The loop on a GPU whose opening sees fewer rows at once; its blocks are compiled anew.
+
+    Args:
+        loop: with an opening.
+        rows: of a block of the opening, for any chunks of whole blocks.
+    """
+    plan, opening = loop.plan, loop.plan.opening
+    assert opening is not None
+    sizes = block_sizes(plan.n, rows, rows)
+    forward, backward = (_resized(bodies[opening.block_rows], sizes) for bodies in (loop.opening, loop.closing))
+    new = _opening(plan, opening.out, opening.sides, rows, forward, backward)
+    return ChunkLoop(replace(plan, opening=new), loop.forward, loop.backward, forward, backward)
+
+
+def _resized(body: Body, sizes: Sequence[int]) -> dict[int, Body]:
+    assert body.resized is not None
+    return {rows: with_gradients_over_logits(body.resized(rows), ()) for rows in sizes}
+
+
+def _opening(
+    plan: LoopPlan,
+    out: Spec,
+    sides: tuple[int, ...],
+    rows: int,
+    forward: Mapping[int, Body],
+    backward: Mapping[int, Body],
+) -> Opening:
+    gpu = plan.device.startswith("cuda")
+    return Opening(
+        out=out,
         sides=sides,
         block_rows=rows,
         forward_block_bytes=max(b.peak_bytes for b in forward.values()),
@@ -56,7 +90,6 @@ def with_opening(loop: ChunkLoop, region: Region, executors: Sequence[Any]) -> C
         forward_row_s=_row_seconds(plan, forward),
         backward_row_s=_row_seconds(plan, backward),
     )
-    return ChunkLoop(replace(plan, opening=opening), loop.forward, loop.backward, forward, backward)
 
 
 def _gpu_rows(plan: LoopPlan) -> int:

@@ -73,7 +73,7 @@ def build_tiles(
         differentiable=differentiable,
         forward_block_bytes=max(b.peak_bytes for b in forward.values()),
         backward_block_bytes=max((b.peak_bytes for b in backward.values()), default=0),
-        backward_result_bytes=max((b.result_bytes for b in backward.values()), default=0),
+        backward_adding_bytes=max((b.adding_bytes for b in backward.values()), default=0),
         wide_row_bytes=sum(size_bytes(m.outputs[0]) for m in products) // region.n,
     )
     return ChunkLoop(priced(plan, forward, backward), forward, backward)

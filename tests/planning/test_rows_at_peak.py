@@ -1,0 +1,88 @@
+"""Fewer rows for the loops at a step's peak: what they save, what they cost, and that the prediction knows them."""
+
+from math import inf
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from thunder_mem import MemEfficient, Tiles, predict, simulate
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.planning import pipeline
+from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
+
+TOKENS, WIDTH, WIDE, VOCABULARY = 16384, 2048, 8192, 65536
+
+
+def mlp(x, up, down):
+    return x + F.linear(F.relu(F.linear(x, up)), down)
+
+
+def step(x, up, down):
+    return checkpoint(mlp, x.sin(), up, down, use_reentrant=False).sum(dtype=torch.float32)
+
+
+def with_loss(x, up, down, head, targets, norm=None):
+    x = checkpoint(mlp, x.sin(), up, down, use_reentrant=False)
+    x = x if norm is None else F.rms_norm(x, (WIDTH,), norm)
+    return F.cross_entropy(F.linear(x, head), targets)
+
+
+def inputs(*shapes):
+    return [torch.empty(s, dtype=torch.bfloat16, device="cuda", requires_grad=True) for s in shapes]
+
+
+def compiled(monkeypatch, fn, args, most_s, tile=True):
+    """The program whose loops at the peak get fewer rows within some seconds, its prediction, and its plans' peaks."""
+    peaks = []
+
+    def fewer(planned, seconds, _):
+        found = with_fewer_rows_at_peak(planned, seconds, most_s)
+        peaks[:] = planned.peak_bytes, found.peak_bytes
+        return found
+
+    monkeypatch.setattr(pipeline, "with_fewer_rows_at_peak", fewer)
+    jitted = thunder.jit(fn, transforms=[MemEfficient(strict=True, tile=tile)])
+    return jitted, predict(jitted, *args, keep_outputs=True), peaks
+
+
+def rows_of(trace, name):
+    """The rows of the chunks of all loops whose symbol's name begins so."""
+    loops = [b for b in trace.bound_symbols if is_chunk_loop(b) and b.sym.name.startswith(name)]
+    return [loop_of(b).plan.chunk_rows for b in loops]
+
+
+@pytest.mark.parametrize(("most_s", "rows"), [(inf, 1024), (0.0, 2048)])
+def test_the_backward_of_a_stretch_at_the_peak_has_smaller_tiles_where_time_has_room(monkeypatch, most_s, rows):
+    with simulate("H100-80GB", fusion="nvfuser"):
+        jitted, found, (before, after) = compiled(
+            monkeypatch, step, inputs((TOKENS, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE)), most_s
+        )
+    assert rows_of(thunder.last_backward_traces(jitted)[-1], "chunk_loop_backward") == [rows]
+    assert rows_of(thunder.last_traces(jitted)[-1], "chunk_loop") == [2048]
+    assert found.peak_bytes == after
+    assert (before > after) == (rows < 2048)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_loss_head_at_the_peak_has_smaller_chunks(monkeypatch, norm):
+    with simulate("H100-80GB", fusion="nvfuser"):
+        args = inputs((TOKENS, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE), (VOCABULARY, WIDTH))
+        args.append(torch.zeros(TOKENS, dtype=torch.long, device="cuda"))
+        args += inputs((WIDTH,)) if norm else []
+        jitted, found, (before, after) = compiled(monkeypatch, with_loss, args, inf)
+    (plan,) = {
+        loop_of(b).plan for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "chunk_loop_with_grads"
+    }
+    assert plan.chunk_rows == 1280
+    assert (plan.opening.block_rows if plan.opening else None) == (256 if norm else None)
+    assert found.peak_bytes == after < before
+
+
+def test_rows_that_the_user_set_stay(monkeypatch):
+    with simulate("H100-80GB", fusion="nvfuser"):
+        args = inputs((TOKENS, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE))
+        jitted, *_ = compiled(monkeypatch, step, args, inf, tile=Tiles(rows=2048))
+    assert rows_of(thunder.last_backward_traces(jitted)[-1], "chunk_loop_backward") == [2048]

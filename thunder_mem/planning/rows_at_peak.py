@@ -1,0 +1,134 @@
+"""Fewer rows for the loops at the peak of a program with stretches in tiles.
+
+Tiles and chunks have the rows that keep a GPU's products efficient. With little more than half as many, a product takes
+as long as the reading and writing of the sum that it is added to. For all loops fewer rows cost too much time, but
+little for the one or two at the peak of a step. So these get fewer, while the program's time has room: the backward of
+a stretch half, a loss head as few as hide its sum. Their blocks are compiled anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil, gcd
+
+import torch
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from thunder_mem.chunk_loop.body import Body
+from thunder_mem.chunk_loop.plan import LoopPlan, Spec
+from thunder_mem.chunk_loop.price import with_block_calls
+from thunder_mem.chunk_loop.row_blocks import block_sizes
+from thunder_mem.chunk_loop.run import ChunkLoop
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, rebind
+from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
+from thunder_mem.loop_sizes.chunk_resizing import fit_loops, with_fitted_loops
+from thunder_mem.loop_sizes.rows_per_chunk import floor_rows
+from thunder_mem.loop_sizes.tile_price import tile_seconds
+from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.planning.program import Planned
+from thunder_mem.tiling.opening_build import with_smaller_opening
+from thunder_mem.trace.rebuilding import rebuilt
+
+__all__ = ["with_fewer_rows_at_peak"]
+
+_PRODUCT_ROWS = 256
+"""Chunks have a multiple of these rows, which are two tiles of a GPU's product."""
+
+
+def with_fewer_rows_at_peak(planned: Planned, seconds: Callable[[Planned], float], most_s: float) -> Planned:
+    """The plan with fewer rows in the loops at its peak, as long as the peak falls.
+
+    Args:
+        planned: a plan that was carried out.
+        seconds: the modelled time of such a plan.
+        most_s: the most seconds that it may take.
+    """
+    trace = planned.arranged  # before loops are fitted; verification compares it as it is
+    while trace is not None and (trace := _fewer_rows(trace, planned)) is not None:
+        fitted = fit_loops(trace)
+        assert fitted is not None
+        new = replace(planned, plan=with_fitted_loops(planned.plan, fitted), final=fitted.trace)
+        if new.peak_bytes >= planned.peak_bytes or seconds(new) > most_s:
+            break
+        planned = new
+    return planned
+
+
+def _fewer_rows(trace: TraceCtx, planned: Planned) -> TraceCtx | None:
+    """The arranged trace in which the loop at the peak has fewer rows; None if no loop is there, or if it has few."""
+    source = planned.final_source
+    peak = source.bsyms[price_order(source.graph).peak_step]
+    if not is_chunk_loop(peak) or not loop_of(peak).plan.device.startswith("cuda"):
+        return None
+    mine = next(b for b in trace.bound_symbols if is_chunk_loop(b) and _made(b) == _made(peak))
+    old = loop_of(mine)
+    new = _tiles(mine) if old.plan.is_stretch else _chunks(old)
+    if new is None:
+        return None
+
+    def swapped(bsym: BoundSymbol) -> BoundSymbol:
+        own = bsym is mine if old.plan.is_stretch else is_chunk_loop(bsym) and loop_of(bsym) is old
+        return rebind(bsym, new) if own else bsym
+
+    return rebuilt(trace, map(swapped, trace.bound_symbols), "Fewer rows at the peak")
+
+
+def _made(bsym: BoundSymbol) -> list[str]:
+    return [p.name for p in bsym.flat_proxy_outs]
+
+
+def _chunks(loop: ChunkLoop) -> ChunkLoop | None:
+    """A loss head's loop with the fewest rows in its chunks whose products hide the sums; None if it has no more."""
+    plan = loop.plan
+    rows = ceil(_rows_that_hide_sums(plan.gemms[0].out) / _PRODUCT_ROWS) * _PRODUCT_ROWS
+    if plan.sized == "asked" or plan.chunks == 1 or rows >= plan.chunk_rows:
+        return None
+    if plan.opening and rows % plan.opening.block_rows:
+        loop = with_smaller_opening(loop, gcd(rows, plan.opening.block_rows))
+    plan, body = replace(loop.plan, chunk_rows=rows, sized="timeline"), loop.backward.get(plan.block_rows)
+    if rows % plan.block_rows == 0:
+        return loop.with_plan(plan)
+    if loop.forward or body is None:
+        return None
+    bodies = _resized(body, plan, rows)
+    most_bytes = max(b.peak_bytes for b in bodies.values())
+    plan = replace(plan, block_rows=rows, forward_block_bytes=most_bytes, backward_block_bytes=most_bytes)
+    return ChunkLoop(with_block_calls(plan, {}, bodies), {}, bodies, loop.opening, loop.closing)
+
+
+def _tiles(bsym: BoundSymbol) -> ChunkLoop | None:
+    """The backward of a stretch in tiles of half as many rows; None if these would be less than half of enough."""
+    loop = loop_of(bsym)
+    plan, body = loop.plan, loop.backward.get(loop.plan.chunk_rows)
+    if not bsym.sym.name.startswith("chunk_loop_backward") or body is None:
+        return None
+    rows, enough = plan.chunk_rows // 2, floor_rows(plan.device, plan.inputs[0].dtype)
+    if plan.sized != "tile" or 2 * rows < enough:
+        return None
+    bodies = _resized(body, plan, rows)
+    plan = replace(
+        plan,
+        chunk_rows=rows,
+        block_rows=rows,
+        why="the backward, which was at the peak, computes a tile's values again",
+        backward_block_bytes=max(b.peak_bytes for b in bodies.values()),
+        backward_adding_bytes=max(b.adding_bytes for b in bodies.values()),
+        backward_tile_s=tile_seconds(plan, bodies[rows], device_model_of(torch.device(plan.device))),
+    )
+    return ChunkLoop(with_block_calls(plan, {}, bodies), {}, bodies)
+
+
+def _rows_that_hide_sums(out: Spec) -> float:
+    """The rows for which a product takes as long as its float32 sum, of which 8 bytes move for 2 operations a row."""
+    device = device_model_of(torch.device(out.device))
+    return 4 * device.matmul_flops(str(out.dtype).removeprefix("torch.")) / device.bandwidth_bytes_per_s
+
+
+def _resized(body: Body, plan: LoopPlan, rows: int) -> dict[int, Body]:
+    """The blocks with gradients, by rows, of a loop whose chunks are single blocks of some rows."""
+    assert body.resized is not None
+    wanted = [g.wanted(plan.grads) for g in plan.gemms]
+    return {n: with_gradients_over_logits(body.resized(n), wanted) for n in block_sizes(plan.n, rows, rows)}
