@@ -145,13 +145,12 @@ def lower_plan(
         cheaper: gives the same program with cheaper tiles and the decisions about it, for the seconds by which the
             plan with tiles takes too long. Each takes autograd once more, so it is asked only then.
     """
-    if any(d.what == "tiles" for d in options.decisions):
-        tiled = _tidied(tiled)
+    tiled = _tidied(tiled, options)
     if whole is None:
         return planned_trace(tiled, executors, options)
     untiled = replace(options, decisions=tuple(d for d in options.decisions if d.what not in ("tiles", "heads")))
     with_tiles = _made_or_error(tiled, executors, options)
-    without = _made_or_error(whole(), executors, untiled)
+    without = _made_or_error(_tidied(whole(), untiled), executors, untiled)
     if isinstance(with_tiles, BudgetError):
         if isinstance(without, BudgetError):
             raise min((with_tiles, without), key=attrgetter("smallest_peak_bytes"))
@@ -169,15 +168,20 @@ def lower_plan(
     if excess_s <= 0:
         return _checked(with_tiles, options)
     for trace, decisions in () if cheaper is None else cheaper(excess_s):
-        trace, asked = _tidied(trace), replace(options, decisions=decisions)
+        asked = replace(options, decisions=decisions)
+        trace = _tidied(trace, asked)
         other = _in_time(trace, _made(trace, executors, asked), executors, asked, most_s)
         if final_seconds(other) <= most_s and _is_lower(other, without):
             return _checked(other, asked)
     return _checked(without, untiled)
 
 
-def _tidied(tiled: TraceCtx) -> TraceCtx:
-    return dce(without_round_trips(tiled))
+def _tidied(trace: TraceCtx, options: PlanningOptions) -> TraceCtx:
+    """The trace without casts back and forth, which remain where a loop took in what stood between them."""
+    if not any(d.what in ("tiles", "loss head") for d in options.decisions):
+        return trace
+    tidied = without_round_trips(trace)
+    return trace if tidied is trace else dce(tidied)
 
 
 def _in_time(
