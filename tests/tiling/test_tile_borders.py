@@ -1,12 +1,17 @@
 """The narrow inputs of stretches that the forward keeps, and stretches that run once more, beside attention."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.tiling.test_head_groups import Layers, assert_right, few_blocks  # noqa: F401 - a fixture
 from tests.tiling.test_tiles import made
 from thunder_mem import Tiles, last_plan
+from thunder_mem.partition.constraints import Constraints
 from thunder_mem.planning import pipeline, refine, tile_borders
-from thunder_mem.planning.program import _only_offered
+from thunder_mem.planning import program as programs
+from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.planning.program import Program, _only_offered
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 9])
@@ -18,17 +23,30 @@ def test_choices_are_the_ends_of_the_backward_or_all(layers):
     assert sorted({len(part) for part in choices}) == sorted({*(k for k in (1, 2, 4) if k < layers), layers})
 
 
+def test_a_choice_that_was_compared_is_not_made_again(monkeypatch):
+    made_of = []
+    source = SimpleNamespace(graph=SimpleNamespace(allocator=()), bsyms=())
+    monkeypatch.setattr(programs, "with_partition", lambda *args: made_of.append(args[2]) or ("trace", source))
+    program = Program("trace", source, (), PlanningOptions(), "fuse", Constraints(), frozenset(), ())
+    chosen = frozenset({1})
+    program.partitioned(chosen)
+    assert program.recomputing(chosen) == ("trace", source, "fuse")
+    assert made_of == [chosen]
+
+
 @pytest.mark.slow
 def test_gradients_are_right_if_the_forward_keeps_the_inputs_of_stretches(few_blocks, monkeypatch):  # noqa: F811
     kept = []
 
     def with_borders_alone(program):
         offered = _only_offered(program.source, program.fuse, program.constraints)
-        found = tile_borders.keeping_borders(program.trace, program.source, program.fuse, program.constraints, offered)
+        found = tile_borders.keeping_borders(
+            program.partitioned, program.source, program.fuse, program.constraints, offered
+        )
         kept.append((offered, found))
         return [found or offered]
 
-    monkeypatch.setattr(tile_borders, "_peak_bytes", lambda trace, source, rebuilt: len(rebuilt))
+    monkeypatch.setattr(tile_borders, "_peak_bytes", lambda partitioned, rebuilt: len(rebuilt))
     monkeypatch.setattr(pipeline, "free_partitions", with_borders_alone)
     module, x = made(Layers(is_causal=True), (1, 512, 64))
     assert_right(module, x, Tiles(rows=100), 2 * ["8 groups"])

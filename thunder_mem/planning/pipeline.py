@@ -161,8 +161,8 @@ def lower_plan(
         chosen = _better_in_budget(with_tiles, without)
         return _checked(chosen, untiled if chosen is without else options)
     most_s = (1 + _FREE_TIME) * final_seconds(without)
-    with_tiles = _in_time(tiled, with_tiles, executors, options, most_s)
-    excess_s = final_seconds(with_tiles) - most_s
+    with_tiles, tiled_s = _in_time(tiled, with_tiles, executors, options, most_s)
+    excess_s = tiled_s - most_s
     if not _is_lower(with_tiles, without):
         return _checked(without, untiled)
     if excess_s <= 0:
@@ -170,8 +170,8 @@ def lower_plan(
     for trace, decisions in () if cheaper is None else cheaper(excess_s):
         asked = replace(options, decisions=decisions)
         trace = _tidied(trace, asked)
-        other = _in_time(trace, _made(trace, executors, asked), executors, asked, most_s)
-        if final_seconds(other) <= most_s and _is_lower(other, without):
+        other, other_s = _in_time(trace, _made(trace, executors, asked), executors, asked, most_s)
+        if other_s <= most_s and _is_lower(other, without):
             return _checked(other, asked)
     return _checked(without, untiled)
 
@@ -186,12 +186,14 @@ def _tidied(trace: TraceCtx, options: PlanningOptions) -> TraceCtx:
 
 def _in_time(
     trace: TraceCtx, planned: Planned, executors: Sequence[FusionExecutor], options: PlanningOptions, most_s: float
-) -> Planned:
-    """The plan of a trace; if it takes too long and runs some tiles once more, the plan that does not."""
+) -> tuple[Planned, float]:
+    """The plan of a trace and its time; if it takes too long and runs some tiles once more, the plan that does not."""
+    seconds = final_seconds(planned)
     again = any(d.what == TILES_AGAIN for d in planned.plan.decisions)
-    if not again or final_seconds(planned) <= most_s:
-        return planned
-    return _made(trace, executors, replace(options, repeat_tiles=False))
+    if not again or seconds <= most_s:
+        return planned, seconds
+    planned = _made(trace, executors, replace(options, repeat_tiles=False))
+    return planned, final_seconds(planned)
 
 
 def _made_or_error(
