@@ -208,12 +208,16 @@ def of_a_product(h, u, a, w, t):
     return rms_head(F.linear(h, u), a, w, t)
 
 
-def on_h100(**options):
+def of_a_residual_sum(h, u, a, w, t):
+    return rms_head(h + F.linear(h, u), a, w, t)
+
+
+def on_h100(fn=of_a_product, **options):
     """Plan, prediction and loop of a norm and a head of 16,384 rows in bfloat16."""
     with simulate("H100-80GB"), torch.device("cuda"):
         shapes = (16384, 512), (512, 512), (512,), (16384, 512)
         args = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-        jitted = thunder.jit(of_a_product, transforms=[MemEfficient(strict=True, **options)])
+        jitted = thunder.jit(fn, transforms=[MemEfficient(strict=True, **options)])
         predicted = predict(jitted, *args, torch.zeros(16384, dtype=torch.long), keep_outputs=True)
     return last_plan(jitted), predicted, loop_of_head(jitted)
 
@@ -233,3 +237,14 @@ def test_a_budget_narrows_the_sums_of_an_opening_too():
     tight, predicted, loop = on_h100(budget=plan.candidate.peak_bytes - (8 << 20))
     assert loop.opening is not None and loop.chunks > 1
     assert tight.candidate.peak_bytes == predicted.peak_bytes < plan.candidate.peak_bytes
+
+
+def test_the_gradient_of_a_sum_before_the_norm_is_not_cast_to_float32_and_back():
+    """The norm's own gradient stood between the two casts; now they would make a wide copy of all rows."""
+    plan, predicted, loop = on_h100(of_a_residual_sum)
+    assert loop.opening is not None
+    assert plan.candidate.peak_bytes == predicted.peak_bytes
+    narrow = 16384 * 512 * 2
+    # Whole rows: the argument, the gradient of the sum, and that of the product's operand; with the casts, five.
+    weights_and_gradients = 2 * (512 * 512 + 16384 * 512 + 512) * 2
+    assert plan.candidate.backward_peak_bytes - weights_and_gradients <= 3.5 * narrow

@@ -1,6 +1,7 @@
 """The narrow inputs of stretches that the forward keeps, and stretches that run once more, beside attention."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import thunder
@@ -12,8 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from tests.tiling.test_head_groups import Layers, assert_right, compiled, few_blocks  # noqa: F401 - a fixture
 from tests.tiling.test_tiles import made
 from thunder_mem import Tiles, last_plan
+from thunder_mem.partition.constraints import Constraints
 from thunder_mem.planning import pipeline, refine, tile_borders
-from thunder_mem.planning.program import _only_offered
+from thunder_mem.planning import program as programs
+from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.planning.program import Program, _only_offered
 
 
 class Layer(nn.Module):
@@ -70,18 +74,30 @@ def test_choices_are_the_ends_of_the_backward_or_all(layers):
     assert sorted({len(part) for part in choices}) == sorted({*(k for k in (1, 2, 4) if k < layers), layers})
 
 
+def test_a_choice_that_was_compared_is_not_made_again(monkeypatch):
+    made_of = []
+    source = SimpleNamespace(graph=SimpleNamespace(allocator=()), bsyms=())
+    monkeypatch.setattr(programs, "with_partition", lambda *args: made_of.append(args[2]) or ("trace", source))
+    program = Program("trace", source, (), PlanningOptions(), "fuse", Constraints(), frozenset(), ())
+    chosen = frozenset({1})
+    program.partitioned(chosen)
+    assert program.recomputing(chosen) == ("trace", source, "fuse")
+    assert made_of == [chosen]
+
+
 @pytest.mark.slow
 def test_gradients_are_right_if_the_forward_keeps_the_inputs_of_stretches(few_blocks, monkeypatch):  # noqa: F811
     kept = []
 
     def with_borders_alone(program):
         offered = _only_offered(program.source, program.fuse, program.constraints)
-        given = program.trace, program.source, program.fuse, program.constraints, offered, program.gathered
-        found = tile_borders.keeping_borders(*given)
+        found = tile_borders.keeping_borders(
+            program.partitioned, program.source, program.fuse, program.constraints, offered, program.gathered
+        )
         kept.append((offered, found, program.gathered))
         return [found or offered]
 
-    monkeypatch.setattr(tile_borders, "_peak_bytes", lambda trace, source, rebuilt: len(rebuilt))
+    monkeypatch.setattr(tile_borders, "_peak_bytes", lambda partitioned, rebuilt: len(rebuilt))
     monkeypatch.setattr(pipeline, "free_partitions", with_borders_alone)
     _, backward = compiled_tokens()
     ((offered, found, gathered),) = kept

@@ -209,7 +209,7 @@ def chosen_of(monkeypatch, tiled, whole, budget=None, again=None, cheaper=(), as
     monkeypatch.setattr(pipeline, "_checked", lambda plan, *others: checked.append(plan.trace) or plan)
     monkeypatch.setattr(pipeline, "final_seconds", lambda plan: figures[plan.trace][1])
     monkeypatch.setattr(pipeline, "_outside_bytes", lambda trace: 0)
-    monkeypatch.setattr(pipeline, "_tidied", lambda trace: trace)
+    monkeypatch.setattr(pipeline, "_tidied", lambda trace, options: trace)
 
     def made(excess_s):
         if asked_with is not None:

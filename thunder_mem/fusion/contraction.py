@@ -112,14 +112,15 @@ def consecutive_groups(graph: Graph, fuse: FusionCapabilities) -> Groups:
     current: list[int] = []
     traits = nothing = fuse.traits(())
     for op in graph.ops:
-        grown = traits.joined(fuse.traits((op.index,)))
+        own = fuse.traits((op.index,))
+        grown = traits.joined(own)
         joins = current and graph.ops[current[0]].backward == op.backward and fuse.may_grow(grown)
         if current and not joins:
             groups.append(tuple(current))
             current, traits = [], nothing
         if fuse.takes[op.index]:
             current.append(op.index)
-            traits = traits.joined(fuse.traits((op.index,)))
+            traits = traits.joined(own)
     if current:
         groups.append(tuple(current))
     return tuple(groups)

@@ -151,13 +151,12 @@ def lower_plan(
         cheaper: gives the same program with cheaper tiles and the decisions about it, for the seconds by which the
             plan with tiles takes too long. Each takes autograd once more, so it is asked only then.
     """
-    if any(d.what == "tiles" for d in options.decisions):
-        tiled = _tidied(tiled)
+    tiled = _tidied(tiled, options)
     if whole is None:
         return planned_trace(tiled, executors, options)
     untiled = replace(options, decisions=tuple(d for d in options.decisions if d.what not in ("tiles", "heads")))
     with_tiles = _made_or_error(tiled, executors, options)
-    without = _made_or_error(whole(), executors, untiled)
+    without = _made_or_error(_tidied(whole(), untiled), executors, untiled)
     if isinstance(with_tiles, BudgetError):
         if isinstance(without, BudgetError):
             raise min((with_tiles, without), key=attrgetter("smallest_peak_bytes"))
@@ -168,8 +167,8 @@ def lower_plan(
         chosen = _better_in_budget(with_tiles, without)
         return _checked(chosen, with_tiles if chosen is without else without)
     most_s = (1 + _FREE_TIME) * final_seconds(without)
-    with_tiles = _in_time(tiled, with_tiles, executors, options, most_s)
-    excess_s = final_seconds(with_tiles) - most_s
+    with_tiles, tiled_s = _in_time(tiled, with_tiles, executors, options, most_s)
+    excess_s = tiled_s - most_s
     if excess_s <= 0:
         with_tiles = with_fewer_rows_at_peak(with_tiles, final_seconds, most_s)
     if not _is_lower(with_tiles, without):
@@ -177,25 +176,32 @@ def lower_plan(
     if excess_s <= 0:
         return _checked(with_tiles, without)
     for trace, decisions in () if cheaper is None else cheaper(excess_s):
-        trace, asked = _tidied(trace), replace(options, decisions=decisions)
-        other = _in_time(trace, _made(trace, executors, asked), executors, asked, most_s)
-        if final_seconds(other) <= most_s and _is_lower(other, without):
+        asked = replace(options, decisions=decisions)
+        trace = _tidied(trace, asked)
+        other, other_s = _in_time(trace, _made(trace, executors, asked), executors, asked, most_s)
+        if other_s <= most_s and _is_lower(other, without):
             return _checked(with_fewer_rows_at_peak(other, final_seconds, most_s), with_tiles, without)
     return _checked(without, with_tiles)
 
 
-def _tidied(tiled: TraceCtx) -> TraceCtx:
-    return dce(without_round_trips(tiled))
+def _tidied(trace: TraceCtx, options: PlanningOptions) -> TraceCtx:
+    """The trace without casts back and forth, which remain where a loop took in what stood between them."""
+    if not any(d.what in ("tiles", "loss head") for d in options.decisions):
+        return trace
+    tidied = without_round_trips(trace)
+    return trace if tidied is trace else dce(tidied)
 
 
 def _in_time(
     trace: TraceCtx, planned: Planned, executors: Sequence[FusionExecutor], options: PlanningOptions, most_s: float
-) -> Planned:
-    """The plan of a trace; if it takes too long and runs some tiles once more, the plan that does not."""
+) -> tuple[Planned, float]:
+    """The plan of a trace and its time; if it takes too long and runs some tiles once more, the plan that does not."""
+    seconds = final_seconds(planned)
     again = any(d.what == TILES_AGAIN for d in planned.plan.decisions)
-    if not again or final_seconds(planned) <= most_s:
-        return planned
-    return _made(trace, executors, replace(options, repeat_tiles=False))
+    if not again or seconds <= most_s:
+        return planned, seconds
+    planned = _made(trace, executors, replace(options, repeat_tiles=False))
+    return planned, final_seconds(planned)
 
 
 def _made_or_error(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
@@ -67,6 +67,15 @@ class Program:
     constraints: Constraints
     gathered: frozenset[int]
     asked: tuple[Decision, ...]
+    _partitions: dict[frozenset[int], tuple[TraceCtx, TraceGraph]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def partitioned(self, rebuilt: frozenset[int]) -> tuple[TraceCtx, TraceGraph]:
+        """The trace whose backward recomputes some storages, read anew; kept, for the few choices that are compared."""
+        if rebuilt not in self._partitions:
+            self._partitions[rebuilt] = with_partition(self.source, self.trace, rebuilt)
+        return self._partitions[rebuilt]
 
     def recomputing(
         self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()
@@ -77,7 +86,7 @@ class Program:
             rebuilt: the storages to recompute.
             offloaded: those that wait in the host's memory, beside the user's own choice.
         """
-        new, read = with_partition(self.source, self.trace, rebuilt)
+        new, read = self._partitions.get(rebuilt) or with_partition(self.source, self.trace, rebuilt)
         if away := offloaded | self.constraints.offload:
             new, read = offloading(self.source, read, new, away)
         takes = self.fuse if read is self.source else fusibility(read, self.executors, (self.source, self.fuse))
@@ -181,7 +190,7 @@ def free_partitions(program: Program) -> list[frozenset[int]]:
     kept = saved_storages(graph, offered)
     cheap = min_cut_partition(graph, fuse, replace(constraints, may_recompute=program.gathered), needed=kept)
     read = {r for s in cheap for r in graph.ops[graph.allocator[s]].reads} - cheap  # type: ignore[index]
-    borders = keeping_borders(program.trace, source, fuse, constraints, offered, program.gathered)
+    borders = keeping_borders(program.partitioned, source, fuse, constraints, offered, program.gathered)
     return list(dict.fromkeys([cut, offered - read | cheap, offered, *([] if borders is None else [borders])]))
 
 

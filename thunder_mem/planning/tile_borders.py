@@ -9,6 +9,7 @@ all gradients of weights have raised.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from thunder.core.symbol import BoundSymbol
@@ -19,17 +20,18 @@ from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.live_ranges import price_order
 from thunder_mem.partition.constraints import Constraints
 from thunder_mem.partition.min_cut_partition import min_cut_partition
-from thunder_mem.planning.chosen_partition import with_partition
 from thunder_mem.trace.reading import TraceGraph
 
 __all__ = ["keeping_borders"]
+
+Partitioned = Callable[[frozenset[int]], tuple[TraceCtx, TraceGraph]]
 
 _FEW = (1, 2, 4)
 """So many of the last or of the first stretches keep their input in the candidates, or all do."""
 
 
 def keeping_borders(
-    trace: TraceCtx,
+    partitioned: Partitioned,
     source: TraceGraph,
     fuse: FusionCapabilities,
     constraints: Constraints,
@@ -41,7 +43,8 @@ def keeping_borders(
     Candidates are compared in the source's order, unfused, from the first stretch's backward on.
 
     Args:
-        trace, source: a joint trace and its reading.
+        partitioned: gives the joint trace that recomputes some storages, and its reading.
+        source: the reading of the trace that recomputes none.
         fuse: the executors that take each operation.
         constraints: of its partition.
         offered: the storages that the user's checkpoints let the backward recompute.
@@ -54,13 +57,13 @@ def keeping_borders(
     if not borders:
         return None
     costly = replace(fuse, cheap=(False,) * len(source.graph))
-    best, lowest = None, _peak_bytes(trace, source, offered)
+    best, lowest = None, _peak_bytes(partitioned, offered)
     tried = {offered}
     for waiting in _choices(borders):
         kept = frozenset[int]().union(*waiting)
         choice = replace(constraints, must_save=constraints.must_save | kept)
         rebuilt = min_cut_partition(source.graph, costly, choice)
-        if rebuilt not in tried and (peak := _peak_bytes(trace, source, rebuilt)) < lowest:
+        if rebuilt not in tried and (peak := _peak_bytes(partitioned, rebuilt)) < lowest:
             best, lowest = rebuilt, peak
         tried.add(rebuilt)
     return best
@@ -91,8 +94,8 @@ def _is_backward_of_stretch(bsym: BoundSymbol) -> bool:
     return named and is_chunk_loop(bsym) and loop_of(bsym).plan.is_stretch
 
 
-def _peak_bytes(trace: TraceCtx, source: TraceGraph, rebuilt: frozenset[int]) -> int:
+def _peak_bytes(partitioned: Partitioned, rebuilt: frozenset[int]) -> int:
     """The peak in the source's order from the first stretch's backward on."""
-    _, read = with_partition(source, trace, rebuilt)
+    _, read = partitioned(rebuilt)
     start = next(i for i, bsym in enumerate(read.bsyms) if _is_backward_of_stretch(bsym))
     return max(price_order(read.graph).live_bytes[start:])

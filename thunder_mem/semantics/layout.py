@@ -17,7 +17,6 @@ import torch
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy
-from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from torch._prims_common import compute_elementwise_output_strides
 
@@ -255,7 +254,7 @@ class Layout:
                 if not self._run_view(sub):
                     return False
             return all(p.name in self._tensors for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy))
-        args, kwargs = tree_map(self._to_meta, (tuple(bsym.args), dict(bsym.kwargs)))
+        args, kwargs = self._to_meta(tuple(bsym.args)), self._to_meta(dict(bsym.kwargs))
         try:
             result = function(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, KeyError):
@@ -272,6 +271,12 @@ class Layout:
             return self._tensors[value.name]
         if isinstance(value, NumberProxy):
             return value.value
+        if isinstance(value, tuple):  # flattening by a library takes longer than the view itself
+            return tuple([self._to_meta(x) for x in value])
+        if isinstance(value, list):
+            return [self._to_meta(x) for x in value]
+        if isinstance(value, dict):
+            return {key: self._to_meta(x) for key, x in value.items()}
         if type(value).__module__ == "thunder.core.dtypes":
             return to_torch_dtype(value)
         return value

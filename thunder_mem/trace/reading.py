@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import FutureTensorProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_flatten_with_dataclass, tree_iter
@@ -99,7 +98,7 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     backward = [b for b, forward in zip(body, in_forward, strict=True) if not forward]
     body = [b for b, forward in zip(body, in_forward, strict=True) if forward]
     forward_count = len(body)
-    body += sorted(backward, key=lambda b: b.sym != prims.get_grad)
+    body += sorted(backward, key=lambda b: b.sym.id is not PrimIDs.GET_GRAD)
     seen = {id(b): e for b, e in zip(earlier.bsyms, earlier.effects, strict=True)} if earlier else {}
     effects = [seen.get(id(b)) or effects_of(b) for b in body]
 
@@ -176,10 +175,10 @@ def _forward_half(body: Sequence[BoundSymbol], names_of: Mapping[int, _Names], r
     in_forward = [False] * len(body)
     for i in range(len(body) - 1, -1, -1):
         b = body[i]
-        if b.sym == prims.get_grad:
+        if b.sym.id is PrimIDs.GET_GRAD:
             continue
         taken, made = names_of[id(b)]
-        copies_forward_value = (b.sym == prims.copy_ or b.sym.name == "copy_") and b.args[1].name in needed
+        copies_forward_value = b.sym.name == "copy_" and b.args[1].name in needed
         if copies_forward_value or not needed.isdisjoint(made):
             in_forward[i] = True
             needed.update(taken)
@@ -239,7 +238,7 @@ def _zeros_for_outputs(body: Sequence[BoundSymbol], result: BoundSymbol, count: 
     returned = joint_results(result)
     if returned is None:
         return []
-    asked = {b.args[0].name for b in body if b.sym == prims.get_grad}
+    asked = {b.args[0].name for b in body if b.sym.id is PrimIDs.GET_GRAD}
     outputs = {p.name: p for p in returned["fw_flat_out"] if isinstance(p, TensorProxy)}
     if takes_none(outputs.values()):
         return []
@@ -335,7 +334,7 @@ def _cotangent_edges(
     body: Sequence[BoundSymbol], first_backward: int, edges: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
     """Edges that put the gradients of the outputs first in the backward, because they are its arguments."""
-    given = [i for i in range(first_backward, len(body)) if body[i].sym == prims.get_grad]
+    given = [i for i in range(first_backward, len(body)) if body[i].sym.id is PrimIDs.GET_GRAD]
     if not given:
         return []
     later = {target for source, target in edges if source > given[-1]}
