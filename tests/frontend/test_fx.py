@@ -1,5 +1,7 @@
 """`MemEfficient` under ThunderFX: every subgraph is planned, and nothing of the caller's is touched."""
 
+import functools
+import inspect
 import warnings
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import thunder_mem
 from tests.fuzzing.command import uncompiled_regions
 from tests.programs.cases import randn
 from thunder_mem import ChunkLossHead, MemEfficient, explain, fx, last_plan, why_no_plan
+from thunder_mem.frontend import thunderfx as fx_programs
 from thunder_mem.report.notes import about_subgraphs
 
 
@@ -194,6 +197,16 @@ def test_predict_says_that_several_subgraphs_are_none_of_its():
     with pytest.raises(TypeError, match=r"4 subgraphs.*measure_peak, or take \.jitted of one of"):
         thunder_mem.predict(compiled)
     assert thunder_mem.predict(fx.subgraphs(compiled)[0].jitted).peak_bytes > 0
+
+
+def test_torch_compile_stays_as_lightning_wraps_it(monkeypatch):
+    @functools.wraps(torch.compile)
+    def wrapped(*args, **kwargs):
+        return inspect.unwrap(wrapped)(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", wrapped)
+    assert torch.equal(fx_programs.by_thunderfx(torch.sin)(torch.ones(2)), torch.ones(2).sin())
+    assert torch.compile is wrapped
 
 
 def test_other_things_are_no_programs_of_thunderfx():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ pytest.importorskip("litgpt")
 pytest.importorskip("jsonargparse")
 
 import litgpt.pretrain
+from lightning.fabric import wrappers
 from litgpt import GPT, Config
 from litgpt.__main__ import main as litgpt_main
 from litgpt.data import DataModule
@@ -68,6 +70,13 @@ def assert_close(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], atol=2e-5, rtol=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def as_lightning_wraps_it(monkeypatch):
+    """Thunder's `thunderfx` unwraps `torch.compile` for the rest of the process; `Fabric.setup` needs it wrapped."""
+    if inspect.unwrap(torch.compile) is torch.compile:
+        monkeypatch.setattr(torch, "compile", wrappers._capture_compile_kwargs(torch.compile))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from thunder_mem.command_line.questions import Outcome, Question, limits_of
 from thunder_mem.command_line.training import loss_of, optimizer_of, stepper_of
 from thunder_mem.comparison.compare import compare
 from thunder_mem.comparison.result import Comparison
-from thunder_mem.frontend.thunderfx import highest_peak, is_fx
+from thunder_mem.frontend.thunderfx import by_thunderfx, highest_peak, is_fx
 from thunder_mem.memory.device_specs import DeviceSpec
 from thunder_mem.memory.plan import Plan
 from thunder_mem.optimizer.step_in_backward import StepInBackward
@@ -218,12 +218,10 @@ def _through_fx(program: Program, question: Question, budget_bytes: int | None) 
         raise UsageError("a program of ThunderFX is predicted without its optimizer: leave the optimizer out")
     compiled = program.model
     if not program.is_fx:
-        from thunder.dynamo import thunderfx  # which imports Dynamo, and that takes a while
-
         executors = _executors(question.fusion)
         given: dict[str, Any] = {} if executors is None else {"executors": executors}
         transforms = [] if question.plain else [_mem_efficient(question.options, budget_bytes)]
-        compiled = thunderfx(compiled, transforms=transforms, **given)
+        compiled = by_thunderfx(compiled, transforms=transforms, **given)
     compiled(*program.args, **program.kwargs)
     shown = highest_peak(compiled) if question.parts else None
     try:

@@ -22,6 +22,7 @@ from thunder_mem.trace.source_lines import node_line
 __all__ = [
     "Break",
     "Subgraph",
+    "by_thunderfx",
     "graph_breaks",
     "highest_peak",
     "is_fx",
@@ -30,6 +31,21 @@ __all__ = [
     "subgraphs",
     "why_no_subgraphs",
 ]
+
+
+def by_thunderfx(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`thunder.dynamo.thunderfx`, after which `torch.compile` is what it was.
+
+    Thunder 0.2.6 takes off what lightning has wrapped around `torch.compile` (`get_torch_compile_kwargs` in
+    `thunder/dynamo/utils.py`), and `Fabric.setup` refuses what is compiled afterwards.
+    """
+    from thunder.dynamo import thunderfx  # imports Dynamo, which takes a while
+
+    before = torch.compile
+    try:
+        return thunderfx(fn, **options)
+    finally:
+        torch.compile = before
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from traceback import walk_tb
 
 import thunder
 import torch
-from thunder.dynamo import thunderfx
 from thunder.extend import Executor
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
+from thunder_mem.frontend.thunderfx import by_thunderfx
 from thunder_mem.integrations.call_inputs import Inputs
 from thunder_mem.integrations.traceable_code import traceable
 from thunder_mem.memory.outside_input import shortened
@@ -103,7 +103,7 @@ def _compile(whole: nn.Module, way: str, how: Compilation) -> Callable[..., dict
     options: dict[str, object] = {} if how.executors is None else {"executors": list(how.executors)}
     if way == "thunder.jit":
         return thunder.jit(whole, transforms=[how.transform], **options)
-    return thunderfx(whole, transforms=[how.transform], dynamic=False, **options)
+    return by_thunderfx(whole, transforms=[how.transform], dynamic=False, **options)
 
 
 def _is_of_tracing(error: BaseException) -> bool:
