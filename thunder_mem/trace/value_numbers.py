@@ -320,8 +320,8 @@ class _Run:
     def _content(self, x: Any) -> Hashable:
         """The meaning of an argument: the value of a proxy and the state of its memory; other data unchanged."""
         if isinstance(x, TensorProxy):
-            value = self._value(x.name)
-            return ("value", value, self._state(x.name)) if self.aliases(x.name) in self.written else ("value", value)
+            value, state = self._value(x.name), self._state(x.name)
+            return ("value", value, state) if state else ("value", value)  # memory may be overwritten later only
         if isinstance(x, Proxy):
             return ("value", self._value(x.name))
         if isinstance(x, tuple | list):
