@@ -10,10 +10,16 @@ import thunder
 import torch
 
 from tests.programs.models import stack
-from thunder_mem import MemEfficient, last_plan, memory_time_frontier, predict
+from thunder_mem import MemEfficient, last_plan, memory_time_frontier, predict, simulate
 from thunder_mem.analysis.partition_problem import study_program
 from thunder_mem.costs.plan_time import plan_seconds
 from thunder_mem.memory.device_models import device_model
+
+
+def test_the_problem_of_a_simulated_device_needs_no_device_later():
+    with simulate("H100-80GB"), torch.device("cuda"):
+        study = study_program(torch.nn.Linear(8, 8), (torch.zeros(4, 8),), {}, executors=[])
+    assert study.problem.trial(frozenset()).peak_bytes > 0
 
 
 @pytest.fixture(scope="module")

@@ -34,14 +34,16 @@ class Study:
 
     Attributes:
         program: the reading of the trace.
+        problem: the values that may be kept or recomputed, on the device that was there then.
     """
 
     program: Program
+    problem: PartitionProblem
 
-    @cached_property
-    def problem(self) -> PartitionProblem:
-        """The values that may be kept or recomputed."""
-        return partition_problem(self.program)
+    @classmethod
+    def of(cls, program: Program) -> Study:
+        """The study of a program, within `simulate` if it was traced there."""
+        return cls(program, partition_problem(program))
 
     @property
     def source(self) -> TraceGraph:
@@ -61,7 +63,7 @@ class Study:
         """The same program with smaller and smaller loss heads."""
         p = self.program
         traces = with_smaller_heads(p.trace)
-        return tuple(Study(read_program(trace, p.executors, p.options, p.given)) for trace in traces)
+        return tuple(Study.of(read_program(trace, p.executors, p.options, p.given)) for trace in traces)
 
     @property
     def sizes_chunks(self) -> bool:
@@ -109,7 +111,7 @@ def compared_programs(
     """
     jitted = _jitted_anew(fn, executors, budget)
     compiled_entry(jitted, tuple(args), dict(kwargs), call=True)
-    studies = tuple(map(Study, studied_programs(jitted)))
+    studies = tuple(map(Study.of, studied_programs(jitted)))
     if not any(op.backward for study in studies for op in study.source.graph.ops):
         raise ValueError("the call has no backward: give arguments or parameters that ask for a gradient")
     return studies
