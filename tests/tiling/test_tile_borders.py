@@ -78,7 +78,7 @@ def test_a_choice_that_was_compared_is_not_made_again(monkeypatch):
     made_of = []
     source = SimpleNamespace(graph=SimpleNamespace(allocator=()), bsyms=())
     monkeypatch.setattr(programs, "with_partition", lambda *args: made_of.append(args[2]) or ("trace", source))
-    program = Program("trace", source, (), PlanningOptions(), "fuse", Constraints(), frozenset(), ())
+    program = Program("given", "trace", source, (), PlanningOptions(), "fuse", Constraints(), frozenset(), ())
     chosen = frozenset({1})
     program.partitioned(chosen)
     assert program.recomputing(chosen) == ("trace", source, "fuse")

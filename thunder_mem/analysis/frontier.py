@@ -83,7 +83,7 @@ class _Survey:
         free = self._point(self.study, PartitionChoice(self.study.free, 0, 0.0, 0.0, "free"))
         found = [point for study in studies for point in self._downwards(study, free, points)]
         for study in studies:
-            for leanest in study.with_smaller_heads()[-1:] if study.sizes_chunks else ():
+            if study.sizes_chunks and (leanest := study.with_smallest_heads()) is not None:
                 *_, smallest = self._fits(leanest, 1)
                 found.append(self._point(leanest, smallest))
         return Frontier(

@@ -59,11 +59,11 @@ class Study:
         """The whole plan for given storages to recompute and to offload, with its final trace."""
         return carried_out(plan_partition(self.program, rebuilt, offloaded), time.perf_counter_ns())
 
-    def with_smaller_heads(self) -> tuple[Study, ...]:
-        """The same program with smaller and smaller loss heads."""
+    def with_smallest_heads(self) -> Study | None:
+        """The same program with the smallest loss heads; None if there are no smaller ones."""
         p = self.program
-        traces = with_smaller_heads(p.trace)
-        return tuple(Study.of(read_program(trace, p.executors, p.options, p.given)) for trace in traces)
+        *_, smallest = (None, *with_smaller_heads(p.trace))
+        return None if smallest is None else Study.of(read_program(smallest, p.executors, p.options, p.given))
 
     @property
     def sizes_chunks(self) -> bool:
