@@ -61,12 +61,12 @@ def step_figures(
     clip: dict[str, Any] = {"clip_value": clip_value, "scaled": scaled}
     if from_host and group.get("fused"):
         plain = step_figures(optimizer, {**group, "fused": False}, shape, dtype, device_type, **clip, states=states)
-        count, each = max(1, prod(shape)), slice_elements(dtype, device_type, from_host)
+        count, each = max(1, prod(shape)), slice_elements(dtype, device_type)
         return _fused(plain, min(1.0, 2 * each / count), min(each, count) * dtype.itemsize if any(clip.values()) else 0)
     p = torch.empty(tuple(shape), dtype=dtype, device="meta")
     share, slices = 1.0, 1
     if runs_by_slices(optimizer, group, from_host):
-        each = slice_elements(dtype, device_type, from_host)
+        each = slice_elements(dtype, device_type)
         some = p.view(-1)[: 2 * each]  # all slices are alike
         share, slices, p = p.numel() / max(1, some.numel()), max(1, -(-p.numel() // each)), some
     meta = bare_copy(optimizer)

@@ -32,8 +32,9 @@ __all__ = [
 ]
 
 _SLICE_BYTES = {"cpu": 4 << 20}  # a slice with its state stays in a CPU's cache
-_SLICE_BYTES_ELSEWHERE = 32 << 20  # enough work for a kernel of a GPU
-_SLICE_BYTES_FROM_HOST = 16 << 20  # more slices, so that the link works in both directions most of the time
+# A kernel of a GPU that reads and writes two such slices takes 10 us, twice the time to launch it. States from the host
+# travel in enough slices to keep the link busy in both directions.
+_SLICE_BYTES_ELSEWHERE = 16 << 20
 _ROUND = 64  # rows: slices of whole vectors, whose elements all take the same path through a kernel
 
 _CAPTURE_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")  # PyTorch 2.11, 2.8
@@ -142,7 +143,7 @@ def slices_of(
     """
     if not runs_by_slices(optimizer, options, from_host) or not p.is_contiguous():
         return []
-    least = slice_elements(p.dtype, device_type, from_host)
+    least = slice_elements(p.dtype, device_type)
     if p.numel() <= least:
         return []
     if flat := grad.is_contiguous():
@@ -152,10 +153,9 @@ def slices_of(
     return [Part(flat, start, min(start + each, count)) for start in range(0, count, each)]
 
 
-def slice_elements(dtype: torch.dtype, device_type: str, from_host: bool = False) -> int:
+def slice_elements(dtype: torch.dtype, device_type: str) -> int:
     """The elements of a slice on a device."""
-    elsewhere = _SLICE_BYTES_FROM_HOST if from_host else _SLICE_BYTES_ELSEWHERE
-    return _SLICE_BYTES.get(device_type, elsewhere) // dtype.itemsize
+    return _SLICE_BYTES.get(device_type, _SLICE_BYTES_ELSEWHERE) // dtype.itemsize
 
 
 def _step_by_slices(

@@ -2,8 +2,8 @@
 
 Tiles and chunks have the rows that keep a GPU's products efficient. With little more than half as many, a product takes
 as long as the reading and writing of the sum that it is added to. For all loops fewer rows cost too much time, but
-little for the one or two at the peak of a step. So these get fewer, while the program's time has room: the backward of
-a stretch half, a loss head as few as hide its sum. Their blocks are compiled anew.
+little for the one or two at the peak of a step. So these get fewer, while the program's time has room: as few as hide
+their sums, then the backward of a stretch half of all. Their blocks are compiled anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.body import Body
-from thunder_mem.chunk_loop.plan import LoopPlan, Spec
+from thunder_mem.chunk_loop.plan import LoopPlan
 from thunder_mem.chunk_loop.price import with_block_calls
 from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.run import ChunkLoop
@@ -82,8 +82,7 @@ def _made(bsym: BoundSymbol) -> list[str]:
 
 def _chunks(loop: ChunkLoop) -> ChunkLoop | None:
     """A loss head's loop with the fewest rows in its chunks whose products hide the sums; None if it has no more."""
-    plan = loop.plan
-    rows = ceil(_rows_that_hide_sums(plan.gemms[0].out) / _PRODUCT_ROWS) * _PRODUCT_ROWS
+    plan, rows = loop.plan, _rows_that_hide_sums(loop.plan.device, loop.plan.gemms[0].out.dtype)
     if plan.sized == "asked" or plan.chunks == 1 or rows >= plan.chunk_rows:
         return None
     if plan.opening and rows % plan.opening.block_rows:
@@ -100,13 +99,15 @@ def _chunks(loop: ChunkLoop) -> ChunkLoop | None:
 
 
 def _tiles(bsym: BoundSymbol) -> ChunkLoop | None:
-    """The backward of a stretch in tiles of half as many rows; None if these would be less than half of enough."""
+    """The backward of a stretch in tiles of fewer rows; None if these would be less than half of enough."""
     loop = loop_of(bsym)
     plan, body = loop.plan, loop.backward.get(loop.plan.chunk_rows)
-    if not bsym.sym.name.startswith("chunk_loop_backward") or body is None:
+    if not bsym.sym.name.startswith("chunk_loop_backward") or body is None or plan.sized != "tile":
         return None
-    rows, enough = plan.chunk_rows // 2, floor_rows(plan.device, plan.inputs[0].dtype)
-    if plan.sized != "tile" or 2 * rows < enough:
+    dtype = plan.inputs[0].dtype
+    fewer = (_rows_that_hide_sums(plan.device, dtype), floor_rows(plan.device, dtype) // 2)
+    rows = next((rows for rows in fewer if rows < plan.chunk_rows), None)
+    if rows is None:
         return None
     bodies = _resized(body, plan, rows)
     plan = replace(
@@ -121,10 +122,11 @@ def _tiles(bsym: BoundSymbol) -> ChunkLoop | None:
     return ChunkLoop(with_block_calls(plan, {}, bodies), {}, bodies)
 
 
-def _rows_that_hide_sums(out: Spec) -> float:
-    """The rows for which a product takes as long as its float32 sum, of which 8 bytes move for 2 operations a row."""
-    device = device_model_of(torch.device(out.device))
-    return 4 * device.matmul_flops(str(out.dtype).removeprefix("torch.")) / device.bandwidth_bytes_per_s
+def _rows_that_hide_sums(on: str, dtype: torch.dtype) -> int:
+    """The fewest rows for which a product takes as long as its float32 sum: 8 bytes move for 2 operations a row."""
+    device = device_model_of(torch.device(on))
+    rows = 4 * device.matmul_flops(str(dtype).removeprefix("torch.")) / device.bandwidth_bytes_per_s
+    return ceil(rows / _PRODUCT_ROWS) * _PRODUCT_ROWS
 
 
 def _resized(body: Body, plan: LoopPlan, rows: int) -> dict[int, Body]:
