@@ -188,6 +188,7 @@ def measured(module, x, tile):
     return jitted, measure_peak(step)
 
 
+@pytest.mark.slow
 def test_the_peak_is_predicted_to_the_byte(few_blocks):
     module, x = made(Layers(is_causal=True), (1, 512, 64))
     jitted, peak_bytes = measured(module, x, Tiles(rows=100))
