@@ -184,24 +184,38 @@ def test_by_default_nothing_is_tiled_where_the_peak_is_in_a_loss_outside(vocabul
     assert len(tiles_of(jitted)) == count
 
 
-def chosen_of(monkeypatch, tiled, whole, budget=None, again=None, cheaper=(), asked_with=None, checked=None):
+def chosen_of(
+    monkeypatch,
+    tiled,
+    whole,
+    budget=None,
+    again=None,
+    cheaper=(),
+    asked_with=None,
+    checked=None,
+    bought_s=0.0,
+    options_of=None,
+):
     """The plan that `lower_plan` takes of two, each given by its peak in bytes and its time.
 
     `again` is the same for a plan that runs some tiles once more, and `cheaper` for others with cheaper tiles; the
-    seconds for which these were asked go into `asked_with`. The plans that are verified go into `checked`.
+    seconds for which these were asked go into `asked_with`. The plans that are verified go into `checked`, and the
+    options of all plans into `options_of`. Of the seconds of `whole`, a budget bought `bought_s`.
     """
     checked = [] if checked is None else checked
     others = {f"cheaper{k}": figures for k, figures in enumerate(cheaper)}
     figures = {"tiled": tiled, "whole": whole, "again": again, **others}
 
     def planned(trace, executors, options):
+        if options_of is not None:
+            options_of.append(options)
         decisions = ()
         if trace == "tiled" and options.repeat_tiles and again is not None:
             trace, decisions = "again", (Decision(TILES_AGAIN, "", "", 0, 0),)
         peak_bytes = figures[trace][0]
         if budget is not None and peak_bytes > 2 * budget:
             raise BudgetError(budget, peak_bytes, "parameters")
-        outcome = SimpleNamespace(budget_bytes=budget)
+        outcome = SimpleNamespace(budget_bytes=budget, cost_ms=1e3 * bought_s if trace == "whole" else 0)
         plan = SimpleNamespace(budget=outcome, candidate=SimpleNamespace(peak_bytes=peak_bytes), decisions=decisions)
         return Planned(program=trace, plan=plan, source=trace, fuse=None, trace=trace)
 
@@ -216,7 +230,8 @@ def chosen_of(monkeypatch, tiled, whole, budget=None, again=None, cheaper=(), as
             asked_with.append(excess_s)
         return ((name, ()) for name in others)
 
-    return pipeline.lower_plan("tiled", lambda: "whole", (), PlanningOptions(budget=budget), made).trace
+    asked = PlanningOptions(budget=budget, on_infeasible="warn")
+    return pipeline.lower_plan("tiled", lambda: "whole", (), asked, made).trace
 
 
 @pytest.mark.parametrize(
@@ -252,7 +267,10 @@ def test_by_default_tiles_that_take_too_long_become_cheaper(monkeypatch, cheaper
     assert seconds == [pytest.approx(0.04)]
 
 
-@pytest.mark.parametrize(("tiled", "budget"), [((500, 1.0), None), ((1000, 1.5), None), ((500, 1.5), 2000)])
+@pytest.mark.parametrize(
+    ("tiled", "budget"),
+    [((500, 1.0), None), ((1000, 1.5), None), ((500, 1.5), 2000), ((500, 1.5), 1000), ((9000, 1.5), 2000)],
+)
 def test_no_cheaper_tiles_are_made_where_there_is_time_or_no_gain(monkeypatch, tiled, budget):
     seconds = []
     chosen_of(monkeypatch, tiled, (1000, 1.0), budget=budget, cheaper=[(1, 0.1)], asked_with=seconds)
@@ -273,6 +291,44 @@ def test_no_cheaper_tiles_are_made_where_there_is_time_or_no_gain(monkeypatch, t
 )
 def test_under_a_budget_the_faster_plan_that_fits_runs(monkeypatch, tiled, whole, chosen):
     assert chosen_of(monkeypatch, tiled, whole, budget=1000) == chosen
+
+
+@pytest.mark.parametrize(
+    ("whole", "bought", "cheaper", "chosen"),
+    [
+        ((9000, 1.0), 0.0, [(990, 1.04)], "cheaper0"),  # without tiles nothing fits
+        ((9000, 1.0), 0.0, [(990, 1.04), (1000, 1.02)], "cheaper1"),
+        ((9000, 1.0), 0.0, [(990, 1.06), (1000, 1.02)], "cheaper1"),  # the first bought something
+        ((9000, 1.0), 0.0, [(9000, 1.02), (1000, 1.01)], "tiled"),  # what leaves less in tiles is not planned
+        ((1000, 1.2), 0.2, [(990, 1.02)], "cheaper0"),  # faster than tiles and faster than recomputation
+        ((1000, 1.03), 0.03, [(990, 1.04)], "whole"),
+        ((1000, 1.03), 0.03, [(990, 1.01), (990, 0.9)], "cheaper0"),  # as good as no time: no other is planned
+        ((1000, 1.01), 0.01, [(990, 1.0)], "whole"),
+    ],
+)
+def test_under_a_budget_cheaper_tiles_run_where_they_are_faster(monkeypatch, whole, bought, cheaper, chosen):
+    assert chosen_of(monkeypatch, (900, 1.05), whole, budget=1000, bought_s=bought, cheaper=cheaper) == chosen
+
+
+@pytest.mark.parametrize(("whole", "excess_s"), [((9000, 1.0), 1.05 - 1.05 / 1.01), ((1000, 1.04), 1.05 - 1.04 / 1.01)])
+def test_under_a_budget_cheaper_tiles_save_a_percent_of_the_best_plan(monkeypatch, whole, excess_s):
+    seconds = []
+    chosen_of(monkeypatch, (900, 1.05), whole, budget=1000, bought_s=0.04, cheaper=[(990, 1.1)], asked_with=seconds)
+    assert seconds == [pytest.approx(excess_s)]
+
+
+@pytest.mark.parametrize(
+    ("tiled", "chosen"), [((1000, 1.03), "tiled"), ((1000, 1.05), "again"), ((9000, 1.03), "again")]
+)
+def test_under_a_budget_tiles_run_once_more_only_where_it_needs_that(monkeypatch, tiled, chosen):
+    assert chosen_of(monkeypatch, tiled, (9000, 1.0), budget=1000, again=(900, 1.04)) == chosen
+
+
+def test_cheaper_tiles_get_no_smaller_loss_heads_for_a_budget(monkeypatch):
+    """Those may cost digits."""
+    options = []
+    chosen_of(monkeypatch, (900, 1.05), (9000, 1.0), budget=1000, cheaper=[(990, 1.0)], options_of=options)
+    assert [(o.smaller_heads, o.on_infeasible) for o in options] == [(True, "warn"), (True, "warn"), (False, "error")]
 
 
 def test_under_a_budget_that_nothing_fits_the_smaller_peak_is_named(monkeypatch):

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from operator import attrgetter
 
@@ -53,6 +53,7 @@ from thunder_mem.planning.program import (
 from thunder_mem.planning.refine import TILES_AGAIN, refined
 from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
 from thunder_mem.planning.stages import carried_out
+from thunder_mem.planning.tiles_in_budget import Found, plans_in_budget
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.gradients_over_operands import is_written_over_operands
 from thunder_mem.rewrites.updates import about_states, with_updates
@@ -81,6 +82,7 @@ _LOSS_COPIES = 3
 _FREE_TIME = 0.01
 
 Finish = Callable[[Planned], Planned]
+Cheaper = Callable[[float], Iterable[tuple[TraceCtx, tuple[Decision, ...]]]]
 
 
 def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
@@ -137,12 +139,12 @@ def lower_plan(
     whole: Callable[[], TraceCtx] | None,
     executors: Sequence[FusionExecutor],
     options: PlanningOptions,
-    cheaper: Callable[[float], Iterable[tuple[TraceCtx, tuple[Decision, ...]]]] | None = None,
+    cheaper: Cheaper | None = None,
 ) -> Planned:
     """The plan of a joint trace with tiles if its peak is lower and it takes as good as no time, else without tiles.
 
     The peak may be in a loss outside, for which only what the forward leaves alive counts. Tiles are no gain there, but
-    take time. Under a budget the faster plan that fits is chosen.
+    take time. Under a budget the fastest plan that fits is chosen (`tiles_in_budget.py`).
 
     Args:
         tiled: the trace as Thunder has it, before fusion.
@@ -157,15 +159,12 @@ def lower_plan(
     untiled = replace(options, decisions=tuple(d for d in options.decisions if d.what not in ("tiles", "heads")))
     with_tiles = _made_or_error(tiled, executors, options)
     without = _made_or_error(_tidied(whole(), untiled), executors, untiled)
-    if isinstance(with_tiles, BudgetError):
-        if isinstance(without, BudgetError):
-            raise min((with_tiles, without), key=attrgetter("smallest_peak_bytes"))
-        return _checked(without)
-    if isinstance(without, BudgetError):
-        return _checked(with_tiles)
     if options.budget is not None:
-        chosen = _better_in_budget(with_tiles, without)
-        return _checked(chosen, with_tiles if chosen is without else without)
+        faster = _faster_in_budget(tiled, executors, options, cheaper)
+        plans = plans_in_budget(with_tiles, without, faster, final_seconds, _FREE_TIME)
+        chosen = _best_in_budget(plans)
+        return _checked(chosen, *(plan for plan in plans if plan is not chosen))
+    assert isinstance(with_tiles, Planned) and isinstance(without, Planned)  # errors are about budgets
     most_s = (1 + _FREE_TIME) * final_seconds(without)
     with_tiles, tiled_s = _in_time(tiled, with_tiles, executors, options, most_s)
     excess_s = tiled_s - most_s
@@ -197,34 +196,54 @@ def _in_time(
 ) -> tuple[Planned, float]:
     """The plan of a trace and its time; if it takes too long and runs some tiles once more, the plan that does not."""
     seconds = final_seconds(planned)
-    again = any(d.what == TILES_AGAIN for d in planned.plan.decisions)
-    if not again or seconds <= most_s:
+    if not _repeats_tiles(planned) or seconds <= most_s:
         return planned, seconds
     planned = _made(trace, executors, replace(options, repeat_tiles=False))
     return planned, final_seconds(planned)
 
 
-def _made_or_error(
-    trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions
-) -> Planned | BudgetError:
+def _repeats_tiles(planned: Planned) -> bool:
+    return any(d.what == TILES_AGAIN for d in planned.plan.decisions)
+
+
+def _made_or_error(trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Found:
     try:
         return _made(trace, executors, options)
     except BudgetError as error:
         return error.with_traceback(None)  # which holds frames with the program
 
 
-def _better_in_budget(with_tiles: Planned, without: Planned) -> Planned:
-    """The faster plan of those that fit; if none does, the lower one."""
-    fitting = [planned for planned in (without, with_tiles) if _fits(planned)]
-    if fitting:
+def _faster_in_budget(
+    tiled: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions, cheaper: Cheaper | None
+) -> Callable[[Planned, float], Iterator[Found]]:
+    """Makes plans that may be faster than the one of all tiles, for the seconds by which that takes too long.
+
+    A few percent of time are not worth the digits that smaller loss heads may cost.
+    """
+    options = replace(options, on_infeasible="error", smaller_heads=False)
+
+    def once(trace: TraceCtx, planned: Found, options: PlanningOptions) -> Iterator[Planned]:
+        """The plan that runs no tiles once more, if the given one does, and if it fits."""
+        if isinstance(planned, Planned) and _repeats_tiles(planned):
+            found = _made_or_error(trace, executors, replace(options, repeat_tiles=False))
+            yield from (found,) if isinstance(found, Planned) else ()
+
+    def made(with_tiles: Planned, excess_s: float) -> Iterator[Found]:
+        yield from once(tiled, with_tiles, options)
+        for trace, decisions in () if cheaper is None else cheaper(excess_s):
+            asked = replace(options, decisions=decisions)
+            trace = _tidied(trace, asked)
+            yield (planned := _made_or_error(trace, executors, asked))
+            yield from once(trace, planned, asked)
+
+    return made
+
+
+def _best_in_budget(plans: Sequence[Planned]) -> Planned:
+    """The fastest plan of those that fit; if none does, the lowest."""
+    if fitting := [planned for planned in plans if planned.fits]:
         return min(fitting, key=final_seconds)
-    return with_tiles if _is_lower(with_tiles, without) else without
-
-
-def _fits(planned: Planned) -> bool:
-    outcome = planned.plan.budget
-    assert outcome is not None
-    return planned.peak_bytes <= outcome.budget_bytes
+    return reduce(lambda best, planned: planned if _is_lower(planned, best) else best, plans)
 
 
 def _is_lower(planned: Planned, other: Planned) -> bool:
@@ -253,15 +272,15 @@ def _fitting(
     fits and the peak is in a loss outside, the lowest peak there counts, and the plan without a budget may have it.
     """
     found: list[Planned] = []
-    for variant in chain((trace,), with_smaller_heads(trace)):
+    for variant in chain((trace,), with_smaller_heads(trace) if options.smaller_heads else ()):
         program = read_program(variant, tuple(executors), options, given)
         found.append(plan_program(program, partial(carried_out, start=start)))
         outcome = found[-1].plan.budget
-        if outcome is None or _fits(found[-1]):
+        if outcome is None or found[-1].fits:
             return found[-1]
     best = min(found, key=attrgetter("peak_bytes"))
     assert outcome is not None
-    if _fits(best):
+    if best.fits:
         return best
     # Without a local name for the error: its traceback holds this frame, and the cycle would keep the program.
     if options.on_infeasible == "error":

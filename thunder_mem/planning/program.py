@@ -125,6 +125,12 @@ class Planned:
     def peak_bytes(self) -> int:
         return self.plan.candidate.peak_bytes
 
+    @property
+    def fits(self) -> bool:
+        """Whether a plan within a budget keeps it."""
+        assert self.plan.budget is not None
+        return self.peak_bytes <= self.plan.budget.budget_bytes
+
     @cached_property
     def final_source(self) -> TraceGraph:
         """The final trace, read as a graph."""

@@ -4,8 +4,8 @@
 
 Without the user's word only such stretches become tiles that cost no work: inside a checkpoint, whose one repetition is
 tiled, or without a gradient. The products' results must take more than a tile and its sums of gradients. The plan with
-tiles must have a lower peak than the one without and take as good as no time, or be the faster one that fits the budget
-(`planning/pipeline.py: lower_plan`). If it takes too long, tiles have more rows, or fewer stretches become tiles
+tiles must have a lower peak than the one without and take as good as no time, or be the fastest one that fits the
+budget (`planning/pipeline.py: lower_plan`). If it takes too long, tiles have more rows, or fewer stretches become tiles
 (`tile_choice.py`). A stretch that the user asked for becomes tiles anyway. Outside of a checkpoint,
 its backward computes it once more.
 """
