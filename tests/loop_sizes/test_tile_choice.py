@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from thunder_mem import MemEfficient, Tiles, last_plan, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.loop_sizes.tile_choice import TileChoice, cheaper_choices
-from thunder_mem.transforms.cheaper_tiles import stretches_of
+from thunder_mem.transforms.other_tiles import stretches_of
 
 TOKENS, WIDTH = 8192, 1024
 

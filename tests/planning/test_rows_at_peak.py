@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thunder_mem import MemEfficient, Tiles, predict, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
-from thunder_mem.planning import pipeline
+from thunder_mem.planning import tile_selection
 from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
 
 TOKENS, WIDTH, WIDE, VOCABULARY = 16384, 2048, 8192, 65536
@@ -47,7 +47,7 @@ def compiled(monkeypatch, fn, args, longer, tile=True):
         peaks[:] = planned.peak_bytes, found.peak_bytes
         return found
 
-    monkeypatch.setattr(pipeline, "with_fewer_rows_at_peak", fewer)
+    monkeypatch.setattr(tile_selection, "with_fewer_rows_at_peak", fewer)
     jitted = thunder.jit(fn, transforms=[MemEfficient(strict=True, tile=tile)])
     return jitted, predict(jitted, *args, keep_outputs=True), peaks
 

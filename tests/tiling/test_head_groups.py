@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import thunder_mem.transforms.before_autograd as before_autograd
 from tests.tiling.test_tiles import errors, gradients, made
 from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict, simulate
-from thunder_mem.planning import pipeline
+from thunder_mem.planning import tile_selection
 from thunder_mem.runtime import head_groups
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.tiling import heads as tiled_heads
@@ -198,7 +198,7 @@ def test_the_peak_is_predicted_to_the_byte(few_blocks):
 
 @pytest.mark.slow
 def test_the_peak_falls(few_blocks, monkeypatch):
-    monkeypatch.setattr(pipeline, "_FREE_TIME", float("inf"))  # small products on a CPU take longer in tiles
+    monkeypatch.setattr(tile_selection, "_FREE_TIME", float("inf"))  # small products on a CPU take longer in tiles
     module, x = made(Layers(is_causal=True), (1, 1024, 64))
     assert measured(module, x, True)[1] < measured(module, x, False)[1]
 

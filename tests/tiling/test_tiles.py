@@ -1,6 +1,7 @@
 """Stretches in tiles: values and gradients against float64 eager, peaks, and what must not run in tiles."""
 
 import copy
+from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
 from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, memory_time_frontier, predict, tiled
 from thunder_mem.loop_body import block as blocks_of_rows
 from thunder_mem.memory.plan import Decision
-from thunder_mem.planning import pipeline
+from thunder_mem.planning import tile_selection
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.program import Planned
 from thunder_mem.planning.refine import TILES_AGAIN
@@ -132,7 +133,7 @@ def test_the_peak_falls_and_is_predicted_to_the_byte():
 @pytest.fixture
 def time_is_free(monkeypatch):
     """Small products on a CPU take longer in tiles than the default allows."""
-    monkeypatch.setattr(pipeline, "_FREE_TIME", float("inf"))
+    monkeypatch.setattr(tile_selection, "_FREE_TIME", float("inf"))
 
 
 @pytest.mark.usefixtures("time_is_free")
@@ -151,7 +152,7 @@ def test_a_frontier_begins_with_the_chosen_plan_and_has_the_tiles_that_were_too_
     jitted, tiled = compiled(module, True), compiled(module, True)
     predict(jitted, x)
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "_FREE_TIME", float("inf"))
+        patched.setattr(tile_selection, "_FREE_TIME", float("inf"))
         predict(tiled, x)
     assert tiles_of(tiled) and not tiles_of(jitted)
     first, *lower = memory_time_frontier(jitted, x, points=1).points
@@ -184,39 +185,62 @@ def test_by_default_nothing_is_tiled_where_the_peak_is_in_a_loss_outside(vocabul
     assert len(tiles_of(jitted)) == count
 
 
-def chosen_of(monkeypatch, tiled, whole, budget=None, again=None, cheaper=(), asked_with=None, checked=None):
+def chosen_of(
+    monkeypatch,
+    tiled,
+    whole,
+    budget=None,
+    again=None,
+    cheaper=(),
+    repeating=(),
+    asked_with=None,
+    checked=None,
+    bought_s=0.0,
+    options_of=None,
+    on_infeasible="error",
+):
     """The plan that `lower_plan` takes of two, each given by its peak in bytes and its time.
 
-    `again` is the same for a plan that runs some tiles once more, and `cheaper` for others with cheaper tiles; the
-    seconds for which these were asked go into `asked_with`. The plans that are verified go into `checked`.
+    `again` is the same for a plan that runs some tiles once more, `cheaper` for others with cheaper tiles, and
+    `repeating` for those with tiles that repeat work; the seconds for which others were asked go into `asked_with`. The
+    plans that are verified go into `checked`, and the options of all plans into `options_of`. Of the seconds of
+    `whole`, a budget bought `bought_s`. Without `tiled` no tiles are free.
     """
     checked = [] if checked is None else checked
-    others = {f"cheaper{k}": figures for k, figures in enumerate(cheaper)}
-    figures = {"tiled": tiled, "whole": whole, "again": again, **others}
+    others = {"cheaper": cheaper, "repeating": repeating}
+    figures = {f"{name}{k}": found for name, several in others.items() for k, found in enumerate(several)}
+    figures |= {"tiled": tiled, "whole": whole, "again": again}
 
     def planned(trace, executors, options):
+        if options_of is not None:
+            options_of.append(options)
         decisions = ()
         if trace == "tiled" and options.repeat_tiles and again is not None:
             trace, decisions = "again", (Decision(TILES_AGAIN, "", "", 0, 0),)
-        peak_bytes = figures[trace][0]
-        if budget is not None and peak_bytes > 2 * budget:
-            raise BudgetError(budget, peak_bytes, "parameters")
-        outcome = SimpleNamespace(budget_bytes=budget)
-        plan = SimpleNamespace(budget=outcome, candidate=SimpleNamespace(peak_bytes=peak_bytes), decisions=decisions)
+        cost_ms = 1e3 * bought_s if trace == "whole" else 0
+        outcome = None if budget is None else SimpleNamespace(budget_bytes=budget, cost_ms=cost_ms)
+        candidate = SimpleNamespace(peak_bytes=figures[trace][0])
+        plan = SimpleNamespace(budget=outcome, candidate=candidate, decisions=decisions)
         return Planned(program=trace, plan=plan, source=trace, fuse=None, trace=trace)
 
-    monkeypatch.setattr(pipeline, "_made", planned)
-    monkeypatch.setattr(pipeline, "_checked", lambda plan, *others: checked.append(plan.trace) or plan)
-    monkeypatch.setattr(pipeline, "final_seconds", lambda plan: figures[plan.trace][1])
-    monkeypatch.setattr(pipeline, "_outside_bytes", lambda trace: 0)
-    monkeypatch.setattr(pipeline, "_tidied", lambda trace, options: trace)
+    monkeypatch.setattr(tile_selection, "made", planned)
+    monkeypatch.setattr(tile_selection, "checked", lambda plan, *others: checked.append(plan.trace) or plan)
+    monkeypatch.setattr(tile_selection, "final_seconds", lambda plan: figures[plan.trace][1])
+    monkeypatch.setattr(tile_selection, "peak_with_loss_outside", lambda plan: plan.peak_bytes)
+    monkeypatch.setattr(tile_selection, "_tidied", lambda trace, options: trace)
 
-    def made(excess_s):
-        if asked_with is not None:
-            asked_with.append(excess_s)
-        return ((name, ()) for name in others)
+    def ask(name):
+        def made(seconds):
+            if asked_with is not None:
+                asked_with.append((name, pytest.approx(seconds)))
+            return ((f"{name}{k}", ()) for k in range(len(others[name])))
 
-    return pipeline.lower_plan("tiled", lambda: "whole", (), PlanningOptions(budget=budget), made).trace
+        return made
+
+    variants = SimpleNamespace(**{name: ask(name) for name in others})
+    options = PlanningOptions(budget=budget, on_infeasible=on_infeasible)
+    traces = ("whole", None) if tiled is None else ("tiled", lambda: "whole")
+    return tile_selection.lower_plan(*traces, (), options, variants).trace
 
 
 @pytest.mark.parametrize(
@@ -249,10 +273,13 @@ def test_by_default_tiles_that_take_too_long_become_cheaper(monkeypatch, cheaper
     seconds = []
     found = chosen_of(monkeypatch, (500, 1.05), (1000, 1.0), cheaper=cheaper, asked_with=seconds)
     assert found == chosen
-    assert seconds == [pytest.approx(0.04)]
+    assert seconds == [("cheaper", 0.04)]
 
 
-@pytest.mark.parametrize(("tiled", "budget"), [((500, 1.0), None), ((1000, 1.5), None), ((500, 1.5), 2000)])
+@pytest.mark.parametrize(
+    ("tiled", "budget"),
+    [((500, 1.0), None), ((1000, 1.5), None), ((500, 1.5), 2000), ((500, 1.5), 1000), ((9000, 1.5), 2000)],
+)
 def test_no_cheaper_tiles_are_made_where_there_is_time_or_no_gain(monkeypatch, tiled, budget):
     seconds = []
     chosen_of(monkeypatch, tiled, (1000, 1.0), budget=budget, cheaper=[(1, 0.1)], asked_with=seconds)
@@ -275,9 +302,100 @@ def test_under_a_budget_the_faster_plan_that_fits_runs(monkeypatch, tiled, whole
     assert chosen_of(monkeypatch, tiled, whole, budget=1000) == chosen
 
 
-def test_under_a_budget_that_nothing_fits_the_smaller_peak_is_named(monkeypatch):
-    with pytest.raises(BudgetError, match=r"smallest found is 7\.8"):
-        chosen_of(monkeypatch, (8000, 1.0), (9000, 1.0), budget=1000)
+@pytest.mark.parametrize(
+    ("whole", "bought", "cheaper", "chosen"),
+    [
+        ((9000, 1.0), 0.0, [(990, 1.04)], "cheaper0"),  # without tiles nothing fits
+        ((9000, 1.0), 0.0, [(990, 1.04), (1000, 1.02)], "cheaper1"),
+        ((9000, 1.0), 0.0, [(990, 1.06), (1000, 1.02)], "cheaper1"),  # the first bought something
+        ((9000, 1.0), 0.0, [(9000, 1.02), (1000, 1.01)], "tiled"),  # what leaves less in tiles is not planned
+        ((1000, 1.2), 0.2, [(990, 1.02)], "cheaper0"),  # faster than tiles and faster than recomputation
+        ((1000, 1.03), 0.03, [(990, 1.04)], "whole"),
+        ((1000, 1.03), 0.03, [(990, 1.01), (990, 0.9)], "cheaper0"),  # as good as no time: no other is planned
+        ((1000, 1.01), 0.01, [(990, 1.0)], "whole"),
+    ],
+)
+def test_under_a_budget_cheaper_tiles_run_where_they_are_faster(monkeypatch, whole, bought, cheaper, chosen):
+    assert chosen_of(monkeypatch, (900, 1.05), whole, budget=1000, bought_s=bought, cheaper=cheaper) == chosen
+
+
+@pytest.mark.parametrize(("whole", "excess_s"), [((9000, 1.0), 1.05 - 1.05 / 1.01), ((1000, 1.04), 1.05 - 1.04 / 1.01)])
+def test_under_a_budget_cheaper_tiles_save_a_percent_of_the_best_plan(monkeypatch, whole, excess_s):
+    seconds = []
+    chosen_of(monkeypatch, (900, 1.05), whole, budget=1000, bought_s=0.04, cheaper=[(990, 1.1)], asked_with=seconds)
+    assert seconds[0] == ("cheaper", excess_s)
+
+
+@pytest.mark.parametrize(
+    ("tiled", "chosen"), [((1000, 1.03), "tiled"), ((1000, 1.05), "again"), ((9000, 1.03), "again")]
+)
+def test_under_a_budget_tiles_run_once_more_only_where_it_needs_that(monkeypatch, tiled, chosen):
+    assert chosen_of(monkeypatch, tiled, (9000, 1.0), budget=1000, again=(900, 1.04)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("tiled", "whole", "bought_s", "room_s", "chosen"),
+    [
+        (None, (9000, 1.0), 0.0, inf, "repeating0"),
+        (None, (1000, 1.3), 0.3, 0.3, "repeating0"),
+        (None, (1000, 1.15), 0.15, 0.15, "whole"),
+        ((9000, 1.0), (9000, 1.0), 0.0, inf, "repeating0"),
+    ],
+)
+def test_under_a_budget_tiles_repeat_work_where_that_is_the_cheapest(
+    monkeypatch, tiled, whole, bought_s, room_s, chosen
+):
+    asked = []
+    others = {"repeating": [(900, 1.2)], "bought_s": bought_s, "asked_with": asked}
+    assert chosen_of(monkeypatch, tiled, whole, budget=1000, **others) == chosen
+    assert asked[-1] == ("repeating", room_s)
+
+
+@pytest.mark.parametrize(("budget", "bought_s"), [(None, 0.0), (1000, 0.0), (1000, 0.009)])
+def test_no_tiles_repeat_work_where_nothing_dear_is_bought(monkeypatch, budget, bought_s):
+    asked = []
+    chosen_of(monkeypatch, (1000, 1.1), (1000, 1.0), budget=budget, bought_s=bought_s, asked_with=asked)
+    assert not asked
+
+
+def test_no_tiles_repeat_work_where_the_others_buy_nothing(monkeypatch):
+    asked = []
+    chosen_of(monkeypatch, (900, 1.03), (9000, 1.0), budget=1000, asked_with=asked)
+    assert [name for name, _ in asked] == ["cheaper"]
+
+
+@pytest.mark.parametrize(
+    ("tiled", "whole", "smaller_heads"),
+    [
+        ((1000, 1.1), (1000, 1.1), [True, True, False]),
+        (None, (1000, 1.1), [True, False]),
+        ((9000, 1.0), (9000, 1.0), [True, True, True]),
+    ],
+)
+def test_only_where_nothing_else_fits_loss_heads_become_smaller_beside_other_tiles(
+    monkeypatch, tiled, whole, smaller_heads
+):
+    """Those may cost digits."""
+    options = []
+    others = {"cheaper": [(990, 1.09)], "repeating": [(990, 1.08)], "bought_s": 0.1, "options_of": options}
+    chosen_of(monkeypatch, tiled, whole, budget=1000, **others)
+    assert [o.smaller_heads for o in options] == smaller_heads
+
+
+@pytest.mark.parametrize("on_infeasible", ["error", "warn"])
+@pytest.mark.parametrize(
+    ("tiled", "whole", "repeating", "chosen"),
+    [
+        ((8000, 1.0), (9000, 1.0), [], "tiled"),
+        ((9000, 1.0), (8000, 1.0), [(8500, 1.0)], "whole"),
+        ((9000, 1.0), (8000, 1.0), [(7000, 1.0)], "repeating0"),
+    ],
+)
+def test_under_a_budget_that_nothing_fits_the_smallest_peak_counts(
+    monkeypatch, tiled, whole, repeating, chosen, on_infeasible
+):
+    others = {"repeating": repeating, "on_infeasible": on_infeasible}
+    assert chosen_of(monkeypatch, tiled, whole, budget=1000, **others) == chosen
 
 
 class Watched(nn.Module):

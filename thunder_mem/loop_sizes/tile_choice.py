@@ -7,7 +7,7 @@ time for the bytes of their products' results.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,7 +19,7 @@ from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.loop_sizes.tile_price import extra_seconds
 
-__all__ = ["ALL_STRETCHES", "TileChoice", "cheaper_choices"]
+__all__ = ["ALL_STRETCHES", "TileChoice", "cheaper_choices", "forward_seconds"]
 
 _MORE_ROWS = (4, 16)
 _MOST_KINDS = 2
@@ -35,10 +35,12 @@ class TileChoice:
     Attributes:
         more_rows: tiles have so many times the rows that the device's products need.
         left_whole: kinds of stretches that stay whole.
+        repeats: stretches outside of checkpoints become tiles too, though their backward repeats the forward.
     """
 
     more_rows: int = 1
     left_whole: frozenset[Hashable] = frozenset()
+    repeats: bool = False
 
     def leaves_whole(self, plan: LoopPlan) -> bool:
         """Whether the stretch of a loop stays whole."""
@@ -46,7 +48,7 @@ class TileChoice:
 
 
 ALL_STRETCHES = TileChoice()
-"""The first choice: as many stretches and as few rows as the device's products allow."""
+"""The first choice: as many stretches that repeat no work, and as few rows, as the device's products allow."""
 
 
 def cheaper_choices(loops: Sequence[ChunkLoop], excess_s: float) -> Iterator[TileChoice]:
@@ -68,6 +70,11 @@ def cheaper_choices(loops: Sequence[ChunkLoop], excess_s: float) -> Iterator[Til
     for count, saved_s in enumerate(accumulate(seconds[kind] for kind in costliest), 1):
         if saved_s >= least_s:
             yield TileChoice(left_whole=frozenset(costliest[:count]))
+
+
+def forward_seconds(loops: Iterable[ChunkLoop]) -> float:
+    """The seconds of one forward of stretches in tiles."""
+    return sum(loop.plan.forward_tile_s * loop.plan.n / loop.plan.chunk_rows for loop in loops)
 
 
 def _kind(plan: LoopPlan) -> Hashable:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.symbol import BoundSymbol
@@ -21,14 +20,14 @@ from thunder.core.transform_common import Transform
 from thunder.extend import Executor, FusionExecutor
 
 from thunder_mem.distributed.agreement import agree
-from thunder_mem.memory.plan import Decision, Plan
+from thunder_mem.memory.plan import Plan
 from thunder_mem.partition.budget import BudgetError
 from thunder_mem.partition.constraints import RecomputeError
 from thunder_mem.planning.fallback import Original, final_halves
 from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.pipeline import lower_plan
 from thunder_mem.planning.program import with_checkpoints
 from thunder_mem.planning.record import note_plan, noted_program
+from thunder_mem.planning.tile_selection import OtherTiles, lower_plan
 from thunder_mem.regions.region_kernels import region_function_of
 from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.collector import collector_off
@@ -42,27 +41,24 @@ __all__ = [
 ]
 
 
-Cheaper = Callable[[Any, float], Iterator[tuple[TraceCtx, tuple[Decision, ...]]]]
-
-
 class _Session:
     """One compilation: the executors that share its plan, whether planning failed, and the fallback.
 
     Attributes:
         original: the computation before any loop; None if there is none.
         whole: the computation before stretches became tiles; None if there are none, or if the user asked for them.
-        cheaper: makes traces with cheaper tiles of Thunder's compile data and the seconds that are too many.
+        others: makes the program with other tiles; None if there is no choice.
         given: the trace to plan.
         halves: Thunder's own forward and backward, which replace broken ones.
     """
 
     def __init__(
-        self, options: PlanningOptions, original: Original | None, whole: Original | None, cheaper: Cheaper | None
+        self, options: PlanningOptions, original: Original | None, whole: Original | None, others: OtherTiles | None
     ) -> None:
         self.options = options
         self.original = original
         self.whole = whole
-        self.cheaper = cheaper
+        self.others = others
         self.given: TraceCtx | None = None
         self.halves: tuple[TraceCtx, TraceCtx | None] | None = None
         self.executors: list[FusionExecutor] = []
@@ -123,9 +119,8 @@ def _planned(trace: TraceCtx, session: _Session) -> TraceCtx:
     start = time.perf_counter_ns()
     data = get_compile_data()
     whole = None if session.whole is None else partial(session.whole.unfused, data)
-    cheaper = None if session.cheaper is None else partial(session.cheaper, data)
     with stage("planning"):
-        planned = lower_plan(trace, whole, session.executors, session.options, cheaper)
+        planned = lower_plan(trace, whole, session.executors, session.options, session.others)
     session.plan = planned.plan
     programs = (planned.program, *planned.others) if session.options.studied else ()
     note_plan(planned.plan, took_ms=(time.perf_counter_ns() - start) // 1_000_000, programs=programs)
@@ -156,7 +151,7 @@ def install_planner(
     options: PlanningOptions,
     original: Original | None = None,
     whole: Original | None = None,
-    cheaper: Cheaper | None = None,
+    others: OtherTiles | None = None,
 ) -> tuple[Executor, ...]:
     """The executors with a planner in place of each fusion executor. Without a fusion executor, one planner
     stands before the last two, Thunder's own. New planners replace those of an earlier compilation.
@@ -166,9 +161,9 @@ def install_planner(
         options: of the plan.
         original: the computation before any loop.
         whole: the computation before stretches became tiles, if the plan may choose.
-        cheaper: makes it with cheaper tiles, see `_Session`.
+        others: makes it with other tiles, if the plan may choose.
     """
-    session = _Session(options, original, whole, cheaper)
+    session = _Session(options, original, whole, others)
     seated: list[Executor] = [
         PlanningExecutor(e, session) if isinstance(e, FusionExecutor) else e for e in user_executors(executors)
     ]
@@ -215,5 +210,5 @@ def final_trace(trace: TraceCtx, transform: Transform) -> TraceCtx | None:
         before = data.transforms[: data.transforms.index(transform)]
         session.halves = final_halves(_unplanned(session, error), own, before)
         trace = session.halves[0]
-    session.given = session.original = session.whole = session.cheaper = None
+    session.given = session.original = session.whole = session.others = None
     return trace

@@ -30,5 +30,6 @@ class PlanningOptions:
     studied: bool = False  # operations keep the names that the program gives them, and the record keeps the programs
     optimized: Optimized | None = None  # parameters that the backward updates
     repeat_tiles: bool = True  # results of stretches in tiles may be computed once more
+    smaller_heads: bool = True  # loss heads may become smaller to fit a budget
     refused: tuple[Refusal, ...] = ()  # by earlier passes
     decisions: tuple[Decision, ...] = ()  # of earlier passes

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -24,17 +24,14 @@ from operator import attrgetter
 
 from thunder.core import prims
 from thunder.core.trace import TraceCtx
-from thunder.core.transform_common import dce
 from thunder.extend import FusionExecutor
 
-from thunder_mem.costs.plan_time import overlapped_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.fusion.arrangement import arrange, between_halves, cannot_beat
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.kernels.registered import without_unread_gradients
 from thunder_mem.loop_sizes.chunk_narrowing import narrow_sums
 from thunder_mem.loop_sizes.chunk_resizing import leanest_loops
-from thunder_mem.memory.plan import Decision
 from thunder_mem.partition.budget import BudgetError, parse_budget
 from thunder_mem.partition.min_cut_partition import about_saving
 from thunder_mem.planning.budget_loop import with_nothing_bought, within_budget
@@ -50,8 +47,7 @@ from thunder_mem.planning.program import (
     partition_problem,
     read_program,
 )
-from thunder_mem.planning.refine import TILES_AGAIN, refined
-from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
+from thunder_mem.planning.refine import refined
 from thunder_mem.planning.stages import carried_out
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.gradients_over_operands import is_written_over_operands
@@ -60,13 +56,14 @@ from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_word
 from thunder_mem.runtime.scratch_cache import save_tables
 from thunder_mem.trace.dead_halves import without_dead_halves
 from thunder_mem.trace.reading import TraceGraph
-from thunder_mem.trace.round_trips import without_round_trips
 from thunder_mem.trace.verification import is_verified, verify_final, verify_rewrite
 from thunder_mem.user_choices.offload import moves_for
 
 __all__ = [
+    "checked",
     "choose_partition",
-    "lower_plan",
+    "made",
+    "peak_with_loss_outside",
     "plan_joint_trace",
     "plan_partition",
     "planned_trace",
@@ -75,10 +72,6 @@ __all__ = [
 
 # While the caller computes a loss and its gradient, so many times the gradient's bytes are alive.
 _LOSS_COPIES = 3
-
-# Tiles repeat no work, but every tile reads the weights again and adds to their gradients. By default they may take
-# this share of the program's modelled time.
-_FREE_TIME = 0.01
 
 Finish = Callable[[Planned], Planned]
 
@@ -96,11 +89,11 @@ def planned_trace(given: TraceCtx, executors: Sequence[FusionExecutor], options:
         RecomputeError: `options.recompute` does not fit this program.
         VerificationError: the planned trace is another program.
     """
-    return _checked(_made(given, executors, options))
+    return checked(made(given, executors, options))
 
 
-def _made(given: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
-    """The plan, carried out."""
+def made(given: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
+    """The plan of a joint trace, carried out, whether or not it fits; arguments as for `planned_trace`."""
     start = time.perf_counter_ns()
     if any(type(executor).__name__ == "nvFuserExecutor" for executor in executors):
         from thunder.core.rematerialization import replace_uniform
@@ -111,8 +104,14 @@ def _made(given: TraceCtx, executors: Sequence[FusionExecutor], options: Plannin
     return _fitting(trace, executors, options, given, start)
 
 
-def _checked(planned: Planned, *others: Planned) -> Planned:
-    """The plan, verified, with what is known of the trace that runs, and the programs of the others."""
+def checked(planned: Planned, *others: Planned) -> Planned:
+    """The plan, verified, with what is known of the trace that runs, and the programs of the others.
+
+    Raises:
+        BudgetError: it exceeds its budget, and `options.on_infeasible` is "error".
+        VerificationError: the planned trace is another program.
+    """
+    _told(planned)
     assert planned.arranged is not None and planned.final is not None
     program, options = planned.program, planned.program.options
     over = options.verify is None and any(map(is_written_over_operands, planned.arranged.bound_symbols))
@@ -132,115 +131,7 @@ def _checked(planned: Planned, *others: Planned) -> Planned:
     return replace(planned, plan=plan, others=tuple(other.program for other in others))
 
 
-def lower_plan(
-    tiled: TraceCtx,
-    whole: Callable[[], TraceCtx] | None,
-    executors: Sequence[FusionExecutor],
-    options: PlanningOptions,
-    cheaper: Callable[[float], Iterable[tuple[TraceCtx, tuple[Decision, ...]]]] | None = None,
-) -> Planned:
-    """The plan of a joint trace with tiles if its peak is lower and it takes as good as no time, else without tiles.
-
-    The peak may be in a loss outside, for which only what the forward leaves alive counts. Tiles are no gain there, but
-    take time. Under a budget the faster plan that fits is chosen.
-
-    Args:
-        tiled: the trace as Thunder has it, before fusion.
-        whole: gives the same program with whole stretches, which takes autograd once more. None if there is no choice.
-        executors, options: as for `planned_trace`, and so are the errors.
-        cheaper: gives the same program with cheaper tiles and the decisions about it, for the seconds by which the
-            plan with tiles takes too long. Each takes autograd once more, so it is asked only then.
-    """
-    tiled = _tidied(tiled, options)
-    if whole is None:
-        return planned_trace(tiled, executors, options)
-    untiled = replace(options, decisions=tuple(d for d in options.decisions if d.what not in ("tiles", "heads")))
-    with_tiles = _made_or_error(tiled, executors, options)
-    without = _made_or_error(_tidied(whole(), untiled), executors, untiled)
-    if isinstance(with_tiles, BudgetError):
-        if isinstance(without, BudgetError):
-            raise min((with_tiles, without), key=attrgetter("smallest_peak_bytes"))
-        return _checked(without)
-    if isinstance(without, BudgetError):
-        return _checked(with_tiles)
-    if options.budget is not None:
-        chosen = _better_in_budget(with_tiles, without)
-        return _checked(chosen, with_tiles if chosen is without else without)
-    most_s = (1 + _FREE_TIME) * final_seconds(without)
-    with_tiles, tiled_s = _in_time(tiled, with_tiles, executors, options, most_s)
-    excess_s = tiled_s - most_s
-    if excess_s <= 0:
-        with_tiles = with_fewer_rows_at_peak(with_tiles, final_seconds, most_s)
-    if not _is_lower(with_tiles, without):
-        return _checked(without, with_tiles)
-    if excess_s <= 0:
-        return _checked(with_tiles, without)
-    for trace, decisions in () if cheaper is None else cheaper(excess_s):
-        asked = replace(options, decisions=decisions)
-        trace = _tidied(trace, asked)
-        other, other_s = _in_time(trace, _made(trace, executors, asked), executors, asked, most_s)
-        if other_s <= most_s and _is_lower(other, without):
-            return _checked(with_fewer_rows_at_peak(other, final_seconds, most_s), with_tiles, without)
-    return _checked(without, with_tiles)
-
-
-def _tidied(trace: TraceCtx, options: PlanningOptions) -> TraceCtx:
-    """The trace without casts back and forth, which remain where a loop took in what stood between them."""
-    if not any(d.what in ("tiles", "loss head") for d in options.decisions):
-        return trace
-    tidied = without_round_trips(trace)
-    return trace if tidied is trace else dce(tidied)
-
-
-def _in_time(
-    trace: TraceCtx, planned: Planned, executors: Sequence[FusionExecutor], options: PlanningOptions, most_s: float
-) -> tuple[Planned, float]:
-    """The plan of a trace and its time; if it takes too long and runs some tiles once more, the plan that does not."""
-    seconds = final_seconds(planned)
-    again = any(d.what == TILES_AGAIN for d in planned.plan.decisions)
-    if not again or seconds <= most_s:
-        return planned, seconds
-    planned = _made(trace, executors, replace(options, repeat_tiles=False))
-    return planned, final_seconds(planned)
-
-
-def _made_or_error(
-    trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions
-) -> Planned | BudgetError:
-    try:
-        return _made(trace, executors, options)
-    except BudgetError as error:
-        return error.with_traceback(None)  # which holds frames with the program
-
-
-def _better_in_budget(with_tiles: Planned, without: Planned) -> Planned:
-    """The faster plan of those that fit; if none does, the lower one."""
-    fitting = [planned for planned in (without, with_tiles) if _fits(planned)]
-    if fitting:
-        return min(fitting, key=final_seconds)
-    return with_tiles if _is_lower(with_tiles, without) else without
-
-
-def _fits(planned: Planned) -> bool:
-    outcome = planned.plan.budget
-    assert outcome is not None
-    return planned.peak_bytes <= outcome.budget_bytes
-
-
-def _is_lower(planned: Planned, other: Planned) -> bool:
-    """Whether a plan is lower with a loss outside, and no higher without one."""
-    lower = _peak_with_loss_outside(planned) < _peak_with_loss_outside(other)
-    return lower and planned.peak_bytes <= other.peak_bytes
-
-
-def final_seconds(planned: Planned) -> float:
-    """The modelled seconds of a plan that was carried out, with what waits for copies to the host and back."""
-    outcome = planned.plan.budget
-    exposed_s = outcome.exposed_ms / 1e3 if outcome is not None else 0.0
-    return overlapped_seconds(planned.final_source, device_model_of(device_of(planned.source))) + exposed_s
-
-
-def _peak_with_loss_outside(planned: Planned) -> int:
+def peak_with_loss_outside(planned: Planned) -> int:
     return max(planned.peak_bytes, _outside_bytes(planned.source))
 
 
@@ -253,36 +144,42 @@ def _fitting(
     fits and the peak is in a loss outside, the lowest peak there counts, and the plan without a budget may have it.
     """
     found: list[Planned] = []
-    for variant in chain((trace,), with_smaller_heads(trace)):
+    for variant in chain((trace,), with_smaller_heads(trace) if options.smaller_heads else ()):
         program = read_program(variant, tuple(executors), options, given)
         found.append(plan_program(program, partial(carried_out, start=start)))
         outcome = found[-1].plan.budget
-        if outcome is None or _fits(found[-1]):
+        if outcome is None or found[-1].fits:
             return found[-1]
     best = min(found, key=attrgetter("peak_bytes"))
     assert outcome is not None
-    if _fits(best):
+    if best.fits:
         return best
-    # Without a local name for the error: its traceback holds this frame, and the cycle would keep the program.
-    if options.on_infeasible == "error":
-        raise _over_budget(best, options, outcome.budget_bytes)
     compiled = best
-    if _outside_bytes(best.source) > best.peak_bytes:
+    if options.on_infeasible == "warn" and _outside_bytes(best.source) > best.peak_bytes:
         program = read_program(trace, tuple(executors), replace(options, budget=None), given)
         default = plan_program(program, partial(carried_out, start=start))
-        compiled = min(best, *found, with_nothing_bought(default, outcome.budget_bytes), key=_peak_with_loss_outside)
-    warnings.warn(str(_over_budget(best, options, outcome.budget_bytes, compiled)), stacklevel=2)
-    return compiled
+        compiled = min(best, *found, with_nothing_bought(default, outcome.budget_bytes), key=peak_with_loss_outside)
+    return replace(compiled, over_budget=partial(_over_budget, best, options, outcome.budget_bytes, compiled))
 
 
-def _over_budget(
-    best: Planned, options: PlanningOptions, budget_bytes: int, compiled: Planned | None = None
-) -> BudgetError:
+def _told(planned: Planned) -> None:
+    """Raise or warn if the plan exceeds its budget.
+
+    The error must not belong to the plan: its traceback holds this frame, and the cycle would keep the program.
+    """
+    if planned.over_budget is None:
+        return
+    if planned.program.options.on_infeasible == "error":
+        raise planned.over_budget()
+    warnings.warn(str(planned.over_budget()), stacklevel=2)
+
+
+def _over_budget(best: Planned, options: PlanningOptions, budget_bytes: int, compiled: Planned) -> BudgetError:
     """The error that even the smallest plan found exceeds the budget; it names what is `compiled` in its place."""
     assert options.budget is not None and best.final is not None
     share = share_in_words(options.budget, device_of(best.source))
     held = peak_in_words(best.final, best.source)
-    other_bytes = None if compiled is None or compiled is best else compiled.peak_bytes
+    other_bytes = None if compiled is best else compiled.peak_bytes
     return BudgetError(budget_bytes, best.peak_bytes, held, share, other_bytes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -16,6 +17,7 @@ from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.frontend.checkpoint_tags import checkpointed_storages
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.plan import Decision, Plan
+from thunder_mem.partition.budget import BudgetError
 from thunder_mem.partition.budget_search import PartitionProblem
 from thunder_mem.partition.constraints import Constraints
 from thunder_mem.partition.min_cut_partition import about_recompute, min_cut_partition, saved_storages
@@ -109,6 +111,7 @@ class Planned:
         fuse: the executors that take each of its operations.
         arranged: the fused trace in its order.
         final: the arranged trace with fitted chunk loops.
+        over_budget: says that nothing fits the budget; None if this plan does, or without a budget.
         others: the same function's programs that were planned too, with fewer tiles or more.
     """
 
@@ -119,11 +122,17 @@ class Planned:
     trace: TraceCtx
     arranged: TraceCtx | None = None
     final: TraceCtx | None = None
+    over_budget: Callable[[], BudgetError] | None = None
     others: tuple[Program, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
         return self.plan.candidate.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the budget, if there is one."""
+        return self.plan.budget is None or self.peak_bytes <= self.plan.budget.budget_bytes
 
     @cached_property
     def final_source(self) -> TraceGraph:

@@ -37,7 +37,7 @@ About = Callable[[int, int, int], Decision]
 # The most tries of each rewrite, as long as it lowers the peak.
 _ROUNDS = 4
 # The share of the program's modelled time that stretches in tiles may take once more. Tiles may save some time, too, so
-# this is more than what is free in all (`pipeline.py: lower_plan`).
+# this is more than what is free in all (`tile_selection.py`).
 _MOST_TIME = 0.02
 
 

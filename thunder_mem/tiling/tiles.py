@@ -4,10 +4,10 @@
 
 Without the user's word only such stretches become tiles that cost no work: inside a checkpoint, whose one repetition is
 tiled, or without a gradient. The products' results must take more than a tile and its sums of gradients. The plan with
-tiles must have a lower peak than the one without and take as good as no time, or be the faster one that fits the budget
-(`planning/pipeline.py: lower_plan`). If it takes too long, tiles have more rows, or fewer stretches become tiles
-(`tile_choice.py`). A stretch that the user asked for becomes tiles anyway. Outside of a checkpoint,
-its backward computes it once more.
+tiles must have a lower peak than the one without and take as good as no time, or be the fastest one that fits the
+budget (`planning/tile_selection.py`). If it takes too long, tiles have more rows, or fewer stretches become tiles
+(`tile_choice.py`). A stretch that the user asked for becomes tiles anyway. Outside of a checkpoint, its backward
+computes it once more; a budget may buy that, too.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Tiles:
 
     Attributes:
         rows: the rows of a tile of every stretch that can run in tiles, whether or not the backward then computes it
-            once more. "auto": only stretches that cost no time, with the rows that the device's products need. Of a
-            convolution by samples, each position of a result counts, and a tile has whole samples.
+            once more. "auto": only stretches that cost no time, or that a budget buys, with the rows that the device's
+            products need. Of a convolution by samples, each position of a result counts, and a tile has whole samples.
         accumulate: dtype in which gradients of 16-bit weights add up over tiles: "float32" or "input", as for
             `ChunkLossHead`. None is "float32", or "input" under a budget that has no room for float32.
 
@@ -149,7 +149,7 @@ class _Tiler:
             self.tried.add(seed.key)
             try:
                 asked = self._is_asked(leaf.outputs[0].name)
-                region = grow_stretch(program, seed, partial(_are_free, asked=asked))
+                region = grow_stretch(program, seed, partial(_are_allowed, asked=asked, repeats=self.choice.repeats))
                 loop = self._loop(seed, region) if region else None
                 if region is None or loop is None:
                     continue
@@ -216,25 +216,22 @@ class _Tiler:
         self.refusals[name] = StretchRefusal(head_label(leaf), leaf.source, e.leaf.label, e.leaf.source, e.reason)
 
 
-def _are_free(borders: Borders, *, asked: bool) -> Mask:
+def _are_allowed(borders: Borders, *, asked: bool, repeats: bool) -> Mask:
     """Whether the user asked for tiles, or their backward repeats nothing that costs time and is not repeated anyway.
 
-    An operation whose result leaves the stretch need not be marked: a checkpoint keeps its own result, so it does not
-    mark the operation that makes it.
+    Stretches that repeat more may be allowed too, but outside of checkpoints only. An operation whose result leaves the
+    stretch need not be marked: a checkpoint keeps its own result, so it does not mark the operation that makes it.
     """
-    gradient = costly = borders.inside[-1]
+    gradient = costly = marked = borders.inside[-1]
     program = borders.program
     for leaf in (program.leaves[i] for i in borders.row_of):
         leaving = {o.name: borders.lets_out(o.name) for o in leaf.outputs}
         gradient = borders.either([gradient, *(leaving[name] for name in program.needs_grad & leaving.keys())])
-        if not _repeats_free(leaf):
+        if CHECKPOINTED in leaf.bsym.tags:
+            marked = marked | borders.holds(leaf.index)
+        elif leaf.bsym.sym.id not in _ELEMENTWISE:  # which take no time where they are fused
             costly = costly | (borders.holds(leaf.index) & ~borders.either(leaving.values()))
-    return ~(gradient & costly) | asked
-
-
-def _repeats_free(leaf: Leaf) -> bool:
-    """Whether a checkpoint repeats the operation anyway, or it is elementwise: fused, it costs no time."""
-    return CHECKPOINTED in leaf.bsym.tags or leaf.bsym.sym.id in _ELEMENTWISE
+    return ~(gradient & costly) | asked | (~marked & repeats)
 
 
 def _keep_checkpoint(trace: TraceCtx, loop: ChunkLoop, region: Region) -> None:

@@ -36,7 +36,6 @@ from thunder_mem.tiling.tiles import Tiles
 from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
 from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.before_autograd import chunked, prepared, tiled, with_written_arguments
-from thunder_mem.transforms.cheaper_tiles import CheaperTiles, stretches_of
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.default_executors import with_defaults, with_kernels
 from thunder_mem.transforms.failures import left
@@ -46,6 +45,7 @@ from thunder_mem.transforms.optimizer_step import (
     with_optimizer,
     with_tangents_seen,
 )
+from thunder_mem.transforms.other_tiles import OtherTiles, stretches_of
 from thunder_mem.transforms.other_transforms import (
     accepts_missing_tangents,
     behind,
@@ -245,15 +245,16 @@ class MemEfficient(ListedTransform):
         options = composed(options, compile_data, computation_trace)
         options = with_optimizer(options, self._optimizer, computation_trace, prologue_trace, compile_data)
         later = behind(self, compile_data.transforms)
-        original = whole = cheaper = None
+        original = whole = others = None
         if computation_trace is not ready:
             original = Original(prologue_trace, ready, epilogue_trace, later)
-        may_choose = not marks and _tiles_of(self._tile).rows == "auto"
-        if may_choose and any(d.what == "tiles" for d in options.decisions):
-            whole = Original(prologue_trace, untiled, epilogue_trace, later)
-            loops = stretches_of(computation_trace)
-            cheaper = CheaperTiles(whole, _tiles_of(self._tile), before_tiles, executors, loops)
-        compile_data.executors_list = install_planner(executors, options, original, whole, cheaper)
+        loops = stretches_of(computation_trace)
+        may_choose = self._tile and not other and not marks and _tiles_of(self._tile).rows == "auto"
+        if may_choose and (loops or options.budget is not None):
+            before = Original(prologue_trace, untiled, epilogue_trace, later)
+            whole = before if loops else None
+            others = OtherTiles(before, _tiles_of(self._tile), before_tiles, executors, loops)
+        compile_data.executors_list = install_planner(executors, options, original, whole, others)
         prologue_trace = pruned(compile_data, prologue_trace, computation_trace, epilogue_trace)
         if epilogue_trace is not None and accepts_missing_tangents(compile_data.transforms):
             epilogue_trace = asks_for_none(epilogue_trace, computation_trace)
