@@ -7,18 +7,18 @@ is always among the candidates.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import le
 
 from thunder_mem.fusion.contraction import (
     FusionCapabilities,
     Groups,
     consecutive_groups,
     contract_chains,
-    merge_for_speed,
 )
+from thunder_mem.fusion.merging import merge_for_speed
 from thunder_mem.fusion.producer_duplication import (
     WithDuplicates,
     cheap_chains,
@@ -28,9 +28,10 @@ from thunder_mem.fusion.producer_duplication import (
 from thunder_mem.memory.graph import Graph
 from thunder_mem.memory.live_ranges import Timeline, peaks_of, price_order
 from thunder_mem.memory.plan import Arrangement, Decision, Plan, PlannedRegion
+from thunder_mem.memory.shared_storages import in_order, with_shared_storages
 from thunder_mem.schedule.registry import SortFunction, SortResult, sort_graph
 
-__all__ = ["about_order", "about_regions", "arrange", "between_halves", "cannot_beat", "order_halves"]
+__all__ = ["Arranged", "about_order", "about_regions", "arrange", "between_halves", "cannot_beat", "order_halves"]
 
 
 THUNDERS_OWN = "neighbours, source order"
@@ -38,12 +39,13 @@ THUNDERS_OWN = "neighbours, source order"
 
 @dataclass(frozen=True)
 class _Arrangement:
-    """Groups in running order over a graph (with or without copies)."""
+    """Groups in running order over a graph (with or without copies); before merges they were `unmerged`, in order."""
 
     name: str
     base: WithDuplicates
     groups: Groups
     timeline: Timeline
+    unmerged: Timeline
 
     @cached_property
     def peaks(self) -> tuple[int, int]:
@@ -57,23 +59,34 @@ class _Arrangement:
         `rewrites/buffer_reuse.py` knows which regions really can, but only on the final trace. Without this figure, a
         plan that looks lower may end higher, because a value with a later reader does not die.
         """
-        timeline, regions = self.timeline, self.timeline.graph
+        timeline, storages = self.timeline, self.timeline.graph.storages
         peak_bytes = 0
-        for step, (op, live_bytes) in enumerate(zip(timeline.order, timeline.live_bytes, strict=True)):
-            saved_bytes = 0
-            group = self.groups[step]
-            if len(group) > 1 and self.base.fuse.executor(group) & self.base.fuse.overwriting:
-                made, read = regions.ops[op].allocates, regions.ops[op].reads
-                dying = [s for s in read if timeline.live_range(s)[1] == step and regions.allocator[s] is not None]
-                sizes = [Counter(regions.storages[s].nbytes for s in side) for side in (made, dying)]
-                saved_bytes = sum((sizes[0] & sizes[1]).elements())
-            peak_bytes = max(peak_bytes, live_bytes - saved_bytes)
+        for step, live_bytes in enumerate(timeline.live_bytes):
+            pairs = _overwritable(timeline, step, self.groups[step], self.base.fuse)
+            peak_bytes = max(peak_bytes, live_bytes - sum(storages[made].nbytes for made in pairs))
         return peak_bytes
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """The arrangement with the lowest peak, as a plan."""
+
+    best: _Arrangement
+    plan_of: Callable[[_Arrangement], Plan]
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.plan_of(self.best)
+
+    def merged_for_reuse(self) -> Plan:
+        """The plan without merges that prevent results from being written over what dies; see `_merged_for_reuse`."""
+        other = _merged_for_reuse(self.best)
+        return self.plan if other is self.best else self.plan_of(other)
 
 
 def arrange(
     graph: Graph, fuse: FusionCapabilities, executors: Sequence[str], sort: str | SortFunction = "auto"
-) -> Plan:
+) -> Arranged:
     """Plan a trace's graph.
 
     Args:
@@ -100,19 +113,25 @@ def arrange(
         other = _choose([best, *second.arrangements])
         if other is not best and other.overwritten_peak_bytes <= best.overwritten_peak_bytes:
             proposed, best = second, other
-    algorithm, arrangements = proposed.algorithm, (*proposed.arrangements, own)
+    return Arranged(best, partial(_plan, fingerprint(graph), executors, proposed, own))
+
+
+def _plan(program: str, executors: Sequence[str], proposed: _Proposal, own: _Arrangement, best: _Arrangement) -> Plan:
+    """The plan of the best arrangement, which replaces the proposed one of its name."""
+    arrangements = [best if a.name == best.name else a for a in (*proposed.arrangements, own)]
     planned = tuple(_planned_region(group, best.base, executors) for group in best.groups)
     in_source_order = own.peaks if best is own else proposed.source_peaks
+    algorithm = proposed.algorithm if best.name == "planned" else "source"
     return Plan(
         regions=planned,
         chosen=best.name,
         candidates=tuple(Arrangement(a.name, *a.peaks, len(a.groups)) for a in arrangements),
-        sort=algorithm if best.name == "planned" else "source",
-        fingerprint=fingerprint(graph),
+        sort=algorithm,
+        fingerprint=program,
         overwritten_peak_bytes=best.overwritten_peak_bytes,
         decisions=(
             about_regions(planned, own.peaks, in_source_order),
-            about_order(algorithm if best.name == "planned" else "source", in_source_order, best.peaks),
+            about_order(algorithm, in_source_order, best.peaks),
         ),
     )
 
@@ -209,18 +228,62 @@ def _arrange(name: str, base: WithDuplicates, regions: Graph, order: Sequence[in
     A region that no executor takes in the end runs op by op, which may need more memory: then nothing is merged.
     """
     limits = peaks_of(regions, order)
-    merged = _priced(name, base, merge_for_speed(regions, order, base.fuse, limits.__getitem__))
+    priced, unmerged = partial(_priced, name, base), price_order(regions, order)
+    merged = priced(unmerged, merge_for_speed(regions, order, base.fuse, limits.__getitem__))
     if all(peak <= limit for peak, limit in zip(merged.peaks, limits, strict=True)):
         return merged
-    unmerged = _priced(name, base, [regions.ops[op].payload for op in order])  # type: ignore[misc]
-    return min(merged, unmerged, key=lambda a: (max(a.peaks), sum(a.peaks)))
+    apart = priced(unmerged, [regions.ops[op].payload for op in order])  # type: ignore[misc]
+    return min(merged, apart, key=lambda a: (max(a.peaks), sum(a.peaks)))
 
 
-def _priced(name: str, base: WithDuplicates, groups: Iterable[tuple[int, ...]]) -> _Arrangement:
+def _merged_for_reuse(best: _Arrangement) -> _Arrangement:
+    """The arrangement without merges that prevent a lower peak once results are written over what dies.
+
+    A merge may fit, and yet keep alive what one of its regions could have overwritten. `rewrites/buffer_reuse.py` sorts
+    the steps once more, but cannot undo a merge. So the unmerged regions, sorted with results written over what dies,
+    show how low the peak may become, and a merged region may not hold more.
+    """
+    if best.name != "planned":
+        return best
+    base, unmerged = best.base, best.unmerged
+    regions = unmerged.graph
+    limit_bytes = _sorted_peak_bytes(unmerged, [regions.ops[op].payload for op in unmerged.order], base.fuse)  # type: ignore[misc]
+    if limit_bytes >= best.overwritten_peak_bytes:
+        return best
+    groups = merge_for_speed(regions, unmerged.order, base.fuse, unmerged.peaks.__getitem__, limit_bytes)
+    other = _priced(best.name, base, unmerged, groups)
+    if other.groups == best.groups or not all(map(le, other.peaks, best.peaks)):
+        return best
+    return min(best, other, key=lambda a: _sorted_peak_bytes(a.timeline, a.groups, base.fuse))
+
+
+def _sorted_peak_bytes(timeline: Timeline, groups: Sequence[tuple[int, ...]], fuse: FusionCapabilities) -> int:
+    """The peak of the best order if every permitted region writes its results over inputs that die there."""
+    memory_of: dict[int, int] = {}
+    for step, group in enumerate(groups):
+        memory_of |= _overwritable(timeline, step, group, fuse)
+    sharing = with_shared_storages(in_order(timeline.graph, timeline.order), memory_of)
+    return max(peaks_of(sharing, order_halves(sharing, "auto")[0]))
+
+
+def _overwritable(timeline: Timeline, step: int, group: Sequence[int], fuse: FusionCapabilities) -> dict[int, int]:
+    """The results that a step may write over inputs of the same size that die there, each with its input."""
+    if len(group) < 2 or not fuse.executor(group) & fuse.overwriting:
+        return {}
+    graph = timeline.graph
+    op = graph.ops[timeline.order[step]]
+    dying: dict[int, list[int]] = {}
+    for s in op.reads:
+        if timeline.live_range(s)[1] == step and graph.allocator[s] is not None:
+            dying.setdefault(graph.storages[s].nbytes, []).append(s)
+    return {made: left.pop() for made in op.allocates if (left := dying.get(graph.storages[made].nbytes))}
+
+
+def _priced(name: str, base: WithDuplicates, unmerged: Timeline, groups: Iterable[tuple[int, ...]]) -> _Arrangement:
     steps = tuple(part for group in groups for part in _emittable(group, base))
     regions = base.graph.contract(steps)
     position = {op.payload: op.index for op in regions.ops}
-    return _Arrangement(name, base, steps, price_order(regions, [position[step] for step in steps]))
+    return _Arrangement(name, base, steps, price_order(regions, [position[step] for step in steps]), unmerged)
 
 
 def _emittable(group: tuple[int, ...], base: WithDuplicates) -> Groups:

@@ -249,7 +249,8 @@ def _arranged(program: Program, trace: TraceCtx, read: TraceGraph, fuse: FusionC
     names = [str(e.name) for e in program.executors]
     made = arrange(read.graph, fuse, names, sort=program.options.sort)
     planned = refined(
-        Planned(program, made, read, fuse, trace),
+        Planned(program, made.plan, read, fuse, trace),
+        made,
         program.executors,
         program.options.sort,
         program.options.repeat_tiles,

@@ -16,7 +16,7 @@ from thunder.extend import FusionExecutor
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.costs.plan_time import bound_symbol_seconds, plan_seconds
 from thunder_mem.costs.roofline import device_model_of
-from thunder_mem.fusion.arrangement import arrange
+from thunder_mem.fusion.arrangement import Arranged, arrange
 from thunder_mem.memory.graph import Op
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning.program import Planned, device_of
@@ -42,12 +42,19 @@ _MOST_TIME = 0.02
 
 
 def refined(
-    planned: Planned, executors: Sequence[FusionExecutor], sort: str | SortFunction, repeat_tiles: bool = True
+    planned: Planned,
+    arranged: Arranged,
+    executors: Sequence[FusionExecutor],
+    sort: str | SortFunction,
+    repeat_tiles: bool = True,
 ) -> Planned:
     """The plan with small views copied and idle values recomputed, as far as that lowers the peak.
 
+    If results are written over what dies, the merges of the last arrangement leave room for that.
+
     Args:
         planned: the plan.
+        arranged: the arrangement whose plan that is.
         executors: the fusion executors.
         sort: of the new plans.
         repeat_tiles: whether results of stretches in tiles may be recomputed too, which takes some time.
@@ -56,6 +63,7 @@ def refined(
 
     def lowered(planned: Planned, rewrite: Rewrite, about: About, rounds: int = _ROUNDS) -> Planned:
         """The plan after some rounds of one rewrite; the same object if the first does not lower the peak."""
+        nonlocal arranged
         before_bytes, total = planned.peak_bytes, 0
         for _ in range(rounds):
             new, count = rewrite(planned)
@@ -64,9 +72,10 @@ def refined(
             read = read_trace(new, earlier=planned.source)
             fuse = fusibility(read, executors, (planned.source, planned.fuse))
             made = arrange(read.graph, fuse, [str(e.name) for e in executors], sort=sort)
-            if made.candidate.peak_bytes >= planned.peak_bytes:
+            if made.plan.candidate.peak_bytes >= planned.peak_bytes:
                 break
-            planned = replace(planned, plan=made, source=read, fuse=fuse, trace=new)
+            arranged = made
+            planned = replace(planned, plan=made.plan, source=read, fuse=fuse, trace=new)
             total += count
         if total:
             said.append(about(total, before_bytes, planned.peak_bytes))
@@ -80,7 +89,9 @@ def refined(
         if planned is without:
             break
         planned = lowered(planned, _with_remakes, about_remakes)  # what a second run reads may wait for it, idle
-    return replace(planned, plan=planned.plan.after(*said))
+    for_reuse = planned.program.options.reuse and sort == "auto"  # another sort is the user's, and stays
+    plan = arranged.merged_for_reuse() if for_reuse else arranged.plan
+    return replace(planned, plan=plan.after(*said))
 
 
 def _with_copied_views(planned: Planned) -> tuple[TraceCtx, int]:

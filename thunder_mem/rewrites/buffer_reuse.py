@@ -8,8 +8,8 @@ aliases by itself (nvFuser) keeps its own aliasing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from operator import le
 
 from thunder.core import prims
@@ -20,9 +20,10 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.fusion.arrangement import order_halves
 from thunder_mem.kernels.activation_kernels import over_gradient
-from thunder_mem.memory.graph import Graph, make_graph
+from thunder_mem.memory.graph import Graph
 from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Decision, Plan
+from thunder_mem.memory.shared_storages import with_shared_storages
 from thunder_mem.regions.inplace_outputs import InplacePlan
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex, new_leaves, region_function
 from thunder_mem.regions.region_kernels import region_function_of
@@ -90,36 +91,8 @@ def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None, given: Collec
         return None
     bsyms = [swap.get(id(b), b) for b in trace.bound_symbols]
     new_trace = rebuilt(trace, bsyms, "Results take over the memory of what dies")
-    graph = _with_shared_storages(source.graph, memory_of)
+    graph = with_shared_storages(source.graph, memory_of)
     return BufferReuse(new_trace, graph, results, nbytes, peaks_of(graph))
-
-
-def _with_shared_storages(graph: Graph, memory_of: Mapping[int, int]) -> Graph:
-    """The graph in which the op that allocated a key of `memory_of` overwrites the storage given there."""
-
-    def final(storage: int) -> int:
-        while storage in memory_of:
-            storage = memory_of[storage]
-        return storage
-
-    place = {s.index: i for i, s in enumerate(s for s in graph.storages if s.index not in memory_of)}
-    ops = []
-    for op in graph.ops:
-        over = tuple(place[final(s)] for s in op.allocates if s in memory_of)
-        ops.append(
-            replace(
-                op,
-                reads=tuple(dict.fromkeys(place[final(s)] for s in op.reads)),
-                writes=tuple(dict.fromkeys([*(place[final(s)] for s in op.writes), *over])),
-                allocates=tuple(place[s] for s in op.allocates if s not in memory_of),
-            )
-        )
-    return make_graph(
-        ops,
-        [s.at(place[s.index]) for s in graph.storages if s.index in place],
-        [(before, op) for op, earlier in enumerate(graph.predecessors) for before in earlier],
-        {place[final(s)] for s in graph.outputs},
-    )
 
 
 def with_reuse(plan: Plan, reused: BufferReuse) -> Plan:

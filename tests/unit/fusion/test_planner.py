@@ -51,14 +51,14 @@ def of(plan: Plan, name: str) -> tuple[int, int]:
 @pytest.mark.slow
 def test_a_plan_runs_every_op_once_in_a_legal_order(drawn):
     graph, fuse = drawn
-    check_plan(graph, fuse, arrange(graph, fuse, EXECUTORS))
+    check_plan(graph, fuse, arrange(graph, fuse, EXECUTORS).plan)
 
 
 @settings(max_examples=300)
 @given(fusible_graphs(30))
 def test_planned_peaks_are_those_of_the_plan_run_step_by_step(drawn):
     graph, fuse = drawn
-    plan = arrange(graph, fuse, EXECUTORS)
+    plan = arrange(graph, fuse, EXECUTORS).plan
     assert half_peaks(plan, plan_live_bytes(graph, plan)) == peaks(plan)
     assert plan.candidate.regions == len(plan.regions)
     assert plan.candidate.peak_bytes == max(peaks(plan))
@@ -69,7 +69,7 @@ def test_planned_peaks_are_those_of_the_plan_run_step_by_step(drawn):
 @pytest.mark.slow
 def test_no_half_is_above_thunders_own_arrangement_and_that_is_what_it_says(drawn):
     graph, fuse = drawn
-    plan = arrange(graph, fuse, EXECUTORS)
+    plan = arrange(graph, fuse, EXECUTORS).plan
     own = of(plan, THUNDERS_OWN)
     assert all(mine <= thunders for mine, thunders in zip(peaks(plan), own, strict=True))
     assert plan.candidate.peak_bytes == min(
@@ -88,14 +88,14 @@ def test_no_half_is_above_what_thunder_would_run(drawn):
     halves: tuple[list[int], list[int]] = ([], [])
     for op, live in zip(regions.ops, price_order(regions).live_bytes, strict=True):
         halves[op.backward].append(live)
-    plan = arrange(graph, fuse, EXECUTORS)
+    plan = arrange(graph, fuse, EXECUTORS).plan
     assert all(mine <= max(thunders, default=0) for mine, thunders in zip(peaks(plan), halves, strict=True))
 
 
 @given(fusible_graphs(30, often=0.0))
 def test_without_fusible_ops_the_plan_is_an_order(drawn):
     graph, fuse = drawn
-    plan = arrange(graph, fuse, ())
+    plan = arrange(graph, fuse, ()).plan
     order = [op for region in plan.regions for op in region.ops]
     assert all(len(region.ops) == 1 and region.executor is None for region in plan.regions)
     assert plan.candidate.peak_bytes == price_order(graph, order).peak_bytes <= price_order(graph).peak_bytes
@@ -108,13 +108,13 @@ def test_without_fusible_ops_the_plan_is_an_order(drawn):
 @pytest.mark.slow
 def test_planning_again_gives_the_same(drawn):
     graph, fuse = drawn
-    assert arrange(graph, fuse, EXECUTORS) == arrange(graph, replace(fuse), EXECUTORS)
+    assert arrange(graph, fuse, EXECUTORS).plan == arrange(graph, replace(fuse), EXECUTORS).plan
 
 
 @given(fusible_graphs(30))
 def test_names_play_no_part(drawn):
     graph, fuse = drawn
-    plan, other = arrange(graph, fuse, EXECUTORS), arrange(renamed(graph), fuse, EXECUTORS)
+    plan, other = arrange(graph, fuse, EXECUTORS).plan, arrange(renamed(graph), fuse, EXECUTORS).plan
     assert replace(other, fingerprint=plan.fingerprint) == plan
 
 
@@ -123,7 +123,7 @@ def test_names_play_no_part(drawn):
 def test_plans_scale_with_the_sizes(drawn):
     graph, fuse = drawn
     graph = scaled(graph, 16)  # beyond what counts as a number
-    plan, fourfold = arrange(graph, fuse, EXECUTORS), arrange(scaled(graph, 4), fuse, EXECUTORS)
+    plan, fourfold = arrange(graph, fuse, EXECUTORS).plan, arrange(scaled(graph, 4), fuse, EXECUTORS).plan
     assert fourfold.regions == plan.regions and fourfold.chosen == plan.chosen
     assert [(4 * c.forward_peak_bytes, 4 * c.backward_peak_bytes) for c in plan.candidates] == [
         (c.forward_peak_bytes, c.backward_peak_bytes) for c in fourfold.candidates
@@ -135,14 +135,14 @@ def test_planning_what_was_planned_does_not_raise_it_and_comes_to_rest(drawn):
     """Regions, once fused, are ops that nobody fuses: only their order is open, and a second look may better
     it, a third finds nothing."""
     graph, fuse = drawn
-    emitted, peak = run_regions(graph, arrange(graph, fuse, EXECUTORS))
+    emitted, peak = run_regions(graph, arrange(graph, fuse, EXECUTORS).plan)
     unfused = FusionCapabilities(
         (0,) * len(emitted), (0,) * len(emitted), 0, (False,) * len(emitted), emitted.predecessors
     )
-    second = arrange(emitted, unfused, ())
+    second = arrange(emitted, unfused, ()).plan
     assert second.candidate.peak_bytes <= peak
     order = [op for region in second.regions for op in region.ops]
-    third = arrange(reordered(emitted, order), unfused, ())
+    third = arrange(reordered(emitted, order), unfused, ()).plan
     assert third.candidate.peak_bytes == second.candidate.peak_bytes
     assert [region.ops for region in third.regions] == [(i,) for i in range(len(emitted))]
 
@@ -161,7 +161,7 @@ def several_plans() -> str:
     plans = []
     for seed in range(12):
         shapes = (layered(seed, 40), series_parallel(seed, 30), training(seed, 6, True), recomputed_chains(seed, 4))
-        plans += [arrange(*fusible(graph, seed), EXECUTORS).to_json() for graph in shapes]
+        plans += [arrange(*fusible(graph, seed), EXECUTORS).plan.to_json() for graph in shapes]
     return json.dumps(plans)
 
 
@@ -204,7 +204,7 @@ def renamed_storages(graph: Graph) -> Graph:
 @given(fusible_graphs(24), st.sampled_from(sorted(SORTS)))
 def test_every_named_sort_gives_a_legal_plan_that_is_never_above_thunders_own(drawn, name):
     graph, fuse = drawn
-    plan = arrange(graph, fuse, EXECUTORS, sort=name)
+    plan = arrange(graph, fuse, EXECUTORS, sort=name).plan
     check_plan(graph, fuse, plan)
     assert half_peaks(plan, plan_live_bytes(graph, plan)) == peaks(plan)
     assert all(a <= b for a, b in zip(peaks(plan), of(plan, THUNDERS_OWN), strict=True))
@@ -218,7 +218,7 @@ def test_a_developers_order_is_one_of_the_candidates_and_cannot_harm(drawn, rng)
         payload = {op.payload: i for i, op in enumerate(half.ops)}
         return [payload[op.payload] for op in shuffled(half, rng).ops]
 
-    plan = arrange(graph, fuse, EXECUTORS, sort=at_random)
+    plan = arrange(graph, fuse, EXECUTORS, sort=at_random).plan
     assert {c.name for c in plan.candidates} == {"planned", "planned, source order", THUNDERS_OWN}
     check_plan(graph, fuse, plan)
     assert all(a <= b for a, b in zip(peaks(plan), of(plan, THUNDERS_OWN), strict=True))
@@ -253,7 +253,7 @@ def test_paths_are_not_fused_side_by_side():
     graph, fuse = fan()
     n = len(graph)
     takes = tuple(int(op.name != "add") for op in graph.ops)
-    plan = arrange(graph, replace(fuse, takes=takes), ("first",))
+    plan = arrange(graph, replace(fuse, takes=takes), ("first",)).plan
     assert of(plan, THUNDERS_OWN)[0] == 64 * (1 + 6 + 1)
     assert peaks(plan)[0] == 64 * (1 + 1 + 2)
     assert len(plan.regions) == n - 2  # the first path's two ops and the opening of the second run as one
@@ -261,7 +261,7 @@ def test_paths_are_not_fused_side_by_side():
 
 def test_a_chain_of_everything_is_one_region():
     graph, fuse = fan()
-    plan = arrange(graph, fuse, ("first",))
+    plan = arrange(graph, fuse, ("first",)).plan
     assert [region.ops for region in plan.regions] == [tuple(range(len(graph)))]
     assert plan.regions[0].executor == "first" and peaks(plan) == (64 * 2, 0)
 
@@ -292,7 +292,7 @@ def upcast_chain(layers: int = 4):
 
 def test_an_upcast_is_rebuilt_in_each_reader_and_neither_kept_nor_saved():
     graph, fuse = upcast_chain()
-    plan = arrange(graph, fuse, ("first",))
+    plan = arrange(graph, fuse, ("first",)).plan
     check_plan(graph, fuse, plan)
     holders = [region for region in plan.regions if 1 in region.ops]
     assert len(holders) == 9 and all(region.copies == (1,) for region in holders)
@@ -304,9 +304,55 @@ def test_an_upcast_is_rebuilt_in_each_reader_and_neither_kept_nor_saved():
 def test_layers_of_the_same_program_make_large_plans_fast_enough_to_test():
     """Not a timing: a graph of a thousand ops plans, and its plan is right."""
     graph, fuse = fusible(layered(3, 1000), 3)
-    plan = arrange(graph, fuse, EXECUTORS)
+    plan = arrange(graph, fuse, EXECUTORS).plan
     check_plan(graph, fuse, plan)
     assert half_peaks(plan, plan_live_bytes(graph, plan)) == peaks(plan)
+
+
+# ---- merges that leave results to be written over what dies ----
+
+
+def gated_backward(overwriting: int) -> tuple[Graph, FusionCapabilities]:
+    """A product is made again, and two gradients of its factors: only the last of the three frees a factor.
+
+    Before them a region needs more memory, unless it writes its result over its argument. Each region has two ops.
+    """
+    b, fused = Builder(), list[int]()
+
+    def matmul(reads, nbytes):
+        return b.op(reads, nbytes)
+
+    def region(*reads):
+        fused.extend([len(b.ops), len(b.ops) + 1])
+        nbytes = b.storages[reads[0]].nbytes
+        return b.op((b.op(reads, nbytes),), nbytes)
+
+    x = b.storage(8, held=True)
+    outputs = [matmul((region(matmul((x,), 300)),), 8)]
+    gate, up, gradient = (matmul((x, outputs[0]), 100) for _ in range(3))
+    outputs += [matmul((region(gate, up),), 8), matmul((region(gradient, gate),), 8)]
+    outputs.append(matmul((region(gradient, gate, up),), 8))
+    graph = b.build(outputs)
+    takes = tuple(int(op in fused) for op in range(len(graph)))
+    operands = tuple(tuple(sorted({m for s in op.reads if (m := graph.allocator[s]) is not None})) for op in graph.ops)
+    return graph, FusionCapabilities(
+        takes, (0,) * len(graph), 0, (False,) * len(graph), operands, overwriting=overwriting
+    )
+
+
+def test_a_merge_leaves_results_to_be_written_over_what_dies():
+    """All three regions read the gate, and two at once fit. But then none of their results is over what dies."""
+    graph, fuse = gated_backward(overwriting=1)
+    arranged = arrange(graph, fuse, ("first",))
+    plan, lower = arranged.plan, arranged.merged_for_reuse()
+    check_plan(graph, fuse, lower)
+    assert max(peaks(lower)) == max(peaks(plan))
+    assert (plan.overwritten_peak_bytes, lower.overwritten_peak_bytes) == (524, 424)
+
+
+def test_merges_stay_if_no_region_writes_over_what_dies():
+    arranged = arrange(*gated_backward(overwriting=0), ("first",))
+    assert arranged.merged_for_reuse() == arranged.plan
 
 
 # ---- what a plan costs ----
@@ -317,8 +363,8 @@ def test_more_copies_are_priced_only_if_they_replace_a_value_outside_of_regions(
     graph, fuse = fusible(layered(seed, 20), seed)
     priced, propose = [], arrangement._propose
     monkeypatch.setattr(arrangement, "_propose", lambda *args: priced.append(args) or propose(*args))
-    plan = arrange(graph, fuse, EXECUTORS)
+    plan = arrange(graph, fuse, EXECUTORS).plan
     assert len(priced) == 1
     monkeypatch.setattr(arrangement, "_may_lower", lambda chains, best: True)
-    assert arrange(graph, fuse, EXECUTORS) == plan
+    assert arrange(graph, fuse, EXECUTORS).plan == plan
     assert len(priced) == 3

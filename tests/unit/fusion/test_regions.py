@@ -15,11 +15,10 @@ from tests.programs.fusible import fusible, fusible_graphs, values
 from tests.programs.generate import Profile
 from thunder_mem.fusion.contraction import (
     FusionCapabilities,
-    _Merger,
     consecutive_groups,
     contract_chains,
-    merge_for_speed,
 )
+from thunder_mem.fusion.merging import _Merger, merge_for_speed
 from thunder_mem.fusion.producer_duplication import MAX_CHAIN_SOURCES, MAX_CHAIN_VALUES, duplicate_cheap_producers
 from thunder_mem.memory.graph import Graph
 from thunder_mem.memory.live_ranges import price_order
@@ -230,7 +229,7 @@ def test_the_bookkeeping_of_merges_equals_a_full_simulation(drawn, rng, slack):
     graph, fuse, regions, order = started(drawn, rng)
     before = price_order(regions, order)
     limit = before.peak_bytes * (4 + slack) // 4
-    merger = _Merger(regions, order, fuse)
+    merger = _Merger(regions, order, fuse, None)
     for here in range(len(order)):
         merger.merge_from(here, lambda backward: limit)
         slots = [slot for slot, ops in enumerate(merger.slots) if ops]
