@@ -126,12 +126,18 @@ def _check_executor(fuse: FusionCapabilities, region: PlannedRegion) -> None:
         assert any(fuse.required[op] & bit for op in region.ops)
 
 
-def plan_live_bytes(graph: Graph, plan: Plan) -> list[int]:
+def plan_live_bytes(graph: Graph, plan: Plan, *, copies_first: bool = True) -> list[int]:
     """Live bytes at each step of a plan.
 
     A region's inputs and all that it hands out are alive together; what it makes for itself, copies
     first of all, is not counted, but an op that runs alone makes all it makes.
+
+    Args:
+        copies_first: members of a region with a copy of an op that also runs by itself read the copy. A plan does not
+            say which of the two they read: a region may have grown from one member that reads the copy, and another
+            that reads the value.
     """
+    alone = {op for region in plan.regions for op in region.ops if op not in region.copies}
     last = len(plan.regions) - 1
     uses: list[list[int]] = [[] for _ in graph.storages]
     born = [0 if maker is None else -1 for maker in graph.allocator]
@@ -142,7 +148,8 @@ def plan_live_bytes(graph: Graph, plan: Plan) -> list[int]:
                     born[s] = k
                     uses[s].append(k)
             for s in (*graph.ops[op].reads, *graph.ops[op].writes):
-                if graph.allocator[s] not in region.copies:
+                maker = graph.allocator[s]
+                if maker not in region.copies or (maker in alone and not copies_first):
                     uses[s].append(k)
     live = [max(graph.ops[op].scratch_bytes for op in region.ops) for region in plan.regions]
     for s, storage in enumerate(graph.storages):
