@@ -123,7 +123,7 @@ def assert_right(module, x, tile, groups, factor=2.0):
     return jitted
 
 
-@pytest.mark.parametrize("checkpoints", [True, False])
+@pytest.mark.parametrize("checkpoints", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_gradients_of_a_model_are_as_exact_as_eagers(few_blocks, checkpoints):
     module, x = made(Layers(checkpoints, is_causal=True), (1, 512, 64))
     assert_right(module, x, Tiles(rows=100), 2 * ["8 groups"])
