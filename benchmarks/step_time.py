@@ -42,13 +42,14 @@ FEWEST_STEPS, MOST_STEPS, SECONDS = 9, 41, 10  # as many as fill these seconds, 
 ORDERS = (("thunder", "MemEfficient"), ("MemEfficient", "thunder")) * 2
 
 
-def scaled_model(name: str, checkpointing: bool) -> Program:
-    """A step of the benchmark's model as it runs on a CPU."""
+def scaled_model(name: str, checkpointing: bool, times_longer: int = 1, dtype: torch.dtype = torch.bfloat16) -> Program:
+    """A step of the benchmark's model as it runs on a CPU, perhaps over longer sequences."""
     how = MODELS[name]
     with known_models(how.cpu_scale):
-        config = Config.from_name(name, n_layer=how.cpu_layers)
+        longer = times_longer * Config.from_name(name).block_size
+        config = Config.from_name(name, n_layer=how.cpu_layers, block_size=longer)
         torch.manual_seed(0)
-        model = (build_custom(name, config) if name in CUSTOM else GPT(config)).to(torch.bfloat16)
+        model = (build_custom(name, config) if name in CUSTOM else GPT(config)).to(dtype)
     if checkpointing:
         block = block_class(name)
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block))

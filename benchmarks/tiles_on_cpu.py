@@ -19,15 +19,11 @@ from pathlib import Path
 
 import thunder
 import torch
-from litgpt import GPT, Config
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-from benchmarks.litgpt.matrix import MODELS
-from benchmarks.litgpt.models import WithLoss, block_class, known_models
 from benchmarks.models import Program
-from benchmarks.step_time import EXECUTORS
+from benchmarks.step_time import EXECUTORS, scaled_model
 from thunder_mem import MemEfficient, last_plan, measure_peak
 
 RESULTS = Path(__file__).parent / "results" / "tiles_on_cpu.json"
@@ -62,19 +58,8 @@ class Row:
 
 
 def program(name: str) -> Program:
-    """A step of a scaled model on longer sequences."""
-    how = MODELS[name]
-    with known_models(how.cpu_scale):
-        own = Config.from_name(name).block_size
-        config = Config.from_name(name, n_layer=how.cpu_layers, block_size=TIMES_LONGER * own)
-    torch.manual_seed(0)
-    model = GPT(config).to(DTYPE)
-    block = block_class(name)
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block))
-    tokens, targets = torch.randint(0, config.vocab_size, (2, how.cpu_batch, config.block_size))
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    return Program(name, WithLoss(model), (tokens, targets), trains=True)
+    """A step of a scaled model over longer sequences."""
+    return scaled_model(name, checkpointing=True, times_longer=TIMES_LONGER, dtype=DTYPE)
 
 
 def find(name: str, tiled_first: bool) -> Found:
