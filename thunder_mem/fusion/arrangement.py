@@ -232,7 +232,7 @@ def _arrange(name: str, base: WithDuplicates, regions: Graph, order: Sequence[in
     merged = priced(unmerged, merge_for_speed(regions, order, base.fuse, limits.__getitem__))
     if all(peak <= limit for peak, limit in zip(merged.peaks, limits, strict=True)):
         return merged
-    apart = priced(unmerged, [regions.ops[op].payload for op in order])  # type: ignore[misc]
+    apart = priced(unmerged, _members(regions, order))
     return min(merged, apart, key=lambda a: (max(a.peaks), sum(a.peaks)))
 
 
@@ -247,7 +247,7 @@ def _merged_for_reuse(best: _Arrangement) -> _Arrangement:
         return best
     base, unmerged = best.base, best.unmerged
     regions = unmerged.graph
-    limit_bytes = _sorted_peak_bytes(unmerged, [regions.ops[op].payload for op in unmerged.order], base.fuse)  # type: ignore[misc]
+    limit_bytes = _sorted_peak_bytes(unmerged, _members(regions, unmerged.order), base.fuse)
     if limit_bytes >= best.overwritten_peak_bytes:
         return best
     groups = merge_for_speed(regions, unmerged.order, base.fuse, unmerged.peaks.__getitem__, limit_bytes)
@@ -255,6 +255,11 @@ def _merged_for_reuse(best: _Arrangement) -> _Arrangement:
     if other.groups == best.groups or not all(map(le, other.peaks, best.peaks)):
         return best
     return min(best, other, key=lambda a: _sorted_peak_bytes(a.timeline, a.groups, base.fuse))
+
+
+def _members(regions: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
+    """The members of each region of a contracted graph, in an order of it."""
+    return [regions.ops[op].payload for op in order]  # type: ignore[misc]
 
 
 def _sorted_peak_bytes(timeline: Timeline, groups: Sequence[tuple[int, ...]], fuse: FusionCapabilities) -> int:
