@@ -81,9 +81,8 @@ def lower_plan(
         return checked(without, with_tiles)
     if excess_s <= 0:
         return checked(with_tiles, without)
-    for trace, decisions in () if others is None else others.cheaper(excess_s):
-        asked = replace(options, decisions=decisions)
-        trace = _tidied(trace, asked)
+    for variant in () if others is None else others.cheaper(excess_s):
+        trace, asked = _asked(variant, options)
         other, other_s = _in_time(trace, made(trace, executors, asked), executors, asked, most_s)
         if other_s <= most_s and _is_lower(other, without):
             return checked(with_fewer_rows_at_peak(other, final_seconds, most_s), with_tiles, without)
@@ -94,6 +93,13 @@ def _untiled(trace: TraceCtx, executors: Sequence[FusionExecutor], options: Plan
     """The plan of the program with whole stretches."""
     options = replace(options, decisions=tuple(d for d in options.decisions if d.what not in ("tiles", "heads")))
     return made(_tidied(trace, options), executors, options)
+
+
+def _asked(variant: Variant, options: PlanningOptions) -> tuple[TraceCtx, PlanningOptions]:
+    """The trace of a variant to plan, and the options with the decisions about it."""
+    trace, decisions = variant
+    options = replace(options, decisions=decisions)
+    return _tidied(trace, options), options
 
 
 def _tidied(trace: TraceCtx, options: PlanningOptions) -> TraceCtx:
@@ -136,16 +142,15 @@ def _plans_in_budget(
 
     def faster(with_tiles: Planned, excess_s: float) -> Iterator[Planned]:
         yield from once(tiled, with_tiles, in_time)
-        for trace, decisions in others.cheaper(excess_s):
-            asked = replace(in_time, decisions=decisions)
-            trace = _tidied(trace, asked)
+        for variant in others.cheaper(excess_s):
+            trace, asked = _asked(variant, in_time)
             yield (planned := made(trace, executors, asked))
             yield from once(trace, planned, asked)
 
     def repeating(most_s: float) -> Iterator[Planned]:
-        for trace, decisions in others.repeating(most_s):
-            asked = replace(in_time if isfinite(most_s) else options, decisions=decisions)
-            yield made(_tidied(trace, asked), executors, asked)
+        for variant in others.repeating(most_s):
+            trace, asked = _asked(variant, in_time if isfinite(most_s) else options)
+            yield made(trace, executors, asked)
 
     # A few percent of time are not worth the digits that smaller loss heads may cost.
     in_time = replace(options, smaller_heads=False)
