@@ -42,6 +42,7 @@ def test_slow(n):
 def run(pytester, monkeypatch):
     monkeypatch.setattr(durations, "_took", [])
     monkeypatch.setattr(durations, "time", durations.time)
+    monkeypatch.setattr(durations, "_slowness", lambda: 1.0)
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(TESTS)
     pytester.makeini("[pytest]\nmarkers = slow: long\n")
@@ -64,6 +65,12 @@ def test_a_long_test_that_is_not_marked_fails_the_run(run):
 
 def test_a_short_one_does_not(run):
     assert run("--longest=3").ret == run().ret == pytest.ExitCode.OK
+
+
+def test_a_slower_processor_has_as_many_seconds_more(run, monkeypatch):
+    monkeypatch.setattr(durations, "_slowness", lambda: 2.0)
+    assert run("--longest=2").ret == pytest.ExitCode.OK
+    assert run("--longest=1").ret == pytest.ExitCode.TESTS_FAILED
 
 
 def test_three_thirds_are_all_slow_tests(run):
