@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from thunder_mem import MemEfficient, Tiles, predict, simulate
+from thunder_mem import MemEfficient, Tiles, last_plan, predict, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.planning import tile_selection
 from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
+from thunder_mem.planning.tile_selection import final_seconds
 
 TOKENS, WIDTH, WIDE, VOCABULARY = 16384, 2048, 8192, 65536
 
@@ -42,8 +43,9 @@ def compiled(monkeypatch, fn, args, longer, tile=True):
     """
     peaks = []
 
-    def fewer(planned, seconds, _):
-        found = with_fewer_rows_at_peak(planned, seconds, longer * seconds(planned))
+    def fewer(planned, _):
+        most_s = longer * final_seconds(planned)
+        found = with_fewer_rows_at_peak(planned, lambda new: final_seconds(new) <= most_s)
         peaks[:] = planned.peak_bytes, found.peak_bytes
         return found
 
@@ -83,6 +85,18 @@ def test_a_loss_head_at_the_peak_has_smaller_chunks(monkeypatch, norm):
     assert plan.chunk_rows == 1280
     assert (plan.opening.block_rows if plan.opening else None) == (256 if norm else None)
     assert found.peak_bytes == after < before
+
+
+def test_a_budget_is_met_by_fewer_rows_before_anything_is_bought(monkeypatch):
+    args = (TOKENS, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE)
+    with simulate("H100-80GB", fusion="nvfuser"):
+        _, found, _ = compiled(monkeypatch, step, inputs(*args), 0.0)
+        ours = MemEfficient(strict=True, budget=found.peak_bytes - 1)
+        jitted = thunder.jit(step, transforms=[ours])
+        within = predict(jitted, *inputs(*args), keep_outputs=True)
+    assert rows_of(thunder.last_backward_traces(jitted)[-1], "chunk_loop_backward") == [1280]
+    assert within.peak_bytes == last_plan(jitted).budget.peak_bytes < found.peak_bytes
+    assert last_plan(jitted).budget.cost_ms == 0
 
 
 def test_rows_that_the_user_set_stay(monkeypatch):

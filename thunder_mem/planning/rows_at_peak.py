@@ -3,7 +3,8 @@
 Tiles and chunks have the rows that keep a GPU's products efficient. With little more than half as many, a product takes
 as long as the reading and writing of the sum that it is added to. For all loops fewer rows cost too much time, but
 little for the one or two at the peak of a step. So these get fewer, while the program's time has room: as few as hide
-their sums, then the backward of a stretch half of all. Their blocks are compiled anew.
+their sums, then the backward of a stretch half of all. Under a budget they get fewer until the program fits, before
+anything is bought. Their blocks are compiled anew.
 """
 
 from __future__ import annotations
@@ -38,20 +39,22 @@ _PRODUCT_ROWS = 256
 """Chunks have a multiple of these rows, which are two tiles of a GPU's product."""
 
 
-def with_fewer_rows_at_peak(planned: Planned, seconds: Callable[[Planned], float], most_s: float) -> Planned:
+def with_fewer_rows_at_peak(
+    planned: Planned, may: Callable[[Planned], bool] = lambda _: True, enough_bytes: int = 0
+) -> Planned:
     """The plan with fewer rows in the loops at its peak, as long as the peak falls.
 
     Args:
         planned: a plan that was carried out.
-        seconds: the modelled time of such a plan.
-        most_s: the most seconds that it may take.
+        may: whether such a plan may run.
+        enough_bytes: the peak that is low enough.
     """
     trace = planned.arranged  # before loops are fitted; verification compares it as it is
-    while trace is not None and (trace := _fewer_rows(trace, planned)) is not None:
+    while planned.peak_bytes > enough_bytes and trace and (trace := _fewer_rows(trace, planned)):
         fitted = fit_loops(trace)
         assert fitted is not None
         new = replace(planned, plan=with_fitted_loops(planned.plan, fitted), final=fitted.trace)
-        if new.peak_bytes >= planned.peak_bytes or seconds(new) > most_s:
+        if new.peak_bytes >= planned.peak_bytes or not may(new):
             break
         planned = new
     return planned

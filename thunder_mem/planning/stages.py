@@ -17,6 +17,7 @@ from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Plan
 from thunder_mem.planning.collective_stages import with_overlap
 from thunder_mem.planning.program import Planned, Program, device_of
+from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.buffer_reuse import reuse_and_sort, with_reuse
 from thunder_mem.rewrites.transfer_scheduling import schedule_transfers, with_transfers
@@ -100,4 +101,5 @@ def carried_out(planned: Planned, start: int) -> Planned:
     plan = replace(plan, regions=regions_in_order(plan.regions, first, final))
     if fitted := fit_loops(final, emitted.budget_bytes, emitted.source):
         final, plan = fitted.trace, with_fitted_loops(plan, fitted)
-    return replace(planned, plan=plan, arranged=emitted.trace, final=final)
+    planned = replace(planned, plan=plan, arranged=emitted.trace, final=final)
+    return planned if planned.fits else with_fewer_rows_at_peak(planned, enough_bytes=emitted.budget_bytes or 0)

@@ -73,10 +73,14 @@ def lower_plan(
     with_tiles = made(tiled, executors, options)
     without = _untiled(whole(), executors, options)
     most_s = (1 + _FREE_TIME) * final_seconds(without)
+
+    def in_time(planned: Planned) -> bool:
+        return final_seconds(planned) <= most_s
+
     with_tiles, tiled_s = _in_time(tiled, with_tiles, executors, options, most_s)
     excess_s = tiled_s - most_s
     if excess_s <= 0:
-        with_tiles = with_fewer_rows_at_peak(with_tiles, final_seconds, most_s)
+        with_tiles = with_fewer_rows_at_peak(with_tiles, in_time)
     if not _is_lower(with_tiles, without):
         return checked(without, with_tiles)
     if excess_s <= 0:
@@ -85,7 +89,7 @@ def lower_plan(
         trace, asked = _asked(variant, options)
         other, other_s = _in_time(trace, made(trace, executors, asked), executors, asked, most_s)
         if other_s <= most_s and _is_lower(other, without):
-            return checked(with_fewer_rows_at_peak(other, final_seconds, most_s), with_tiles, without)
+            return checked(with_fewer_rows_at_peak(other, in_time), with_tiles, without)
     return checked(without, with_tiles)
 
 
