@@ -36,7 +36,7 @@ def test_a_group_computes_what_all_heads_compute(heads, keys, groups, over, dtyp
     grad = torch.randn(2, rows, heads, 8).to(dtype)
     out, log_sums = head_groups._forward(q, k, v, causal, scale, groups)
     given = [t.clone() for t in (q, k, v)]
-    found = head_groups._backward(grad, *given, out, log_sums, causal, scale, groups, over)
+    found = head_groups._backward(grad, *given, out, log_sums, causal, scale, groups, None, over)
     assert [g.data_ptr() == t.data_ptr() for g, t in zip(found, given, strict=True)] == [i in over for i in range(3)]
     exact = [t.double().requires_grad_() for t in (q, k, v)]
     result = F.scaled_dot_product_attention(*exact, is_causal=causal, scale=scale, enable_gqa=True)
@@ -44,6 +44,18 @@ def test_a_group_computes_what_all_heads_compute(heads, keys, groups, over, dtyp
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for ours, theirs in zip((out.transpose(1, 2), *found), (result, *(t.grad for t in exact)), strict=True):
         assert (ours - theirs).abs().max() <= bound * theirs.abs().max()
+
+
+@pytest.mark.parametrize(("heads", "keys", "groups"), [(4, 4, 3), (6, 2, 6), (8, 2, 2)])
+def test_a_group_projects_its_own_gradient(heads, keys, groups):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 9, 8) for h in (heads, keys, keys))
+    grad, weight = torch.randn(2 * 9, 20), torch.randn(20, heads * 8)
+    out, log_sums = head_groups._forward(q, k, v, True, None, groups)
+    whole = (grad @ weight).view(2, 9, heads, 8)
+    expected = head_groups._backward(whole, q, k, v, out, log_sums, True, None, groups, None, ())
+    found = head_groups._backward(grad, q, k, v, out, log_sums, True, None, groups, weight, ())
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_groups_hold_every_head_once():
@@ -194,6 +206,40 @@ def test_the_peak_is_predicted_to_the_byte(few_blocks):
     jitted, peak_bytes = measured(module, x, Tiles(rows=100))
     assert of_heads(jitted)
     assert 0 <= peak_bytes - predict(jitted, x).measured_bytes <= 8  # the loss
+
+
+def projections(jitted):
+    """Whether each backward of attention projects its gradient by groups."""
+    bsyms = thunder.last_backward_traces(jitted)[-1].bound_symbols
+    return [w is not None for w in (b.args[-2] for b in bsyms if head_groups.is_backward_in_groups(b))]
+
+
+class Projected(Layer):
+    """The result of attention is read twice, or its projection's gradient is no product's result, or neither."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.out = nn.Linear(self.heads * self.size, self.heads * self.size, False)
+        del self.kv, self.norm
+
+    def forward(self, x):
+        batch, rows, _ = x.shape
+        q, k, v = (self.q(x).view(batch, rows, self.heads, self.size).transpose(1, 2).add(i) for i in range(3))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        out = F.linear(mixed, self.out.weight)
+        if self.repeat == "twice":
+            out = out + mixed
+        if self.repeat == "by hand":
+            out = (mixed[..., None, :] * self.out.weight).sum(-1)
+        return (out + self.down(F.gelu(self.up(self.norm2(out))))).square().mean()
+
+
+@pytest.mark.parametrize(("how", "rows", "by_groups"), [("once", 80, True), ("once", 60, False), ("twice", 80, False),
+                                                        ("by hand", 80, False)])  # fmt: skip
+def test_a_projection_by_groups_saves_its_gradient(few_blocks, how, rows, by_groups):
+    module, x = made(Projected(repeat=how), (1, rows, 64))
+    jitted = assert_right(module, x, Tiles(rows=20), ["2 groups"])
+    assert projections(jitted) == [by_groups]
 
 
 @pytest.mark.slow

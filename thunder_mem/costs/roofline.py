@@ -147,7 +147,13 @@ def _attention_flops(bsym: BoundSymbol) -> int:
     scores = prod(batch) * rows * _shape(key)[-2]
     products = 2 * scores * width, 2 * scores * _shape(value)[-1]  # scores, and scores times values
     total = 3 * products[0] + 2 * products[1] if backward else sum(products)
-    return total // 2 if _is_causal(bsym) else total
+    return (total // 2 if _is_causal(bsym) else total) + _projection_flops(bsym)
+
+
+def _projection_flops(bsym: BoundSymbol) -> int:
+    """Of the product that a backward by groups of heads makes its gradient with."""
+    factors = _operands(bsym)[::6] if "groups_backward" in bsym.sym.name else []
+    return 2 * _shape(factors[0])[0] * _numel(factors[1]) if len(factors) > 1 else 0
 
 
 def _is_causal(bsym: BoundSymbol) -> bool:

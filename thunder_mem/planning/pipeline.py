@@ -51,6 +51,7 @@ from thunder_mem.planning.refine import refined
 from thunder_mem.planning.stages import carried_out
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.gradients_over_operands import is_written_over_operands
+from thunder_mem.rewrites.projection_in_groups import with_projections_in_groups
 from thunder_mem.rewrites.updates import about_states, with_updates
 from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_words
 from thunder_mem.runtime.scratch_cache import save_tables
@@ -100,7 +101,7 @@ def made(given: TraceCtx, executors: Sequence[FusionExecutor], options: Planning
 
         given = replace_uniform(given)
     optimized = given if options.optimized is None else with_updates(given, options.optimized)
-    trace = prepared(without_dead_halves(without_unread_gradients(optimized)))
+    trace = prepared(with_projections_in_groups(without_dead_halves(without_unread_gradients(optimized))))
     return _fitting(trace, executors, options, given, start)
 
 

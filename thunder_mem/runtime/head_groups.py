@@ -5,7 +5,8 @@ for all heads at once, and the kernel's own memory is that of one group. The num
 kernel for all heads. The result lies as the next product reads it, so that it needs no copy.
 
 Shapes: query (B, H, T, D), key and value (B, K, S, D) with H a multiple of K, output (B, T, H, D), log-sum-exp
-(B, H, T).
+(B, H, T). Where a product (B*T, C) @ (C, H*D) makes the output's gradient, the backward takes its factors instead, and
+multiplies for one group at a time (`rewrites/projection_in_groups.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "group_bounds",
     "groups_of",
     "is_backward_in_groups",
+    "projecting",
     "runs_in_groups",
     "writes_over_operands",
     "writing_over",
@@ -123,6 +125,7 @@ def _backward_meta(
     is_causal: bool,
     scale: float | None,
     groups: int,
+    weight: TensorProxy | None,
     over: tuple[int, ...],
 ) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
     return TensorProxy(like=query), TensorProxy(like=key), TensorProxy(like=value)
@@ -138,6 +141,7 @@ def _backward(
     is_causal: bool,
     scale: float | None,
     groups: int,
+    weight: Tensor | None,
     over: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     given = (query, key, value)
@@ -149,7 +153,8 @@ def _backward(
     shared = query.shape[1] // key.shape[1]
     for of_query, of_key in _parts(query, key, groups):
         q, k, v = (last_dim_dense(t[:, h]) for t, h in zip(given, (of_query, of_key, of_key), strict=True))
-        dout, o = (last_dim_dense(t[:, :, of_query]).transpose(1, 2) for t in (grad_out, out))
+        dout = grad_out[:, :, of_query] if weight is None else _projected(grad_out, weight, query, of_query)
+        dout, o = (last_dim_dense(t).transpose(1, 2) for t in (dout, out[:, :, of_query]))
         found = _of_group(dout, q, k, v, o, log_sums[:, of_query], is_causal, scale)
         grads[0][:, of_query].copy_(found[0])
         if groups <= key.shape[1]:
@@ -162,8 +167,14 @@ def _backward(
         if of_query.stop % shared == 0:  # no other group reads these keys and values
             for grad, total in zip(grads[1:], sums, strict=True):
                 grad[:, of_key].copy_(total)
-        del found
+        del found, dout
     return grads[0], grads[1], grads[2]
+
+
+def _projected(grad_result: Tensor, weight: Tensor, query: Tensor, heads: slice) -> Tensor:
+    """The gradient (B, T, h, D) of the output of some heads."""
+    batch, _, rows, size = query.shape
+    return (grad_result @ weight[:, heads.start * size : heads.stop * size]).view(batch, rows, -1, size)
 
 
 def _fills_its_memory(t: Tensor) -> bool:
@@ -230,6 +241,12 @@ def writing_over(bsym: BoundSymbol, over: tuple[int, ...]) -> BoundSymbol:
     return bsym.from_bsym(sym=_backward_over_operands, args=(*bsym.args[:-1], over), _call_ctx={})
 
 
+def projecting(bsym: BoundSymbol, grad_result: TensorProxy, weight: TensorProxy) -> BoundSymbol:
+    """The backward that makes the gradient of its output, grad_result (B*T, C) @ weight (C, H*D), by groups."""
+    args = (grad_result, *bsym.args[1:-2], weight, bsym.args[-1])
+    return bsym.from_bsym(args=args, _call_ctx={})
+
+
 # --- before autograd -------------------------------------------------------------------------------
 
 
@@ -250,7 +267,7 @@ def _differentiate(
     query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: bool, scale: float | None, groups: int
 ) -> TensorProxy:
     out, log_sums = _forward_in_groups(query, key, value, is_causal, scale, groups)
-    grads = _backward_in_groups(get_grad(out), query, key, value, out, log_sums, is_causal, scale, groups, ())
+    grads = _backward_in_groups(get_grad(out), query, key, value, out, log_sums, is_causal, scale, groups, None, ())
     put_grads((query, key, value), grads)
     return out
 
@@ -282,7 +299,8 @@ def _scratch_bytes(bsym: BoundSymbol) -> int:
     on_cpu = device.startswith("cpu")
     if not backward:
         return of_query + log_sums + (2 * repeated if on_cpu else 0)
-    results = of_query + 2 * of_key + (2 * nbytes(1, columns, size * wide) if divided else 0)
+    projected = of_query if bsym.args[-2] is not None else 0
+    results = projected + of_query + 2 * of_key + (2 * nbytes(1, columns, size * wide) if divided else 0)
     if not on_cpu:
         shapes = (batch, queries, rows, size), (batch, of_group, columns, size)
         return results + log_sums + flash_backward_bytes(*shapes, itemsize)
