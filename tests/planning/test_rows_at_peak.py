@@ -99,6 +99,25 @@ def test_a_budget_is_met_by_fewer_rows_before_anything_is_bought(monkeypatch):
     assert last_plan(jitted).budget.cost_ms == 0
 
 
+def two_steps(x, up, down, up2, down2):
+    x = checkpoint(mlp, x.sin(), up, down, use_reentrant=False)
+    return checkpoint(mlp, x, up2, down2, use_reentrant=False).sum(dtype=torch.float32)
+
+
+def test_if_nothing_else_fits_only_the_loop_at_the_peak_gets_narrower_sums():
+    shapes = (TOKENS, WIDTH), *2 * [(WIDE, WIDTH), (WIDTH, WIDE)]
+    with simulate("H100-80GB", fusion="nvfuser"):
+        default = thunder.jit(two_steps, transforms=[MemEfficient(strict=True)])
+        peak_bytes = predict(default, *inputs(*shapes), keep_outputs=True).peak_bytes
+        jitted = thunder.jit(two_steps, transforms=[MemEfficient(strict=True, budget=peak_bytes - 30_000_000)])
+        found = predict(jitted, *inputs(*shapes), keep_outputs=True)
+    loops = [loop_of(b).plan for b in thunder.last_backward_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)]
+    assert [loop.grad_dtypes[-1] for loop in loops] == [torch.float32, torch.bfloat16]
+    bought = last_plan(jitted).budget
+    assert found.peak_bytes == bought.peak_bytes <= bought.budget_bytes
+    assert bought.cost_ms == 0 and bought.method != "smallest"
+
+
 def test_rows_that_the_user_set_stay(monkeypatch):
     with simulate("H100-80GB", fusion="nvfuser"):
         args = inputs((TOKENS, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE))

@@ -62,7 +62,7 @@ class Study:
     def with_smallest_heads(self) -> Study | None:
         """The same program with the smallest loss heads; None if there are no smaller ones."""
         p = self.program
-        *_, smallest = (None, *with_smaller_heads(p.trace))
+        *_, smallest = (None, *(trace for trace, _ in with_smaller_heads(p.trace)))
         return None if smallest is None else Study.of(read_program(smallest, p.executors, p.options, p.given))
 
     @property

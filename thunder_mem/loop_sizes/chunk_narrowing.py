@@ -21,17 +21,19 @@ from thunder_mem.trace.rebuilding import rebuilt
 __all__ = ["narrow_sums"]
 
 
-def narrow_sums(trace: TraceCtx) -> TraceCtx | None:
+def narrow_sums(trace: TraceCtx, only: ChunkLoop | None = None) -> TraceCtx | None:
     """The trace with sums in the inputs' own dtypes where the user did not set float32, or None if there are none.
 
     Args:
         trace: a joint trace, before it is split into forward and backward.
+        only: the one loop to narrow; None for all.
     """
     swap: dict[int, ChunkLoop] = {}
     for loop in map(loop_of, filter(is_chunk_loop, trace.bound_symbols)):
         plan = loop.plan
         own = tuple(plan.inputs[i].dtype for i in plan.grads)
-        if not plan.sums_asked and own != plan.grad_dtypes and id(loop) not in swap:
+        wanted = only is None or loop is only
+        if wanted and not plan.sums_asked and own != plan.grad_dtypes and id(loop) not in swap:
             why = f"{plan.why}; gradients add up in the weights' own dtype, as the budget has no room for float32"
             priced_again = priced if plan.is_stretch else with_block_calls
             narrow = priced_again(replace(plan, grad_dtypes=own, why=why), loop.forward, loop.backward)

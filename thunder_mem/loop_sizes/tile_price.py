@@ -44,12 +44,12 @@ def priced(plan: LoopPlan, forward: Mapping[int, Body], backward: Mapping[int, B
 
     Args:
         plan: of the stretch, with its dtypes of sums, which have a price too.
-        forward, backward: its tiles, by rows; no backward without gradients.
+        forward, backward: its tiles, by rows; none of a half that the loop has not.
     """
     device, rows = device_model_of(torch.device(plan.device)), plan.chunk_rows
     plan = replace(
         plan,
-        forward_tile_s=tile_seconds(plan, forward[rows], device),
+        forward_tile_s=tile_seconds(plan, forward[rows], device) if forward else 0.0,
         backward_tile_s=tile_seconds(plan, backward[rows], device) if backward else 0.0,
     )
     return with_block_calls(plan, forward, backward)

@@ -26,6 +26,7 @@ from thunder.core import prims
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor
 
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.fusion.arrangement import arrange, between_halves, cannot_beat
 from thunder_mem.fusion.contraction import FusionCapabilities
@@ -145,16 +146,17 @@ def _fitting(
     fits and the peak is in a loss outside, the lowest peak there counts, and the plan without a budget may have it.
     """
     found: list[Planned] = []
-    for variant in chain((trace,), with_smaller_heads(trace) if options.smaller_heads else ()):
+    for variant, narrower_at_peak in chain(
+        [(trace, False)], with_smaller_heads(trace) if options.smaller_heads else ()
+    ):
         program = read_program(variant, tuple(executors), options, given)
-        found.append(plan_program(program, partial(carried_out, start=start)))
-        outcome = found[-1].plan.budget
-        if outcome is None or found[-1].fits:
-            return found[-1]
+        planned = plan_program(program, partial(carried_out, start=start, narrower_sums=narrower_at_peak))
+        outcome = planned.plan.budget
+        if outcome is None or planned.fits:
+            return planned
+        found.append(planned)
     best = min(found, key=attrgetter("peak_bytes"))
     assert outcome is not None
-    if best.fits:
-        return best
     compiled = best
     if options.on_infeasible == "warn" and _outside_bytes(best.source) > best.peak_bytes:
         program = read_program(trace, tuple(executors), replace(options, budget=None), given)
@@ -184,14 +186,26 @@ def _over_budget(best: Planned, options: PlanningOptions, budget_bytes: int, com
     return BudgetError(budget_bytes, best.peak_bytes, held, share, other_bytes)
 
 
-def with_smaller_heads(trace: TraceCtx) -> Iterator[TraceCtx]:
-    """The joint trace with smaller loss heads: smaller chunks, narrower sums, and both."""
+def with_smaller_heads(trace: TraceCtx) -> Iterator[tuple[TraceCtx, bool]]:
+    """The joint trace with smaller chunks of loss heads, with narrower sums of gradients, and with both.
+
+    Narrower sums take time. Beside stretches in tiles they are first tried for the loops at the peak alone.
+
+    Args:
+        trace: a joint trace before fusion.
+
+    Returns:
+        each trace, and whether its loops at the peak are to get narrower sums.
+    """
     if (lean := leanest_loops(trace)) is not None:
-        yield lean
+        yield lean, False
     if (narrow := narrow_sums(trace)) is not None:
-        yield narrow
+        loops = (loop_of(b).plan for b in trace.bound_symbols if is_chunk_loop(b))
+        if any(loop.is_stretch and loop.device.startswith("cuda") for loop in loops):
+            yield trace, True
+        yield narrow, False
         if (lean := leanest_loops(narrow)) is not None:
-            yield lean
+            yield lean, False
 
 
 def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:

@@ -110,7 +110,8 @@ class Planned:
         source: that trace read as a graph.
         fuse: the executors that take each of its operations.
         arranged: the fused trace in its order.
-        final: the arranged trace with fitted chunk loops.
+        lighter: the arranged trace with fewer rows or narrower sums in the loops at its peak; None if they have all.
+        final: that trace with fitted chunk loops.
         over_budget: says that nothing fits the budget; None if this plan does, or without a budget.
         others: the same function's programs that were planned too, with fewer tiles or more.
     """
@@ -121,6 +122,7 @@ class Planned:
     fuse: FusionCapabilities
     trace: TraceCtx
     arranged: TraceCtx | None = None
+    lighter: TraceCtx | None = None
     final: TraceCtx | None = None
     over_budget: Callable[[], BudgetError] | None = None
     others: tuple[Program, ...] = ()

@@ -1,10 +1,11 @@
-"""Fewer rows for the loops at the peak of a program with stretches in tiles.
+"""Fewer rows for the loops at the peak of a program with stretches in tiles, and narrower sums where nothing else fits.
 
 Tiles and chunks have the rows that keep a GPU's products efficient. With little more than half as many, a product takes
 as long as the reading and writing of the sum that it is added to. For all loops fewer rows cost too much time, but
 little for the one or two at the peak of a step. So these get fewer, while the program's time has room: as few as hide
 their sums, then the backward of a stretch half of all. Under a budget they get fewer until the program fits, before
-anything is bought. Their blocks are compiled anew.
+anything is bought. If nothing fits, sums of gradients are narrowed too, one loop at the peak after another, for
+narrower sums take more time. Blocks with fewer rows are compiled anew.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, rebind
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
+from thunder_mem.loop_sizes.chunk_narrowing import narrow_sums
 from thunder_mem.loop_sizes.chunk_resizing import fit_loops, with_fitted_loops
 from thunder_mem.loop_sizes.rows_per_chunk import floor_rows
 from thunder_mem.loop_sizes.tile_price import tile_seconds
@@ -40,7 +42,10 @@ _PRODUCT_ROWS = 256
 
 
 def with_fewer_rows_at_peak(
-    planned: Planned, may: Callable[[Planned], bool] = lambda _: True, enough_bytes: int = 0
+    planned: Planned,
+    may: Callable[[Planned], bool] = lambda _: True,
+    enough_bytes: int = 0,
+    narrower_sums: bool = False,
 ) -> Planned:
     """The plan with fewer rows in the loops at its peak, as long as the peak falls.
 
@@ -48,25 +53,35 @@ def with_fewer_rows_at_peak(
         planned: a plan that was carried out.
         may: whether such a plan may run.
         enough_bytes: the peak that is low enough.
+        narrower_sums: whether loops that have few rows get narrower sums.
     """
-    trace = planned.arranged  # before loops are fitted; verification compares it as it is
-    while planned.peak_bytes > enough_bytes and trace and (trace := _fewer_rows(trace, planned)):
-        fitted = fit_loops(trace)
-        assert fitted is not None
-        new = replace(planned, plan=with_fitted_loops(planned.plan, fitted), final=fitted.trace)
+    while planned.peak_bytes > enough_bytes:
+        trace = _lighter(planned, narrower_sums)
+        fitted = None if trace is None else fit_loops(trace)
+        if fitted is None:
+            break
+        plan = with_fitted_loops(planned.plan, fitted)
+        new = replace(planned, plan=plan, lighter=trace, final=fitted.trace)
         if new.peak_bytes >= planned.peak_bytes or not may(new):
             break
         planned = new
     return planned
 
 
-def _fewer_rows(trace: TraceCtx, planned: Planned) -> TraceCtx | None:
-    """The arranged trace in which the loop at the peak has fewer rows; None if no loop is there, or if it has few."""
-    source = planned.final_source
+def _lighter(planned: Planned, narrower_sums: bool) -> TraceCtx | None:
+    """The arranged trace in which the loop at the peak has fewer rows or narrower sums; None if it has, or is none."""
+    trace, source = planned.lighter or planned.arranged, planned.final_source
+    assert trace is not None
     peak = source.bsyms[price_order(source.graph).peak_step]
     if not is_chunk_loop(peak) or not loop_of(peak).plan.device.startswith("cuda"):
         return None
     mine = next(b for b in trace.bound_symbols if is_chunk_loop(b) and _made(b) == _made(peak))
+    fewer = _fewer_rows(trace, mine)
+    return narrow_sums(trace, loop_of(mine)) if fewer is None and narrower_sums else fewer
+
+
+def _fewer_rows(trace: TraceCtx, mine: BoundSymbol) -> TraceCtx | None:
+    """The arranged trace in which one loop has fewer rows; None if it has few."""
     old = loop_of(mine)
     new = _tiles(mine) if old.plan.is_stretch else _chunks(old)
     if new is None:

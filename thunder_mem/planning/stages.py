@@ -80,12 +80,13 @@ STAGES: tuple[Callable[[Emitted], Emitted], ...] = (reuse_buffers, overlap_colle
 """What happens to an emitted trace, in order; chunk loops are fitted last, which verification need not see."""
 
 
-def carried_out(planned: Planned, start: int) -> Planned:
+def carried_out(planned: Planned, start: int, narrower_sums: bool = False) -> Planned:
     """The plan with its final trace and that trace's peaks, which decide about a budget.
 
     Args:
         planned: the plan.
         start: the start of planning, by `time.perf_counter_ns`.
+        narrower_sums: whether a budget may narrow the sums of loops at the peak.
     """
     program = planned.program
     plan = replace(planned.plan, decisions=(*program.options.decisions, *planned.plan.decisions))
@@ -102,4 +103,6 @@ def carried_out(planned: Planned, start: int) -> Planned:
     if fitted := fit_loops(final, emitted.budget_bytes, emitted.source):
         final, plan = fitted.trace, with_fitted_loops(plan, fitted)
     planned = replace(planned, plan=plan, arranged=emitted.trace, final=final)
-    return planned if planned.fits else with_fewer_rows_at_peak(planned, enough_bytes=emitted.budget_bytes or 0)
+    if planned.fits:
+        return planned
+    return with_fewer_rows_at_peak(planned, enough_bytes=emitted.budget_bytes or 0, narrower_sums=narrower_sums)
