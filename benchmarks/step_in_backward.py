@@ -3,6 +3,8 @@
 A whole training step with AdamW: bfloat16, checkpoints, the loss inside. Each program runs with `optimizer.step()`
 after the backward, and with `StepInBackward`; with tiles and without.
 
+Then longchat's with tiles within a budget, and what that costs.
+
 Then longchat-7b-16k at its full 32 layers, with the optimizer's states on the host, and with its checkpoints there too:
 from the steps of five and six layers, or with ``--full`` from a plan of all. (With fewer, all stretches may run
 in tiles; with more only the MLPs do, because the others would take more than 1 % of the modelled time.)
@@ -34,21 +36,26 @@ from benchmarks import longchat
 from benchmarks.models import gpt_module, llama_step
 from benchmarks.step_time import EXECUTORS
 from thunder_mem import MemEfficient, StepInBackward, last_plan, measure_peak, predict_step, simulate
-from thunder_mem.costs.plan_time import trace_seconds
+from thunder_mem.costs.plan_time import overlapped_seconds, trace_seconds
 from thunder_mem.memory.device_models import device_model
 from thunder_mem.policies import OpInfo
 from thunder_mem.prediction.training_step import training_step
 from thunder_mem.sorting import Graph
+from thunder_mem.trace.reading import read_trace
 
 RESULTS = Path(__file__).parent / "results" / "step_in_backward.json"
 PROGRAMS = (("longchat-7b-16k", 2, 16384), ("Llama-3-8B", 2, 16384))
+BUDGETS = {"longchat-7b-16k": 5_100_000_000}  # of a whole step, as in PROGRAMS
 FEW_LAYERS = (5, 6)  # from which those of 32 are found
 PLACES = (("device", "device"), ("host", "device"), ("host", "host"))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One step; all sizes are bytes. `floor_bytes` are its parameters and the optimizer's states."""
+    """One step; all sizes are bytes. `floor_bytes` are its parameters and the optimizer's states.
+
+    `kernels_s` are the seconds of the forward and the backward.
+    """
 
     model: str
     layers: int
@@ -59,6 +66,7 @@ class Row:
     phase: str
     operation: str
     floor_bytes: int
+    kernels_s: float
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,25 @@ def of_layers(layers: int, fewer: OnHost, more: OnHost) -> OnHost:
     return replace(more, layers=layers, offload=offload, **values)
 
 
-def measure(name: str, layers: int, tokens: int, tile: bool, in_backward: bool) -> Row:
+@dataclass(frozen=True)
+class Within:
+    """One step with tiles and `StepInBackward` within a budget of bytes for all; seconds of its halves' kernels."""
+
+    model: str
+    step_bytes: int
+    peak_bytes: int
+    kernels_s: float
+    default_kernels_s: float
+
+
+def within(name: str, layers: int, tokens: int) -> Within:
+    """The step within its budget beside the default. `MemEfficient(budget=...)` counts all but the states."""
+    default, step_bytes = measure(name, layers, tokens, True, True), BUDGETS[name]
+    found = measure(name, layers, tokens, True, True, step_bytes - default.floor_bytes * 2 // 3)
+    return Within(name, step_bytes, found.peak_bytes, found.kernels_s, default.kernels_s)
+
+
+def measure(name: str, layers: int, tokens: int, tile: bool, in_backward: bool, budget_bytes: int | None = None) -> Row:
     """The predicted peak of one step."""
     own = name == "longchat-7b-16k"
     config = longchat.config(layers) if own else Config.from_name(name, n_layer=layers, block_size=tokens)
@@ -128,13 +154,22 @@ def measure(name: str, layers: int, tokens: int, tile: bool, in_backward: bool) 
         model = gpt_module(config, True, True, "cuda", torch.bfloat16)
         adamw = torch.optim.AdamW(model.parameters())
         optimizer = StepInBackward(adamw) if in_backward else adamw
-        transform = MemEfficient(strict=True, tile=tile, optimizer=optimizer if in_backward else None)
-        step = thunder.jit(model, transforms=[transform])
+        ours = {} if budget_bytes is None else {"budget": budget_bytes}
+        ours |= {"optimizer": optimizer} if in_backward else {}
+        step = thunder.jit(model, transforms=[MemEfficient(strict=True, tile=tile, **ours)])
         ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
         prediction = predict_step(step, optimizer, None, ids, ids)
+        kernels_s = halves_seconds(step)
     floor_bytes = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
     event = prediction.peak_event
-    return Row(name, layers, tokens, tile, in_backward, prediction.peak_bytes, event.phase, event.name, floor_bytes)
+    at = event.phase, event.name
+    return Row(name, layers, tokens, tile, in_backward, prediction.peak_bytes, *at, floor_bytes, kernels_s)
+
+
+def halves_seconds(step: Callable[..., torch.Tensor]) -> float:
+    """The modelled seconds of a compiled step's forward and backward; the host starts kernels ahead of the device."""
+    traces = thunder.last_traces(step)[-1], thunder.last_backward_traces(step)[-1]
+    return sum(overlapped_seconds(read_trace(trace), device_model("H100-80GB")) for trace in traces)
 
 
 @dataclass(frozen=True)
@@ -272,6 +307,16 @@ def show_simulated(console: Console, rows: Sequence[Row]) -> None:
     console.print(view)
 
 
+def show_within(console: Console, rows: Sequence[Within]) -> None:
+    view = Table(title="The step with tiles and updates in the backward within a budget (simulated H100)")
+    for column in ("model", "budget, GB", "peak, GB", "kernels, ms", "by the default's"):
+        view.add_column(column)
+    for r in rows:
+        times = f"{r.kernels_s * 1e3:.1f}", f"{r.kernels_s / r.default_kernels_s:.2f}"
+        view.add_row(r.model, f"{r.step_bytes / 1e9:.2f}", f"{r.peak_bytes / 1e9:.3f}", *times)
+    console.print(view)
+
+
 def show_on_host(console: Console, rows: Sequence[OnHost]) -> None:
     view = Table(title="longchat-7b-16k, 16,384 tokens, tiles, updates in the backward (simulated H100)")
     for column in ("layers", "states", "checkpoints", "peak, GiB", "host, GiB", "kernels, s", "states' copies, s"):
@@ -292,18 +337,23 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="only what is measured on this CPU")
     parser.add_argument("--rounds", type=int, default=15, help="of steps on this CPU; 0 measures no times")
     parser.add_argument("--simulated", action="store_true", help="only what is simulated")
+    parser.add_argument("--within", action="store_true", help="only the steps within a budget")
     parser.add_argument("--host", action="store_true", help="only states on the host, from five and six layers")
     parser.add_argument("--full", action="store_true", help="plan all 32 layers, in half an hour")
     given = parser.parse_args()
     console = Console()
-    all_parts = not (given.cpu or given.simulated or given.host or given.full or given.layers or given.models)
-    found: dict[str, Sequence[Row | OnHost | Measured]] = {}
+    one_part = given.cpu or given.simulated or given.within or given.host or given.full
+    all_parts = not (one_part or given.layers or given.models)
+    found: dict[str, Sequence[Row | Within | OnHost | Measured]] = {}
     if all_parts or given.cpu:
         found["measured"] = on_cpu = measured(console, given.rounds)
         show_measured(console, on_cpu)
-    if not (given.cpu or given.host or given.full):
+    if given.simulated or not one_part:
         found["rows"] = rows = simulated(console, given.layers, given.models)
         show_simulated(console, rows)
+    if all_parts or given.simulated or given.within:
+        found["within"] = tight = [within(*program) for program in PROGRAMS if program[0] in BUDGETS]
+        show_within(console, tight)
     if all_parts or given.simulated or given.host or given.full:
         away = []
         for states, checkpoints in PLACES:
