@@ -16,6 +16,8 @@ from tests.checking.corruptions import CORRUPTIONS, Rewritten, rewrite
 from tests.checking.traces import replaced, unfused
 from tests.programs.written_programs import WRITTEN, arguments
 from thunder_mem import MemEfficient
+from thunder_mem.kernels.activation_kernels import over_gradient
+from thunder_mem.kernels.kernel_executor import mem_kernels_ex
 from thunder_mem.planning import pipeline
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.semantics.effects import effects_of, leaves
@@ -115,6 +117,23 @@ def test_nothing_reads_what_was_written_over(executors, monkeypatch):
     for i in over:  # the same step again reads what it has overwritten
         with pytest.raises(VerificationError, match=r"uses \w+, which \w+ has overwritten"):
             verify_rewrite(original, replaced(planned, [*bsyms[: i + 1], *bsyms[i:]]))
+
+
+def test_what_is_overwritten_later_only_is_read_as_before():
+    """A gradient over its operand, and then overwritten itself, as by the optimizer or by a sum of all ranks."""
+
+    def fn(x):
+        gradient = x.sin()
+        seen = gradient.cos()
+        made = mem_kernels_ex.opmap["mem_relu_backward"](gradient, x)
+        prims.copy_(seen, made, grad_enabled=False)
+        return made, seen
+
+    trace = unfused(fn, torch.ones(3))
+    *before, cosine, derivative, write, result = (over_gradient(b) or b for b in trace.bound_symbols)
+    verify_rewrite(trace, replaced(trace, [*before, cosine, derivative, write, result]))
+    with pytest.raises(VerificationError, match=r"uses \w+, which mem_relu_backward_over_gradient has overwritten"):
+        verify_rewrite(trace, replaced(trace, [*before, derivative, cosine, write, result]))
 
 
 # ---- effects that no function of tensors has: prints, contexts, collectives ----
