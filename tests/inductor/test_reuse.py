@@ -382,7 +382,7 @@ def test_reuse_lowers_the_peak_of_a_pair_and_the_option_turns_it_off():
         a, b = x @ w, x @ w.t()
         return a.sin() * b, a * b.cos()
 
-    peaks = {}
+    peaks, told = {}, {}
     for reuse in (True, False):
         with uncompiled_regions():
             jitted = jit(pair, reuse)
@@ -390,8 +390,9 @@ def test_reuse_lowers_the_peak_of_a_pair_and_the_option_turns_it_off():
             assert all(torch.equal(*both) for both in zip(jitted(x, w), pair(x, w), strict=True))
             peaks[reuse] = last_plan(jitted).candidate.forward_peak_bytes
             assert bool(written(jitted)) == reuse
-            assert [d.what for d in last_plan(jitted).decisions].count("reuse") == reuse
+            told[reuse] = [(d.before_bytes, d.after_bytes) for d in last_plan(jitted).decisions if d.what == "reuse"]
     assert peaks[False] - peaks[True] == 2 * 64 * 64 * 4
+    assert told == {True: [(peaks[False], peaks[True])], False: []}
 
 
 def test_a_simulated_device_reuses_as_planned():

@@ -5,10 +5,10 @@ import thunder
 import torch
 
 from tests.tiling.test_tiles import Stack, assert_as_exact_as_eager, compiled, gradients, made
-from thunder_mem import Tiles, measure_peak, predict
+from thunder_mem import MemEfficient, Tiles, measure_peak, predict
 from thunder_mem.chunk_loop.symbols import overwritten
 from thunder_mem.rewrites import gradients_over_operands
-from thunder_mem.trace import value_numbers
+from thunder_mem.trace import value_numbers, verification
 
 
 def written_over(jitted):
@@ -55,6 +55,22 @@ def test_rows_with_another_reader_stay():
     assert written_over(jitted) == [0]
 
 
+class ReadBefore(Stack):
+    """The gradient that the stretch gets is a product with its rows."""
+
+    def forward(self, x):
+        h = torch.sin(x)
+        return (h @ self.blocks[0](h).transpose(1, 2)).square().mean()
+
+
+def test_rows_that_are_read_before_in_every_order_are_overwritten():
+    module, x = made(ReadBefore(blocks=1), (2, 12, 16))
+    assert_as_exact_as_eager(module, x, Tiles(rows=5), 1)
+    jitted = compiled(module, Tiles(rows=5))
+    gradients(jitted, module, x)
+    assert written_over(jitted) == [1]
+
+
 def test_such_a_gradient_takes_no_memory_as_predicted():
     module, x = made(Stack(blocks=2), (1, 4096, 16))
     jitted = compiled(module, Tiles(rows=1024))
@@ -72,12 +88,15 @@ def test_such_a_gradient_takes_no_memory_as_predicted():
     assert abs(measure_peak(step) - predicted.measured_bytes) <= x.nbytes // 16
 
 
-def test_the_check_finds_a_later_reader(monkeypatch):
+@pytest.mark.parametrize("always", [2000, 0], ids=["a short program", "a program of any length"])
+def test_the_check_finds_a_later_reader(monkeypatch, always):
     """Without the rule, rows that are read later would be overwritten: nothing but the check would say so."""
     monkeypatch.setattr(gradients_over_operands, "readers_in_regions", lambda source, storage: frozenset())
+    monkeypatch.setattr(verification, "ALWAYS_UP_TO_OPS", always)
     module, x = made(ReadTwice(blocks=1), (2, 12, 16))
+    jitted = thunder.jit(module, executors=[], transforms=[MemEfficient(tile=Tiles(rows=5), strict=True)])
     with pytest.raises(value_numbers.VerificationError, match="chunk_loop_backward_over"):
-        gradients(compiled(module, Tiles(rows=5)), module, x)
+        gradients(jitted, module, x)
 
 
 def test_a_weights_gradient_reads_the_rows_before_they_are_overwritten():
