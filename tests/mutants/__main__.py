@@ -1,8 +1,8 @@
 """Does a test fail where a function does nothing? ``python -m tests.mutants planning rewrites``.
 
 First all tests run once, to see which of them call which function. Then each function is emptied, and its tests run
-until one fails, those of short files first. What no test notices is named: a test is missing there, or the function
-is not needed. The answers are kept in build/mutants.json, so that only new functions are tried.
+until one fails, those first that are about it. What no test notices is named: a test is missing there, or the
+function is not needed. The answers are kept in build/mutants.json, so that only new functions are tried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ANSWERS = ROOT / "build" / "mutants.json"
 def note_calls(paths: Iterable[str], slow: bool) -> None:
     """Run the tests of new files, or with `slow` all tests of all these files, and note which functions each calls."""
     files = sorted({str(f.relative_to(ROOT)) for p in paths for f in _test_files(ROOT / p)})
-    known = {test.partition("::")[0] for test in known_calls()}
+    known = set(map(_file, known_calls()))
     if run := files if slow else [f for f in files if f not in known]:
         command = ["-m", "pytest", "-q", "-p", "tests.mutants.calls", *([] if slow else ["-m", "not slow"]), *run]
         subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
@@ -41,15 +41,37 @@ def _test_files(path: Path) -> Iterator[Path]:
 
 
 def tests_by_function(calls: Mapping[str, Call]) -> dict[str, list[str]]:
-    """For each function the tests that call it: those of short files first, as a file's fixtures take time, too."""
-    found: dict[str, list[str]] = {}
-    files: dict[str, float] = Counter()
-    for test, call in calls.items():
-        files[test.partition("::")[0]] += call["seconds"]
-    for test in sorted(calls, key=lambda test: (files[test.partition("::")[0]], calls[test]["seconds"], test)):
+    """For each function the tests that call it: those of its module's file, then a few of each file in turn.
+
+    Files that call little else come first.
+    """
+    called_by: dict[str, dict[str, list[str]]] = {}
+    all_calls = Counter[str]()
+    for test in sorted(calls, key=lambda test: (calls[test]["seconds"], test)):
+        all_calls[_file(test)] += len(calls[test]["functions"])
         for name in calls[test]["functions"]:
-            found.setdefault(name, []).append(test)
-    return found
+            called_by.setdefault(name, {}).setdefault(_file(test), []).append(test)
+    return {
+        name: _in_turn(
+            [files[f] for f in sorted(files, key=lambda f: (not _is_about(f, name), -len(files[f]) / all_calls[f], f))]
+        )
+        for name, files in called_by.items()
+    }
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def _is_about(file: str, name: str) -> bool:
+    """Whether a file of tests has a word of the function's module in its name."""
+    words = name.partition(":")[0].rpartition(".")[2].split("_")
+    return any(word in Path(file).stem.split("_") for word in words)
+
+
+def _in_turn(of_files: list[list[str]], few: int = 3) -> list[str]:
+    longest = max(map(len, of_files))
+    return [test for i in range(0, longest, few) for tests in of_files for test in tests[i : i + few]]
 
 
 def within(seconds: float, tests: list[str], calls: Mapping[str, Call]) -> list[str]:
@@ -71,7 +93,7 @@ def main() -> int:
     names = list(functions_of(options.packages))
     known: dict[str, str] = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
     left = []
-    import_all()
+    import_all(sorted({_file(test) for test in calls}))
     for name in names:
         if name in known:
             continue

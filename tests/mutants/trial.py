@@ -10,6 +10,7 @@ import os
 import pkgutil
 import signal
 import time
+from collections.abc import Sequence
 from select import select
 
 import pytest
@@ -22,13 +23,19 @@ SECONDS = 300
 FIXED = "cannot be emptied"
 
 
-def import_all() -> None:
-    """What every trial would import, Thunder after `compat`, without which it does not import with newer PyTorch."""
+def import_all(files: Sequence[str] = ()) -> None:
+    """What every trial would import, Thunder after `compat`, without which it does not import with newer PyTorch.
+
+    Args:
+        files: of tests, which pytest imports.
+    """
     for library in ("thunder_mem.compat", "thunder", "torch._inductor.compile_fx", "hypothesis", "litgpt"):
         importlib.import_module(library)
     for module in pkgutil.walk_packages([str(PACKAGE)], "thunder_mem."):
         if not module.name.endswith(("__main__", ".transformers")):
             importlib.import_module(module.name)
+    if files:
+        pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *files])
 
 
 def caught_by(name: str, tests: list[str]) -> str | None:
@@ -44,6 +51,8 @@ def caught_by(name: str, tests: list[str]) -> str | None:
     said = _all_that_is_said(read, process)
     os.close(read)
     os.waitpid(process, 0)
+    if not said:
+        raise RuntimeError(f"pytest runs none of {', '.join(tests)}")
     what, _, test = said.strip().rpartition("\n")[2].partition(" ")
     return {"passed": None, "fixed": FIXED}.get(what, test)  # a test that hangs, or takes the process along, is caught
 

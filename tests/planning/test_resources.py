@@ -292,10 +292,10 @@ def lives_on(fn, args: tuple, kwargs: dict, transforms: list) -> bool:
 
 @pytest.mark.parametrize(
     "made",
-    (
+    [
         pytest.param(case.make, id=name, marks=[pytest.mark.slow] * (i % 12 > 0))
         for i, (name, case) in enumerate((MEMORY | PROGRAMS).items())
-    ),
+    ],
 )
 def test_whatever_was_compiled_dies_with_its_last_name(made):
     """Where Thunder's own function does, ours does too."""
