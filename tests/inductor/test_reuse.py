@@ -156,6 +156,11 @@ def test_a_region_takes_over_what_its_flow_allows(name):
     assert len(reuse.takes if reuse else ()) == count
 
 
+def test_a_late_write_waits_once_for_what_is_shown_in_two_shapes():
+    *_, reuse, _ = one_region("result in two shapes beside a sum")
+    assert reuse.readers == (0, 2) and reuse.doubles == ((1, 0),)
+
+
 @pytest.mark.parametrize("name", REGIONS)
 def test_operations_run_one_by_one_give_the_same_with_and_without_writing(name):
     """The writes stand where nothing reads any more what they overwrite: also without a compiler in between."""
