@@ -58,17 +58,18 @@ LONG ?= --ignore=tests/system/test_notebooks.py tests
 test-long: $(STAMP)  ## all slow tests; LONG="tests/system/test_fuzz.py" for one file, LONG="--third=0 tests" for a third
 	$(BIN)/python -m pytest -m slow $(PARALLEL) $(LONG)
 
-# Three tenths each of what Thunder gets right and of checkpoints, two of overwritten values, a tenth of attention by
-# groups of heads, and a tenth of what ThunderFX splits, which takes ten times as long. FROM is the first seed.
+# Three tenths of what Thunder gets right, two each of checkpoints and of overwritten values, a tenth each of attention
+# by groups of heads, of tiles under budgets, and of what ThunderFX splits, which takes ten times as long. FROM is the
+# first seed.
 # Every second program runs with the default options, the others with some that are drawn for them.
 # The counts are kept in FUZZ, so that the same command goes on where it stopped.
 N ?= 3000
 FROM ?= 0
 FUZZ ?= build/fuzz.json
 fuzz: $(STAMP)  ## N random programs against eager: make fuzz N=50000; failing ones are saved as tests
-	status=0; for profile in thunder checkpoint overwritten heads split; do \
-	  tenths=3; configs=; case $$profile in overwritten) tenths=2;; heads|split) tenths=1;; esac; \
-	  test $$profile = heads && configs="--configs tiles-of-5-and-heads"; \
+	status=0; for profile in thunder checkpoint overwritten heads tiles split; do \
+	  tenths=1; configs=; case $$profile in thunder) tenths=3;; checkpoint|overwritten) tenths=2;; \
+	    heads) configs="--configs tiles-of-5-and-heads";; tiles) configs="--configs tiles-outside-of-checkpoints";; esac; \
 	  $(BIN)/python -m tests.fuzzing --profile $$profile --programs $$(( ($(N) * $$tenths + 9) / 10 )) --seed $(FROM) \
 	    $$configs --in-turn --compiled-share 0.004 --json $(FUZZ) --resume || status=1; \
 	done; exit $$status

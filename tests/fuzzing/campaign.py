@@ -21,15 +21,13 @@ from tests.fuzzing.configs import (
     CONFIGS,
     Config,
     Options,
-    a_link_that_costs_nothing,
     configured,
     draw_options,
-    groups_of_one_head,
     plain,
     traced_once,
-    uncompiled_regions,
 )
 from tests.fuzzing.quick import quickly
+from tests.fuzzing.smallest import made_for
 from tests.fuzzing.stepping import stepped
 from tests.programs.generate import Profile, generate
 from tests.programs.programs import Program, function, source
@@ -131,10 +129,7 @@ def verdict(
     """
     expected = expected or expect(program)
     fn = fn or function(source(program))
-    regions = nullcontext() if config.options.compiled else uncompiled_regions()
-    link = a_link_that_costs_nothing() if config.options.offload else nullcontext()
-    groups = groups_of_one_head() if config.options.groups else nullcontext()
-    with regions, link, groups, _within(MOST_SECONDS):
+    with made_for(config.options), _within(MOST_SECONDS):
         if config.options.step:
             found = stepped(program, config.options, expected, fn)
         else:

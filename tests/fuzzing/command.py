@@ -43,6 +43,14 @@ PROFILES = {
         in_checkpoint=("attention", "matmul", "elementwise", "view", "norm"),
         in_no_grad=("attention", "elementwise"),
     ),
+    # Products that widen, of which stretches in tiles grow.
+    "tiles": Profile(
+        regions=("checkpoint",),
+        in_checkpoint=Profile().families,
+        scalars_meet_larger=True,
+        kits=("mlp",),
+        kit_share=1.0,
+    ),
     # What ThunderFX splits into parts that Thunder compiles and parts that it does not. Under Dynamo Thunder cannot
     # trace a torch.autograd.Function (see `defects.py`), and spends minutes on a checkpoint in a checkpoint.
     "split": Profile(families=(*(f for f in Profile().families if f != "function"), "split"), nested=False),

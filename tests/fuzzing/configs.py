@@ -30,11 +30,9 @@ __all__ = [
     "CONFIGS",
     "Config",
     "Options",
-    "a_link_that_costs_nothing",
     "available",
     "configured",
     "draw_options",
-    "groups_of_one_head",
     "plain",
     "traced_once",
     "uncompiled_regions",
@@ -62,6 +60,7 @@ class Options:
         fx: by ThunderFX, which leaves to Inductor what Thunder lacks.
         tile: the rows of a tile of every stretch; 0 for the default, which tiles none as small as these.
         groups: beside tiles, each head of attention is a group of its own.
+        outside: the budget chooses the tiles, also outside of checkpoints; see `smallest.py`.
         step: the leaves are a module's parameters, which the backward updates; see `stepping.py`.
     """
 
@@ -79,6 +78,7 @@ class Options:
     fx: bool = False
     tile: int = 0
     groups: bool = False
+    outside: bool = False
     step: bool = False
 
     def __repr__(self) -> str:
@@ -188,7 +188,7 @@ def with_options(fn: Callable, options: Options, optimizer: Any = None) -> Calla
     transform = MemEfficient(
         sort=SORT_FUNCTIONS.get(options.sort, options.sort),
         chunk=chunk,
-        tile=Tiles(rows=options.tile) if options.tile else True,
+        tile=Tiles(rows=options.tile) if options.tile and not options.outside else True,
         budget=options.budget,
         on_infeasible=options.on_infeasible,
         offload=options.offload,
@@ -241,6 +241,7 @@ CONFIGS = {
         Config("mem", _compile(Options()), (_MEM,), "thunder"),
         *(_tiles(Options(tile=n, chunk=n > 3)) for n in (3, 5, 7)),
         _tiles(Options(tile=5, groups=True, executors="attention")),
+        _named("tiles-outside-of-checkpoints", Options(tile=2, outside=True, budget=1)),
         _named("step", Options(step=True)),
         _named("step-and-tiles-of-3", Options(step=True, tile=3)),
         Config("mem-no-fusion", _compile(Options(executors="none")), (_MEM,), "thunder"),
@@ -298,7 +299,8 @@ def draw_options(rng: Random, program: Program, compiled_share: float = 0.0, fx:
     )
     drawn = replace(drawn, groups=bool(drawn.tile) and any("attention" in op for op in ops))
     # Every fifth program; the options alone, a second backward and ThunderFX leave nothing for it to do.
-    return replace(drawn, step=rng.random() < 0.2 and not (drawn.alone or drawn.retain or fx))
+    drawn = replace(drawn, step=rng.random() < 0.2 and not (drawn.alone or drawn.retain or fx))
+    return replace(drawn, outside=bool(drawn.tile) and drawn.budget is not None and rng.random() < 0.5)
 
 
 @contextmanager
@@ -324,31 +326,6 @@ def uncompiled_regions() -> Iterator[None]:
         yield
     finally:
         compiled_region._compile, torch_compile.torch, torch._inductor.compile = ours, theirs, inductor
-
-
-@contextmanager
-def groups_of_one_head() -> Iterator[None]:
-    """Attention of the smallest programs runs by groups of heads too, with as many groups as heads."""
-    from thunder_mem.tiling import heads
-
-    blocks, heads._CPU_BLOCKS = heads._CPU_BLOCKS, 1
-    try:
-        yield
-    finally:
-        heads._CPU_BLOCKS = blocks
-
-
-@contextmanager
-def a_link_that_costs_nothing() -> Iterator[None]:
-    """Copies to the host take no time, for the CPU's model."""
-    from thunder_mem.costs import roofline
-
-    models = roofline.DEVICE_MODELS
-    roofline.DEVICE_MODELS = {**models, "cpu": replace(models["cpu"], link_bytes_per_s=1e18, copy_s=0.0)}
-    try:
-        yield
-    finally:
-        roofline.DEVICE_MODELS = models
 
 
 def _copied(trace: TraceCtx) -> TraceCtx:

@@ -62,6 +62,7 @@ class Profile:
         layouts: inputs may be non-contiguous.
         kits: of `program_inputs.KITS`, those that inputs may be drawn from, to fit a loss head, attention, a norm or
             an embedding; one that is named twice is drawn twice as often.
+        kit_share: of the programs whose inputs are drawn from one.
         nested: a checkpoint may hold another.
     """
 
@@ -76,7 +77,8 @@ class Profile:
     input_writes: bool = True
     aliases: bool = True
     layouts: tuple[str, ...] = LAYOUTS
-    kits: tuple[str, ...] = ("loss head", *KITS)
+    kits: tuple[str, ...] = ("loss head", *(name for name in KITS if name != "mlp"))
+    kit_share: float = 0.4
     nested: bool = True
 
 
@@ -302,7 +304,7 @@ class _Builder:
 
 def generate(rng: Random, profile: Profile = Profile()) -> Program:
     """Draw one program. It may still be refused by `validate`, or by eager's backward."""
-    kit = rng.choice(profile.kits) if profile.kits and rng.random() < 0.4 else ""
+    kit = rng.choice(profile.kits) if profile.kits and rng.random() < profile.kit_share else ""
     inputs = draw_inputs(rng, profile.aliases, profile.layouts, kit)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)

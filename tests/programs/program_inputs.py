@@ -103,6 +103,12 @@ def _indices(rng: Random) -> Kit:
     return [((rows, columns), "float"), ((rows,), "int64"), ((rng.choice([1, 2]), columns), "int64")]
 
 
+def _mlp(rng: Random) -> Kit:
+    width, wide = rng.choice([2, 3]), rng.choice([5, 6, 8])
+    rows = rng.choice([(4,), (7,), (13,), (2, 4), (1, 5), (5, 1)])
+    return [((*rows, width), "float"), ((wide, width), "float"), ((width, wide), "float"), ((wide,), "float")]
+
+
 # By name, the family of operations that they fit, and their shapes.
 KITS: dict[str, tuple[str, Callable[[Random], Kit]]] = {
     "loss head": ("head", _head),
@@ -111,6 +117,7 @@ KITS: dict[str, tuple[str, Callable[[Random], Kit]]] = {
     "norm": ("norm", _norm),
     "embedding": ("attention", _embedding),
     "indices": ("join", _indices),
+    "mlp": ("matmul", _mlp),
 }
 
 

@@ -49,7 +49,7 @@ from tests.programs.generate import Profile, generate, prune, validate
 from tests.programs.program_inputs import materialise
 from tests.programs.program_ops import FAMILIES
 from tests.programs.programs import Input, Program, Region, Step, constructs, function, source, walk
-from thunder_mem import SORTS, MemEfficient, fx
+from thunder_mem import SORTS, MemEfficient, fx, last_plan
 
 MEM = CONFIGS["mem"]
 SMALL = Profile(steps=7)
@@ -300,7 +300,7 @@ def test_every_option_is_drawn():
     assert {o.executors for o in drawn} == set(EXECUTORS)
     assert {o.recompute for o in drawn} >= {None, "layerwise", *(f"policy {name}" for name in POLICIES)}
     assert any("+:" in (o.recompute or "") for o in drawn)
-    for name in ("reuse", "alone", "retain", "compiled", "on_infeasible", "offload", "groups"):
+    for name in ("reuse", "alone", "retain", "compiled", "on_infeasible", "offload", "groups", "outside"):
         assert len({getattr(o, name) for o in drawn}) == 2, name
     assert {type(o.chunk) for o in drawn} == {bool, tuple} and {o.budget is None for o in drawn} == {True, False}
     for options in drawn[:50]:
@@ -398,6 +398,32 @@ def test_a_region_in_steps_is_the_region():
         with quickly():
             for got, wanted in zip(outputs(), whole, strict=True):
                 assert torch.equal(got, wanted) and got.stride() == wanted.stride()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_under_a_budget_the_smallest_programs_run_in_tiles_outside_of_checkpoints(checkpointed, monkeypatch):
+    body = (
+        Step("linear", ("v0",), ("x0", "x1")),
+        Step("relu", ("v1",), ("v0",)),
+        Step("linear", ("v2",), ("v1", "x2")),
+    )
+    again = (
+        Step("linear", ("v3",), ("v2", "x1")),
+        Step("sin", ("v4",), ("v3",)),
+        Step("linear", ("v5",), ("v4", "x2")),
+    )
+    inputs = tuple(Input(f"x{k}", shape, grad=True) for k, shape in enumerate([(5, 2), (6, 2), (2, 6)]))
+    behind = (Region("checkpoint", again, ("v5",)),) if checkpointed else again
+    options, plans = CONFIGS["tiles-outside-of-checkpoints"].options, []
+    compiled = fuzz_configs.with_options
+
+    def watched(fn, options):
+        plans.append(compiled(fn, options))
+        return plans[-1]
+
+    monkeypatch.setattr(fuzz_configs, "with_options", watched)
+    assert verdict(Program(inputs, (*body, *behind), ("v5",)), configured(options)) == ("right", [])
+    assert [d.what for d in last_plan(plans[0]).decisions if d.what == "tiles"] == ["tiles"] * 2
 
 
 def test_what_options_ask_too_much_is_refused_and_what_hangs_raises(monkeypatch):

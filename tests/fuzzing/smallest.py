@@ -1,0 +1,67 @@
+"""Within these contexts, the smallest programs meet decisions that only large ones meet otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from tests.fuzzing.configs import Options, uncompiled_regions
+
+__all__ = ["a_link_that_costs_nothing", "groups_of_one_head", "made_for", "tiles_outside_of_checkpoints"]
+
+
+@contextmanager
+def made_for(options: Options) -> Iterator[None]:
+    """All that options ask for beside the compilation itself."""
+    with ExitStack() as stack:
+        if not options.compiled:
+            stack.enter_context(uncompiled_regions())
+        if options.offload:
+            stack.enter_context(a_link_that_costs_nothing())
+        if options.groups:
+            stack.enter_context(groups_of_one_head())
+        if options.outside:
+            stack.enter_context(tiles_outside_of_checkpoints(options.tile))
+        yield
+
+
+@contextmanager
+def groups_of_one_head() -> Iterator[None]:
+    """Attention runs by groups of heads too, with as many groups as heads."""
+    from thunder_mem.tiling import heads
+
+    with patch.object(heads, "_CPU_BLOCKS", 1):
+        yield
+
+
+@contextmanager
+def a_link_that_costs_nothing() -> Iterator[None]:
+    """Copies to the host take no time, for the CPU's model."""
+    from thunder_mem.costs import roofline
+
+    cpu = replace(roofline.DEVICE_MODELS["cpu"], link_bytes_per_s=1e18, copy_s=0.0)
+    with patch.object(roofline, "DEVICE_MODELS", {**roofline.DEVICE_MODELS, "cpu": cpu}):
+        yield
+
+
+@contextmanager
+def tiles_outside_of_checkpoints(rows: int) -> Iterator[None]:
+    """Tiles have so many rows, and under a budget those run that repeat work, if there are any."""
+    from thunder_mem.planning import tile_selection
+    from thunder_mem.tiling import tiles
+
+    compared = tile_selection.plans_in_budget
+
+    def repeating_ones(without: Any, with_tiles: Any, faster: Any, repeating: Any, *others: Any) -> list[Any]:
+        return list(repeating(float("inf"))) or compared(without, with_tiles, faster, repeating, *others)
+
+    with (
+        patch.object(tiles, "AUTO_MIN_BYTES", 1),
+        patch.object(tiles, "floor_rows", lambda *_: rows),
+        patch.object(tiles, "tile_gain_bytes", lambda plan: 1),
+        patch.object(tile_selection, "plans_in_budget", repeating_ones),
+    ):
+        yield
