@@ -147,6 +147,7 @@ def test_by_default_checkpoints_are_tiled_where_the_plan_has_a_lower_peak():
     assert last_plan(jitted).candidate.peak_bytes < last_plan(whole).candidate.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_frontier_begins_with_the_chosen_plan_and_has_the_tiles_that_were_too_slow(monkeypatch):
     module, x = made(Stack(blocks=1, width=64, wide=256), (1, 1024, 64))
     jitted, tiled = compiled(module, True), compiled(module, True)

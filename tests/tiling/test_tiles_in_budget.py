@@ -8,7 +8,9 @@ import torch
 
 from tests.loop_sizes.test_tile_choice import inputs, mlp, step
 from tests.tiling.test_tiles import Stack, compiled, errors, gradients, made, tiles_of
-from thunder_mem import BudgetError, MemEfficient, last_plan, simulate
+from thunder_mem import BudgetError, MemEfficient, last_plan, memory_time_frontier, simulate
+from thunder_mem.analysis.partition_problem import study_call
+from thunder_mem.planning.tile_selection import final_seconds
 
 
 def without_checkpoints(x, layers):
@@ -64,3 +66,28 @@ def test_gradients_of_tiles_that_a_budget_buys_are_as_exact_as_eagers():
     ours = errors(gradients(jitted, module, x), exact)
     assert len(tiles_of(jitted)) == 2
     assert all(mine <= 2 * theirs + torch.finfo(x.dtype).eps for mine, theirs in zip(ours, eager, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fn", "width", "lowest_bytes"),
+    [(without_checkpoints, 1024, 0.25e9), (step, 2048, 0.9e9)],
+)
+@pytest.mark.slow
+def test_a_point_of_the_frontier_is_the_plan_of_its_budget(fn, width, lowest_bytes):
+    """Also with tiles that repeat work, which alone reach so low; without any, the first peaks at 0.46 GB."""
+    with simulate("H100-80GB", fusion="nvfuser"):
+        given = inputs("cuda", 16384, width)
+        _, *points = memory_time_frontier(fn, *given, points=3).points
+        study = study_call(fn, given, {})
+        plans = [study.within(point.peak_bytes, None) for point in points]
+        times_ms = [1e3 * final_seconds(plan) for plan in plans]
+    assert len(points) > 1 and points[-1].peak_bytes < lowest_bytes
+    assert [plan.peak_bytes for plan in plans] == [point.peak_bytes for point in points]
+    assert times_ms == [point.step_ms for point in points]
+
+
+def test_a_frontier_has_tiles_under_the_same_budget_as_a_compilation():
+    with simulate("H100-80GB", fusion="nvfuser"):
+        lowest = memory_time_frontier(without_checkpoints, *inputs("cuda", 16384, 1024), points=1).points[-1]
+    jitted = on_h100(without_checkpoints, 1024, budget=lowest.peak_bytes)
+    assert len(tiles_of(jitted)) == 2 and last_plan(jitted).candidate.peak_bytes == lowest.peak_bytes

@@ -7,22 +7,23 @@ before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any
 
 from thunder_mem.analysis.frontier_points import Frontier, Point
-from thunder_mem.analysis.partition_problem import AMPLE, Study, check_program, compared_programs
-from thunder_mem.costs.plan_time import trace_seconds
+from thunder_mem.analysis.partition_problem import Study, check_program, study_call
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.costs.roofline import device_model_of
-from thunder_mem.memory.device_bytes import host_bytes
-from thunder_mem.memory.graph import Storage
-from thunder_mem.partition.budget_search import PartitionChoice, sweep
-from thunder_mem.partition.min_cut_partition import min_cut_partition, saved_storages
-from thunder_mem.partition.offload_search import sweep_with_offload
-from thunder_mem.planning.program import device_of
-from thunder_mem.user_choices.offload import OffloadOption, moves_for, parse_offload
+from thunder_mem.partition.budget import BudgetError
+from thunder_mem.partition.min_cut_partition import saved_storages
+from thunder_mem.planning.program import Planned, device_of
+from thunder_mem.planning.record import Studied
+from thunder_mem.planning.tile_selection import final_seconds
+from thunder_mem.user_choices.offload import OffloadOption, parse_offload
 
 __all__ = ["memory_time_frontier"]
+
+_AMPLE = 1 << 62  # bytes, which every plan keeps
 
 
 def memory_time_frontier(
@@ -41,7 +42,7 @@ def memory_time_frontier(
         args: arguments of a call (real, or under `simulate` fake) that asks for a gradient.
         kwargs: keyword arguments of the call.
         executors: as for `thunder.jit`, where `fn` is not jitted yet.
-        points: the number of equal steps of the range of peaks; each costs a search and a plan. Plans that
+        points: the number of equal steps of the range of peaks; each costs the planning for a budget. Plans that
             save nothing over a faster one are omitted.
         offload: True, False or "only:PATTERN", as for `MemEfficient`: values may also wait in the host's memory.
 
@@ -62,73 +63,63 @@ def memory_time_frontier(
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ValueError(f"points is a number from 1 up, not {points!r}")
     option = parse_offload(offload)
-    studies = compared_programs(fn, args, dict(kwargs or {}), executors)
-    chosen = studies[0]
-    if chosen.sizes_chunks:  # under a budget loss heads are built in smaller chunks
-        studies = compared_programs(fn, args, dict(kwargs or {}), executors, AMPLE)
-    return _Survey(chosen, option).frontier(studies, points)
+    asked = fn, args, dict(kwargs or {}), executors
+    chosen = study_call(*asked)
+    # Under a budget loss heads are built in smaller chunks.
+    study = study_call(*asked, budget=_AMPLE) if _sizes_heads(chosen.planned) else chosen
+    free = _point(chosen.planned)
+    found = _downwards(study, free, points, option)
+    return Frontier(
+        nothing_recomputed=_point(Study.of(chosen.planned.program).plan(frozenset())),
+        points=(free, *_undominated(free, tuple(found))),
+        device=device_model_of(device_of(chosen.planned.source)).name,
+    )
 
 
-class _Survey:
-    def __init__(self, study: Study, option: OffloadOption | None) -> None:
-        self.study, self.option = study, option
-        self.device = device_of(study.source)
-        self.model = device_model_of(self.device)
+def _sizes_heads(planned: Planned) -> bool:
+    """Whether there is a loss head whose chunks the user did not set, so that a budget makes them smaller."""
+    loops = (loop_of(bsym).plan for bsym in planned.source.bsyms if is_chunk_loop(bsym))
+    return any(plan.sized != "asked" and not plan.is_stretch for plan in loops)
 
-    def frontier(self, studies: Sequence[Study], points: int) -> Frontier:
-        """The plan of the own study without costly recomputation, then those of the studies for budgets, downwards.
 
-        The last plans have the smallest loss heads.
-        """
-        free = self._point(self.study, PartitionChoice(self.study.free, 0, 0.0, 0.0, "free"))
-        found = [point for study in studies for point in self._downwards(study, free, points)]
-        for study in studies:
-            if study.sizes_chunks and (leanest := study.with_smallest_heads()) is not None:
-                *_, smallest = self._fits(leanest, 1)
-                found.append(self._point(leanest, smallest))
-        return Frontier(
-            nothing_recomputed=self._point(self.study, PartitionChoice(frozenset(), 0, 0.0, 0.0, "free")),
-            points=(free, *_undominated(free, found)),
-            device=self.model.name,
-        )
-
-    def _downwards(self, study: Study, free: Point, points: int) -> Iterator[Point]:
-        lowest_bytes = free.peak_bytes
-        saved_bytes = 0  # by what follows the trial that a fit is priced by
-        for fit in self._fits(study, points):
-            if fit.peak_bytes - saved_bytes < lowest_bytes:
-                point = self._point(study, fit)
-                saved_bytes, lowest_bytes = fit.peak_bytes - point.peak_bytes, point.peak_bytes
+def _downwards(study: Studied, free: Point, points: int, option: OffloadOption | None) -> Iterator[Point]:
+    """The plans for budgets from just below a peak down to the smallest peak; equal ones only once."""
+    smallest_bytes, most_bytes = _smallest_peak_bytes(study, option), free.peak_bytes - 1
+    peak_bytes = free.peak_bytes
+    for i in range(points, -1, -1):
+        budget_bytes = smallest_bytes + (most_bytes - smallest_bytes) * i // points
+        if smallest_bytes <= budget_bytes < peak_bytes:
+            with suppress(BudgetError):
+                point = _point(study.within(budget_bytes, option), option)
+                peak_bytes = point.peak_bytes
                 yield point
 
-    def _fits(self, study: Study, points: int) -> Iterator[PartitionChoice]:
-        problem = study.problem
-        if self.option is None:
-            return sweep(problem, points)
-        free, device = min_cut_partition(problem.graph, problem.fuse, problem.choices), str(self.device)
-        moves = moves_for(self.option, study.source, problem.fuse, problem.choices, free, self.model, device)
-        return sweep_with_offload(replace(problem, moves=moves), points)
 
-    def _point(self, study: Study, fit: PartitionChoice) -> Point:
-        planned = study.plan(fit.rebuilt, fit.offloaded)
-        graph = study.problem.graph
-        candidate = planned.plan.candidate
-        received = saved_storages(graph, fit.rebuilt)
-        assert planned.final is not None
-        seconds = trace_seconds(planned.final, self.model) + fit.exposed_seconds
-        return Point(
-            peak_bytes=planned.peak_bytes,
-            forward_peak_bytes=candidate.forward_peak_bytes,
-            backward_peak_bytes=candidate.backward_peak_bytes,
-            saved_bytes=sum(graph.storages[s].nbytes for s in received - fit.offloaded),
-            recompute_ms=(fit.seconds - fit.exposed_seconds) * 1e3,
-            bound_ms=fit.bound_seconds * 1e3,
-            step_ms=seconds * 1e3,
-            offload="" if not fit.offloaded else str(self.option),
-            host_bytes=sum(_on_host(graph.storages[s]) for s in received & fit.offloaded),
-            exposed_ms=fit.exposed_seconds * 1e3,
-            free=fit.method == "free",
-        )
+def _smallest_peak_bytes(study: Studied, option: OffloadOption | None) -> int:
+    try:
+        return study.within(1, option).peak_bytes
+    except BudgetError as error:
+        return error.smallest_peak_bytes
+
+
+def _point(planned: Planned, option: OffloadOption | None = None) -> Point:
+    """What a plan costs; `option` says what a budget could offload."""
+    candidate, bought, graph = planned.plan.candidate, planned.plan.budget, planned.source.graph
+    device = str(device_of(planned.program.source))
+    received = (graph.storages[s] for s in saved_storages(graph))
+    return Point(
+        peak_bytes=planned.peak_bytes,
+        forward_peak_bytes=candidate.forward_peak_bytes,
+        backward_peak_bytes=candidate.backward_peak_bytes,
+        saved_bytes=sum(storage.nbytes for storage in received if storage.device == device),
+        recompute_ms=bought.recompute_ms if bought else 0.0,
+        bound_ms=bought.bound_ms if bought else 0.0,
+        step_ms=final_seconds(planned) * 1e3,
+        offload=str(option) if bought and bought.offloaded else "",
+        host_bytes=bought.host_bytes if bought else 0,
+        exposed_ms=bought.exposed_ms if bought else 0.0,
+        free=bought is None,
+    )
 
 
 def _undominated(free: Point, points: Sequence[Point]) -> Iterator[Point]:
@@ -138,7 +129,3 @@ def _undominated(free: Point, points: Sequence[Point]) -> Iterator[Point]:
         if point.peak_bytes < lowest_bytes:
             lowest_bytes = point.peak_bytes
             yield point
-
-
-def _on_host(storage: Storage) -> int:
-    return host_bytes(storage.nbytes, storage.device)

@@ -6,26 +6,21 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import thunder
 
-from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.partition.budget_search import PartitionProblem
 from thunder_mem.planning.executor import user_executors
-from thunder_mem.planning.pipeline import choose_partition, plan_partition, with_smaller_heads
-from thunder_mem.planning.program import Planned, Program, partition_problem, read_program
-from thunder_mem.planning.record import studied_programs
+from thunder_mem.planning.pipeline import plan_partition
+from thunder_mem.planning.program import Planned, Program, partition_problem
+from thunder_mem.planning.record import Studied, studied
 from thunder_mem.planning.stages import carried_out
 from thunder_mem.prediction.compiled_call import compiled_entry
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.transforms.mem_efficient import MemEfficient
 
-__all__ = ["AMPLE", "Study", "check_program", "compared_programs", "study_program"]
-
-AMPLE = 1 << 62
-"""A budget in bytes that every plan keeps, for a study of all budgets."""
+__all__ = ["Study", "check_program", "study_call", "study_program"]
 
 
 @dataclass(frozen=True)
@@ -50,25 +45,9 @@ class Study:
         """The joint trace as a graph."""
         return self.program.source
 
-    @cached_property
-    def free(self) -> frozenset[int]:
-        """The storages to recompute without cost, as `MemEfficient` chooses them."""
-        return choose_partition(self.program)[1]
-
     def plan(self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Planned:
         """The whole plan for given storages to recompute and to offload, with its final trace."""
         return carried_out(plan_partition(self.program, rebuilt, offloaded), time.perf_counter_ns())
-
-    def with_smallest_heads(self) -> Study | None:
-        """The same program with the smallest loss heads; None if there are no smaller ones."""
-        p = self.program
-        *_, smallest = (None, *(trace for trace, _ in with_smaller_heads(p.trace)))
-        return None if smallest is None else Study.of(read_program(smallest, p.executors, p.options, p.given))
-
-    @property
-    def sizes_chunks(self) -> bool:
-        """Whether it has a loss head whose chunks the user did not set, so that a budget makes them smaller."""
-        return any(is_chunk_loop(b) and loop_of(b).plan.sized != "asked" for b in self.source.bsyms)
 
 
 def check_program(fn: object, caller: str) -> None:
@@ -95,26 +74,26 @@ def study_program(
         ValueError: the call asks for no gradient.
         PredictionError: the program cannot be traced.
     """
-    return compared_programs(fn, args, kwargs, executors)[0]
+    return Study.of(study_call(fn, args, kwargs, executors).planned.program)
 
 
-def compared_programs(
+def study_call(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     executors: Sequence[Any] | None = None,
     budget: int | None = None,
-) -> tuple[Study, ...]:
-    """The program that `MemEfficient` chooses, and those that it compares with it: with tiles and without.
+) -> Studied:
+    """The plan that `MemEfficient` chooses for a call, and how it plans the same call for budgets.
 
     Arguments and errors are those of `study_program`; a loss head is built smaller if there is a budget, in bytes.
     """
     jitted = _jitted_anew(fn, executors, budget)
     compiled_entry(jitted, tuple(args), dict(kwargs), call=True)
-    studies = tuple(map(Study.of, studied_programs(jitted)))
-    if not any(op.backward for study in studies for op in study.source.graph.ops):
+    found = studied(jitted)
+    if found is None or not any(op.backward for op in found.planned.source.graph.ops):
         raise ValueError("the call has no backward: give arguments or parameters that ask for a gradient")
-    return studies
+    return found
 
 
 def _jitted_anew(fn: Callable[..., Any], executors: Sequence[Any] | None, budget: int | None) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from thunder_mem.partition.tradeoff_curve import TradeoffPoint, repeat_seconds, 
 from thunder_mem.partition.transfer_windows import Moves
 from thunder_mem.schedule.registry import SortFunction
 
-__all__ = ["PartitionChoice", "PartitionProblem", "fit_budget", "greedy_fit", "sweep"]
+__all__ = ["PartitionChoice", "PartitionProblem", "fit_budget", "greedy_fit"]
 
 # The range of peaks is cut into so many targets: fewer in programs that are solved exactly, and the fewest
 # in those of fewer than so many ops.
@@ -342,14 +342,3 @@ def _smallest(problem: PartitionProblem) -> PartitionChoice:
     found = [fit for spacing in spacings for fit in spacing.sampled]
     found += _proposals(problem, spacings[-1], spacings[-1].low_bytes)
     return replace(min(found, key=lambda f: (f.peak_bytes, f.seconds)), bound_seconds=0.0)
-
-
-def sweep(problem: PartitionProblem, points: int = 16) -> Iterator[PartitionChoice]:
-    """Choices from no costly recomputation to the smallest peak, each with a lower peak than the one before."""
-    peak_bytes: int | None = None
-    for spacing in problem.spacings():
-        for i in range(points, -1, -1):
-            fit = fit_budget(problem, spacing.target_bytes(i * spacing.targets // points))
-            if peak_bytes is None or fit.peak_bytes < peak_bytes:
-                peak_bytes = fit.peak_bytes
-                yield fit

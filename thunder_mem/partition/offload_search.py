@@ -16,7 +16,7 @@ from thunder_mem.partition.milp import solve
 from thunder_mem.partition.milp_memory_rows import memory_rows
 from thunder_mem.partition.min_cut_partition import saved_storages
 
-__all__ = ["fit_with_offload", "sweep_with_offload"]
+__all__ = ["fit_with_offload"]
 
 # Rounds of cutting planes; each costs a solution and a trial.
 _ROUNDS = 8
@@ -37,23 +37,6 @@ def fit_with_offload(problem: PartitionProblem, budget_bytes: int) -> PartitionC
     else:
         best = min(found, key=lambda f: (f.peak_bytes, f.seconds))
     return replace(best, without_seconds=alone.seconds if fits else None)
-
-
-def sweep_with_offload(problem: PartitionProblem, points: int) -> Iterator[PartitionChoice]:
-    """`budget_search.sweep` with offloading, down to the smallest peak of both together."""
-    spacing = next(problem.spacings())
-    most = spacing.points[-1].rebuilt
-    movable = problem.moves.movable if problem.moves else frozenset()
-    low_bytes = problem.trial(
-        most, (saved_storages(problem.graph, most) & movable) - spacing.candidates.forced
-    ).peak_bytes
-    low_bytes = min(low_bytes, spacing.low_bytes)
-    peak_bytes: int | None = None
-    for i in range(points, -1, -1):
-        fit = fit_with_offload(problem, low_bytes + (spacing.high_bytes - low_bytes) * i // points)
-        if peak_bytes is None or fit.peak_bytes < peak_bytes:
-            peak_bytes = fit.peak_bytes
-            yield fit
 
 
 def _proposals(problem: PartitionProblem, budget_bytes: int) -> Iterator[PartitionChoice]:

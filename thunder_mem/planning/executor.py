@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 
-from thunder.core.compile_data import _compile_data, get_compile_data
+from thunder.core.compile_data import _compile_data, compile_data_and_stats, get_compile_data
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceTag
 from thunder.core.transform_common import Transform
@@ -25,13 +26,14 @@ from thunder_mem.partition.budget import BudgetError
 from thunder_mem.partition.constraints import RecomputeError
 from thunder_mem.planning.fallback import Original, final_halves
 from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.program import with_checkpoints
-from thunder_mem.planning.record import note_plan, noted_program
+from thunder_mem.planning.program import Planned, with_checkpoints
+from thunder_mem.planning.record import Studied, note_plan, noted_program
 from thunder_mem.planning.tile_selection import OtherTiles, lower_plan
 from thunder_mem.regions.region_kernels import region_function_of
 from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.collector import collector_off
 from thunder_mem.trace.verification import VerificationError, verify_final, verify_rewrite
+from thunder_mem.user_choices.offload import OffloadOption
 
 __all__ = [
     "PlanningExecutor",
@@ -117,17 +119,30 @@ class PlanningExecutor(FusionExecutor):
 
 def _planned(trace: TraceCtx, session: _Session) -> TraceCtx:
     start = time.perf_counter_ns()
-    data = get_compile_data()
-    whole = None if session.whole is None else partial(session.whole.unfused, data)
     with stage("planning"):
+        whole = None if session.whole is None else partial(session.whole.unfused, get_compile_data())
         planned = lower_plan(trace, whole, session.executors, session.options, session.others)
     session.plan = planned.plan
-    programs = (planned.program, *planned.others) if session.options.studied else ()
-    note_plan(planned.plan, took_ms=(time.perf_counter_ns() - start) // 1_000_000, programs=programs)
+    study = Studied(planned, _within(trace, session)) if session.options.studied else None
+    note_plan(planned.plan, took_ms=(time.perf_counter_ns() - start) // 1_000_000, study=study)
     assert planned.final is not None
     for function in filter(None, map(region_function_of, planned.final.bound_symbols)):
         function.expect()
     return planned.final
+
+
+def _within(trace: TraceCtx, session: _Session) -> Callable[[int, OffloadOption | None], Planned]:
+    """Plans a trace once more, for a budget; see `Studied`."""
+    compilation = _compile_data.get()
+    executors, given, others = tuple(session.executors), session.options, session.others
+    whole = None if session.whole is None else cache(partial(session.whole.unfused, get_compile_data()))
+
+    def within(budget_bytes: int, offload: OffloadOption | None) -> Planned:
+        options = replace(given, budget=budget_bytes, on_infeasible="error", offload=offload)
+        with compile_data_and_stats(*compilation), collector_off(), stage("planning"):
+            return lower_plan(trace, whole, executors, options, others)
+
+    return within
 
 
 def _unplanned(session: _Session, error: Exception) -> TraceCtx:

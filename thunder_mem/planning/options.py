@@ -27,7 +27,7 @@ class PlanningOptions:
     reuse: bool = True
     redraw: bool = True
     verify: bool | None = None
-    studied: bool = False  # operations keep the names that the program gives them, and the record keeps the programs
+    studied: bool = False  # operations keep the names that the program gives them, and the record keeps a study
     optimized: Optimized | None = None  # parameters that the backward updates
     repeat_tiles: bool = True  # results of stretches in tiles may be computed once more
     smaller_heads: bool = True  # loss heads may become smaller to fit a budget

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from thunder.core.compile_data import _compile_data
 
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx
 from thunder_mem.memory.plan import Plan
-from thunder_mem.planning.program import Program
+from thunder_mem.planning.program import Planned
+from thunder_mem.user_choices.offload import OffloadOption
 
 __all__ = [
+    "Studied",
     "current_record",
     "last_failure",
     "last_plan",
     "note_plan",
     "note_program",
     "noted_program",
-    "studied_programs",
+    "studied",
 ]
+
+
+@dataclass(frozen=True)
+class Studied:
+    """What a study keeps of a compilation.
+
+    Attributes:
+        planned: the plan that was compiled.
+        within: plans the same call anew for a budget in bytes, with values that may be offloaded. It raises
+            `BudgetError` as the compilation would.
+    """
+
+    planned: Planned
+    within: Callable[[int, OffloadOption | None], Planned]
 
 
 def last_plan(jitted) -> Plan | None:
@@ -47,21 +64,21 @@ def current_record() -> tuple[Plan | None, str]:
     return getattr(stats, "thunder_mem_plan", None), getattr(stats, "thunder_mem_failure", "")
 
 
-def note_plan(plan: Plan | None, *, took_ms: int = 0, failure: str = "", programs: Sequence[Program] = ()) -> None:
+def note_plan(plan: Plan | None, *, took_ms: int = 0, failure: str = "", study: Studied | None = None) -> None:
     """Store the plan with the compilation, for `last_plan` and `last_failure`; it replaces an earlier plan.
 
-    `programs` are for `studied_programs`; they are large, so only a study asks for them.
+    `study` is for `studied`; it is large, so only a study asks for it.
     """
     if (stats := _compile_data.get()[1]) is not None:
         stats.thunder_mem_plan = plan
         stats.thunder_mem_planning_ms = took_ms
         stats.thunder_mem_failure = failure
-        stats.thunder_mem_programs = tuple(programs)
+        stats.thunder_mem_study = study
 
 
-def studied_programs(jitted) -> tuple[Program, ...]:
-    """The program that a study's last compilation planned, and the others that it compared that plan with."""
-    return getattr(_stats(jitted), "thunder_mem_programs", ())
+def studied(jitted) -> Studied | None:
+    """What a study keeps of its last compilation; None if nothing was planned."""
+    return getattr(_stats(jitted), "thunder_mem_study", None)
 
 
 def note_program(program: Mapping[str, Any], options: Mapping[str, str]) -> None:

@@ -250,7 +250,7 @@ class MemEfficient(ListedTransform):
             original = Original(prologue_trace, ready, epilogue_trace, later)
         loops = stretches_of(computation_trace)
         may_choose = self._tile and not other and not marks and _tiles_of(self._tile).rows == "auto"
-        if may_choose and (loops or options.budget is not None):
+        if may_choose and (loops or options.budget is not None or options.studied):
             before = Original(prologue_trace, untiled, epilogue_trace, later)
             whole = before if loops else None
             others = OtherTiles(before, _tiles_of(self._tile), before_tiles, executors, loops)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
@@ -24,6 +25,24 @@ __all__ = ["OtherTiles", "stretches_of"]
 
 
 @dataclass(frozen=True)
+class _Variant:
+    """The computation with some choice of tiles, and the decisions about it."""
+
+    whole: Original
+    computation: TraceCtx
+    decisions: tuple[Decision, ...]
+
+    @cached_property
+    def loops(self) -> tuple[ChunkLoop, ...]:
+        return stretches_of(self.computation)
+
+    @cached_property
+    def joint(self) -> TraceCtx:
+        """The joint trace, which takes autograd once."""
+        return replace(self.whole, computation=self.computation).unfused(get_compile_data())
+
+
+@dataclass(frozen=True)
 class OtherTiles:
     """Makes the joint traces of a program with other tiles, as Thunder gives them to fusion executors.
 
@@ -39,6 +58,7 @@ class OtherTiles:
     options: PlanningOptions
     executors: tuple[Executor, ...]
     loops: tuple[ChunkLoop, ...]
+    _made: dict[TileChoice, _Variant] = field(default_factory=dict, repr=False, compare=False)  # a study asks again
 
     def cheaper(self, excess_s: float) -> Iterator[tuple[TraceCtx, tuple[Decision, ...]]]:
         """The traces with cheaper tiles, one after the other, each with the decisions about it.
@@ -47,9 +67,9 @@ class OtherTiles:
             excess_s: the seconds by which `loops` take too long.
         """
         for choice in cheaper_choices(self.loops, excess_s):
-            computation, options = self._tiled(choice)
-            if stretches_of(computation):
-                yield self._joint(computation), options.decisions
+            variant = self._variant(choice)
+            if variant.loops:
+                yield variant.joint, variant.decisions
 
     def repeating(self, most_s: float) -> Iterator[tuple[TraceCtx, tuple[Decision, ...]]]:
         """The trace that also has tiles outside of checkpoints, with the decisions about it; none if there are none.
@@ -57,10 +77,16 @@ class OtherTiles:
         Args:
             most_s: the seconds that the repetition of their forward may take.
         """
-        computation, options = self._tiled(TileChoice(repeats=True))
-        loops = stretches_of(computation)
-        if len(loops) > len(self.loops) and forward_seconds(loops) - forward_seconds(self.loops) < most_s:
-            yield self._joint(computation), options.decisions
+        variant = self._variant(TileChoice(repeats=True))
+        more_s = forward_seconds(variant.loops) - forward_seconds(self.loops)
+        if len(variant.loops) > len(self.loops) and more_s < most_s:
+            yield variant.joint, variant.decisions
+
+    def _variant(self, choice: TileChoice) -> _Variant:
+        if choice not in self._made:
+            computation, options = self._tiled(choice)
+            self._made[choice] = _Variant(self.whole, computation, options.decisions)
+        return self._made[choice]
 
     def _tiled(self, choice: TileChoice) -> tuple[TraceCtx, PlanningOptions]:
         data: Any = get_compile_data()
@@ -69,9 +95,6 @@ class OtherTiles:
             return tiled(self.whole.computation, self.tiles, self.options, user_executors(self.executors), choice)
         finally:
             data.executors_list = planners
-
-    def _joint(self, computation: TraceCtx) -> TraceCtx:
-        return replace(self.whole, computation=computation).unfused(get_compile_data())
 
 
 def stretches_of(trace: TraceCtx) -> tuple[ChunkLoop, ...]:
