@@ -69,7 +69,6 @@ __all__ = [
     "plan_joint_trace",
     "plan_partition",
     "planned_trace",
-    "with_smaller_heads",
 ]
 
 # While the caller computes a loss and its gradient, so many times the gradient's bytes are alive.
@@ -147,7 +146,7 @@ def _fitting(
     """
     found: list[Planned] = []
     for variant, narrower_at_peak in chain(
-        [(trace, False)], with_smaller_heads(trace) if options.smaller_heads else ()
+        [(trace, False)], _with_smaller_heads(trace) if options.smaller_heads else ()
     ):
         program = read_program(variant, tuple(executors), options, given)
         planned = plan_program(program, partial(carried_out, start=start, narrower_sums=narrower_at_peak))
@@ -186,7 +185,7 @@ def _over_budget(best: Planned, options: PlanningOptions, budget_bytes: int, com
     return BudgetError(budget_bytes, best.peak_bytes, held, share, other_bytes)
 
 
-def with_smaller_heads(trace: TraceCtx) -> Iterator[tuple[TraceCtx, bool]]:
+def _with_smaller_heads(trace: TraceCtx) -> Iterator[tuple[TraceCtx, bool]]:
     """The joint trace with smaller chunks of loss heads, with narrower sums of gradients, and with both.
 
     Narrower sums take time. Beside stretches in tiles they are first tried for the loops at the peak alone.
