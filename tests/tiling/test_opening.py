@@ -5,10 +5,12 @@ import thunder
 import torch
 import torch.nn.functional as F
 
+from tests.checking.traces import unfused
 from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
 from tests.programs.chunk_tools import relative
 from thunder_mem import MemEfficient, last_plan, measure_peak, predict, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.loop_body.leaves import read_program
 from thunder_mem.tiling import opening
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 
@@ -248,3 +250,15 @@ def test_the_gradient_of_a_sum_before_the_norm_is_not_cast_to_float32_and_back()
     # Whole rows: the argument, the gradient of the sum, and that of the product's operand; with the casts, five.
     weights_and_gradients = 2 * (512 * 512 + 16384 * 512 + 512) * 2
     assert plan.candidate.backward_peak_bytes - weights_and_gradients <= 3.5 * narrow
+
+
+def test_a_write_is_not_done_in_vain():
+    """Nobody reads the written value in the program, and it does not go with the operations that make it."""
+
+    def fn(x, y):
+        y.copy_(x.sin())
+        return x * 2
+
+    program = read_program(unfused(fn, torch.ones(3), torch.ones(3)))
+    assert "copy_" in [leaf.name for leaf in program.leaves]
+    assert opening._unread(program) == []
