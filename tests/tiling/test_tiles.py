@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
 from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, memory_time_frontier, predict, tiled
+from thunder_mem.chunk_loop.gradient_sums import sole_owner
 from thunder_mem.loop_body import block as blocks_of_rows
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning import tile_selection
@@ -128,6 +129,53 @@ def test_the_peak_falls_and_is_predicted_to_the_byte():
         peaks[tile] = measure_peak(step)
         assert 0 <= peaks[tile] - predict(jitted, x).measured_bytes <= loss_bytes
     assert peaks[Tiles(rows=64)] < 0.7 * peaks[False]
+
+
+class Projected(nn.Module):
+    """A projection with a bias and an MLP under a checkpoint; a view of the sum with the bias is the projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.projection, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
+
+    def block(self, x):
+        return self.down(F.relu(self.up(self.projection(x))))
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False).square().mean()
+
+
+def test_gradients_lie_over_rows_that_are_a_view_of_what_nobody_holds():
+    module, x = made(Projected(), (2, 256, WIDTH))
+    jitted = compiled(module, Tiles(rows=8))
+
+    def step():
+        jitted(x).backward()
+
+    step()
+    assert "written over it" in str(thunder.last_backward_traces(jitted)[-1])
+    assert 0 <= measure_peak(step) - predict(jitted, x).measured_bytes <= 8
+
+
+def test_who_holds_the_memory_of_a_view():
+    with torch.no_grad():
+        flat = torch.zeros(6, 4)
+        view = flat.view(2, 3, 4)
+        assert not sole_owner(view)  # a name
+        kept = flat.detach()
+        del flat
+        assert not sole_owner(view)  # another tensor
+        del kept
+        assert sole_owner(view)
+        other = view[:1]
+        assert not sole_owner(view) and not sole_owner(other)
+        del other
+        assert sole_owner(view)
+    taken = torch.zeros(6, 4, requires_grad=True) * 2
+    kept = taken.exp()  # autograd keeps what it made
+    view = kept.view(24)
+    del kept
+    assert not sole_owner(view.detach()) and not sole_owner(view)
 
 
 @pytest.fixture

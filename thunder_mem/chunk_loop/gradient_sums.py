@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -133,10 +135,28 @@ def finish(plan: LoopPlan, scale: Tensor | None, parts: Sequence[Tensor]) -> lis
 
 
 def sole_owner(t: Tensor) -> bool:
-    """Whether only the tensor's own Python object holds its memory: not autograd, not another view."""
+    """Whether only the tensor's own Python object holds its memory: not autograd, not another view.
+
+    Beside a view its base holds the memory, which must be all that holds the base. PyTorch's `linear` with a bias
+    returns such a view.
+    """
     storage = t.untyped_storage()
     holders = torch._C._storage_Use_Count(storage._cdata) - 1  # less `storage` itself
-    return holders == 1 and t._use_count() == 1  # type: ignore[attr-defined]
+    if t._use_count() != 1:  # type: ignore[attr-defined]
+        return False
+    return holders == 1 if t._base is None else holders == 2 and _holders_of_base(t) == _held_by_a_view_alone()
+
+
+def _holders_of_base(view: Tensor) -> tuple[int, int]:
+    """How often a view's base is held, by C++ and by Python, this function included."""
+    base = view._base
+    return base._use_count(), sys.getrefcount(base)  # type: ignore[union-attr]
+
+
+@cache
+def _held_by_a_view_alone() -> tuple[int, int]:
+    """`_holders_of_base` of a view whose base nobody else holds; versions of PyTorch count differently."""
+    return _holders_of_base(torch.empty(2)[:1])
 
 
 def _finish_one(spec: Spec, scale: Tensor | None, parts: list[Tensor], free: bool) -> Tensor:
