@@ -241,7 +241,7 @@ CONFIGS = {
         Config("mem", _compile(Options()), (_MEM,), "thunder"),
         *(_tiles(Options(tile=n, chunk=n > 3)) for n in (3, 5, 7)),
         _tiles(Options(tile=5, groups=True, executors="attention")),
-        _named("tiles-outside-of-checkpoints", Options(tile=2, outside=True, budget=1)),
+        _named("tiles-outside-of-checkpoints", Options(tile=1, outside=True, budget=1)),
         _named("step", Options(step=True)),
         _named("step-and-tiles-of-3", Options(step=True, tile=3)),
         Config("mem-no-fusion", _compile(Options(executors="none")), (_MEM,), "thunder"),

@@ -49,19 +49,18 @@ def a_link_that_costs_nothing() -> Iterator[None]:
 
 @contextmanager
 def tiles_outside_of_checkpoints(rows: int) -> Iterator[None]:
-    """Tiles have so many rows, and under a budget those run that repeat work, if there are any."""
+    """Any product runs in tiles of so many rows, and a budget takes the plan with most of them."""
     from thunder_mem.planning import tile_selection
     from thunder_mem.tiling import tiles
 
-    compared = tile_selection.plans_in_budget
-
-    def repeating_ones(without: Any, with_tiles: Any, faster: Any, repeating: Any, *others: Any) -> list[Any]:
-        return list(repeating(float("inf"))) or compared(without, with_tiles, faster, repeating, *others)
+    def with_most_tiles(without: Any, with_tiles: Any, faster: Any, repeating: Any, *others: Any) -> list[Any]:
+        return list(repeating(float("inf"))) or [with_tiles or without]
 
     with (
         patch.object(tiles, "AUTO_MIN_BYTES", 1),
+        patch.object(tiles, "WIDE_RATIO", 0.2),
         patch.object(tiles, "floor_rows", lambda *_: rows),
         patch.object(tiles, "tile_gain_bytes", lambda plan: 1),
-        patch.object(tile_selection, "plans_in_budget", repeating_ones),
+        patch.object(tile_selection, "plans_in_budget", with_most_tiles),
     ):
         yield
