@@ -140,7 +140,7 @@ def _shared(wide: bool):
         w = values.pick(
             rng, lambda u: u.dim() == 2 and (u.dtype, u.shape[1]) == (t.dtype, t.shape[3]) and u.shape[0] > t.shape[3]
         )
-        return w and ((q, k, v, w), params)
+        return w and ((q, k, v, w), (*params, t.shape[1]))
 
     return draw
 
@@ -150,6 +150,9 @@ _SHARED = "F.scaled_dot_product_attention({0}, " + ", ".join(map(_REPEATED.forma
 add("attention", "attention_shared", "fresh", _SHARED, _shared(False))
 # A stretch that may run in tiles, behind attention that then may run by groups of heads.
 add("attention", "attention_widened", "fresh", f"torch.tanh({_SHARED} @ {{3}}.t()) @ {{3}}", _shared(True))
+# The same behind a projection, whose gradient groups of heads may make themselves.
+_PROJECTED = f"F.linear({_SHARED}.transpose(1, 2).flatten(2), {{3}}.repeat(1, {{p[2]}})) @ {{3}}"
+add("attention", "attention_projected", "fresh", f"torch.tanh({_PROJECTED} @ {{3}}.t()) @ {{3}}", _shared(True))
 
 
 def _embedded(rng: Random, values: Values) -> Drawn | None:
