@@ -90,4 +90,4 @@ def test_a_frontier_has_tiles_under_the_same_budget_as_a_compilation():
     with simulate("H100-80GB", fusion="nvfuser"):
         lowest = memory_time_frontier(without_checkpoints, *inputs("cuda", 16384, 1024), points=1).points[-1]
     jitted = on_h100(without_checkpoints, 1024, budget=lowest.peak_bytes)
-    assert len(tiles_of(jitted)) == 2 and last_plan(jitted).candidate.peak_bytes == lowest.peak_bytes
+    assert len(tiles_of(jitted)) >= 2 and last_plan(jitted).candidate.peak_bytes == lowest.peak_bytes

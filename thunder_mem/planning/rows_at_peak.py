@@ -70,8 +70,10 @@ def with_fewer_rows_at_peak(
 
 def _lighter(planned: Planned, narrower_sums: bool) -> TraceCtx | None:
     """The arranged trace in which the loop at the peak has fewer rows or narrower sums; None if it has, or is none."""
-    trace, source = planned.lighter or planned.arranged, planned.final_source
-    assert trace is not None
+    trace = planned.lighter or planned.arranged
+    if trace is None:
+        return None
+    source = planned.final_source
     peak = source.bsyms[price_order(source.graph).peak_step]
     if not is_chunk_loop(peak) or not loop_of(peak).plan.device.startswith("cuda"):
         return None
