@@ -273,7 +273,7 @@ def chosen_of(
         return Planned(program=trace, plan=plan, source=trace, fuse=None, trace=trace)
 
     monkeypatch.setattr(tile_selection, "made", planned)
-    monkeypatch.setattr(tile_selection, "checked", lambda plan, *others: checked.append(plan.trace) or plan)
+    monkeypatch.setattr(tile_selection, "checked", lambda plan: checked.append(plan.trace) or plan)
     monkeypatch.setattr(tile_selection, "final_seconds", lambda plan: figures[plan.trace][1])
     monkeypatch.setattr(tile_selection, "peak_with_loss_outside", lambda plan: plan.peak_bytes)
     monkeypatch.setattr(tile_selection, "_tidied", lambda trace, options: trace)

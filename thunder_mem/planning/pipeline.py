@@ -105,8 +105,8 @@ def made(given: TraceCtx, executors: Sequence[FusionExecutor], options: Planning
     return _fitting(trace, executors, options, given, start)
 
 
-def checked(planned: Planned, *others: Planned) -> Planned:
-    """The plan, verified, with what is known of the trace that runs, and the programs of the others.
+def checked(planned: Planned) -> Planned:
+    """The plan, verified, with what is known of the trace that runs.
 
     Raises:
         BudgetError: it exceeds its budget, and `options.on_infeasible` is "error".
@@ -129,7 +129,7 @@ def checked(planned: Planned, *others: Planned) -> Planned:
     with stage("planning: kernels of regions"):
         plan = with_kernels(plan, planned.final_source)
     save_tables()
-    return replace(planned, plan=plan, others=tuple(other.program for other in others))
+    return replace(planned, plan=plan)
 
 
 def peak_with_loss_outside(planned: Planned) -> int:

@@ -113,7 +113,6 @@ class Planned:
         lighter: the arranged trace with fewer rows or narrower sums in the loops at its peak; None if they have all.
         final: that trace with fitted chunk loops.
         over_budget: says that nothing fits the budget; None if this plan does, or without a budget.
-        others: the same function's programs that were planned too, with fewer tiles or more.
     """
 
     program: Program
@@ -125,7 +124,6 @@ class Planned:
     lighter: TraceCtx | None = None
     final: TraceCtx | None = None
     over_budget: Callable[[], BudgetError] | None = None
-    others: tuple[Program, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

@@ -66,8 +66,7 @@ def lower_plan(
     tiled = _tidied(tiled, options)
     if options.budget is not None and others is not None:
         plans = _plans_in_budget(tiled, whole, executors, options, others)
-        chosen = _best_in_budget(plans, options)
-        return checked(chosen, *(plan for plan in plans if plan is not chosen))
+        return checked(_best_in_budget(plans, options))
     if whole is None:
         return planned_trace(tiled, executors, options)
     with_tiles = made(tiled, executors, options)
@@ -82,15 +81,15 @@ def lower_plan(
     if excess_s <= 0:
         with_tiles = with_fewer_rows_at_peak(with_tiles, in_time)
     if not _is_lower(with_tiles, without):
-        return checked(without, with_tiles)
+        return checked(without)
     if excess_s <= 0:
-        return checked(with_tiles, without)
+        return checked(with_tiles)
     for variant in () if others is None else others.cheaper(excess_s):
         trace, asked = _asked(variant, options)
         other, other_s = _in_time(trace, made(trace, executors, asked), executors, asked, most_s)
         if other_s <= most_s and _is_lower(other, without):
-            return checked(with_fewer_rows_at_peak(other, in_time), with_tiles, without)
-    return checked(without, with_tiles)
+            return checked(with_fewer_rows_at_peak(other, in_time))
+    return checked(without)
 
 
 def _untiled(trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
