@@ -152,8 +152,10 @@ def _attention_flops(bsym: BoundSymbol) -> int:
 
 def _projection_flops(bsym: BoundSymbol) -> int:
     """Of the product that a backward by groups of heads makes its gradient with."""
-    factors = _operands(bsym)[::6] if "groups_backward" in bsym.sym.name else []
-    return 2 * _shape(factors[0])[0] * _numel(factors[1]) if len(factors) > 1 else 0
+    if "groups_backward" not in bsym.sym.name:
+        return 0
+    grad, _query, _key, _value, _out, _log_sums, *weight = _operands(bsym)
+    return 2 * _shape(grad)[0] * _numel(weight[0]) if weight else 0
 
 
 def _is_causal(bsym: BoundSymbol) -> bool:

@@ -18,6 +18,7 @@ from thunder_mem.memory.graph import Op
 from thunder_mem.runtime.head_groups import groups_of, is_backward_in_groups, projecting
 from thunder_mem.trace.reading import TraceGraph, read_trace
 from thunder_mem.trace.rebuilding import rebuilt
+from thunder_mem.trace.region_readers import readers_in_regions
 
 __all__ = ["with_projections_in_groups"]
 
@@ -28,22 +29,24 @@ def with_projections_in_groups(trace: TraceCtx) -> TraceCtx:
     Args:
         trace: a joint trace before fusion.
     """
-    if not any(is_backward_in_groups(b) and groups_of(b) > 1 for b in trace.bound_symbols):
+    if not any(map(_has_groups, trace.bound_symbols)):
         return trace
     source = read_trace(trace)
     new = {}
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
-        if (by_groups := _projecting(source, op, bsym)) is not None:
+        if _has_groups(bsym) and (by_groups := _projecting(source, op, bsym)) is not None:
             new[id(bsym)] = by_groups
     if not new:
         return trace
     return dce(rebuilt(trace, [new.get(id(b), b) for b in trace.bound_symbols], "Projections by groups of heads"))
 
 
+def _has_groups(bsym: BoundSymbol) -> bool:
+    return is_backward_in_groups(bsym) and groups_of(bsym) > 1
+
+
 def _projecting(source: TraceGraph, attention: Op, bsym: BoundSymbol) -> BoundSymbol | None:
     """The backward that projects by groups; None if it cannot, or if the weight is larger than what this saves."""
-    if not is_backward_in_groups(bsym) or groups_of(bsym) == 1:
-        return None
     graph, grad_out = source.graph, bsym.args[0]
     storage = source.storage_of[grad_out.name]
     maker = graph.allocator[storage]
@@ -52,8 +55,7 @@ def _projecting(source: TraceGraph, attention: Op, bsym: BoundSymbol) -> BoundSy
     grad_result, weight = source.bsyms[maker].args
     if source.layout.nbytes(weight.name) > graph.storages[storage].nbytes:
         return None
-    readers = {user for user in graph.users[storage] if graph.ops[user].allocates or graph.ops[user].writes}
-    if readers - {maker, attention.index} or storage in graph.outputs:
+    if readers_in_regions(source, storage) != {attention.index} or storage in graph.outputs:
         return None
     operands = {source.storage_of[p.name] for p in (grad_result, weight)}
     between = (s for op in graph.ops[maker : attention.index] for s in op.writes)
