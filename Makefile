@@ -6,8 +6,8 @@ STAMP := $(VENV)/.installed
 # One thread a worker. Neighbours stay with one worker, whose fixtures and compiled programs they share, until the other
 # worker has nothing left.
 PARALLEL := -n 2 --dist worksteal
-# CI passes --longest=5: a test that takes more seconds and is not marked slow fails the run. On a slower processor the
-# limit is as many times higher.
+# CI passes --longest=5: a test that takes more seconds and is not marked slow fails the run. On a slower processor they
+# count for less.
 LONGEST ?=
 
 # Every target has its own environment; what the caller's PYTHONPATH names is not in it.

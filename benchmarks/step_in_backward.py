@@ -154,9 +154,8 @@ def measure(name: str, layers: int, tokens: int, tile: bool, in_backward: bool, 
         model = gpt_module(config, True, True, "cuda", torch.bfloat16)
         adamw = torch.optim.AdamW(model.parameters())
         optimizer = StepInBackward(adamw) if in_backward else adamw
-        ours = {} if budget_bytes is None else {"budget": budget_bytes}
-        ours |= {"optimizer": optimizer} if in_backward else {}
-        step = thunder.jit(model, transforms=[MemEfficient(strict=True, tile=tile, **ours)])
+        ours = MemEfficient(strict=True, tile=tile, optimizer=optimizer if in_backward else None, budget=budget_bytes)
+        step = thunder.jit(model, transforms=[ours])
         ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
         prediction = predict_step(step, optimizer, None, ids, ids)
         kernels_s = halves_seconds(step)

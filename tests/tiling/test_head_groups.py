@@ -265,7 +265,7 @@ def test_only_repetitions_of_each_head_in_a_row_are_left_out(few_blocks, options
     assert all("not repeated" not in d.how and words in d.how for d in of_heads(jitted))
 
 
-@pytest.mark.parametrize("checkpoints", [True, False])
+@pytest.mark.parametrize("checkpoints", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_groups_of_heads_under_thunderfx(few_blocks, checkpoints):
     module, x = made(Layers(checkpoints, is_causal=True), (1, 64, 64))
     for layer in module.layers:  # ThunderFX leaves PyTorch's own RMSNorm to Inductor
