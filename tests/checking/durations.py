@@ -1,5 +1,7 @@
 """Which tests run, by how long they take, and what each of them took.
 
+Of a test marked `sampled(N)` all cases but N are slow: those N show that it holds, all of them where.
+
 `--third K` leaves the slow tests of two thirds out, so that three runs cover all. `--longest S` fails a run in which a
 test that is not marked slow takes more than S seconds. Seconds are of the processor, in the test's own process:
 another process on the same machine does not count. With `--longest` a test that took too long runs a second time, and
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import defaultdict
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -47,19 +50,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--longest", type=float, metavar="S", help="fail if a test not marked slow takes more seconds")
 
 
-def third_of(name: str) -> int:
-    """Which third a test is in, by its name, so that it stays there whatever tests come and go."""
-    return zlib.crc32(name.encode()) % THIRDS
+def _in_third(third: int, items: list[pytest.Item]) -> set[pytest.Item]:
+    """The slow tests of a third, which is found by their names: they stay there whatever other tests come and go.
+
+    Cases of one test, which take about as long as each other, are shared out. All that is marked with the same
+    `slow(NAME)`, as tests with an expensive fixture are, stays together.
+    """
+    cases: dict[str, int] = defaultdict(int)
+    found = set()
+    for item in filter(_is_slow, items):
+        test = item.nodeid.partition("[")[0]
+        names = item.get_closest_marker("slow").args
+        place = zlib.crc32(names[0].encode()) if names else zlib.crc32(test.encode()) + cases[test]
+        cases[test] += 1
+        if place % THIRDS == third:
+            found.add(item)
+    return found
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves slow tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_unsampled(items)
     third = config.getoption("third")
     if third is None:
         return
-    others = [i for i in items if _is_slow(i) and third_of(i.nodeid) != third]
-    config.hook.pytest_deselected(items=others)
-    left_out = set(others)
+    left_out = set(filter(_is_slow, items)) - _in_third(third, items)
+    config.hook.pytest_deselected(items=[i for i in items if i in left_out])
     items[:] = [i for i in items if i not in left_out]
+
+
+def _mark_unsampled(items: list[pytest.Item]) -> None:
+    """The checksum of its name says whether a case is in the sample: one more case changes at most one other."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not _is_slow(item):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for same in cases.values():
+        (kept,) = same[0].get_closest_marker("sampled").args
+        for item in sorted(same, key=lambda item: zlib.crc32(item.nodeid.encode()))[kept:]:
+            item.add_marker("slow")
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:

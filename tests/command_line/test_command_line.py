@@ -172,6 +172,7 @@ def test_options_of_mem_efficient(run, script):
         assert code == 2 and message in error
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words, code, says",
     [
@@ -504,6 +505,7 @@ def test_whatever_is_wrong_with_a_command(run, script, words, message):
     assert code == 2 and message in err and "Traceback" not in err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words, says",
     [
@@ -538,6 +540,7 @@ def test_a_model_goes_through_thunderfx(run):
     assert code == 0 and "ThunderFX made 2 subgraphs" in out and "graph 0 breaks at" in out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words, says",
     [

@@ -125,6 +125,7 @@ def test_ordering_collectives_only_permutes(replicated):
     assert _steps(ordered_collectives(after)) == _steps(after)
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_as_they_are_complete(replicated):
     """The head's among the first, the embedding's among the last; Thunder starts all behind the last gradient."""
     bsyms = replicated.prepared.bound_symbols
@@ -195,6 +196,7 @@ def test_a_reduction_in_place_stays_behind_what_reads_before(world):
 # ---- ZeRO-3 ----
 
 
+@pytest.mark.slow
 def test_zero3_saves_no_gathered_parameter(zero3, world):
     two = compiled(sharded(FSDPType.ZERO2))
 
@@ -210,6 +212,7 @@ def test_zero3_saves_no_gathered_parameter(zero3, world):
     assert sum(map(is_gather, forward)) == 20 and sum(map(is_gather, backward)) >= 10
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_what_the_backward_gathers_again_is_free_to_save(world, checkpointed):
     """Each weight that both halves gather, by the shard that they gather it from."""
@@ -257,6 +260,7 @@ def test_what_checkpoints_repeat_reads_parameters_gathered_again(world):
 # ---- prediction ----
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrap", [lambda j, d: ddp(j), lambda j, d: fsdp(j, device=d)], ids=["ddp", "fsdp"])
 def test_a_simulated_gpu_holds_what_a_cpu_does(world, wrap):
     """A step of AdamW, whose counters of steps, of four bytes for each of two parameters, are the host's."""

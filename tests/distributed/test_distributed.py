@@ -1,6 +1,6 @@
 """`ddp` and `fsdp` with `MemEfficient` in real processes: the same losses and gradients as eager PyTorch alone.
 
-The ranks run all cases of `distributed_cases.py` one after the other, once for all tests here.
+The ranks run all cases of a table of `distributed_cases.py` one after the other, once for all tests of that table.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from tests.programs.distributed_cases import CASES, FOUR_CASES, SLOW_CASES, run_rank
+from tests.programs.distributed_cases import CASES, FOUR_CASES, MORE_CASES, SLOW_CASES, run_rank
 
 # Seconds for all cases of a table; a rank that hangs does not hang the tests.
-LIMITS = {"two": 600, "four": 600, "four, fused": 3000}
+LIMITS = {"two": 600, "two, more": 600, "four": 600, "four, fused": 3000}
 
 
 def _run(world: int, folder: Path, which: str) -> list[dict[str, dict]]:
@@ -43,6 +43,11 @@ def ranks(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def ranks_later(tmp_path_factory):
+    return _run(2, tmp_path_factory.mktemp("ranks_later"), "two, more")
+
+
+@pytest.fixture(scope="module")
 def four(tmp_path_factory):
     return _run(4, tmp_path_factory.mktemp("four"), "four")
 
@@ -58,12 +63,19 @@ def _agrees(found: list[dict], tolerance: float = 1e-5) -> None:
 
 
 NOT_COMPARED = ("different_models", "different_plans", "one_rank_fails", "one_rank_overflows")
-COMPARED = [name for name in CASES if name not in NOT_COMPARED]
+# Tests with the same ranks run in the same third: all of these cases take a minute on each.
+two_ranks, four_ranks = pytest.mark.slow("two ranks"), pytest.mark.slow("four ranks")
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_COMPARED])
 def test_losses_and_gradients_are_eagers(ranks, name):
     _agrees([rank[name] for rank in ranks])
+
+
+@two_ranks
+@pytest.mark.parametrize("name", MORE_CASES)
+def test_losses_and_gradients_of_more_are_eagers(ranks_later, name):
+    _agrees([rank[name] for rank in ranks_later])
 
 
 def test_every_gradient_is_reduced_once(ranks):
@@ -71,9 +83,10 @@ def test_every_gradient_is_reduced_once(ranks):
     assert tied["forward"] == [] and tied["backward"].count("all_reduce") == tied["backward"].count("wait") == 7
 
 
-def test_no_mode_has_buckets(ranks):
+@two_ranks
+def test_no_mode_has_buckets(ranks_later):
     """Each parameter has collectives of its own, and a wait for each."""
-    counts = ranks[0]["every_bucketing_mode"]["collectives"]
+    counts = ranks_later[0]["every_bucketing_mode"]["collectives"]
     assert {n for name, n in counts.items() if name.startswith("ddp")} == {2 * 2}
     assert {n for name, n in counts.items() if name.startswith("zero2")} == {2 * 4}
 
@@ -86,28 +99,48 @@ def test_zero3_gathers_again_and_saves_no_parameter(ranks):
     assert three["saved_bytes"] < two["saved_bytes"] and three["peaks"][1] < two["peaks"][1]
 
 
-def test_heads_are_chunked_under_ddp_and_fsdp(ranks):
-    for name in ("ddp_chunked", "zero3_block_chunked_late"):
-        assert any(what == "loss head" and "4 chunks" in how for what, how in ranks[0][name]["decisions"])
+def _is_chunked(found: dict) -> bool:
+    return any(what == "loss head" and "4 chunks" in how for what, how in found["decisions"])
 
 
-def test_stretches_run_in_tiles_under_ddp_and_fsdp(ranks):
+def test_heads_are_chunked_under_ddp(ranks):
+    assert _is_chunked(ranks[0]["ddp_chunked"])
+
+
+@two_ranks
+def test_heads_are_chunked_under_fsdp(ranks_later):
+    assert _is_chunked(ranks_later[0]["zero3_block_chunked_late"])
+
+
+PARAMETERS = 2 * 6 + 2  # of the blocks; an embedding and a head
+
+
+def _runs_in_tiles(found: dict) -> bool:
+    tiles = [how for what, how in found["decisions"] if what == "tiles"]
+    return len(tiles) == 2 and all("in 5 tiles of 5 rows" in how for how in tiles)
+
+
+def test_stretches_run_in_tiles_under_fsdp(ranks):
     """Tiles of a layer share its gathered weights, and each gradient is reduced once."""
-    for name in ("ddp_tiles", "zero3_tiles"):
-        found = [how for what, how in ranks[0][name]["decisions"] if what == "tiles"]
-        assert len(found) == 2 and all("in 5 tiles of 5 rows" in how for how in found)
-    parameters = 2 * 6 + 2  # of the blocks; an embedding and a head
-    assert ranks[0]["ddp_tiles"]["backward"].count("all_reduce") == parameters
-    assert ranks[0]["zero3_tiles"]["backward"].count("reduce_scatter") == parameters
-    assert ranks[0]["zero3_tiles"]["forward"].count("all_gather") == parameters
+    found = ranks[0]["zero3_tiles"]
+    assert _runs_in_tiles(found)
+    assert found["backward"].count("reduce_scatter") == PARAMETERS
+    assert found["forward"].count("all_gather") == PARAMETERS
 
 
-def test_attention_runs_by_groups_of_heads_under_ddp_and_fsdp(ranks):
+@two_ranks
+def test_stretches_run_in_tiles_under_ddp(ranks_later):
+    found = ranks_later[0]["ddp_tiles"]
+    assert _runs_in_tiles(found) and found["backward"].count("all_reduce") == PARAMETERS
+
+
+@two_ranks
+def test_attention_runs_by_groups_of_heads_under_ddp_and_fsdp(ranks_later):
     for name, layers in (("ddp_heads", 1), ("zero3_heads", 2)):
-        found = [how for what, how in ranks[0][name]["decisions"] if what == "heads"]
+        found = [how for what, how in ranks_later[0][name]["decisions"] if what == "heads"]
         assert found == layers * ["attention of 4 heads in 4 groups, 2 heads of keys not repeated"]
         reduced = "all_reduce" if name == "ddp_heads" else "reduce_scatter"
-        assert ranks[0][name]["backward"].count(reduced) == layers * 14 + 2
+        assert ranks_later[0][name]["backward"].count(reduced) == layers * 14 + 2
 
 
 def _updated(found: list[dict], parameters: int) -> None:
@@ -118,12 +151,17 @@ def _updated(found: list[dict], parameters: int) -> None:
 
 def test_shards_are_updated_in_the_backward(ranks):
     """Each update follows the reduction of its gradient."""
-    for name in ("zero2_stepping", "zero2_stepping_from_host"):
-        _updated([rank[name] for rank in ranks], 8)
+    _updated([rank["zero2_stepping"] for rank in ranks], 8)
 
 
-def test_a_norm_over_ranks_by_two_passes_of_ddp(ranks):
-    _updated([rank["ddp_stepping_in_two_passes"] for rank in ranks], 7)
+@two_ranks
+def test_shards_with_states_on_the_host_are_updated_in_the_backward(ranks_later):
+    _updated([rank["zero2_stepping_from_host"] for rank in ranks_later], 8)
+
+
+@two_ranks
+def test_a_norm_over_ranks_by_two_passes_of_ddp(ranks_later):
+    _updated([rank["ddp_stepping_in_two_passes"] for rank in ranks_later], 7)
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_on_all(ranks):
@@ -132,9 +170,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_on_all(ranks):
             assert rank["one_rank_overflows"][way] == {"same": True, "scale": 128.0}
 
 
-def test_a_head_whose_vocabulary_is_shared_out_runs_in_chunks_and_parts(ranks):
+@two_ranks
+def test_a_head_whose_vocabulary_is_shared_out_runs_in_chunks_and_parts(ranks_later):
     """Of its logits, 24 rows of 64, nothing is gathered, and no rank ever has more than its own part of a chunk."""
-    found = ranks[0]["tensor_parallel_head"]
+    found = ranks_later[0]["tensor_parallel_head"]
     (how,) = found["loops"]
     assert not found["refused"] and "in 4 chunks of 6 rows" in how
     assert "log_sum_over_ranks" in found["text"] and "all_gather" not in found["text"]
@@ -166,24 +205,24 @@ def test_a_rank_that_cannot_compile_does_not_hang_the_others(ranks):
     assert failing["type"] == "BudgetError"
 
 
-@pytest.mark.slow
+@four_ranks
 @pytest.mark.parametrize("name", [name for name in FOUR_CASES if name not in NOT_COMPARED])
 def test_four_ranks(four, name):
     _agrees([rank[name] for rank in four])
 
 
-@pytest.mark.slow
+@four_ranks
 def test_four_ranks_that_would_communicate_differently_are_told(four):
     assert all("would communicate differently" in rank["different_models"]["message"] for rank in four)
 
 
-@pytest.mark.slow
+@four_ranks
 @pytest.mark.parametrize("name", [name for name in SLOW_CASES if name not in ("peaks", "tensor_parallel_peaks")])
 def test_four_ranks_with_fused_regions(four_fused, name):
     _agrees([rank[name] for rank in four_fused], 1e-4)
 
 
-@pytest.mark.slow
+@four_ranks
 def test_the_measured_peak_is_the_plans_but_for_what_gloo_still_holds(four_fused):
     for rank in four_fused:
         found = rank["peaks"]
@@ -192,12 +231,12 @@ def test_the_measured_peak_is_the_plans_but_for_what_gloo_still_holds(four_fused
             assert found[f"{name} planned"] <= found[name] < 1.1 * found[f"{name} planned"]
 
 
-@pytest.mark.slow
+@four_ranks
 def test_logits_that_are_summed_over_ranks_stay_whole(four_fused):
     assert any("summed over ranks" in why for why in four_fused[0]["tensor_parallel_losses"]["refused by rows"])
 
 
-@pytest.mark.slow
+@four_ranks
 def test_logits_in_parts_and_chunks_take_less(four_fused):
     for rank in four_fused:
         found = rank["tensor_parallel_peaks"]

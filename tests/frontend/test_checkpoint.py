@@ -180,6 +180,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("executors", EXECUTORS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_gradients_are_eagers(program: Callable, executors: str):
@@ -256,6 +257,7 @@ class Normed(torch.nn.Module):
         return checkpoint(self.layers, x) if self.checkpointed else self.layers(x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("executors", EXECUTORS)
 def test_batch_norm_counts_a_step_once(executors: str):
     """As without the checkpoint. Eager's checkpoint runs the forward again and counts twice; its gradients agree."""
@@ -324,6 +326,7 @@ def test_through_torch_compile():
         close(got, expected)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("executors", ["mem", "mem-no-fusion"])
 @pytest.mark.parametrize("name", BEYOND)
 def test_what_thunder_alone_gets_wrong_is_right(name: str, executors: str):

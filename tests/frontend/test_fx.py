@@ -79,6 +79,7 @@ def by_an_optimized_function(model, transforms):
     return (compiled := torch.compile(lambda x: model(x), backend=backend)), compiled
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [by_thunderfx, by_a_backend, by_an_optimized_module, by_an_optimized_function])
 def test_subgraphs_share_an_instance_and_each_has_a_plan(way):
     model, x = broken(), randn(5, 8, grad=False)

@@ -37,6 +37,7 @@ def planned(fn, executors=()):
     return thunder.jit(fn, executors=list(executors), transforms=[MemEfficient(strict=True)])
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("turned", [False, True], ids=["scalar first", "scalar second"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_gradients_are_eagers(name, turned):

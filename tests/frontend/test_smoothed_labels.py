@@ -43,6 +43,7 @@ def differences(fn, step, args):
     return [float((a - b).abs().max()) for a, b in zip(loss_and_gradient(step, *args), exact, strict=True)]
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("chunk", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(

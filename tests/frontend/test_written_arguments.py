@@ -104,6 +104,7 @@ def results(fn, used_afterwards):
     return [*outs, s, r, *(torch.zeros_like(x) if g is None else g for g in gradients)]
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("used_afterwards", [False, True], ids=["inside", "afterwards"])
 @pytest.mark.parametrize("fn", WRITES.values(), ids=WRITES.keys())
 def test_gradients_are_those_of_eager(fn, used_afterwards):

@@ -110,7 +110,7 @@ def test_peak_is_the_lower_bound_and_a_chunk(dtype, accumulate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("d,v", [(2304, 256000 // 8), (4096, 128256 // 8)], ids=["gemma2-2b", "llama3-8b"])
+@pytest.mark.parametrize("d,v", [(2304 // 8, 256000 // 8), (4096 // 8, 128256 // 8)], ids=["gemma2-2b", "llama3-8b"])
 @pytest.mark.parametrize("accumulate", ["input", "float32"])
 def test_peak_at_published_heads_an_eighth_as_large(d, v, accumulate):
     n, chunks = 8192 // 8, 8

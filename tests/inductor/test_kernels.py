@@ -96,6 +96,7 @@ def images(dtype=torch.float32, *, last=False):
     return (x.to(memory_format=torch.channels_last) if last else x).requires_grad_()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_equal_eager_ones(dtype):
     def all_of_them(*xs):
@@ -116,6 +117,7 @@ def between_products(activation):
     return fn
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_derivative_is_written_over_the_gradient_that_dies(name):
     fn = between_products(ACTIVATIONS[name])
@@ -183,6 +185,7 @@ def test_norms_equal_eager_ones(dtype, last):
     assert str(thunder.last_backward_traces(jitted)[-1]).count("norm_backward(") == len(NORMS)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["layer", "group", "batch", "batch, no parameters"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_proxies_and_fake_tensors_tell_the_truth(name, dtype):

@@ -323,6 +323,7 @@ def assert_like_float64(got, fn):
         assert (one.double() - other).abs().max().item() <= limit * scale
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_equal_float64_whoever_shares_the_memory(name):
     with uncompiled_regions():
@@ -524,6 +525,7 @@ def test_no_half_peaks_higher_for_it(inside):
     assert all(with_it <= without for without, with_it in zip(*peaks, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ("tanh_chain", "residual_norms", "gated", "softmax"))
 def test_the_graph_with_shared_memory_is_that_of_the_trace(name, monkeypatch):
     """Made from the graph before, it says what a reading of the new trace says."""

@@ -44,6 +44,7 @@ def masked(x, w, t):
 CASES = (over_all, per_class, beside_a_loss, of_log_probs, of_a_sequence, masked)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", CASES)
 def test_value_and_gradients(fn):
     x, w, t = inputs()

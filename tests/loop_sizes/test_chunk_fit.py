@@ -350,6 +350,7 @@ def few_rows_marked(x, w, t):
         return F.cross_entropy(F.linear(torch.tanh(x), w), t)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("frozen", (False, True))
 @pytest.mark.parametrize("fn", (few_rows, few_rows_marked))
 def test_few_rows_before_a_wide_weight_stay_whole_unless_the_weight_is_frozen_or_the_user_asks(fn, frozen):
@@ -397,6 +398,7 @@ def rows_of_the_caller(x, w, t):
     return head(x.t().contiguous(), w, t)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transform", [ChunkLossHead(rows=64), MemEfficient(chunk=ChunkLossHead(rows=64))], ids=str)
 def test_the_gradient_of_dead_rows_takes_their_place(transform):
     x, w, t = inputs(N, 256, V)
@@ -410,6 +412,7 @@ def test_the_gradient_of_dead_rows_takes_their_place(transform):
     assert event.live_bytes - predict(compiled).held_bytes <= grads + 64
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", [hidden, hidden_used_again, rows_of_the_caller])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_somebody_needs_stay(fn, dtype):

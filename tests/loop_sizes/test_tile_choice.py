@@ -1,5 +1,6 @@
 """Tiles of more rows, or of fewer stretches, where all of them take too long."""
 
+import pytest
 import thunder
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,7 @@ def test_on_a_cpu_tiles_get_more_rows_first(monkeypatch):
     assert [choice.more_rows for choice in cheaper_choices(loops, 1e-9)][:2] == [4, 16]
 
 
+@pytest.mark.slow
 def test_by_default_only_mlps_run_in_tiles_where_projections_take_too_long():
     """All four stretches in tiles would take 2 % more time; without the projections they take less than the whole."""
     with simulate("H100-80GB", fusion="nvfuser"):

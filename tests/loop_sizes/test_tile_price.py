@@ -163,6 +163,7 @@ def gated_step(x, *weights):
     return checkpoint(gated, x.sin(), *weights, use_reentrant=False).sum(dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_a_gated_tile_writes_all_wide_gradients_over_wide_values():
     """Two products' results and a gradient are wide; two gradients and the last product's operand take their places."""
     with simulate("H100-80GB"):
@@ -173,6 +174,7 @@ def test_a_gated_tile_writes_all_wide_gradients_over_wide_values():
     assert plan.backward_block_bytes <= 1024 * (3 * WIDE + 5 * WIDTH) * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulate", ["float32", "input"])
 def test_a_prediction_holds_in_a_tile_what_the_plan_says(accumulate):
     """Narrowed sums are joined, added to and split beside the tile's gradients, which are not gone yet."""

@@ -64,6 +64,7 @@ def trained(way, dtype, scaled, clipped, inf_at=None):
     return values(model), scaler.get_scale()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", ["one", "two"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -176,6 +177,7 @@ def some_alone(out, ours):
     out.sum().backward(inputs=[ours.param_groups[0]["params"][0]])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "second, words",
     [

@@ -132,6 +132,7 @@ PLANNING = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", BEFORE_AUTOGRAD)
 def test_what_fails_before_autograd(stage, exact, monkeypatch):
     monkeypatch.setattr(*BEFORE_AUTOGRAD[stage], fail)
@@ -139,6 +140,7 @@ def test_what_fails_before_autograd(stage, exact, monkeypatch):
     assert last_plan(jitted) is not None and bool(loops(jitted)) == (stage not in ("chunks", "reading"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", HEADS)
 def test_a_head_that_fails_is_whole_and_says_why(stage, exact, monkeypatch):
     monkeypatch.setattr(*HEADS[stage], fail)
@@ -181,6 +183,7 @@ def corrupting(corrupt, seed, caught):
     return corrupted
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "corrupt",
     [

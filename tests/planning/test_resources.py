@@ -290,6 +290,7 @@ def lives_on(fn, args: tuple, kwargs: dict, transforms: list) -> bool:
         return seen() is not None
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "made",
     [

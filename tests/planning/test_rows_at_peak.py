@@ -104,6 +104,7 @@ def two_steps(x, up, down, up2, down2):
     return checkpoint(mlp, x, up2, down2, use_reentrant=False).sum(dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_if_nothing_else_fits_only_the_loop_at_the_peak_gets_narrower_sums():
     shapes = (TOKENS, WIDTH), *2 * [(WIDE, WIDTH), (WIDTH, WIDE)]
     with simulate("H100-80GB", fusion="nvfuser"):

@@ -50,6 +50,7 @@ def check(fn, args, jit, kwargs=None):
     return prediction
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case, way", QUICK, ids=lambda x: x)
 def test_predicted_equals_measured(case, way):
     fn, args = CASES[case]()
@@ -87,6 +88,7 @@ def check_plan(fn, args, way="planned"):
     assert [candidate.forward_peak_bytes, candidate.backward_peak_bytes] == peaks_as_planned(prediction)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["inefficient", "in_place", "views", "many_kernels", "net"])
 def test_a_plans_peaks_are_the_predictions(case):
     check_plan(*CASES[case]())

@@ -64,6 +64,7 @@ def compiled_once():
     return model, thunder.jit(model, executors=[])
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_a_step_with_any_optimizer(make, compiled_once):
     model, jitted = compiled_once
@@ -127,6 +128,7 @@ SUMS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rows", [1, 160])
 @pytest.mark.parametrize("loss", SUMS.values(), ids=SUMS.keys())
 def test_gradients_that_meet_are_added_where_autograd_adds_them(loss, rows):
@@ -235,6 +237,7 @@ def check_adamw(case, way):
     check_step(model, torch.optim.AdamW(model.parameters()), loss_fn, *args, jit=WAYS[way]())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case, way", QUICK, ids=lambda x: x)
 def test_an_adamw_step(case, way):
     check_adamw(case, way)

@@ -162,6 +162,7 @@ def test_the_pictures_highest_column_is_the_peak(planned):
     assert len(list(bars.iter("rect"))) == len(planned.tenants)
 
 
+@pytest.mark.slow
 def test_pictures_show_what_runs_in_tiles_chunks_and_groups(tmp_path):
     report = report_cases.in_parts()
     view = timeline_view(report)

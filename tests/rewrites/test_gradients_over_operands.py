@@ -27,6 +27,7 @@ def test_a_tiles_gradient_lies_over_its_rows(checkpoints):
     assert written_over(jitted) == [1, 0]  # the first block's rows are the caller's
 
 
+@pytest.mark.slow
 def test_rows_that_autograd_keeps_stay():
     module, x = made(Stack(blocks=2), (2, 12, 16))
     jitted = compiled(module, Tiles(rows=5))
@@ -63,6 +64,7 @@ class ReadBefore(Stack):
         return (h @ self.blocks[0](h).transpose(1, 2)).square().mean()
 
 
+@pytest.mark.slow
 def test_rows_that_are_read_before_in_every_order_are_overwritten():
     module, x = made(ReadBefore(blocks=1), (2, 12, 16))
     assert_as_exact_as_eager(module, x, Tiles(rows=5), 1)
@@ -71,6 +73,7 @@ def test_rows_that_are_read_before_in_every_order_are_overwritten():
     assert written_over(jitted) == [1]
 
 
+@pytest.mark.slow
 def test_such_a_gradient_takes_no_memory_as_predicted():
     module, x = made(Stack(blocks=2), (1, 4096, 16))
     jitted = compiled(module, Tiles(rows=1024))

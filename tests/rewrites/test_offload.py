@@ -86,6 +86,7 @@ def test_gradients_are_those_of_eager_and_bytes_are_those_predicted(name):
     assert predict(tight, x).timeline[-1].host_bytes == 0
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_masks():
     x = torch.randn(512, 64)
     free = compiled(stack(dropout=0.5))

@@ -219,6 +219,7 @@ def test_copies_that_turn_out_dearer_than_recomputing_are_given_up(deep, late_ms
     assert bool(found.plan.budget.offloaded) == (late_ms == 0)
 
 
+@pytest.mark.slow
 def test_what_a_row_says_of_its_trial_is_what_is_alive(deep):
     problem = moving(deep, device_model("cpu"))
     spacing = next(problem.spacings())

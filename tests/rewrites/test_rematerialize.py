@@ -110,6 +110,7 @@ def compiled(fn):
     return thunder.jit(fn, executors=[mem_pointwise_ex], transforms=[MemEfficient(strict=True, verify=True)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", (*REMADE, *LEFT), ids=lambda f: f.__name__)
 def test_results_and_peaks(fn):
     args = arguments()
@@ -132,6 +133,7 @@ def test_the_value_is_not_there_at_the_peak():
     assert decision.how == "1 idle value made again after the peak"
 
 
+@pytest.mark.slow
 def test_a_value_made_in_another_way_is_left():
     def beside(x, w, m):
         y = x.cos() + 3
@@ -144,6 +146,7 @@ def test_a_value_made_in_another_way_is_left():
     assert decision.how == "1 idle value made again after the peak"
 
 
+@pytest.mark.slow
 def test_all_that_are_made_and_used_alike():
     def layers(x, w, m):
         for _ in range(4):
@@ -155,6 +158,7 @@ def test_all_that_are_made_and_used_alike():
     torch.testing.assert_close(jitted(*args), layers(*args))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", REMADE, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_gradients(fn, checkpointed):

@@ -89,6 +89,7 @@ def test_the_least_is_kept_and_of_equals_the_least_rebuilt(graph, seed):
     assert saved_storages(graph, rebuilt) == kept_by(graph, rebuilt)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(graphs(16), st.integers(0, 10**6), st.sampled_from((0.25, 1.0, 4.0)))
 def test_under_prices_the_least_is_paid(graph, seed, byte_s):
@@ -283,6 +284,7 @@ def names(proxies) -> set[str]:
     return {p.name for p in proxies}
 
 
+@pytest.mark.slow
 def test_what_is_repeated_is_new_belongs_to_the_backward_and_comes_once(traces):
     for k, (trace, _, text, _) in enumerate(traces):
         source = read_trace(trace)

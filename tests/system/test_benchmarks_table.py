@@ -233,6 +233,7 @@ def test_the_guide_shows_the_longest_sequences():
     assert longest_sequence.table(rows) in (GUIDES / "tiles.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_is_found_by_few_plans():
     asked = []
 

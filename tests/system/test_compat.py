@@ -45,6 +45,7 @@ def test_apply_in_c_gets_a_method_in_python_that_calls_it():
     assert compat._with_apply_in_python(Function) == ""
 
 
+@pytest.mark.slow
 def test_it_needs_no_thunder_and_changes_nothing_that_the_installed_version_has():
     program = """
 import sys, torch

@@ -81,6 +81,7 @@ def test_the_benchmark_resets_when_its_warm_up_is_over(statistics, monkeypatch, 
     assert found["eager_attention"] == "FLASH_ATTENTION"
 
 
+@pytest.mark.slow
 def test_attention_falls_back_where_no_kernel_fits():
     assert attention_backend((1, 4, 128, 64), torch.bfloat16, "cpu") == "FLASH_ATTENTION"
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

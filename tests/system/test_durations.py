@@ -35,6 +35,16 @@ def test_first(work):
 @pytest.mark.parametrize("n", range(12))
 def test_slow(n):
     durations.now += 20
+
+@pytest.mark.slow("costly")
+@pytest.mark.parametrize("n", range(3))
+def test_together(n):
+    pass
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("n", [*range(5), pytest.param(5, marks=pytest.mark.slow)])
+def test_sampled(n):
+    pass
 """
 
 
@@ -45,7 +55,7 @@ def run(pytester, monkeypatch):
     monkeypatch.setattr(durations, "_slowness", lambda: 1.0)
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(TESTS)
-    pytester.makeini("[pytest]\nmarkers = slow: long\n")
+    pytester.makeini("[pytest]\nmarkers =\n  slow: long\n  sampled(N): not slow\n")
 
     def run_once(*options):
         durations._took.clear()
@@ -60,7 +70,7 @@ def test_a_long_test_that_is_not_marked_fails_the_run(run):
     result.stdout.fnmatch_lines(["over 2 s: *test_one: make it shorter, or mark it slow"])
     over = "".join(line for line in result.outlines if line.startswith("over"))
     assert "test_slow" not in over and "test_first" not in over
-    result.assert_outcomes(passed=14)
+    result.assert_outcomes(passed=23)
 
 
 def test_a_short_one_does_not(run):
@@ -74,11 +84,16 @@ def test_a_slower_processor_has_as_many_seconds_more(run, monkeypatch):
 
 
 def test_three_thirds_are_all_slow_tests(run):
-    every = [set(_names(run(f"--third={third}", "-v"))) for third in range(3)]
+    every = [_names(run(f"--third={third}", "-v")) for third in range(3)]
     slow = [{name for name in names if "test_slow" in name} for names in every]
     assert all("test_one" in "".join(names) for names in every)
-    assert all(slow)
-    assert len(set.union(*slow)) == sum(map(len, slow)) == 12
+    assert len(set.union(*slow)) == 12 and [len(names) for names in slow] == [4, 4, 4]
+    assert sorted(sum("test_together" in name for name in names) for names in every) == [0, 0, 3]
+
+
+def test_all_cases_but_a_sample_are_slow(run):
+    short, slow = (_names(run("-v", "-m", which, "-k", "sampled")) for which in ("not slow", "slow"))
+    assert (len(short), len(slow), len({*short, *slow})) == (2, 4, 6)
 
 
 def _names(result):

@@ -105,17 +105,17 @@ def test_programs_that_thunder_alone_gets_wrong(profile: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 1600, 200))
-def test_two_thousand_programs(start: int):
-    configs = [MEM, CONFIGS[("pointwise", "dataflow", "mem-no-fusion")[start // 200 % 3]]]
-    result = run_campaign(200, 100_000 + 2 * start, PROFILES["thunder"], configs, drawn=1, compiled_share=0.01)
+@pytest.mark.parametrize("start", range(0, 800, 100))
+def test_eight_hundred_programs(start: int):
+    configs = [MEM, CONFIGS[("pointwise", "dataflow", "mem-no-fusion")[start // 100 % 3]]]
+    result = run_campaign(100, 100_000 + 2 * start, PROFILES["thunder"], configs, drawn=1, compiled_share=0.01)
     assert not result.failures, report(result)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["checkpoint", "overwritten"])
 def test_more_programs_that_thunder_alone_gets_wrong(profile: str):
-    result = run_campaign(200, 500_000, PROFILES[profile], [MEM], drawn=1, excuse=False)
+    result = run_campaign(100, 500_000, PROFILES[profile], [MEM], drawn=1, excuse=False)
     assert not result.failures, report(result)
 
 
@@ -166,6 +166,7 @@ def test_thunder_still_leaves_gradients_disabled():
 
 
 # The fuzzer itself.
+@pytest.mark.slow
 def test_a_seed_gives_one_program():
     script = "import random, tests.programs.generate as g; print([g.generate(random.Random(s)) for s in range(25)])"
     root = Path(__file__).parents[2]

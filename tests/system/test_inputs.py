@@ -252,6 +252,7 @@ def test_hostile_names_are_shown_as_text(pages):
         assert not {a for a in elements.attributes if a.startswith("on") or a == "src"}, name
 
 
+@pytest.mark.slow
 def test_hostile_names_end_no_json(pages, tmp_path):
     module, x = hostile(), torch.ones(3, 4)
     report = explain(thunder.jit(module, executors=[], transforms=[MemEfficient(strict=True)]), x)

@@ -22,7 +22,7 @@ FAST_LINK = replace(
 SLOW_LINK = replace(H100, link_bytes_per_s=1e7)
 
 
-@pytest.fixture(scope="module", params=[3, 32])
+@pytest.fixture(scope="module", params=[3, 12])
 def llama(request):
     config = Config(
         n_layer=request.param, n_embd=512, n_head=8, block_size=2048, vocab_size=1024, padded_vocab_size=1024,

@@ -55,6 +55,7 @@ def unwritten(monkeypatch):
     monkeypatch.setattr("thunder_mem.regions.region_kernels._recalled", lambda *args: figures)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "n, d, v", [(16384, 4096, 32000), (16384, 768, 50304), (16384, 768, 30522), (8192, 2304, 256000)]
 )
@@ -121,6 +122,7 @@ QUICK = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, id=c.name, marks=() if c.name in QUICK else pytest.mark.slow) for c in CASES],
@@ -166,6 +168,7 @@ class NoNumbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", ["float32", "input"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_loop_reads_a_number(dtype, accumulate):

@@ -135,12 +135,14 @@ def assert_right(module, x, tile, groups, factor=2.0):
     return jitted
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpoints", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_gradients_of_a_model_are_as_exact_as_eagers(few_blocks, checkpoints):
     module, x = made(Layers(checkpoints, is_causal=True), (1, 512, 64))
     assert_right(module, x, Tiles(rows=100), 2 * ["8 groups"])
 
 
+@pytest.mark.slow
 def test_attention_stays_whole_where_tiles_fail(few_blocks, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("planted")
@@ -234,6 +236,7 @@ class Projected(Layer):
         return (out + self.down(F.gelu(self.up(self.norm2(out))))).square().mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("how", "rows", "by_groups"), [("once", 80, True), ("once", 60, False), ("twice", 80, False),
                                                         ("by hand", 80, False)])  # fmt: skip
 def test_a_projection_by_groups_saves_its_gradient(few_blocks, how, rows, by_groups):
@@ -265,6 +268,7 @@ def test_only_repetitions_of_each_head_in_a_row_are_left_out(few_blocks, options
     assert all("not repeated" not in d.how and words in d.how for d in of_heads(jitted))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpoints", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_groups_of_heads_under_thunderfx(few_blocks, checkpoints):
     module, x = made(Layers(checkpoints, is_causal=True), (1, 64, 64))

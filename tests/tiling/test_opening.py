@@ -95,6 +95,7 @@ PROGRAMS = (
 )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("fn", PROGRAMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_those_of_float64(fn, dtype):
@@ -121,6 +122,7 @@ SEVERAL_ROWS = {"kl_distill", "kl_and_ce", "jsd", "two_heads", "multi_token", "l
 """Losses whose products have different rows, or whose rows something else reads."""
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("case", [c for c in CASES if "x" in c.grads], ids=str)
 def test_every_loss_behind_a_norm(case):
     def behind_a_norm(**tensors):
@@ -234,6 +236,7 @@ def test_a_plan_says_what_a_gpu_will_hold_and_it_is_less_than_without(monkeypatc
     assert predicted.peak_bytes <= without.candidate.peak_bytes - (16384 - loop.chunk_rows) * 512 * 2 + (1 << 20)
 
 
+@pytest.mark.slow
 def test_a_budget_narrows_the_sums_of_an_opening_too():
     plan, _, _ = on_h100()
     tight, predicted, loop = on_h100(budget=plan.candidate.peak_bytes - (8 << 20))

@@ -47,6 +47,7 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rank", [2, 4])
 def test_factors_and_norms_are_inside(rank):
     module, x = made(Blocks(rank), (2, 64, 32))
@@ -65,6 +66,7 @@ def test_factors_and_norms_are_inside(rank):
     assert whole == {(2, 64, 32)}
 
 
+@pytest.mark.slow
 def test_a_projection_of_full_rank_stays_outside():
     """Repeating it would cost time."""
 

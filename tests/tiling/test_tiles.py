@@ -89,6 +89,7 @@ def assert_as_exact_as_eager(module, x, tile, count, factor=2.0):
         assert mine <= factor * theirs + floor
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", [1, 3, 7, 12, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_as_exact_as_eagers_in_any_number_of_tiles(rows, dtype):
@@ -718,6 +719,7 @@ def frozen(x, w, v):
     return ((F.linear(x, w.detach()) + x @ v.t()).relu() @ v).sum()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("fn", "count"),
     [
@@ -798,6 +800,7 @@ def heads_as_stretches():
     return [pytest.param(c, id=str(c), marks=() if c.name in few else pytest.mark.slow) for c in CASES]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", heads_as_stretches())
 def test_losses_as_stretches(case):
     jitted = compiled(case.fn, Tiles(rows=41), chunk=False)
@@ -921,6 +924,7 @@ def built(monkeypatch):
     return tiles
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layers", [3, 5])
 def test_tiles_of_equal_layers_are_compiled_once(built, layers):
     module, x = made(Stack(blocks=layers), (2, 12, WIDTH))
@@ -928,6 +932,7 @@ def test_tiles_of_equal_layers_are_compiled_once(built, layers):
     assert len(built) == 2 * 2 * 2  # of 5 and of 4 rows, forward and backward, and the last layer's with the loss
 
 
+@pytest.mark.slow
 def test_tiles_of_layers_that_differ_are_not_shared(built):
     module, x = made(Stack(blocks=3), (2, 12, WIDTH))
     module.blocks[1].norm.eps = 0.5  # a number in the trace is all that differs

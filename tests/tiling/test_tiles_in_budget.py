@@ -48,6 +48,7 @@ def test_outside_of_checkpoints_tiles_compete_with_recomputation(budget, count, 
     assert not [w for w in recwarn if "no plan keeps the peak" in str(w.message)]  # another program does
 
 
+@pytest.mark.slow
 def test_the_error_names_the_peak_with_tiles_that_repeat_work():
     with pytest.raises(BudgetError) as caught:
         on_h100(without_checkpoints, 1024, budget="0.2 GB")

@@ -213,6 +213,7 @@ def test_emitted_traces_compute_the_same(plans):
         close(trace, run(new, inputs), run(trace, inputs), text)
 
 
+@pytest.mark.slow
 def test_so_do_those_in_any_order_a_developer_gives():
     profile = Profile(layouts=(), aliases=False, regions=(), overwrites_needed=True)
     for traced in traced_programs(12, profile, seed=95_000):
@@ -264,6 +265,7 @@ def test_regions_take_and_give_exactly_what_crosses_their_border(plans):
     assert fused > 40
 
 
+@pytest.mark.slow
 def test_regions_are_numbered_and_each_has_its_own_name(plans):
     for _, new, _, _ in plans:
         fused = [b.sym.name for b in new.bound_symbols if b.sym.is_fusion]

@@ -56,6 +56,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("used", [(0,), (2,), (0, 2)], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_are_eagers_and_the_prediction_is_exact(name, used):

@@ -41,6 +41,7 @@ def programs():
     return traced_programs(15, Profile(overwrites_needed=True), seed=120_000)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sort", ["auto", "bfs", "random"])
 def test_a_sorted_trace_computes_the_same(programs, sort):
     moved = 0

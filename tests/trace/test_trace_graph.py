@@ -143,6 +143,7 @@ def test_is_view_of_each_symbol():
     assert [kinds[p.name] for p in output] == [True, True, True, False, False, True]
 
 
+@pytest.mark.slow
 def test_a_pure_read_is_not_taken_for_a_write(dense):
     for traced in dense:
         trace = claimed(traced.trace)
@@ -203,6 +204,7 @@ def test_of_a_final_backward_only_parameters_are_held():
     assert any(timeline.live_range(s)[1] < len(graph) // 2 for s in freeable)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fn", WRITTEN, ids=lambda f: f.__name__)
 def test_the_source_order_is_priced_as_what_thunder_runs(fn):
     """The joint trace, op by op, against the final traces on fake tensors: forward and backward peak."""

@@ -63,6 +63,7 @@ def test_the_quick_answer_about_effects_is_the_whole_one(anyhow, monkeypatch):
     assert len(bsyms) // 4 < plain < len(bsyms)
 
 
+@pytest.mark.slow
 def test_hazards_are_ordered_and_writes_are_known(anyhow):
     """Who shares memory, and who overwrote it, is asked of the tensors as PyTorch ran the trace."""
     writes = 0

@@ -63,6 +63,7 @@ def programs() -> list[Rewritten]:
     return [*found, rewrite("writes_to_arguments", in_the_callers_memory())]
 
 
+@pytest.mark.slow
 def test_what_planning_emits_is_the_same_program(programs):
     for program in programs:
         verify_rewrite(program.planned.program.trace, program.after)

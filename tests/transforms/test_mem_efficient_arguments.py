@@ -102,6 +102,7 @@ STAGES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["no fusion", "pointwise"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_failure_is_one_warning_and_thunders_own_result(stage, executors, monkeypatch, thunders_own):
@@ -151,6 +152,7 @@ def test_a_users_order_is_the_order_that_runs(as_type):
     assert last_plan(jitted).sort == "reversed_order"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sort", [*SORTS, latest_first], ids=lambda s: s if isinstance(s, str) else s.__name__)
 def test_every_sort_gives_the_same_results(sort, thunders_own):
     assert_same(run([MemEfficient(sort=sort, strict=True)])[0], thunders_own)
@@ -177,6 +179,7 @@ ILLEGAL = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ILLEGAL)
 def test_an_illegal_order_is_refused_with_its_cause(name, thunders_own):
     sort, error, cause = ILLEGAL[name]

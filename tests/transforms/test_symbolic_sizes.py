@@ -46,6 +46,7 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr("thunder_mem.regions.compiled_region._compile", lambda unfused, args: unfused)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("executors", ({"executors": []}, {}), ids=("unfused", "default"))
 @pytest.mark.parametrize(
     "fn",

@@ -151,6 +151,7 @@ def saved(jitted) -> int:
     return sum(p.numel * p.dtype.bytes for p in last.args[1][0] if not p.name.startswith(("t_", "input")))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "config",
     [
@@ -203,6 +204,7 @@ def test_none_keeps_what_would_be_rebuilt_for_free():
     assert saved_of("Gelu+:none:-1") > saved_of(None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "config, reason",
     [

@@ -117,6 +117,7 @@ def test_planning_again_gives_the_same(drawn):
     assert arrange(graph, fuse, EXECUTORS).plan == arrange(graph, replace(fuse), EXECUTORS).plan
 
 
+@pytest.mark.slow
 @given(fusible_graphs(30))
 def test_names_play_no_part(drawn):
     graph, fuse = drawn
@@ -136,6 +137,7 @@ def test_plans_scale_with_the_sizes(drawn):
     ]
 
 
+@pytest.mark.slow
 @given(fusible_graphs(30))
 def test_planning_what_was_planned_does_not_raise_it_and_comes_to_rest(drawn):
     """Regions, once fused, are ops that nobody fuses: only their order is open, and a second look may better

@@ -143,6 +143,7 @@ def least_peak_of_tree(graph: Graph) -> int:
     return root[0][0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", (8, 120, 300, 800, 2000, pytest.param(8000, marks=pytest.mark.slow)))
 def test_trees_of_any_size_are_proven_optimal(count):
     """By the algorithm of Liu (1987); greedy orders are above it, the more the longer the tree."""

@@ -7,6 +7,7 @@ from thunder_mem.schedule.lower_bounds import certify, lower_bound
 from thunder_mem.schedule.registry import sort_graph
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", (ALIKE, MIXED), ids=("alike", "mixed"))
 @pytest.mark.parametrize("make", (forward, mirrored))
 def test_orders_of_randomly_wired_networks_are_optimal_or_nearly(make, sizes):
