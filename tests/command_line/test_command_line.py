@@ -150,6 +150,7 @@ def test_predict_says_what_predict_says(run):
     assert list(data["phases"]) == ["forward", "backward"]
 
 
+@pytest.mark.slow
 def test_options_of_mem_efficient(run, script):
     def received(*words):
         code, out, _ = run(*words, "--json", *PLAIN)

@@ -342,6 +342,7 @@ class Headed(nn.Module):
         return loss
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way, whole", [("read", True), ("object", True), ("loss alone", False)])
 def test_what_keeps_logits_whole_over_a_break_is_said(way, whole):
     step = thunderfx(Headed(way), executors=[], transforms=[MemEfficient(strict=True)])

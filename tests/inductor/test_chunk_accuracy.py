@@ -147,6 +147,7 @@ def test_a_float32_sum_is_scaled_and_rounded_in_its_own_memory():
     assert torch.equal(results[0], (whole * scale).bfloat16())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("multiplies", [True, False], ids=["with units", "without"])
 def test_the_forward_of_a_head_that_recomputes_plans_for_its_own_blocks(multiplies, monkeypatch):
     """Its products take no tiles as large as the backward's blocks."""

@@ -208,6 +208,7 @@ def test_two_threads_compile_at_once():
 # ---- what can be copied, and what stays ----
 
 
+@pytest.mark.slow
 def test_a_compiled_module_copies_pickles_and_saves_as_before():
     """What `thunder.jit` returns cannot be copied, with or without transforms; the module in it can."""
     x = randn(5, 6, grad=False)

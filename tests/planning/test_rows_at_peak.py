@@ -60,6 +60,7 @@ def rows_of(trace, name):
     return [loop_of(b).plan.chunk_rows for b in loops]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("longer", "rows"), [(inf, 1024), (1.03, 1280), (0.0, 2048)])
 def test_the_backward_of_a_stretch_at_the_peak_has_smaller_tiles_where_time_has_room(monkeypatch, longer, rows):
     with simulate("H100-80GB", fusion="nvfuser"):
@@ -72,6 +73,7 @@ def test_the_backward_of_a_stretch_at_the_peak_has_smaller_tiles_where_time_has_
     assert (before > after) == (rows < 2048)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_loss_head_at_the_peak_has_smaller_chunks(monkeypatch, norm):
     with simulate("H100-80GB", fusion="nvfuser"):

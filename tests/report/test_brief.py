@@ -41,6 +41,7 @@ def report(stack):
     return explain(thunder.jit(model, executors=[], transforms=[MemEfficient()]), x, bounds=False)
 
 
+@pytest.mark.slow
 def test_it_names_the_peak_beside_eagers_and_thunders(stack, report):
     model, x = stack
     lines = str(report).splitlines()

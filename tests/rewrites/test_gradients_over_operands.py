@@ -48,6 +48,7 @@ class ReadTwice(Stack):
         return self.blocks[0](h).square().mean() + torch.sin(h).mean()
 
 
+@pytest.mark.slow
 def test_rows_with_another_reader_stay():
     module, x = made(ReadTwice(blocks=1), (2, 12, 16))
     assert_as_exact_as_eager(module, x, Tiles(rows=5), 1)

@@ -242,6 +242,7 @@ def everything_moved(deep):
     return deep.plan(frozenset(), moved)
 
 
+@pytest.mark.slow
 def test_copies_run_beside_other_work_as_far_as_there_is_room(deep):
     planned = everything_moved(deep)
     device = replace(device_model("cpu"), link_bytes_per_s=1e9)

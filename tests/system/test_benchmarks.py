@@ -71,6 +71,7 @@ def test_updates_in_the_backward_need_no_gradients():
         simulated({**given, "optimizer_in_backward": True}, compile="thunder", global_batch_size=2)
 
 
+@pytest.mark.slow
 def test_parameters_gradients_and_adamws_state_are_the_floor():
     benchmark = run(Options(device="simulate:H100-80GB", loss_inside=True), compile="eager", **LONGCHAT)
     weights = sum(p.numel() * p.element_size() for p in benchmark.plain_model.parameters())

@@ -225,6 +225,7 @@ def test_the_guide_shows_the_bytes_of_a_token():
         assert any(" | ".join(figures) in line.replace("*", "") for line in guide.splitlines()), (compiler, figures)
 
 
+@pytest.mark.slow
 def test_the_guide_shows_the_longest_sequences():
     rows = [longest_sequence.Longest(**row) for row in json.loads(longest_sequence.RESULTS.read_text())["rows"]]
     assert [row.way for row in rows] == list(longest_sequence.WAYS)

@@ -52,6 +52,7 @@ def test_without_a_warm_up_there_is_one_peak(statistics):
     assert DevicePeaks().found() == {"peak_bytes": 900, "requested_peak_bytes": 899, "reserved_peak_bytes": 901}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("warmup", [0, 2])
 def test_the_benchmark_resets_when_its_warm_up_is_over(statistics, monkeypatch, tmp_path, warmup):
     """The benchmark itself, on a CPU that it takes for a GPU; iteration i reaches 10,000 - 1,000 i bytes."""

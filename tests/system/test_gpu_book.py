@@ -59,6 +59,7 @@ def test_it_goes_on_where_it_was(book):
     assert ran == ["second"] and set(verdicts.values()) == {PASSED}
 
 
+@pytest.mark.slow
 def test_a_step_ends_at_its_limit_with_all_that_it_started(book, tmp_path):
     alive = tmp_path / "alive"
     child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(alive)!r}).touch()"

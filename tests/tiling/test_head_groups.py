@@ -290,6 +290,7 @@ class WithoutKeys(Layer):
             return super().repeated(t)
 
 
+@pytest.mark.slow
 def test_no_gradient_passes_a_repetition_without_one(few_blocks):
     module, x = made(WithoutKeys(), (1, 64, 64))
     x.requires_grad_()

@@ -97,6 +97,7 @@ def test_gradients_are_as_exact_as_eagers_in_any_number_of_tiles(rows, dtype):
     assert_as_exact_as_eager(module, x, Tiles(rows=rows), 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulate", ["float32", "input"])
 def test_sums_of_gradients_in_either_dtype(accumulate):
     module, x = made(Stack(blocks=1), (2, 12, WIDTH), torch.bfloat16)

@@ -28,6 +28,7 @@ def on_h100(fn, width, **options):
     return jitted
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("budget", "count"),
     [

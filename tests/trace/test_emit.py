@@ -272,6 +272,7 @@ def test_regions_are_numbered_and_each_has_its_own_name(plans):
         assert fused == [f"MemPointwise{k}" for k in range(len(fused))]
 
 
+@pytest.mark.slow
 def test_no_region_mixes_halves_and_tags_say_which(plans):
     """By Thunder's own split of the emitted trace."""
     backward_regions = 0

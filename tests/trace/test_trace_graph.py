@@ -245,6 +245,7 @@ def made(bsyms) -> list[str]:
     return [p.name for b in bsyms for p in b.flat_proxy_outs]
 
 
+@pytest.mark.slow
 def test_the_halves_are_those_of_thunders_own_split(dense):
     compiling = SimpleNamespace(executors_list=(), autocast_stack=AutocastStack(), is_grad_enabled=True)
     split = 0

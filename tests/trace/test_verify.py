@@ -71,6 +71,7 @@ def test_what_planning_emits_is_the_same_program(programs):
     assert any(p.planned.trace is not p.planned.program.trace for p in programs)
 
 
+@pytest.mark.slow
 def test_a_region_may_run_the_operations_of_composites(programs):
     """As nvFuser's do, which know prims alone."""
     composites = 0

@@ -89,6 +89,7 @@ def test_autocast_of_an_earlier_call_is_warned_of():
     assert alone(X, X.T).dtype is torch.bfloat16  # so that the warning goes when Thunder is repaired
 
 
+@pytest.mark.sampled(1)
 @ORDERS
 def test_constant_folding(order):
     class Folded(nn.Module):
@@ -106,6 +107,7 @@ def test_constant_folding(order):
     assert "1.414" in str(thunder.last_traces(jitted)[-1])  # folded, before and after us
 
 
+@pytest.mark.sampled(1)
 @ORDERS
 def test_materialization(order):
     source = net()
@@ -144,6 +146,7 @@ def lora_jitted(transforms, **options):
     return jitted, adapted
 
 
+@pytest.mark.sampled(1)
 @ORDERS
 def test_lora(order):
     jitted, adapted = lora_jitted(listed(order, LORATransform(r=4, lora_alpha=2)))
@@ -378,6 +381,7 @@ def test_a_marked_head_before_such_a_transform_is_an_error():
 # --- Thunder's cache and options ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_symbolic_values_are_planned_for_the_example_and_the_plan_says_so():
     def program(a, b):  # two sizes that are equal in the example alone
         return (a.sin() * 2).exp().sum(0) + (b.cos() * 3).exp().sum(0), (a * 2).sin() @ b.T.exp()
@@ -433,6 +437,7 @@ def test_a_wrong_compile_option_is_refused(own, option, error, said):
         jitted(X)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mem_eficient_sort", "memefficient_sort", "mem_efficient_budget"])
 def test_a_compile_option_that_is_almost_ours_is_named(name):
     jitted = thunder.jit(net(), executors=[], transforms=[MemEfficient()], **{name: "dfs"})

@@ -68,6 +68,7 @@ def test_a_transform_in_place_of_a_compiler():
         torch.compile(nn.Linear(4, 4), backend=MemEfficient())(X)
 
 
+@pytest.mark.slow
 def test_importing_this_package_changes_nothing_of_thunders():
     """Who imports it and uses no transform has Thunder as it is."""
     program = """

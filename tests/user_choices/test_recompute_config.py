@@ -252,6 +252,7 @@ def test_a_program_without_a_backward_ignores_it():
     assert jitted(torch.zeros(3)).tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_layerwise_saves_what_layers_hand_on_and_masks():
     _, jitted = step("layerwise")
     last = thunder.last_traces(jitted)[-1].bound_symbols[-1]

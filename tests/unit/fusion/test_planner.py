@@ -60,6 +60,7 @@ def test_a_plan_runs_every_op_once_in_a_legal_order(drawn):
     check_plan(graph, fuse, arrange(graph, fuse, EXECUTORS).plan)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(fusible_graphs(30))
 def test_planned_peaks_are_those_of_the_plan_run_step_by_step(drawn):
