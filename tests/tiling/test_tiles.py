@@ -159,6 +159,43 @@ def test_gradients_lie_over_rows_that_are_a_view_of_what_nobody_holds():
     assert 0 <= measure_peak(step) - predict(jitted, x).measured_bytes <= 8
 
 
+class Tied(nn.Module):
+    """An MLP after another one that has the same matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDE, False), nn.Linear(WIDE, WIDTH, False)
+        self.up_again, self.down_again = nn.Linear(WIDTH, WIDE, False), nn.Linear(WIDE, WIDTH, False)
+        self.up_again.weight, self.down_again.weight = self.up.weight, self.down.weight
+
+    def forward(self, x):
+        x = x + self.down(F.relu(self.up(x)))
+        return (x + self.down_again(F.relu(self.up_again(x)))).square().mean()
+
+
+def test_autograd_adds_in_place_to_a_gradient_that_tiles_summed():
+    module, x = made(Tied(), (4, WIDTH))
+    jitted = compiled(module, Tiles(rows=2))
+
+    def step():
+        module.zero_grad()
+        jitted(x).backward()
+
+    step()
+    assert len(tiles_of(jitted)) == 2
+    module.zero_grad()
+    assert 0 <= measure_peak(step) - predict(jitted, x).measured_bytes <= 8
+
+
+def test_asking_who_holds_memory_does_not_hold_it():
+    summed, view = torch.zeros(6), torch.zeros(6).view(2, 3)
+    for t, holders in (summed, 1), (view, 2):
+        assert sole_owner(t)
+        assert torch._C._storage_Use_Count(torch._C._storage_address(t)) == holders
+        t.untyped_storage()
+        assert sole_owner(t)
+
+
 def test_who_holds_the_memory_of_a_view():
     with torch.no_grad():
         flat = torch.zeros(6, 4)

@@ -130,7 +130,7 @@ def finish(plan: LoopPlan, scale: Tensor | None, parts: Sequence[Tensor]) -> lis
         spec = plan.inputs[i]
         count = 1 if spec.sharding.split else len(part_bounds(spec, dtype))
         mine, queue = queue[:count], queue[count:]
-        results.append(_finish_one(spec, scale, mine, all(sole_owner(t) for t in mine)))
+        results.append(_finish_one(spec, scale, mine))
     return results
 
 
@@ -140,11 +140,23 @@ def sole_owner(t: Tensor) -> bool:
     Beside a view its base holds the memory, which must be all that holds the base. PyTorch's `linear` with a bias
     returns such a view.
     """
-    storage = t.untyped_storage()
-    holders = torch._C._storage_Use_Count(storage._cdata) - 1  # less `storage` itself
     if t._use_count() != 1:  # type: ignore[attr-defined]
         return False
-    return holders == 1 if t._base is None else holders == 2 and _holders_of_base(t) == _held_by_a_view_alone()
+    if t._base is None:
+        return _are_holders(1, t)
+    return _are_holders(2, t) and _holders_of_base(t) == _held_by_a_view_alone()
+
+
+def _are_holders(count: int, t: Tensor) -> bool:
+    """Whether so many tensors hold the tensor's memory.
+
+    In PyTorch 2.11 a storage's Python object lives as long as the storage, and counts as a holder. So autograd adds
+    nothing to that memory in place any more. The object is made only if there are other holders; it may be one.
+    """
+    if torch._C._storage_Use_Count(torch._C._storage_address(t)) == count:  # type: ignore[attr-defined]
+        return True
+    storage = t.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1 == count
 
 
 def _holders_of_base(view: Tensor) -> tuple[int, int]:
@@ -159,13 +171,13 @@ def _held_by_a_view_alone() -> tuple[int, int]:
     return _holders_of_base(torch.empty(2)[:1])
 
 
-def _finish_one(spec: Spec, scale: Tensor | None, parts: list[Tensor], free: bool) -> Tensor:
+def _finish_one(spec: Spec, scale: Tensor | None, parts: list[Tensor]) -> Tensor:
     first = parts[0]
     if first.dtype == spec.dtype:
         if scale is None:
             return first
-        return first.mul_(scale) if free else first * scale.to(first.dtype)
-    if len(parts) == 1 or not free:
+        return first.mul_(scale) if sole_owner(first) else first * scale.to(first.dtype)
+    if len(parts) == 1 or not all(map(sole_owner, parts)):
         out = torch.empty(spec.shape, dtype=spec.dtype, device=first.device)
         at = 0
         for part in parts:

@@ -196,7 +196,7 @@ def _new_grads(plan: LoopPlan, inputs: Sequence[Tensor], over: Collection[int]) 
         if not spec.sharding.split:
             continue
         # The plan guarantees that nobody reads it any more, but a view due to a caller's strides may still exist.
-        if i in over and t.is_contiguous() and t.untyped_storage().nbytes() == spec.nbytes and sole_owner(t):
+        if i in over and t.is_contiguous() and sole_owner(t) and t.untyped_storage().nbytes() == spec.nbytes:
             grads[i] = t.detach()
         else:
             grads[i] = torch.empty(spec.shape, dtype=dtype, device=spec.device)
@@ -321,7 +321,8 @@ def _take_gradients(
 
 def _lies_in(gradient: Tensor, block: Tensor) -> bool:
     """Whether a gradient has the memory of a block, or of rows."""
-    return gradient.untyped_storage()._cdata == block.untyped_storage()._cdata
+    address = torch._C._storage_address  # type: ignore[attr-defined]
+    return address(gradient) == address(block)
 
 
 def _wanted_gemms(plan: LoopPlan) -> list[bool]:
