@@ -55,9 +55,10 @@ def check(modules: Modules) -> int:
 
 
 @pytest.mark.slow  # every kernel is compiled
+@pytest.mark.parametrize("loss_inside", [True, False])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_region_of_the_matrix_is_written_compiled_and_reads_nothing_that_is_overwritten(model):
-    assert sum(check(modules_of(model, checkpointing=on, loss_inside=True)) for on in (True, False))
+def test_every_region_of_the_matrix_is_written_compiled_and_reads_nothing_that_is_overwritten(model, loss_inside):
+    assert sum(check(modules_of(model, checkpointing=on, loss_inside=loss_inside)) for on in (True, False))
 
 
 @pytest.mark.slow  # every kernel is compiled
