@@ -19,7 +19,7 @@ unexport PYTHONPATH
 demo: $(STAMP)  ## the main job: issue 1337's functions and a small training step, before and after
 	$(BIN)/python -m benchmarks.demo
 
-test: $(STAMP)  ## all that is not slow: 5 minutes on two cores
+test: $(STAMP)  ## all that is not slow: 7 to 10 minutes on two cores
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(LONGEST)
 
 test-notebooks: $(STAMP)  ## run all, and compare with what is committed: 4 minutes
