@@ -1,6 +1,6 @@
 """Which tests run, by how long they take, and what each of them took.
 
-Of a test marked `sampled(N)` all cases but N are slow: those N show that it holds, all of them where.
+Of a test marked `sampled(N)` all cases but N are slow. N cases are enough to see that something broke.
 
 `--third K` leaves the slow tests of two thirds out, so that three runs cover all. `--longest S` fails a run in which a
 test that is not marked slow takes more than S seconds. Seconds are of the processor, in the test's own process:

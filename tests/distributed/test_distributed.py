@@ -63,7 +63,7 @@ def _agrees(found: list[dict], tolerance: float = 1e-5) -> None:
 
 
 NOT_COMPARED = ("different_models", "different_plans", "one_rank_fails", "one_rank_overflows")
-# Tests with the same ranks run in the same third: all of these cases take a minute on each.
+# Tests with the same ranks run in the same third: whichever runs first pays for all cases of the table.
 two_ranks, four_ranks = pytest.mark.slow("two ranks"), pytest.mark.slow("four ranks")
 
 
