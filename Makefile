@@ -19,7 +19,7 @@ unexport PYTHONPATH
 demo: $(STAMP)  ## the main job: issue 1337's functions and a small training step, before and after
 	$(BIN)/python -m benchmarks.demo
 
-test: $(STAMP)  ## all that is not slow: 7 to 10 minutes on two cores
+test: $(STAMP)  ## all that is not slow: 5 minutes on two cores
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(LONGEST)
 
 test-notebooks: $(STAMP)  ## run all, and compare with what is committed: 4 minutes
@@ -55,7 +55,7 @@ gpu: $(STAMP)  ## 45 minutes with a GPU: results, peaks and times, with verdicts
 	PYTHON=$(BIN)/python bash benchmarks/gpu/run.sh $(ARGS)
 
 LONG ?= --ignore=tests/system/test_notebooks.py tests
-test-long: $(STAMP)  ## all slow tests; LONG="tests/system/test_fuzz.py" for one file, LONG="--third=0 tests" for a third
+test-long: $(STAMP)  ## all slow tests; LONG="tests/system/test_fuzz.py" for one file, LONG="--part=0 tests" for an eighth
 	$(BIN)/python -m pytest -m slow $(PARALLEL) $(LONG)
 
 # Three tenths of what Thunder gets right, two each of checkpoints and of overwritten values, a tenth each of attention

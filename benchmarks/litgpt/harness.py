@@ -20,6 +20,7 @@ from unittest import mock
 
 import thunder
 import torch
+from torch.utils.data import DataLoader
 
 from benchmarks.litgpt.device_peaks import DevicePeaks, attention_backend
 from benchmarks.litgpt.fake_loop import LoopPeak, fake_cpu, fake_peak
@@ -142,7 +143,13 @@ def _subclass(module: ModuleType) -> Any:
 
         def setup_dummy_dataloader(self) -> Any:
             # No data is read where nothing runs, and a loader's seed cannot be read from a fake tensor.
-            return [] if self.options.simulated is not None else super().setup_dummy_dataloader()
+            if self.options.simulated is not None:
+                return []
+            loader = super().setup_dummy_dataloader()
+            if self.options.device != "cpu":
+                return loader
+            # Its two processes would run beside the step, and each takes 5 s to end.
+            return DataLoader(loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn)
 
         def train(self) -> None:
             if self.options.simulated is not None:

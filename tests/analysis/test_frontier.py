@@ -77,6 +77,7 @@ def test_what_fits_is_the_fastest_that_does(frontier):
     assert frontier.within(first.peak_bytes - 1) == frontier.points[1]
 
 
+@pytest.mark.slow
 def test_it_prints_serialises_and_draws(frontier, tmp_path):
     lines = str(frontier).splitlines()
     assert len(lines) == 3 + len(frontier.points) and lines[-1].endswith(frontier.points[-1].config)
@@ -99,6 +100,7 @@ def test_wrong_points(points):
         memory_time_frontier(stack(), torch.zeros(8, 64), points=points)
 
 
+@pytest.mark.slow
 def test_offload_is_written_as_for_mem_efficient():
     named = memory_time_frontier(stack(), torch.zeros(64, 64), executors=[], points=1, offload="only:Linear+Softmax+")
     assert named.points

@@ -57,6 +57,7 @@ def received(plan) -> int:
     return next(d for d in plan.decisions if d.what == "recompute").after_bytes
 
 
+@pytest.mark.slow
 def test_it_lists_what_the_backward_receives(table):
     gelu = table["Gelu+"]
     assert gelu.count == 2 and gelu.layers == (0, 1) and gelu.modules == ("h.#",)
@@ -78,6 +79,7 @@ def test_random_numbers_are_listed_as_kept():
     assert "not RandLike+ (1, 64 B): it draws random numbers" in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_every_row_says_what_its_configuration_does(model, table, step):
     """Each configuration, compiled: bytes received and peak are the row's."""
@@ -100,6 +102,7 @@ def test_all_at_once(model, table):
         table.config("Gello")
 
 
+@pytest.mark.slow
 def test_what_fused_code_rebuilds_is_marked(model):
     found = recompute_table(model, torch.zeros(3, 17, 24), executors=["mem_pointwise"], peaks=False)
     assert found["Gelu+"].now == "rebuilt" and found["Gelu+"].ms_per_gib is None

@@ -2,7 +2,7 @@
 
 Of a test marked `sampled(N)` all cases but N are slow. N cases are enough to see that something broke.
 
-`--third K` leaves the slow tests of two thirds out, so that three runs cover all. `--longest S` fails a run in which a
+`--part K` runs an eighth of the slow tests, so that eight runs cover all. `--longest S` fails a run in which a
 test that is not marked slow takes more than S seconds. Seconds are of the processor, in the test's own process:
 another process on the same machine does not count. With `--longest` a test that took too long runs a second time, and
 the shorter time counts: the first test of a process that imports a library, or compiles the first kernel of a machine,
@@ -29,7 +29,7 @@ __all__ = [
     "pytest_terminal_summary",
 ]
 
-THIRDS = 3
+PARTS = 8
 _SHOWN = 10
 _USUAL_S = 0.013
 """What `_work` takes on an idle core; under load, or on a slower one, it was 0.026."""
@@ -46,12 +46,12 @@ _took: list[_Took] = []
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("durations of tests")
-    group.addoption("--third", type=int, choices=range(THIRDS), help="of the slow tests only this third, 0 to 2")
+    group.addoption("--part", type=int, choices=range(PARTS), help="of the slow tests only this eighth, 0 to 7")
     group.addoption("--longest", type=float, metavar="S", help="fail if a test not marked slow takes more seconds")
 
 
-def _in_third(third: int, items: list[pytest.Item]) -> set[pytest.Item]:
-    """The slow tests of a third, which is found by their names: they stay there whatever other tests come and go.
+def _in_part(part: int, items: list[pytest.Item]) -> set[pytest.Item]:
+    """The slow tests of a part, which is found by their names: they stay there whatever other tests come and go.
 
     Cases of one test, which take about as long as each other, are shared out. All that is marked with the same
     `slow(NAME)`, as tests with an expensive fixture are, stays together.
@@ -63,7 +63,7 @@ def _in_third(third: int, items: list[pytest.Item]) -> set[pytest.Item]:
         names = item.get_closest_marker("slow").args
         place = zlib.crc32(names[0].encode()) if names else zlib.crc32(test.encode()) + cases[test]
         cases[test] += 1
-        if place % THIRDS == third:
+        if place % PARTS == part:
             found.add(item)
     return found
 
@@ -71,10 +71,10 @@ def _in_third(third: int, items: list[pytest.Item]) -> set[pytest.Item]:
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves slow tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_unsampled(items)
-    third = config.getoption("third")
-    if third is None:
+    part = config.getoption("part")
+    if part is None:
         return
-    left_out = set(filter(_is_slow, items)) - _in_third(third, items)
+    left_out = set(filter(_is_slow, items)) - _in_part(part, items)
     config.hook.pytest_deselected(items=[i for i in items if i in left_out])
     items[:] = [i for i in items if i not in left_out]
 

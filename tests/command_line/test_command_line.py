@@ -299,6 +299,7 @@ def test_inputs_from_the_command_line(run):
     assert run("predict", "train.py:jitted", "--input", "2x64")[0] == 0
 
 
+@pytest.mark.slow
 def test_explain_writes_what_it_is_asked_for(run, script):
     files = ["--html", "report.html", "--save", "snapshot.pickle", "--save", "report.json"]
     code, out, err = run("explain", "train.py:build", "--detail", *files, *PLAIN)

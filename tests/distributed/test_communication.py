@@ -150,6 +150,7 @@ def test_parameters_are_gathered_in_the_order_of_use(zero3):
     assert thunders[0] != "t_embedding_weight"
 
 
+@pytest.mark.slow
 def test_the_layer_before_is_gathered_before_gradients_of_a_layer_are_reduced(zero3):
     bsyms = [b for b in zero3.prepared.bound_symbols if starts(b)]
     names = [b.flat_proxy_args[0].name for b in bsyms]
@@ -163,6 +164,7 @@ def test_the_layer_before_is_gathered_before_gradients_of_a_layer_are_reduced(ze
     assert gathers[1] < reductions[1] < gathers[2] < reductions[2]
 
 
+@pytest.mark.slow
 def test_planning_keeps_the_order(zero3, replicated):
     for case in (zero3, replicated):
         assert schedule_of(case.planned).steps == schedule_of(case.prepared).steps
@@ -212,7 +214,7 @@ def test_zero3_saves_no_gathered_parameter(zero3, world):
     assert sum(map(is_gather, forward)) == 20 and sum(map(is_gather, backward)) >= 10
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_what_the_backward_gathers_again_is_free_to_save(world, checkpointed):
     """Each weight that both halves gather, by the shard that they gather it from."""

@@ -63,8 +63,8 @@ def _agrees(found: list[dict], tolerance: float = 1e-5) -> None:
 
 
 NOT_COMPARED = ("different_models", "different_plans", "one_rank_fails", "one_rank_overflows")
-# Tests with the same ranks run in the same third: whichever runs first pays for all cases of the table.
-two_ranks, four_ranks = pytest.mark.slow("two ranks"), pytest.mark.slow("four ranks")
+# Tests with the same ranks run in the same part: whichever runs first pays for all cases of the table.
+two_ranks, four_ranks = pytest.mark.slow("ranks of two"), pytest.mark.slow("four ranks")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_COMPARED])

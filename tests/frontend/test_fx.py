@@ -79,7 +79,7 @@ def by_an_optimized_function(model, transforms):
     return (compiled := torch.compile(lambda x: model(x), backend=backend)), compiled
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [by_thunderfx, by_a_backend, by_an_optimized_module, by_an_optimized_function])
 def test_subgraphs_share_an_instance_and_each_has_a_plan(way):
     model, x = broken(), randn(5, 8, grad=False)
@@ -192,6 +192,7 @@ def test_without_our_transform_nothing_is_warned_of():
         thunderfx(Recurrent(), executors=[])(torch.randn(3, 2, 4))
 
 
+@pytest.mark.slow
 def test_predict_says_that_several_subgraphs_are_none_of_its():
     compiled = thunderfx(broken(), executors=[], transforms=[MemEfficient()])
     compiled(randn(5, 8, grad=False))

@@ -37,7 +37,7 @@ def planned(fn, executors=()):
     return thunder.jit(fn, executors=list(executors), transforms=[MemEfficient(strict=True)])
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("turned", [False, True], ids=["scalar first", "scalar second"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_gradients_are_eagers(name, turned):
@@ -53,6 +53,7 @@ def test_gradients_are_eagers(name, turned):
             torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_in_compiled_regions_and_in_half_precision():
     def fn(x):
         return torch.maximum(x.sum(), x) + x / x.norm()

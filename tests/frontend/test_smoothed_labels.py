@@ -43,7 +43,7 @@ def differences(fn, step, args):
     return [float((a - b).abs().max()) for a, b in zip(loss_and_gradient(step, *args), exact, strict=True)]
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("chunk", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(
@@ -58,6 +58,7 @@ def test_losses_and_gradients_are_eagers(chunk, reduction, options):
     assert max(differences(fn, step, inputs(**given))) < 1e-4
 
 
+@pytest.mark.slow
 def test_in_regions_and_in_a_checkpoint():
     plain = head()
 

@@ -242,6 +242,7 @@ def scaled_and_used_later(x, b):
     return (s.pow(2) * t).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [summed, scaled_and_used_later])
 def test_sums_in_place_across_splits_of_thunderfx(fn):
     torch._dynamo.reset()

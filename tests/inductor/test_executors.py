@@ -114,7 +114,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_strides_and_aliasing_are_those_of_eager(name):
     fn, *args = PROGRAMS[name]

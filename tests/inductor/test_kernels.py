@@ -96,7 +96,7 @@ def images(dtype=torch.float32, *, last=False):
     return (x.to(memory_format=torch.channels_last) if last else x).requires_grad_()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_equal_eager_ones(dtype):
     def all_of_them(*xs):
@@ -117,7 +117,7 @@ def between_products(activation):
     return fn
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_derivative_is_written_over_the_gradient_that_dies(name):
     fn = between_products(ACTIVATIONS[name])
@@ -279,6 +279,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
 def test_convolutions_equal_eager_ones(last):
     def all_of_them(*args):

@@ -429,6 +429,7 @@ def test_reuse_is_true_or_false(given):
         MemEfficient(reuse=given)
 
 
+@pytest.mark.slow
 def test_regions_that_write_in_place_are_sorted_again():
     """A gated MLP in a checkpoint: with the region of five values down to three, the gradient of the activation
     can wait for the weight's. The plan lists its steps as they run, and nothing else changes."""

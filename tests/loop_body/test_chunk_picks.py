@@ -73,7 +73,7 @@ def test_one_region_makes_the_gradient_from_the_logits(monkeypatch):
         compiled(x, w, t + 4001)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["open", "fused"])
 @pytest.mark.parametrize(
     ("reduction", "dtype", "trains"),

@@ -94,6 +94,7 @@ def test_sums_are_rounded_once_at_the_end():
     assert rounding_seconds(single, H100) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("units", "accumulate", "number_bytes"), [(True, "float32", 12), (True, "input", 64), (False, "float32", 0)]
 )
@@ -174,7 +175,7 @@ def test_a_gated_tile_writes_all_wide_gradients_over_wide_values():
     assert plan.backward_block_bytes <= 1024 * (3 * WIDE + 5 * WIDTH) * 2
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", ["float32", "input"])
 def test_a_prediction_holds_in_a_tile_what_the_plan_says(accumulate):
     """Narrowed sums are joined, added to and split beside the tile's gradients, which are not gone yet."""

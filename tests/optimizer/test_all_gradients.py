@@ -64,7 +64,7 @@ def trained(way, dtype, scaled, clipped, inf_at=None):
     return values(model), scaler.get_scale()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["one", "two"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -282,6 +282,7 @@ def test_parameters_outside_of_the_program_cannot_take_two_passes():
         loss.backward(retain_graph=True)
 
 
+@pytest.mark.slow
 def test_two_passes_hold_one_gradient_at_a_time():
     torch.manual_seed(0)
     x, peaks = torch.randn(4, 128), []

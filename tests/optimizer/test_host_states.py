@@ -114,7 +114,7 @@ def plain(state_dict):
     return str((state, state_dict["param_groups"]))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("around", [{}, {"clip_value": 1e-3, "microbatches": 2}])
 def test_the_same_bits_as_with_states_on_the_device(program, name, around):
@@ -258,7 +258,7 @@ def test_copies_that_run_as_late_as_streams_allow(program, name, late):
     assert all(map(torch.equal, found[0], expected[0])) and found[1] == expected[1]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "fused", "Adafactor", "own"])
 @pytest.mark.parametrize("clip", [{}, {"clip_value": 0.1}])
 def test_predicted_step_is_the_measured_one(name, clip):

@@ -97,6 +97,7 @@ def head_in_chunks(**options):
     return MemEfficient(chunk=ChunkLossHead(chunks=4), verify=True, **options)
 
 
+@pytest.mark.slow
 def test_nothing_fails(exact):
     jitted = checked(exact, head_in_chunks())
     assert loops(jitted) and last_plan(jitted) is not None
@@ -132,7 +133,7 @@ PLANNING = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", BEFORE_AUTOGRAD)
 def test_what_fails_before_autograd(stage, exact, monkeypatch):
     monkeypatch.setattr(*BEFORE_AUTOGRAD[stage], fail)
@@ -251,6 +252,7 @@ def test_a_corrupted_chunking(corrupt, exact, monkeypatch):
     assert not loops(jitted)
 
 
+@pytest.mark.slow
 def test_rows_picked_from_what_only_a_composite_knows(exact, monkeypatch):
     """As it was: a slice that is moved reads a transpose inside `matmul`."""
     import thunder_mem.tiling.hoist_slices as chunk_hoist
@@ -289,6 +291,7 @@ def test_a_broken_final_trace_gives_way_to_thunders_own(half, exact, monkeypatch
     assert not loops(jitted) and last_plan(jitted) is None and "del" in last_failure(jitted)
 
 
+@pytest.mark.slow
 def test_without_a_gradient(monkeypatch):
     monkeypatch.setattr(stages, "emit", fail)
     for corrupt in (fail, lambda *a: no_return(Rewritten("", None, real_emit(*a)), Random(0))):

@@ -73,7 +73,7 @@ def test_the_backward_of_a_stretch_at_the_peak_has_smaller_tiles_where_time_has_
     assert (before > after) == (rows < 2048)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_loss_head_at_the_peak_has_smaller_chunks(monkeypatch, norm):
     with simulate("H100-80GB", fusion="nvfuser"):
@@ -89,6 +89,7 @@ def test_a_loss_head_at_the_peak_has_smaller_chunks(monkeypatch, norm):
     assert found.peak_bytes == after < before
 
 
+@pytest.mark.slow
 def test_a_budget_is_met_by_fewer_rows_before_anything_is_bought(monkeypatch):
     args = (TOKENS, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE)
     with simulate("H100-80GB", fusion="nvfuser"):

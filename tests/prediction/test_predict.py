@@ -50,7 +50,7 @@ def check(fn, args, jit, kwargs=None):
     return prediction
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case, way", QUICK, ids=lambda x: x)
 def test_predicted_equals_measured(case, way):
     fn, args = CASES[case]()

@@ -237,7 +237,7 @@ def check_adamw(case, way):
     check_step(model, torch.optim.AdamW(model.parameters()), loss_fn, *args, jit=WAYS[way]())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case, way", QUICK, ids=lambda x: x)
 def test_an_adamw_step(case, way):
     check_adamw(case, way)
@@ -274,6 +274,7 @@ def test_a_step_with_every_optimizer_however_gradients_are_kept(case, way):
             check_step(jitted, make(model.parameters()), loss_fn, *args, options=options)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_callers_changes():
     model = Net()
     x = torch.randn(4, 3, 16, 16)

@@ -71,6 +71,7 @@ def test_holders_are_modules_and_sum_to_the_peak(report):
     assert sum(found) == pytest.approx(report.peak_bytes, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_ways_are_code_that_runs(stack, report):
     model, x = stack
     names = {**NAMES, "model": copy.deepcopy(model)}

@@ -64,6 +64,7 @@ def test_the_report_shows_the_predictions_peak_and_exactly_who_holds_it(planned)
         assert candidate.name in text
 
 
+@pytest.mark.slow
 def test_equal_layers_are_folded_into_one_row(planned):
     folded = [t for t in planned.tenants if t.count > 1]
     assert folded

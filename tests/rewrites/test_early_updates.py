@@ -36,6 +36,7 @@ def trained(model, x, steps=3, executors=None, **options):
     return jitted
 
 
+@pytest.mark.slow
 def test_no_update_waits_for_the_end_of_the_source_order():
     torch.manual_seed(0)
     model, x = Net().bfloat16(), torch.randn(4, 8, 16, dtype=torch.bfloat16)

@@ -33,6 +33,7 @@ def studied(model, x):
     return study.source, study.problem
 
 
+@pytest.mark.slow
 def test_the_caller_keeps_what_it_holds():
     source, _ = studied(stack(), torch.randn(512, 64))
     graph = source.graph
@@ -135,6 +136,7 @@ def broken(trace, change):
     return new
 
 
+@pytest.mark.slow
 def test_what_is_away_may_not_be_used_and_what_comes_back_is_what_left():
     study = study_program(stack(4, 0.0), (torch.randn(512, 64),), {}, executors=[])
     source = study.source
@@ -257,6 +259,7 @@ def test_copies_run_beside_other_work_as_far_as_there_is_room(deep):
     assert found[2].exposed_s < found[1].exposed_s < found[0].exposed_s
 
 
+@pytest.mark.slow
 def test_what_the_work_hides_costs_nothing_and_what_it_does_not_is_exposed(deep):
     planned = everything_moved(deep)
     fast, slow = (replace(device_model("cpu"), link_bytes_per_s=rate, copy_s=0.0) for rate in (1e15, 1e6))

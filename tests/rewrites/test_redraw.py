@@ -51,7 +51,7 @@ def redraws(fn) -> tuple[list[str], list[str]]:
     return noting, [b.sym.name for b in backward.bound_symbols if replays_rng_state(b)]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("executors", ["no fusion", "mem_pointwise"])
 @pytest.mark.parametrize("program", DRAWING, ids=lambda p: p.__name__)
 def test_gradients_are_eagers(program, executors, monkeypatch):

@@ -158,7 +158,7 @@ def test_all_that_are_made_and_used_alike():
     torch.testing.assert_close(jitted(*args), layers(*args))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fn", REMADE, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_gradients(fn, checkpointed):

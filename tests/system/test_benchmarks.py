@@ -245,6 +245,7 @@ def test_a_simulated_device_is_one_device():
         Options(device="simulate:H100-80GB").check("thunder", "fsdp")
 
 
+@pytest.mark.slow
 def test_thunders_module_is_not_changed_by_a_run():
     module = load_thunders()
     before = (module.Benchmark_litGPT, module.device, module.ThunderCompiler, thunder.jit)

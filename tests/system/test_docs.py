@@ -41,15 +41,9 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-_SLOW_PAGES = {
-    "big_vocabulary", "budget", "compare", "frontier", "integration", "long_context", "prediction", "saving",
-    "small_card", "step_in_backward", "tiles", "transformers",
-}  # fmt: skip
-
-
 def _by_time(page: Path):
-    """What compiles many regions or large models is slow."""
-    return pytest.param(page, marks=pytest.mark.slow) if page.stem in _SLOW_PAGES else page
+    """Most pages compile regions or models, which is slow; README's first lines always run."""
+    return page if page.stem == "README" else pytest.param(page, marks=pytest.mark.slow)
 
 
 WITH_PYTHON = [page for page in PAGES if any(b.kind == "python" for b in blocks(page))]
@@ -94,7 +88,7 @@ def test_readme_shows_what_it_says():
     assert readme and all(b.why is None for b in readme)
 
 
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+@pytest.mark.parametrize("page", [_by_time(page) for page in WITH_COMMANDS], ids=name_of)
 def test_commands_exist(page, tmp_path, monkeypatch, capsys):
     """`thunder-mem` runs, on the script that the page shows; of the others at least what they name is there."""
     monkeypatch.chdir(tmp_path)
@@ -156,6 +150,7 @@ def test_every_page_is_in_the_navigation():
     assert pages <= listed, f"mkdocs.yml: add {sorted(pages - listed)} to nav"
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -166,10 +161,14 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert not missing, f"docs/api.md lacks {missing}"
 
 
-_SLOW_MODULE = "thunder_mem.integrations.transformers"  # its example compiles a model
+_SLOW_MODULES = {  # their examples compile models
+    "thunder_mem.analysis.frontier", "thunder_mem.frontend.thunderfx", "thunder_mem.integrations.transformers",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(m, marks=pytest.mark.slow) if m == _SLOW_MODULE else m for m in MODULES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(m, marks=pytest.mark.slow) if m in _SLOW_MODULES else m for m in MODULES]
+)
 def test_doctests(name):
     failed, _ = doctest.testmod(importlib.import_module(name))
     assert not failed

@@ -1,4 +1,4 @@
-"""That a long test must say so, and that three thirds are all of the slow tests."""
+"""That a long test must say so, and that the parts are all of the slow tests."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_first(work):
     durations.now += 9 if len(runs) == 1 else 1
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", range(12))
+@pytest.mark.parametrize("n", range(16))
 def test_slow(n):
     durations.now += 20
 
@@ -70,7 +70,7 @@ def test_a_long_test_that_is_not_marked_fails_the_run(run):
     result.stdout.fnmatch_lines(["over 2 s: *test_one: make it shorter, or mark it slow"])
     over = "".join(line for line in result.outlines if line.startswith("over"))
     assert "test_slow" not in over and "test_first" not in over
-    result.assert_outcomes(passed=23)
+    result.assert_outcomes(passed=27)
 
 
 def test_a_short_one_does_not(run):
@@ -83,12 +83,13 @@ def test_a_slower_processor_has_as_many_seconds_more(run, monkeypatch):
     assert run("--longest=1").ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_three_thirds_are_all_slow_tests(run):
-    every = [_names(run(f"--third={third}", "-v")) for third in range(3)]
+def test_the_parts_are_all_slow_tests(run):
+    every = [_names(run(f"--part={part}", "-v")) for part in range(durations.PARTS)]
     slow = [{name for name in names if "test_slow" in name} for names in every]
     assert all("test_one" in "".join(names) for names in every)
-    assert len(set.union(*slow)) == 12 and [len(names) for names in slow] == [4, 4, 4]
-    assert sorted(sum("test_together" in name for name in names) for names in every) == [0, 0, 3]
+    assert len(set.union(*slow)) == 16 and {len(names) for names in slow} == {2}
+    together = sorted(sum("test_together" in name for name in names) for names in every)
+    assert together == [0] * (durations.PARTS - 1) + [3]
 
 
 def test_all_cases_but_a_sample_are_slow(run):

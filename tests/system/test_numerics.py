@@ -28,7 +28,7 @@ def test_errors_are_at_most_twice_eagers(case, dtype):
     assert row.max_ratio <= 2, row
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [96, 2048, 2039])
 def test_long_float32_sums_in_a_region_are_as_exact_as_eagers(rows):
     """2039 is a prime, which cannot be cut; so many rows in a row are still few enough to be near."""

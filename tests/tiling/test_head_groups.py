@@ -135,7 +135,7 @@ def assert_right(module, x, tile, groups, factor=2.0):
     return jitted
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_gradients_of_a_model_are_as_exact_as_eagers(few_blocks, checkpoints):
     module, x = made(Layers(checkpoints, is_causal=True), (1, 512, 64))
@@ -268,7 +268,7 @@ def test_only_repetitions_of_each_head_in_a_row_are_left_out(few_blocks, options
     assert all("not repeated" not in d.how and words in d.how for d in of_heads(jitted))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_groups_of_heads_under_thunderfx(few_blocks, checkpoints):
     module, x = made(Layers(checkpoints, is_causal=True), (1, 64, 64))

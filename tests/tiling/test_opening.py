@@ -95,7 +95,7 @@ PROGRAMS = (
 )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", PROGRAMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_those_of_float64(fn, dtype):
@@ -122,7 +122,7 @@ SEVERAL_ROWS = {"kl_distill", "kl_and_ce", "jsd", "two_heads", "multi_token", "l
 """Losses whose products have different rows, or whose rows something else reads."""
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [c for c in CASES if "x" in c.grads], ids=str)
 def test_every_loss_behind_a_norm(case):
     def behind_a_norm(**tensors):
@@ -188,6 +188,7 @@ def hidden(h, a, w, t):
     return rms_head(F.linear(h, w[: h.shape[1]]), a, w, t)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transform", [ChunkLossHead(rows=64), MemEfficient(chunk=ChunkLossHead(rows=64))], ids=str)
 def test_the_norms_result_never_exists_whole_and_its_operand_takes_its_gradient(transform, monkeypatch):
     args = inputs(n=2048, d=64, v=256)
@@ -226,6 +227,7 @@ def on_h100(fn=of_a_product, **options):
     return last_plan(jitted), predicted, loop_of_head(jitted)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_a_gpu_will_hold_and_it_is_less_than_without(monkeypatch):
     plan, predicted, loop = on_h100()
     assert loop.opening is not None and loop.opening.block_rows < loop.block_rows
@@ -244,6 +246,7 @@ def test_a_budget_narrows_the_sums_of_an_opening_too():
     assert tight.candidate.peak_bytes == predicted.peak_bytes < plan.candidate.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_sum_before_the_norm_is_not_cast_to_float32_and_back():
     """The norm's own gradient stood between the two casts; now they would make a wide copy of all rows."""
     plan, predicted, loop = on_h100(of_a_residual_sum)

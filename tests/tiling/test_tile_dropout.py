@@ -62,7 +62,7 @@ def loops(jitted):
     return [loop_of(b).plan for trace in traces for b in trace.bound_symbols if is_chunk_loop(b)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpointed", [True, False])
 @pytest.mark.parametrize("drop", [dropped, noisy, kept])
 def test_the_numbers_are_those_of_the_whole_program(drop, checkpointed):
@@ -78,7 +78,7 @@ def test_the_numbers_are_those_of_the_whole_program(drop, checkpointed):
         assert sum(d.what == "tiles" for d in last_plan(jitted).decisions) == 2
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_crosses_the_border_with_a_byte_a_number(dtype):
     module, x = made(Block(dropped, True), (2, 25, 16), dtype)
@@ -90,6 +90,7 @@ def test_a_mask_crosses_the_border_with_a_byte_a_number(dtype):
     assert wide and set(wide) == {(torch.bool, (2, 25, 64))}
 
 
+@pytest.mark.slow
 def test_the_peak_falls_and_is_predicted_to_the_byte():
     module, x = made(Block(dropped, True), (4, 256, 16))
     peaks = []

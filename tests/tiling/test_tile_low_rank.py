@@ -47,7 +47,7 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [2, 4])
 def test_factors_and_norms_are_inside(rank):
     module, x = made(Blocks(rank), (2, 64, 32))

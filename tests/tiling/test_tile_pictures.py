@@ -82,7 +82,7 @@ def drawn(seed):
     return program, thunder.jit(program, executors=[], transforms=[transform]), x, weights
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 100))])
 def test_random_programs(seed):
     program, jitted, x, weights = drawn(seed)

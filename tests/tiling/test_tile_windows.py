@@ -49,7 +49,7 @@ def rows_of(jitted):
     return plan.n
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows", [1, 50])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_gradients_are_as_exact_as_eagers_whatever_the_window(name, rows):
@@ -57,7 +57,7 @@ def test_gradients_are_as_exact_as_eagers_whatever_the_window(name, rows):
     assert_as_exact_as_eager(module, x, Tiles(rows=rows), 1, factor=4.0)  # up to 100 parts in float32
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("conv, space", [(nn.Conv1d, (6,)), (nn.Conv3d, (3, 4, 3))])
 @pytest.mark.parametrize("kernel_size", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -66,7 +66,7 @@ def test_convolutions_of_other_dims_and_16_bits(conv, space, kernel_size, dtype)
     assert_as_exact_as_eager(module, x, Tiles(rows=2), 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("geometry", "between", "n"),
     [

@@ -89,7 +89,7 @@ def assert_as_exact_as_eager(module, x, tile, count, factor=2.0):
         assert mine <= factor * theirs + floor
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [1, 3, 7, 12, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_as_exact_as_eagers_in_any_number_of_tiles(rows, dtype):
@@ -757,7 +757,7 @@ def frozen(x, w, v):
     return ((F.linear(x, w.detach()) + x @ v.t()).relu() @ v).sum()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("fn", "count"),
     [

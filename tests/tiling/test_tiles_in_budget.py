@@ -28,7 +28,7 @@ def on_h100(fn, width, **options):
     return jitted
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "count"),
     [

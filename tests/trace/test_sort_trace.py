@@ -41,7 +41,7 @@ def programs():
     return traced_programs(15, Profile(overwrites_needed=True), seed=120_000)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sort", ["auto", "bfs", "random"])
 def test_a_sorted_trace_computes_the_same(programs, sort):
     moved = 0
@@ -96,6 +96,7 @@ def test_of_forward_and_backward_the_frame_stays(sort):
         new.python_callable()
 
 
+@pytest.mark.slow
 def test_a_trace_without_dels_gets_none_and_one_with_them_keeps_them_tight(programs):
     for traced in programs[:6]:
         plain = sort_bound_symbols(traced.trace, "bfs")

@@ -31,6 +31,8 @@ from thunder_mem.semantics.effects import effects_of
 from thunder_mem.semantics.layout import Layout, is_view
 from thunder_mem.trace.reading import BACKWARD, read_trace
 
+with_traces = pytest.mark.slow("dense traces")
+
 
 @pytest.fixture(scope="module")
 def dense() -> list[Traced]:
@@ -48,7 +50,7 @@ def partition(key_of: dict[str, int]) -> set[frozenset[str]]:
     return set(map(frozenset, groups.values()))
 
 
-@pytest.mark.slow
+@with_traces
 @pytest.mark.parametrize("claim", [False, True], ids=["open", "claimed"])
 def test_storages_are_those_of_real_tensors(dense, claim):
     for traced in dense:
@@ -72,7 +74,7 @@ def _mistyped(trace, ran) -> set[str]:
     return {n for n in ran.tensors if ran.storage(n) in wrong}
 
 
-@pytest.mark.slow
+@with_traces
 def test_regions_lie_as_their_operations_do_one_by_one(dense):
     """Outputs of fused regions, for inputs of any strides: what PyTorch itself says of the same operations."""
     rng, seen = Random(0), Counter()
@@ -143,7 +145,7 @@ def test_is_view_of_each_symbol():
     assert [kinds[p.name] for p in output] == [True, True, True, False, False, True]
 
 
-@pytest.mark.slow
+@with_traces
 def test_a_pure_read_is_not_taken_for_a_write(dense):
     for traced in dense:
         trace = claimed(traced.trace)
@@ -204,7 +206,7 @@ def test_of_a_final_backward_only_parameters_are_held():
     assert any(timeline.live_range(s)[1] < len(graph) // 2 for s in freeable)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fn", WRITTEN, ids=lambda f: f.__name__)
 def test_the_source_order_is_priced_as_what_thunder_runs(fn):
     """The joint trace, op by op, against the final traces on fake tensors: forward and backward peak."""
@@ -245,7 +247,7 @@ def made(bsyms) -> list[str]:
     return [p.name for b in bsyms for p in b.flat_proxy_outs]
 
 
-@pytest.mark.slow
+@with_traces
 def test_the_halves_are_those_of_thunders_own_split(dense):
     compiling = SimpleNamespace(executors_list=(), autocast_stack=AutocastStack(), is_grad_enabled=True)
     split = 0
@@ -283,6 +285,7 @@ def test_a_recomputed_forward_belongs_to_the_backward():
     assert BACKWARD is BoundSymbolTag.BACKWARD
 
 
+@with_traces
 def test_a_trace_reads_the_same_with_its_dels_and_without(dense):
     released = 0
     for traced in dense[: len(WRITTEN) + 10]:
@@ -304,6 +307,7 @@ def test_unpacking_and_return_stay_outside():
     assert not any(b.sym.id in (*UNPACKING, PrimIDs.RETURN, PrimIDs.DEL) for b in source.bsyms)
 
 
+@with_traces
 def test_ops_say_what_their_bound_symbols_do(dense):
     for traced in dense:
         source = read_trace(traced.trace)
@@ -322,6 +326,7 @@ def _stored(p: Proxy) -> bool:
     return isinstance(p, TensorProxy | FutureTensorProxy)
 
 
+@with_traces
 def test_reading_again_with_the_earlier_reading_gives_the_same(dense):
     for traced in dense:
         first = read_trace(traced.trace)

@@ -297,7 +297,7 @@ def same(a, b) -> bool:
     return type(a) is type(b) and a == b
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name):

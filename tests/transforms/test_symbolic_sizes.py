@@ -46,7 +46,7 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr("thunder_mem.regions.compiled_region._compile", lambda unfused, args: unfused)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("executors", ({"executors": []}, {}), ids=("unfused", "default"))
 @pytest.mark.parametrize(
     "fn",

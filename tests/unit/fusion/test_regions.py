@@ -92,6 +92,7 @@ def in_place(x, w):
     return z + y.exp(), w.tanh()
 
 
+@pytest.mark.slow
 def test_neighbours_of_real_traces_are_thunders_own():
     """In a trace that nothing writes to; where something does, what touches it is fused by nobody."""
     fused = 0
@@ -159,6 +160,7 @@ def test_contraction_never_raises_the_best_peak_of_tiny_graphs(graph, seed):
     assert oracle_optimum(graph.contract(groups)) <= oracle_optimum(graph)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @example(layered(24081, 9, 2), 1)  # a producer with a second result, which nobody reads
 @given(graphs(14), st.integers(0, 10**6))
@@ -242,6 +244,7 @@ def test_the_bookkeeping_of_merges_equals_a_full_simulation(drawn, rng, slack):
     assert merger.groups() == tuple(groups)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(fusible_graphs(30), st.randoms(use_true_random=False))
 def test_merging_keeps_each_half_within_its_allowance(drawn, rng):

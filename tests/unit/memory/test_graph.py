@@ -273,6 +273,7 @@ def test_a_contracted_graph_is_a_graph(graph: Graph, rng: random.Random):
         assert [op.backward for op in small.ops] == sorted(backward)
 
 
+@pytest.mark.slow
 @given(graphs(), st.randoms(use_true_random=False))
 def test_any_order_of_a_contracted_graph_is_one_of_the_members(graph: Graph, rng: random.Random):
     small = shuffled(graph.contract(_random_groups(graph, rng)), rng)

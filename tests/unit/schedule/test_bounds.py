@@ -30,6 +30,7 @@ def test_exact_equals_brute_force(graph):
     assert solve(live, whole_graph(live), 0, optimum, 10**6).order is None
 
 
+@pytest.mark.slow
 @given(graphs(30))
 def test_bound_exact_auto_source_in_this_order(graph):
     auto, best = sort_graph(graph), sort_graph(graph, "exact")
@@ -165,6 +166,7 @@ def test_random_layered_graphs_are_mostly_proven_by_the_default_effort():
     assert proven >= 15
 
 
+@pytest.mark.slow
 @given(graphs(24))
 def test_bounds_scale_and_ignore_names_and_the_source_order(graph):
     # Enough work to end the search: what is proven then does not depend on where it began.
