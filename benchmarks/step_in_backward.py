@@ -3,7 +3,7 @@
 A whole training step with AdamW: bfloat16, checkpoints, the loss inside. Each program runs with `optimizer.step()`
 after the backward, and with `StepInBackward`; with tiles and without.
 
-Then longchat's with tiles within a budget, and what that costs.
+Then both steps with tiles within budgets, and what that costs.
 
 Then longchat-7b-16k at its full 32 layers, with the optimizer's states on the host, and with its checkpoints there too:
 from the steps of five and six layers, or with ``--full`` from a plan of all. (With fewer, all stretches may run
@@ -45,7 +45,7 @@ from thunder_mem.trace.reading import read_trace
 
 RESULTS = Path(__file__).parent / "results" / "step_in_backward.json"
 PROGRAMS = (("longchat-7b-16k", 2, 16384), ("Llama-3-8B", 2, 16384))
-BUDGETS = {"longchat-7b-16k": 5_100_000_000}  # of a whole step, as in PROGRAMS
+BUDGETS = {"longchat-7b-16k": 5_100_000_000, "Llama-3-8B": 11_400_000_000}  # of a whole step, as in PROGRAMS
 FEW_LAYERS = (5, 6)  # from which those of 32 are found
 PLACES = (("device", "device"), ("host", "device"), ("host", "host"))
 

@@ -61,7 +61,7 @@ def test_nothing_is_tried_that_saves_too_little():
 
 
 def test_on_a_cpu_tiles_get_more_rows_first(monkeypatch):
-    monkeypatch.setattr("thunder_mem.loop_sizes.tile_price.multiplies", lambda device, dtype: True)
+    monkeypatch.setattr("thunder_mem.chunk_loop.sum_price.multiplies", lambda device, dtype: True)
     loops = loops_of(inputs("cpu", 1024, 64), 128)
     assert [choice.more_rows for choice in cheaper_choices(loops, 1e-9)][:2] == [4, 16]
 

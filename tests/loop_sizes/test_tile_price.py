@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.loop_calls import row_of
-from thunder_mem import MemEfficient, Tiles, last_plan, predict, simulate
+from thunder_mem import ChunkLossHead, MemEfficient, Tiles, last_plan, predict, simulate
 from thunder_mem.chunk_loop.price import device_seconds, host_calls, loop_seconds, rounding_seconds
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, scratch_bytes
 from thunder_mem.loop_sizes.chunk_narrowing import narrow_sums
@@ -57,6 +57,30 @@ def test_more_rows_never_cost_more_and_the_products_bound_the_time():
         assert backward_s > 5 * product_s  # of six: the second product's result is not needed, so it is not repeated
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("accumulate", ["float32", "input"])
+def test_small_chunks_of_a_head_read_and_write_their_sum_more_often(accumulate):
+    """A product hides a float32 sum's traffic, 8 bytes a number, if it takes longer; nothing hides a finer sum's."""
+    vocabulary, width = 65536, 4096
+    with simulate("H100-80GB"):
+        h, w = (
+            torch.empty(n, width, dtype=torch.bfloat16, device="cuda", requires_grad=True) for n in (8192, vocabulary)
+        )
+        targets = torch.zeros(8192, dtype=torch.long, device="cuda")
+        chunk = ChunkLossHead(rows=512, accumulate=accumulate)
+        jitted = thunder.jit(lambda h, w: F.cross_entropy(h @ w.t(), targets), transforms=[MemEfficient(chunk=chunk)])
+        jitted(h, w)
+        (loop,) = {loop_of(b) for b in thunder.last_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)}
+    numbers, rate = vocabulary * width, H100.matmul_flops("bfloat16")
+    small, large = (device_seconds(replace(loop.plan, chunk_rows=n), H100, backward=True) for n in (512, 2048))
+    if accumulate == "float32":  # 2,048 rows hide it
+        product_s = 2 * 512 * numbers / rate
+        moved_s = (8 * numbers + 512 * 2 * (vocabulary + width)) / H100.bandwidth_bytes_per_s
+        assert small - large == pytest.approx(16 * (moved_s - product_s))
+    else:
+        assert small - large == pytest.approx((16 - 4) * 30 * numbers / H100.bandwidth_bytes_per_s)
+
+
 def test_the_hosts_calls_come_on_top():
     plan = stretch(512)
     for backward in (False, True):
@@ -100,7 +124,7 @@ def test_sums_are_rounded_once_at_the_end():
 )
 def test_a_cpu_adds_16_bit_products_to_sums_apart_from_the_product(monkeypatch, units, accumulate, number_bytes):
     """Without instructions for 16 bits, products are made in float32, and added to the sum by the same kernel."""
-    monkeypatch.setattr("thunder_mem.loop_sizes.tile_price.multiplies", lambda device, dtype: units)
+    monkeypatch.setattr("thunder_mem.chunk_loop.sum_price.multiplies", lambda device, dtype: units)
     shapes = (2048, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE)
     x, up, down = (torch.randn(*s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
     tile = Tiles(rows=1024, accumulate=accumulate)

@@ -313,7 +313,7 @@ def chosen_of(
 
     monkeypatch.setattr(tile_selection, "made", planned)
     monkeypatch.setattr(tile_selection, "checked", lambda plan: checked.append(plan.trace) or plan)
-    monkeypatch.setattr(tile_selection, "final_seconds", lambda plan: figures[plan.trace][1])
+    monkeypatch.setattr(Planned, "final_seconds", property(lambda plan: figures[plan.trace][1]))
     monkeypatch.setattr(tile_selection, "peak_with_loss_outside", lambda plan: plan.peak_bytes)
     monkeypatch.setattr(tile_selection, "_tidied", lambda trace, options: trace)
 

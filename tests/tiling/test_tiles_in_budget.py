@@ -10,7 +10,6 @@ from tests.loop_sizes.test_tile_choice import inputs, mlp, step
 from tests.tiling.test_tiles import Stack, compiled, errors, gradients, made, tiles_of
 from thunder_mem import BudgetError, MemEfficient, last_plan, memory_time_frontier, simulate
 from thunder_mem.analysis.partition_problem import study_call
-from thunder_mem.planning.tile_selection import final_seconds
 
 
 def without_checkpoints(x, layers):
@@ -82,7 +81,7 @@ def test_a_point_of_the_frontier_is_the_plan_of_its_budget(fn, width, lowest_byt
         _, *points = memory_time_frontier(fn, *given, points=3).points
         study = study_call(fn, given, {})
         plans = [study.within(point.peak_bytes, None) for point in points]
-        times_ms = [1e3 * final_seconds(plan) for plan in plans]
+        times_ms = [1e3 * plan.final_seconds for plan in plans]
     assert len(points) > 1 and points[-1].peak_bytes < lowest_bytes
     assert [plan.peak_bytes for plan in plans] == [point.peak_bytes for point in points]
     assert times_ms == [point.step_ms for point in points]

@@ -18,7 +18,6 @@ from thunder_mem.partition.budget import BudgetError
 from thunder_mem.partition.min_cut_partition import saved_storages
 from thunder_mem.planning.program import Planned, device_of
 from thunder_mem.planning.record import Studied
-from thunder_mem.planning.tile_selection import final_seconds
 from thunder_mem.user_choices.offload import OffloadOption, parse_offload
 
 __all__ = ["memory_time_frontier"]
@@ -114,7 +113,7 @@ def _point(planned: Planned, option: OffloadOption | None = None) -> Point:
         saved_bytes=sum(storage.nbytes for storage in received if storage.device == device),
         recompute_ms=bought.recompute_ms if bought else 0.0,
         bound_ms=bought.bound_ms if bought else 0.0,
-        step_ms=final_seconds(planned) * 1e3,
+        step_ms=planned.final_seconds * 1e3,
         offload=str(option) if bought and bought.offloaded else "",
         host_bytes=bought.host_bytes if bought else 0,
         exposed_ms=bought.exposed_ms if bought else 0.0,

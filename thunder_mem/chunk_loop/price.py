@@ -15,6 +15,7 @@ import torch
 from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.gradient_sums import sum_calls
 from thunder_mem.chunk_loop.plan import Gemm, LoopPlan
+from thunder_mem.chunk_loop.sum_price import product_sum_seconds
 from thunder_mem.memory.device_models import DeviceModel
 
 __all__ = [
@@ -68,7 +69,13 @@ def device_seconds(plan: LoopPlan, device: DeviceModel, *, backward: bool) -> fl
     seconds = row_seconds(plan.gemms, plan.grads, device, backward=backward)
     if plan.opening:
         seconds += plan.opening.forward_row_s + backward * plan.opening.backward_row_s
-    return plan.n * seconds
+    return plan.n * seconds + backward * _sum_seconds(plan, device)
+
+
+def _sum_seconds(plan: LoopPlan, device: DeviceModel) -> float:
+    """Seconds that all chunks of a loss head add their products to the sums of its weights' gradients."""
+    weights = [g.w for g in plan.gemms if g.flows and g.w in plan.grads]
+    return plan.n / plan.chunk_rows * sum(product_sum_seconds(plan, w, plan.chunk_rows, device) for w in weights)
 
 
 def rounding_seconds(plan: LoopPlan, device: DeviceModel) -> float:

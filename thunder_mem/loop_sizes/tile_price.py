@@ -2,10 +2,7 @@
 
 A loop of tiles computes what the whole stretch computes. But every tile reads all weights, adds their gradients to sums
 in memory, and copies its rows to their places. So tiles cost time where weights are large beside the rows of a tile.
-The roofline (`costs/roofline.py`) prices every kernel of a tile's compiled trace.
-
-A product is added to a float32 sum in the product's own kernel, which hides the sum's traffic. Only a CPU that has
-instructions for 16-bit products makes the product first, and then adds it. Nor does a kernel add to a finer sum.
+The roofline (`costs/roofline.py`) prices every kernel of a tile's compiled trace, and `sum_price.py` the sums.
 """
 
 from __future__ import annotations
@@ -17,9 +14,9 @@ from dataclasses import replace
 import torch
 
 from thunder_mem.chunk_loop.body import Body
-from thunder_mem.chunk_loop.matmul import multiplies
 from thunder_mem.chunk_loop.plan import LoopPlan, Spec
 from thunder_mem.chunk_loop.price import with_block_calls
+from thunder_mem.chunk_loop.sum_price import product_seconds, product_sum_seconds, sum_bytes
 from thunder_mem.costs.plan_time import trace_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.memory.device_models import DeviceModel
@@ -27,16 +24,8 @@ from thunder_mem.sharding.propagation import local_shape
 
 __all__ = ["extra_seconds", "priced", "tile_seconds"]
 
-# Of a sum that keeps one more byte: it is read and stored in 3 bytes, and joined, added and split in float32.
-_FINER_PASSES = 6
-
 # Of a cache, for what was just written: the rest holds what the same kernel read.
 _CACHED = 0.5
-
-# Of a number of a 16-bit product on a CPU: it is written and read to be added to a float32 sum, which is read and
-# written. Measured on one thread with AMX, weights of (688, 256) to (4096, 1024), tiles of 192 and 1,024 rows: 0.6 to
-# 0.8 ns beside the product. A finer sum is taken apart and joined by nine kernels: 3.0 to 3.3 ns.
-_ADDED_BYTES, _FINER_ADDED_BYTES = 2 + 2 + 4 + 4, 64
 
 
 def priced(plan: LoopPlan, forward: Mapping[int, Body], backward: Mapping[int, Body]) -> LoopPlan:
@@ -66,7 +55,7 @@ def tile_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> float:
         device: the device with the rates.
     """
     kernels = replace(device, launch_s=0.0) if body.launches else device
-    alone_s = sum(_product_seconds(plan, i, depth, device) for i, depth in _products(plan, body).items())
+    alone_s = sum(product_seconds(plan, i, depth, device) for i, depth in _products(plan, body).items())
     return trace_seconds(body.trace, kernels) + alone_s + sum(extra_seconds(plan, body, device))
 
 
@@ -87,9 +76,9 @@ def extra_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> tuple[floa
         if spec.sharding.split:
             copied_bytes += _row_bytes(spec, body.rows)
         elif i in products:
-            sums_s += _product_sum_seconds(plan, i, products[i], device)
+            sums_s += product_sum_seconds(plan, i, products[i], device)
         else:
-            sums_s += (spec.nbytes + _sum_bytes(plan, i)) / device.bandwidth_bytes_per_s
+            sums_s += (spec.nbytes + sum_bytes(plan, i)) / device.bandwidth_bytes_per_s
     # The rows were just written, so a cache that holds them is read, and not the memory.
     moved_bytes = copied_bytes * (1 if copied_bytes <= _CACHED * device.cache_bytes else 2)
     return moved_bytes / device.bandwidth_bytes_per_s, sums_s
@@ -100,38 +89,6 @@ def _products(plan: LoopPlan, body: Body) -> dict[int, int]:
     if not body.wants_gradients:
         return {}
     return {plan.sides[slot]: depth for slot, depth in body.pairs.items() if plan.sides[slot] in plan.grads}
-
-
-def _product_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel, more_bytes: int = 0) -> float:
-    """Seconds of the product (V, depth) x (depth, D), the gradient of the weight `i`, in a kernel that moves more."""
-    spec = plan.inputs[i]
-    flops = 2 * depth * math.prod(spec.shape)
-    moved_s = (depth * sum(spec.shape) * spec.dtype.itemsize + more_bytes) / device.bandwidth_bytes_per_s
-    return max(flops / _rate(spec, device), moved_s)
-
-
-def _product_sum_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel) -> float:
-    """Seconds to add that product to the sum, beyond the product's own."""
-    spec, finer = plan.inputs[i], plan.finer(i)
-    if device.name == "cpu" and spec.dtype.itemsize == 2 and multiplies("cpu", spec.dtype):
-        added_bytes = math.prod(spec.shape) * (_FINER_ADDED_BYTES if finer else _ADDED_BYTES)
-        return added_bytes / device.bandwidth_bytes_per_s
-    sum_bytes = _sum_bytes(plan, i)
-    if finer:
-        return sum_bytes / device.bandwidth_bytes_per_s
-    return _product_seconds(plan, i, depth, device, sum_bytes) - _product_seconds(plan, i, depth, device)
-
-
-def _rate(spec: Spec, device: DeviceModel) -> float:
-    return device.matmul_flops(str(spec.dtype).removeprefix("torch."))
-
-
-def _sum_bytes(plan: LoopPlan, i: int) -> int:
-    """Bytes read and written of the sum of the gradients of input `i`, for one tile."""
-    numbers = math.prod(plan.inputs[i].shape)
-    if plan.finer(i):
-        return numbers * (2 * 3 + _FINER_PASSES * 4)
-    return 2 * numbers * plan.grad_dtypes[plan.grads.index(i)].itemsize
 
 
 def _row_bytes(spec: Spec, rows: int) -> int:

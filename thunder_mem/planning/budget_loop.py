@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from thunder_mem.memory.plan import BudgetOutcome, Decision, Plan
 from thunder_mem.partition.budget_search import PartitionChoice, PartitionProblem, fit_budget
@@ -60,13 +61,19 @@ def within_budget(
         target_bytes = max(1, budget_bytes + saved_bytes)
     fitting = [(final, fit) for final, _, fit in tried.values() if final.peak_bytes <= budget_bytes]
     if fitting:
-        final = min(fitting, key=lambda f: (f[1].seconds, f[0].peak_bytes))[0]
+        final = min(fitting, key=partial(_price, with_loops=any(f.lighter is not None for f, _ in fitting)))[0]
         if _is_dearer_than_recomputing(final.plan):
             return within_budget(free, replace(problem, moves=None), budget_bytes, plan, finish)
         return final
     final, planned, fit = min(tried.values(), key=lambda t: (t[0].peak_bytes, t[2].seconds))
     costing_nothing = finished(free, costless, "smallest")
     return costing_nothing if costing_nothing.peak_bytes <= final.peak_bytes else finished(planned, fit, "smallest")
+
+
+def _price(found: tuple[Planned, PartitionChoice], with_loops: bool) -> tuple[float, int]:
+    """The seconds that a plan buys; of the whole program if loops at its peak were changed, which takes time too."""
+    final, fit = found
+    return final.final_seconds if with_loops else fit.seconds, final.peak_bytes
 
 
 def with_nothing_bought(default: Planned, budget_bytes: int) -> Planned:

@@ -13,6 +13,7 @@ from thunder.extend import FusionExecutor
 
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.costs.measured import costs_of
+from thunder_mem.costs.plan_time import overlapped_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.frontend.checkpoint_tags import checkpointed_storages
 from thunder_mem.fusion.contraction import FusionCapabilities
@@ -139,6 +140,13 @@ class Planned:
         """The final trace, read as a graph."""
         assert self.final is not None
         return read_trace(self.final)
+
+    @cached_property
+    def final_seconds(self) -> float:
+        """The modelled seconds of a plan that was carried out, with what waits for copies to the host and back."""
+        outcome = self.plan.budget
+        exposed_s = outcome.exposed_ms / 1e3 if outcome is not None else 0.0
+        return overlapped_seconds(self.final_source, device_model_of(device_of(self.source))) + exposed_s
 
 
 def read_program(

@@ -2,16 +2,17 @@
 
 Tiles and chunks have the rows that keep a GPU's products efficient. With little more than half as many, a product takes
 as long as the reading and writing of the sum that it is added to. For all loops fewer rows cost too much time, but
-little for the one or two at the peak of a step. So these get fewer, while the program's time has room: as few as hide
-their sums, then the backward of a stretch half of all. Under a budget they get fewer until the program fits, before
-anything is bought. If nothing fits, sums of gradients are narrowed too, one loop at the peak after another, for
-narrower sums take more time. Blocks with fewer rows are compiled anew.
+little for the one or two at the peak of a step. So these get fewer, while the program's time has room: about as few as
+hide their sums, then the backward of a stretch half of all. Under a budget they get fewer until the program fits,
+before anything is bought. If nothing fits, sums of gradients are narrowed too, one loop at the peak after another, for
+narrower sums take more time. Rows grow again where the budget has room. Blocks with fewer rows are compiled anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import ceil, gcd
 
 import torch
@@ -56,38 +57,51 @@ def with_fewer_rows_at_peak(
         narrower_sums: whether loops that have few rows get narrower sums.
     """
     while planned.peak_bytes > enough_bytes:
-        trace = _lighter(planned, narrower_sums)
-        fitted = None if trace is None else fit_loops(trace)
-        if fitted is None:
-            break
-        plan = with_fitted_loops(planned.plan, fitted)
-        new = replace(planned, plan=plan, lighter=trace, final=fitted.trace)
-        if new.peak_bytes >= planned.peak_bytes or not may(new):
+        plans = (_carried_out(planned, trace, enough_bytes) for trace in _lighter(planned, narrower_sums))
+        new = next((n for n in plans if n is not None and n.peak_bytes < planned.peak_bytes and may(n)), None)
+        if new is None:
             break
         planned = new
     return planned
 
 
-def _lighter(planned: Planned, narrower_sums: bool) -> TraceCtx | None:
-    """The arranged trace in which the loop at the peak has fewer rows or narrower sums; None if it has, or is none."""
+def _carried_out(planned: Planned, trace: TraceCtx, enough_bytes: int) -> Planned | None:
+    """The plan with another arranged trace."""
+    fitted = fit_loops(trace, enough_bytes)
+    if fitted is None:
+        return None
+    return replace(planned, plan=with_fitted_loops(planned.plan, fitted), lighter=trace, final=fitted.trace)
+
+
+def _lighter(planned: Planned, narrower_sums: bool) -> Iterator[TraceCtx]:
+    """The arranged traces in which the loop at the peak has fewer rows, the fewest first, or else narrower sums."""
     trace = planned.lighter or planned.arranged
     if trace is None:
-        return None
+        return
     source = planned.final_source
     peak = source.bsyms[price_order(source.graph).peak_step]
     if not is_chunk_loop(peak) or not loop_of(peak).plan.device.startswith("cuda"):
-        return None
+        return
     mine = next(b for b in trace.bound_symbols if is_chunk_loop(b) and _made(b) == _made(peak))
-    fewer = _fewer_rows(trace, mine)
-    return narrow_sums(trace, loop_of(mine)) if fewer is None and narrower_sums else fewer
+    fewer = False
+    for fewer_rows in _with_fewer_rows(trace, mine):
+        fewer = True
+        yield fewer_rows
+    if narrower_sums and not fewer and (narrow := narrow_sums(trace, loop_of(mine))) is not None:
+        yield narrow
 
 
-def _fewer_rows(trace: TraceCtx, mine: BoundSymbol) -> TraceCtx | None:
-    """The arranged trace in which one loop has fewer rows; None if it has few."""
+def _with_fewer_rows(trace: TraceCtx, mine: BoundSymbol) -> Iterator[TraceCtx]:
+    """The arranged traces in which one loop has fewer rows, the fewest first; none if it has few."""
     old = loop_of(mine)
-    new = _tiles(mine) if old.plan.is_stretch else _chunks(old)
-    if new is None:
-        return None
+    is_stretch = old.plan.is_stretch
+    for new in [_tiles(mine)] if is_stretch else map(partial(_chunks, old), _fewer_chunk_rows(old.plan)):
+        if new is not None:
+            yield _with_loop(trace, mine, old, new)
+
+
+def _with_loop(trace: TraceCtx, mine: BoundSymbol, old: ChunkLoop, new: ChunkLoop) -> TraceCtx:
+    """The trace in which a stretch's bound symbol, or all of a loss head's, run another loop."""
 
     def swapped(bsym: BoundSymbol) -> BoundSymbol:
         own = bsym is mine if old.plan.is_stretch else is_chunk_loop(bsym) and loop_of(bsym) is old
@@ -100,11 +114,16 @@ def _made(bsym: BoundSymbol) -> list[str]:
     return [p.name for p in bsym.flat_proxy_outs]
 
 
-def _chunks(loop: ChunkLoop) -> ChunkLoop | None:
-    """A loss head's loop with the fewest rows in its chunks whose products hide the sums; None if it has no more."""
-    plan, rows = loop.plan, _rows_that_hide_sums(loop.plan.device, loop.plan.gemms[0].out.dtype)
-    if plan.sized == "asked" or plan.chunks == 1 or rows >= plan.chunk_rows:
-        return None
+def _fewer_chunk_rows(plan: LoopPlan) -> range:
+    """Fewer rows for a loss head's chunks: from the fewest whose products may hide the sums."""
+    if plan.sized == "asked" or plan.chunks == 1:
+        return range(0)
+    return range(_rows_that_hide_sums(plan.device, plan.gemms[0].out.dtype), plan.chunk_rows, _PRODUCT_ROWS)
+
+
+def _chunks(loop: ChunkLoop, rows: int) -> ChunkLoop | None:
+    """A loss head's loop with some rows in its chunks; None if its blocks cannot have as many."""
+    plan = loop.plan
     if plan.opening and rows % plan.opening.block_rows:
         loop = with_smaller_opening(loop, gcd(rows, plan.opening.block_rows))
     plan, body = replace(loop.plan, chunk_rows=rows, sized="timeline"), loop.backward.get(plan.block_rows)
@@ -112,9 +131,11 @@ def _chunks(loop: ChunkLoop) -> ChunkLoop | None:
         return loop.with_plan(plan)
     if loop.forward or body is None:
         return None
-    bodies = _resized(body, plan, rows)
+    # Blocks of about the same size: larger ones would hold more beside the logits, and smaller ones take more calls.
+    block_rows = next(n for n in range(max(1, plan.block_rows // 2), rows + 1) if rows % n == 0)
+    bodies = _resized(body, plan, block_rows)
     most_bytes = max(b.peak_bytes for b in bodies.values())
-    plan = replace(plan, block_rows=rows, forward_block_bytes=most_bytes, backward_block_bytes=most_bytes)
+    plan = replace(plan, block_rows=block_rows, forward_block_bytes=most_bytes, backward_block_bytes=most_bytes)
     return ChunkLoop(with_block_calls(plan, {}, bodies), {}, bodies, loop.opening, loop.closing)
 
 
@@ -129,11 +150,10 @@ def _tiles(bsym: BoundSymbol) -> ChunkLoop | None:
     rows = next((rows for rows in fewer if rows < plan.chunk_rows), None)
     if rows is None:
         return None
+    plan = replace(plan, chunk_rows=rows, block_rows=rows)
     bodies = _resized(body, plan, rows)
     plan = replace(
         plan,
-        chunk_rows=rows,
-        block_rows=rows,
         why="the backward, which was at the peak, computes a tile's values again",
         backward_block_bytes=max(b.peak_bytes for b in bodies.values()),
         backward_adding_bytes=max(b.adding_bytes for b in bodies.values()),
@@ -149,8 +169,9 @@ def _rows_that_hide_sums(on: str, dtype: torch.dtype) -> int:
     return ceil(rows / _PRODUCT_ROWS) * _PRODUCT_ROWS
 
 
-def _resized(body: Body, plan: LoopPlan, rows: int) -> dict[int, Body]:
-    """The blocks with gradients, by rows, of a loop whose chunks are single blocks of some rows."""
+def _resized(body: Body, plan: LoopPlan, block_rows: int) -> dict[int, Body]:
+    """The blocks with gradients, by rows, of a loop whose blocks have some rows."""
     assert body.resized is not None
     wanted = [g.wanted(plan.grads) for g in plan.gemms]
-    return {n: with_gradients_over_logits(body.resized(n), wanted) for n in block_sizes(plan.n, rows, rows)}
+    sizes = block_sizes(plan.n, plan.chunk_rows, block_rows)
+    return {n: with_gradients_over_logits(body.resized(n), wanted) for n in sizes}

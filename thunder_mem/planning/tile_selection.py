@@ -13,12 +13,10 @@ from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import dce
 from thunder.extend import FusionExecutor
 
-from thunder_mem.costs.plan_time import overlapped_seconds
-from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.pipeline import checked, made, peak_with_loss_outside, planned_trace
-from thunder_mem.planning.program import Planned, device_of
+from thunder_mem.planning.program import Planned
 from thunder_mem.planning.refine import TILES_AGAIN
 from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
 from thunder_mem.planning.tiles_in_budget import plans_in_budget
@@ -71,10 +69,10 @@ def lower_plan(
         return planned_trace(tiled, executors, options)
     with_tiles = made(tiled, executors, options)
     without = _untiled(whole(), executors, options)
-    most_s = (1 + _FREE_TIME) * final_seconds(without)
+    most_s = (1 + _FREE_TIME) * without.final_seconds
 
     def in_time(planned: Planned) -> bool:
-        return final_seconds(planned) <= most_s
+        return planned.final_seconds <= most_s
 
     with_tiles, tiled_s = _in_time(tiled, with_tiles, executors, options, most_s)
     excess_s = tiled_s - most_s
@@ -117,11 +115,11 @@ def _in_time(
     trace: TraceCtx, planned: Planned, executors: Sequence[FusionExecutor], options: PlanningOptions, most_s: float
 ) -> tuple[Planned, float]:
     """The plan of a trace and its time; if it takes too long and runs some tiles once more, the plan that does not."""
-    seconds = final_seconds(planned)
+    seconds = planned.final_seconds
     if not _repeats_tiles(planned) or seconds <= most_s:
         return planned, seconds
     planned = made(trace, executors, replace(options, repeat_tiles=False))
-    return planned, final_seconds(planned)
+    return planned, planned.final_seconds
 
 
 def _repeats_tiles(planned: Planned) -> bool:
@@ -159,13 +157,13 @@ def _plans_in_budget(
     in_time = replace(options, smaller_heads=False)
     with_tiles = None if whole is None else made(tiled, executors, options)
     without = _untiled(tiled if whole is None else whole(), executors, options)
-    return plans_in_budget(without, with_tiles, faster, repeating, final_seconds, _FREE_TIME)
+    return plans_in_budget(without, with_tiles, faster, repeating, attrgetter("final_seconds"), _FREE_TIME)
 
 
 def _best_in_budget(plans: Sequence[Planned], options: PlanningOptions) -> Planned:
     """The fastest plan of those that fit; if none does, the lowest."""
     if fitting := [planned for planned in plans if planned.fits]:
-        return min(fitting, key=final_seconds)
+        return min(fitting, key=attrgetter("final_seconds"))
     if options.on_infeasible == "error":  # which is about peaks without a loss outside
         return min(plans, key=attrgetter("peak_bytes"))
     return reduce(lambda best, planned: planned if _is_lower(planned, best) else best, plans)
@@ -175,10 +173,3 @@ def _is_lower(planned: Planned, other: Planned) -> bool:
     """Whether a plan is lower with a loss outside, and no higher without one."""
     lower = peak_with_loss_outside(planned) < peak_with_loss_outside(other)
     return lower and planned.peak_bytes <= other.peak_bytes
-
-
-def final_seconds(planned: Planned) -> float:
-    """The modelled seconds of a plan that was carried out, with what waits for copies to the host and back."""
-    outcome = planned.plan.budget
-    exposed_s = outcome.exposed_ms / 1e3 if outcome is not None else 0.0
-    return overlapped_seconds(planned.final_source, device_model_of(device_of(planned.source))) + exposed_s
