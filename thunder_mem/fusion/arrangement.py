@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from operator import le
+from operator import ge, le
 
 from thunder_mem.fusion.contraction import (
     FusionCapabilities,
@@ -77,6 +77,11 @@ class Arranged:
     @cached_property
     def plan(self) -> Plan:
         return self.plan_of(self.best)
+
+    def holds_no_less(self, other: Arranged) -> bool:
+        """Whether it has as many steps as the other arrangement, and at each of them no fewer bytes are alive."""
+        own_bytes, other_bytes = self.best.timeline.live_bytes, other.best.timeline.live_bytes
+        return len(own_bytes) == len(other_bytes) and all(map(ge, own_bytes, other_bytes))
 
     def merged_for_reuse(self) -> Plan:
         """The plan without merges that prevent results from being written over what dies; see `_merged_for_reuse`."""
