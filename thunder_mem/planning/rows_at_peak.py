@@ -61,7 +61,7 @@ def with_fewer_rows_at_peak(
         if fitted is None:
             break
         plan = with_fitted_loops(planned.plan, fitted)
-        new = replace(planned, plan=plan, lighter=trace, final=fitted.trace)
+        new = replace(planned, plan=plan, lighter=trace, final=fitted.trace, fused=fitted.source)
         if new.peak_bytes >= planned.peak_bytes or not may(new):
             break
         planned = new
