@@ -232,9 +232,9 @@ def _arrange(name: str, base: WithDuplicates, regions: Graph, order: Sequence[in
 
     A region that no executor takes in the end runs op by op, which may need more memory: then nothing is merged.
     """
-    limits = peaks_of(regions, order)
     priced, unmerged = partial(_priced, name, base), price_order(regions, order)
-    merged = priced(unmerged, merge_for_speed(regions, order, base.fuse, limits.__getitem__))
+    limits = unmerged.peaks
+    merged = priced(unmerged, merge_for_speed(unmerged, base.fuse, limits.__getitem__))
     if all(peak <= limit for peak, limit in zip(merged.peaks, limits, strict=True)):
         return merged
     apart = priced(unmerged, _members(regions, order))
@@ -255,7 +255,7 @@ def _merged_for_reuse(best: _Arrangement) -> _Arrangement:
     limit_bytes = _sorted_peak_bytes(unmerged, _members(regions, unmerged.order), base.fuse)
     if limit_bytes >= best.overwritten_peak_bytes:
         return best
-    groups = merge_for_speed(regions, unmerged.order, base.fuse, unmerged.peaks.__getitem__, limit_bytes)
+    groups = merge_for_speed(unmerged, base.fuse, unmerged.peaks.__getitem__, limit_bytes)
     other = _priced(best.name, base, unmerged, groups)
     if other.groups == best.groups or not all(map(le, other.peaks, best.peaks)):
         return best
