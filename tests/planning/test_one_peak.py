@@ -7,9 +7,21 @@ import thunder
 import torch
 import torch.nn.functional as F
 
-from thunder_mem import BudgetError, MemEfficient, explain, last_plan, measure_peak, memory_time_frontier, predict
+from tests.fuzzing.configs import uncompiled_regions
+from thunder_mem import (
+    BudgetError,
+    ChunkLossHead,
+    MemEfficient,
+    explain,
+    last_plan,
+    measure_peak,
+    memory_time_frontier,
+    predict,
+)
 from thunder_mem.command_line import main
+from thunder_mem.planning import executor
 from thunder_mem.prediction.simulate import simulate
+from thunder_mem.trace.reading import read_trace
 
 ONE_BYTES = 4  # the gradient of the loss, which `loss.backward()` makes and the backward does not take
 
@@ -209,3 +221,21 @@ def test_nano_gpt_chunks_its_head_and_takes_what_its_plan_says(budget):
     assert predicted.peak_bytes == last_plan(step).candidate.peak_bytes
     assert predicted.peak_bytes <= (17.7 if budget != "17MiB" else 17) * 2**20
     assert predicted.scratch_bytes > 2**21 and predicted.peak_event.phase == "forward"
+
+
+def test_the_final_reading_is_that_of_the_final_trace(monkeypatch):
+    """With chunks that grew after it was fused, and results written over what dies."""
+    found, lower = [], executor.lower_plan
+    monkeypatch.setattr(executor, "lower_plan", lambda *args: found.append(lower(*args)) or found[-1])
+
+    def head(x, v, w, targets):
+        return F.cross_entropy(F.linear(torch.tanh(x @ v) * 2, w), targets)
+
+    x, v, w = (torch.ones(n, 8, requires_grad=True) for n in (4096, 8, 512))
+    with uncompiled_regions():
+        transform = MemEfficient(chunk=ChunkLossHead(), strict=True)
+        thunder.jit(head, executors=["mem_pointwise"], transforms=[transform])(x, v, w, torch.arange(4096) % 512)
+    (planned,) = found
+    assert {"loss head", "reuse"} <= {d.what for d in planned.plan.decisions}
+    fresh = read_trace(planned.final)
+    assert (planned.final_source.graph, planned.final_source.storage_of) == (fresh.graph, fresh.storage_of)

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from operator import le
+from operator import ge, le
 
 from thunder_mem.fusion.contraction import (
     FusionCapabilities,
@@ -77,6 +77,11 @@ class Arranged:
     @cached_property
     def plan(self) -> Plan:
         return self.plan_of(self.best)
+
+    def holds_no_less(self, other: Arranged) -> bool:
+        """Whether it has as many steps as the other arrangement, and at each of them no fewer bytes are alive."""
+        own_bytes, other_bytes = self.best.timeline.live_bytes, other.best.timeline.live_bytes
+        return len(own_bytes) == len(other_bytes) and all(map(ge, own_bytes, other_bytes))
 
     def merged_for_reuse(self) -> Plan:
         """The plan without merges that prevent results from being written over what dies; see `_merged_for_reuse`."""
@@ -227,9 +232,9 @@ def _arrange(name: str, base: WithDuplicates, regions: Graph, order: Sequence[in
 
     A region that no executor takes in the end runs op by op, which may need more memory: then nothing is merged.
     """
-    limits = peaks_of(regions, order)
     priced, unmerged = partial(_priced, name, base), price_order(regions, order)
-    merged = priced(unmerged, merge_for_speed(regions, order, base.fuse, limits.__getitem__))
+    limits = unmerged.peaks
+    merged = priced(unmerged, merge_for_speed(unmerged, base.fuse, limits.__getitem__))
     if all(peak <= limit for peak, limit in zip(merged.peaks, limits, strict=True)):
         return merged
     apart = priced(unmerged, _members(regions, order))
@@ -250,7 +255,7 @@ def _merged_for_reuse(best: _Arrangement) -> _Arrangement:
     limit_bytes = _sorted_peak_bytes(unmerged, _members(regions, unmerged.order), base.fuse)
     if limit_bytes >= best.overwritten_peak_bytes:
         return best
-    groups = merge_for_speed(regions, unmerged.order, base.fuse, unmerged.peaks.__getitem__, limit_bytes)
+    groups = merge_for_speed(unmerged, base.fuse, unmerged.peaks.__getitem__, limit_bytes)
     other = _priced(best.name, base, unmerged, groups)
     if other.groups == best.groups or not all(map(le, other.peaks, best.peaks)):
         return best

@@ -185,12 +185,14 @@ class _Chains:
         A region after `p` in every order also runs after `c`, so `p` does not free the storages of such a region.
         """
         storages = self.regions.storages
-        may_free = sum(storages[s].nbytes for s in self._mortal(p))
+        mortal = self._mortal(p)
+        may_free = sum(storages[s].nbytes for s in mortal)
         # An unused result dies with `p` if `p` runs alone, but in one region it exists beside the results of `c`.
         handed_on = sum(storages[s].nbytes * (1 if self.users[s] - {p} else -1) for s in self.makes[p])
-        if may_free > handed_on:
+        outlive = [s for s in mortal if max(self.users[s]) >= c]  # the regions stand in a topological order
+        if may_free > handed_on and outlive:
             later = self._some_after(c)
-            may_free = sum(storages[s].nbytes for s in self._mortal(p) if self.users[s].isdisjoint(later))
+            may_free -= sum(storages[s].nbytes for s in outlive if not self.users[s].isdisjoint(later))
         return may_free <= handed_on
 
     def _mortal(self, p: int) -> list[int]:

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from thunder_mem.fusion.contraction import FusionCapabilities
-from thunder_mem.memory.graph import Graph
-from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.memory.live_ranges import Timeline
 
 __all__ = ["merge_for_speed"]
 
@@ -18,8 +17,7 @@ MERGE_WINDOW = 48
 
 
 def merge_for_speed(
-    regions: Graph,
-    order: Sequence[int],
+    timeline: Timeline,
     fuse: FusionCapabilities,
     allowance_bytes: Callable[[bool], int],
     overwriting_bytes: int | None = None,
@@ -27,8 +25,8 @@ def merge_for_speed(
     """Merge neighbours that share data, as long as the live bytes stay within the allowance.
 
     Args:
-        regions: a contracted graph; each op's payload is the tuple of its members.
-        order: a legal order of it, forward before backward.
+        timeline: an order, forward before backward, of a contracted graph; each op's payload is the tuple of its
+            members.
         fuse: the facts about the members.
         allowance_bytes: the bytes that may be alive at once, in the forward (False) or the backward (True).
         overwriting_bytes: the bytes that may be alive in a merged region, if it writes its results over inputs of the
@@ -38,8 +36,8 @@ def merge_for_speed(
         The members of each region in execution order. Each merge runs both regions at the place of one of
         them, so the order stays legal, without cycles.
     """
-    merger = _Merger(regions, order, fuse, overwriting_bytes)
-    for here in range(len(order)):
+    merger = _Merger(timeline, fuse, overwriting_bytes)
+    for here in range(len(timeline.order)):
         merger.merge_from(here, allowance_bytes)
     return merger.groups()
 
@@ -50,9 +48,8 @@ class _Merger:
     Fused ops hold no scratch (matrix products and attention do), so a merge moves no scratch.
     """
 
-    def __init__(
-        self, regions: Graph, order: Sequence[int], fuse: FusionCapabilities, overwriting_bytes: int | None
-    ) -> None:
+    def __init__(self, timeline: Timeline, fuse: FusionCapabilities, overwriting_bytes: int | None) -> None:
+        regions, order = timeline.graph, timeline.order
         self.graph, self.fuse, self.overwriting_bytes = regions, fuse, overwriting_bytes
         self.slot_of = [0] * len(regions)
         for slot, op in enumerate(order):
@@ -61,7 +58,7 @@ class _Merger:
         self.slots_of = [sorted(self.slot_of[op] for op in users) for users in regions.users]  # of each storage
         self.traits = [fuse.traits(regions.ops[op].payload) for op in order]  # type: ignore[arg-type]
         self.takes = list(map(fuse.may_grow, self.traits))
-        self.live_bytes = list(price_order(regions, order).live_bytes)
+        self.live_bytes = list(timeline.live_bytes)
         self.large = [s.nbytes > 8 for s in regions.storages]
 
     def groups(self) -> tuple[tuple[int, ...], ...]:

@@ -42,12 +42,14 @@ class ResizedLoops:
     """A trace whose loops fit the program around them.
 
     Attributes:
-        trace: the new trace; the same object when it has no loops.
+        trace: the new trace.
+        source: its reading.
         loops: their plans, in the order of the trace.
         peaks: bytes of the forward and of the backward, including the caller's tensors.
     """
 
     trace: TraceCtx
+    source: TraceGraph
     loops: tuple[LoopPlan, ...]
     peaks: tuple[int, int]
 
@@ -69,8 +71,7 @@ def fit_loops(
         return None
     trace = write_over_dead_rows(trace)
     source = read_trace(trace, earlier)
-    graph = source.graph
-    live = price_order(graph).live_bytes
+    live = price_order(source.graph).live_bytes
     peak = max(live)
     room: dict[int, list[tuple[BoundSymbol, int]]] = {}
     loops: dict[int, ChunkLoop] = {}
@@ -87,8 +88,10 @@ def fit_loops(
             swap[key] = loop.with_plan(plan)
     if swap:
         trace = _with_loops(trace, swap)
-        graph = read_trace(trace, earlier=source).graph
-    return ResizedLoops(trace, tuple(swap.get(k, loop).plan for k, loop in loops.items()), peaks_of(graph))
+        source = read_trace(trace, earlier=source)
+    return ResizedLoops(
+        trace, source, tuple(swap.get(k, loop).plan for k, loop in loops.items()), peaks_of(source.graph)
+    )
 
 
 def leanest_loops(trace: TraceCtx) -> TraceCtx | None:

@@ -28,7 +28,7 @@ from thunder.extend import FusionExecutor
 
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.costs.roofline import device_model_of
-from thunder_mem.fusion.arrangement import arrange, between_halves, cannot_beat
+from thunder_mem.fusion.arrangement import Arranged, arrange, between_halves, cannot_beat
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.kernels.registered import without_unread_gradients
 from thunder_mem.loop_sizes.chunk_narrowing import narrow_sums
@@ -242,29 +242,38 @@ def choose_partition(program: Program) -> tuple[Planned, frozenset[int]]:
     options = program.options
     # A budget limits only the two halves, so under a budget only their peaks decide among free plans.
     rank = with_loss_outside(options.reuse) if options.budget is None else attrgetter("peak_bytes")
-    free, *others = free_partitions(program)
-    best, chosen = plan_partition(program, free), free
-    for other in others:
-        trace, read, fuse = program.recomputing(other)
-        if cannot_beat(read.graph, fuse, best.peak_bytes):
+    best, chosen, earlier = None, frozenset[int](), list[Arranged]()
+    for rebuilt in free_partitions(program):
+        trace, read, fuse = program.recomputing(rebuilt)
+        if best is not None and cannot_beat(read.graph, fuse, best.peak_bytes):
             continue
-        found = _arranged(program, trace, read, fuse)
-        if rank(found) < rank(best):
-            best, chosen = found, other
+        arranged = _arranged(program, read, fuse)
+        if any(map(arranged.holds_no_less, earlier)):
+            continue  # the same rewrites lower both
+        earlier.append(arranged)
+        found = _refined(program, trace, read, fuse, arranged)
+        if best is None or rank(found) < rank(best):
+            best, chosen = found, rebuilt
+    assert best is not None
     return best, chosen
 
 
 def plan_partition(program: Program, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Planned:
     """The plan for given storages to recompute and to offload: its regions and their order."""
-    return _arranged(program, *program.recomputing(rebuilt, offloaded))
+    trace, read, fuse = program.recomputing(rebuilt, offloaded)
+    return _refined(program, trace, read, fuse, _arranged(program, read, fuse))
 
 
-def _arranged(program: Program, trace: TraceCtx, read: TraceGraph, fuse: FusionCapabilities) -> Planned:
-    names = [str(e.name) for e in program.executors]
-    made = arrange(read.graph, fuse, names, sort=program.options.sort)
+def _arranged(program: Program, read: TraceGraph, fuse: FusionCapabilities) -> Arranged:
+    return arrange(read.graph, fuse, [str(e.name) for e in program.executors], sort=program.options.sort)
+
+
+def _refined(
+    program: Program, trace: TraceCtx, read: TraceGraph, fuse: FusionCapabilities, arranged: Arranged
+) -> Planned:
     planned = refined(
-        Planned(program, made.plan, read, fuse, trace),
-        made,
+        Planned(program, arranged.plan, read, fuse, trace),
+        arranged,
         program.executors,
         program.options.sort,
         program.options.repeat_tiles,

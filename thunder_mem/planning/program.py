@@ -113,6 +113,7 @@ class Planned:
         arranged: the fused trace in its order.
         lighter: the arranged trace with fewer rows or narrower sums in the loops at its peak; None if they have all.
         final: that trace with fitted chunk loops.
+        fused: a reading of an earlier fused trace, from which `final` was made.
         over_budget: says that nothing fits the budget; None if this plan does, or without a budget.
     """
 
@@ -124,6 +125,7 @@ class Planned:
     arranged: TraceCtx | None = None
     lighter: TraceCtx | None = None
     final: TraceCtx | None = None
+    fused: TraceGraph | None = None
     over_budget: Callable[[], BudgetError] | None = None
 
     @property
@@ -139,7 +141,7 @@ class Planned:
     def final_source(self) -> TraceGraph:
         """The final trace, read as a graph."""
         assert self.final is not None
-        return read_trace(self.final)
+        return read_trace(self.final, earlier=self.fused)
 
     @cached_property
     def final_seconds(self) -> float:

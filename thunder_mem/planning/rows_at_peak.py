@@ -70,7 +70,8 @@ def _carried_out(planned: Planned, trace: TraceCtx, enough_bytes: int) -> Planne
     fitted = fit_loops(trace, enough_bytes)
     if fitted is None:
         return None
-    return replace(planned, plan=with_fitted_loops(planned.plan, fitted), lighter=trace, final=fitted.trace)
+    plan = with_fitted_loops(planned.plan, fitted)
+    return replace(planned, plan=plan, lighter=trace, final=fitted.trace, fused=fitted.source)
 
 
 def _lighter(planned: Planned, narrower_sums: bool) -> Iterator[TraceCtx]:

@@ -98,11 +98,11 @@ def carried_out(planned: Planned, start: int, narrower_sums: bool = False) -> Pl
     for step in STAGES:
         with stage(f"planning: {step.__name__.replace('_', ' ')}"):
             emitted = step(emitted)
-    final, plan = emitted.trace, emitted.plan
+    final, plan, fused = emitted.trace, emitted.plan, emitted.source
     plan = replace(plan, regions=regions_in_order(plan.regions, first, final))
     if fitted := fit_loops(final, emitted.budget_bytes, emitted.source):
-        final, plan = fitted.trace, with_fitted_loops(plan, fitted)
-    planned = replace(planned, plan=plan, arranged=emitted.trace, final=final)
+        final, plan, fused = fitted.trace, with_fitted_loops(plan, fitted), fitted.source
+    planned = replace(planned, plan=plan, arranged=emitted.trace, final=final, fused=fused)
     if planned.fits:
         return planned
     return with_fewer_rows_at_peak(planned, enough_bytes=emitted.budget_bytes or 0, narrower_sums=narrower_sums)

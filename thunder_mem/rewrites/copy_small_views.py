@@ -95,13 +95,16 @@ def _split(source: TraceGraph, storage: int, uses: Sequence[_Use], early: int) -
 def _uses(source: TraceGraph) -> dict[int, list[_Use]]:
     """Per base that may be freed: the reads of its views by ops that are not views, in source order."""
     graph = source.graph
+    half = [None if made is None else graph.ops[made].backward for made in graph.allocator]
+    kept = {s for op, touched in zip(graph.ops, graph.touches, strict=True) for s in touched if half[s] != op.backward}
+    kept |= graph.outputs | source.overwritten
     uses: dict[int, list[_Use]] = {}
     for op, bsym in zip(graph.ops, source.bsyms, strict=True):
         if is_view(bsym) and not op.allocates:  # what copies for want of a stride reads
             continue
         for position, p in enumerate(bsym.flat_proxy_args):
             s = source.storage_of.get(p.name)
-            if s is None or not isinstance(p, TensorProxy):
+            if s is None or s in kept or not isinstance(p, TensorProxy):
                 continue
             made = graph.allocator[s]
             if made is None or made == op.index:
@@ -109,10 +112,7 @@ def _uses(source: TraceGraph) -> dict[int, list[_Use]]:
             shape = tuple(map(int, p.shape))
             kind = (bsym.sym.name, position, shape, graph.ops[made].name, graph.storages[s].nbytes)
             uses.setdefault(s, []).append(_Use(op.index, p.name, source.layout.shown_bytes(p.name), kind))
-    half = [None if made is None else graph.ops[made].backward for made in graph.allocator]
-    other_half = {s for op in graph.ops for s in op.touches if half[s] not in (None, op.backward)}
-    kept = graph.outputs | source.overwritten | other_half
-    return {s: of_base for s, of_base in uses.items() if s not in kept and not graph.storages[s].held}
+    return uses
 
 
 def with_copied_views(source: TraceGraph, trace: TraceCtx, splits: Iterable[ViewCopy]) -> TraceCtx:

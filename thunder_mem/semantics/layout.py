@@ -9,8 +9,8 @@ followed operation by operation, and only its outputs count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -294,7 +294,7 @@ class Layout:
             for sub in bsym.subsymbols:
                 self.run(sub)
             return self._tensors[p.name]
-        if is_dense_function(bsym):
+        if all(t.is_contiguous() for t in operands) or is_dense_function(bsym):
             return _empty(p)
         follows = bsym.sym.name.endswith("_like")  # its decomposition does not
         if not follows and any(
@@ -303,10 +303,10 @@ class Layout:
             return _empty(p)
         if "scaled_dot_product" in bsym.sym.name:
             operands = operands[:1]  # on a GPU the fused kernels follow the layout of the query
-        if operands and not all(t.is_contiguous() for t in operands):
-            strides = compute_elementwise_output_strides(*operands)
-            return torch.empty_strided(shape, strides, dtype=to_torch_dtype(p.dtype), device="meta")
-        return _empty(p)
+        if all(t.is_contiguous() for t in operands):
+            return _empty(p)
+        strides = _elementwise_strides(shape, tuple([t.stride() for t in operands]))
+        return torch.empty_strided(shape, strides, dtype=to_torch_dtype(p.dtype), device="meta")
 
     def _of_cpu_attention(self, bsym: BoundSymbol, p: TensorProxy) -> torch.Tensor:
         """What the CPU's flash kernels return, as `aten/src/ATen/native/transformers/attention.cpp` makes it.
@@ -320,6 +320,12 @@ class Layout:
         batch, heads, rows, *size = map(int, p.shape)
         of_kernel = torch.empty((batch, rows, heads, *size), dtype=to_torch_dtype(p.dtype), device="meta")
         return of_kernel.transpose(1, 2)
+
+
+@lru_cache(10_000)
+def _elementwise_strides(shape: tuple[int, ...], operands: tuple[tuple[int, ...], ...]) -> Sequence[int]:
+    """The strides of an elementwise result, by those of its operands; PyTorch's own answer takes a while."""
+    return compute_elementwise_output_strides(*[torch.empty_strided(shape, s, device="meta") for s in operands])
 
 
 def _in_place_target(bsym: BoundSymbol) -> TensorProxy | None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from thunder.core.devices import Device
+from thunder.core.dtypes import dtype
 from thunder.core.proxies import CollectionProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten_with_dataclass, tree_unflatten
 from thunder.core.symbol import BoundSymbol
@@ -17,7 +19,7 @@ from thunder.core.trace import get_tracectx
 
 __all__ = ["named", "renamed", "under"]
 
-_LITERALS = (int, float, bool, str, complex, type(None))
+_LITERALS = (int, float, bool, str, complex, type(None), Device)
 
 
 def named(proxy: Proxy, name: str) -> Proxy:
@@ -66,7 +68,7 @@ def _swap(value: Any, names: Mapping[str, Proxy]) -> Any:
     kind = type(value)
     if kind is TensorProxy:
         return names.get(value.name, value)
-    if kind in _LITERALS:
+    if kind in _LITERALS or isinstance(value, dtype):
         return value
     if kind is tuple or kind is list:
         new = [_swap(x, names) for x in value]

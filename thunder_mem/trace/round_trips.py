@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from thunder.core.dtypes import bfloat16, dtype, float16, float32, float64, to_strong_dtype
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
@@ -14,6 +14,7 @@ from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.semantics.effects import effects_of
 from thunder_mem.trace.reading import joint_results, proxies_in
 from thunder_mem.trace.rebuilding import rebuilt
+from thunder_mem.trace.renaming import renamed
 
 __all__ = ["without_round_trips"]
 
@@ -31,11 +32,10 @@ def without_round_trips(trace: TraceCtx) -> TraceCtx:
     handed_out = {p.name for p in proxies_in((joint_results(trace.bound_symbols[-1]) or {}).get("fw_flat_out"))}
     is_overwritten = _overwritten(trace)
     cast_from: dict[str, Proxy] = {}
-    swap: dict[Variable, Proxy] = {}
+    swap: dict[str, Proxy] = {}
     bsyms: list[BoundSymbol] = []
     for bsym in trace.bound_symbols:
-        if swap:
-            bsym = bsym.from_bsym_swap_proxies(swap, skip_output=True)
+        bsym = renamed(bsym, swap, outputs=False) if swap else bsym
         if bsym.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE and isinstance(bsym.output, TensorProxy):
             source = bsym.args[0]
             first = cast_from.get(source.name)
@@ -45,7 +45,7 @@ def without_round_trips(trace: TraceCtx) -> TraceCtx:
                 and bsym.output.name not in handed_out
                 and not (is_overwritten(first.name) or is_overwritten(bsym.output.name))
             ):
-                swap[variableify(bsym.output)] = first
+                swap[bsym.output.name] = first
                 continue
             cast_from[bsym.output.name] = source
         bsyms.append(bsym)

@@ -231,7 +231,7 @@ def test_the_bookkeeping_of_merges_equals_a_full_simulation(drawn, rng, slack):
     graph, fuse, regions, order = started(drawn, rng)
     before = price_order(regions, order)
     limit = before.peak_bytes * (4 + slack) // 4
-    merger = _Merger(regions, order, fuse, None)
+    merger = _Merger(price_order(regions, order), fuse, None)
     for here in range(len(order)):
         merger.merge_from(here, lambda backward: limit)
         slots = [slot for slot, ops in enumerate(merger.slots) if ops]
@@ -252,7 +252,7 @@ def test_merging_keeps_each_half_within_its_allowance(drawn, rng):
     peaks = [0, 0]
     for op, live in zip(order, price_order(regions, order).live_bytes, strict=True):
         peaks[regions.ops[op].backward] = max(peaks[regions.ops[op].backward], live)
-    groups = merge_for_speed(regions, order, fuse, lambda backward: peaks[backward])
+    groups = merge_for_speed(price_order(regions, order), fuse, lambda backward: peaks[backward])
     well_formed(graph, fuse, [g for g in groups if len(g) > 1])
     merged = graph.contract(groups)
     position = {op.payload: op.index for op in merged.ops}
@@ -266,9 +266,9 @@ def test_merging_keeps_each_half_within_its_allowance(drawn, rng):
 @given(fusible_graphs(30), st.randoms(use_true_random=False))
 def test_without_room_nothing_that_would_grow_is_merged_and_with_room_the_rest_is(drawn, rng):
     _, fuse, regions, order = started(drawn, rng)
-    kept = merge_for_speed(regions, order, fuse, lambda backward: -1)
+    kept = merge_for_speed(price_order(regions, order), fuse, lambda backward: -1)
     assert kept == tuple(tuple(sorted(regions.ops[op].payload)) for op in order)
-    merged = merge_for_speed(regions, order, fuse, lambda backward: 1 << 60)
+    merged = merge_for_speed(price_order(regions, order), fuse, lambda backward: 1 << 60)
     assert len(merged) <= len(kept)
     for group, after in pairwise(merged):  # neighbours that share data have merged
         touched = {s for op in (*group,) for s in _outside(regions, group, op)}
@@ -292,7 +292,7 @@ def test_a_merge_looks_on_from_where_it_came():
     y = b.storage(64, held=True)
     outs = [b.op((x,), 16), b.op((x, y), 16), b.op((y,), 16)]
     graph = b.build(outputs=outs)
-    assert merge_for_speed(graph.contract([]), range(3), anything(graph), lambda backward: 1 << 20) == ((0, 1, 2),)
+    assert merge_for_speed(price_order(graph.contract([])), anything(graph), lambda backward: 1 << 20) == ((0, 1, 2),)
 
 
 def test_forward_and_backward_never_merge():
@@ -301,7 +301,7 @@ def test_forward_and_backward_never_merge():
     outs = [b.op((x,), 16), b.op((x,), 16, backward=True)]
     graph = b.build(outputs=outs)
     fuse = anything(graph)
-    assert merge_for_speed(graph.contract([]), range(2), fuse, lambda backward: 1 << 20) == ((0,), (1,))
+    assert merge_for_speed(price_order(graph.contract([])), fuse, lambda backward: 1 << 20) == ((0,), (1,))
     assert consecutive_groups(graph, fuse) == ((0,), (1,))
     assert contract_chains(graph, (), fuse) == ((0,), (1,))
 
