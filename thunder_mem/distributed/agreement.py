@@ -28,8 +28,7 @@ from thunder.core.trace import TraceCtx
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from thunder_mem.memory.plan import Plan
-from thunder_mem.memory.plan_comparison import differing_part, plan_json
+from thunder_mem.memory.plan import Plan, differing_part, plan_json
 from thunder_mem.semantics.collectives import group_inside, group_of, starts
 
 __all__ = ["RanksDifferError", "Schedule", "agree", "first_difference", "schedule_of"]

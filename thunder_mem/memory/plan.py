@@ -1,11 +1,24 @@
-"""A plan as plain data: the order, the regions, the copies, and the compared candidates."""
+"""A plan as plain data: the order, the regions, the copies, the compared candidates, and how two plans differ."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["Arrangement", "BudgetOutcome", "Decision", "Plan", "PlannedRegion", "Refusal"]
+from thunder_mem.memory.outside_input import shortened
+
+__all__ = [
+    "Arrangement",
+    "BudgetOutcome",
+    "Decision",
+    "Plan",
+    "PlannedRegion",
+    "Refusal",
+    "differing_part",
+    "plan_json",
+]
 
 
 @dataclass(frozen=True)
@@ -167,3 +180,38 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Plain lists, dicts, strings and numbers."""
         return asdict(self)
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data, without source lines."""
+    found = plan.to_json()
+    for decision in found["decisions"]:
+        del decision["source"]
+    found["refused"] = [refused["what"] for refused in found["refused"]]  # its reasons name source lines
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return plain
+
+
+def differing_part(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """The first part in which two results of `plan_json` differ, and its value in each; None if equal.
+
+    Example:
+        >>> differing_part({"sort": "lpmf", "regions": [1, 2]}, {"sort": "lpmf", "regions": [1, 3]})
+        ('number 1 of its regions', '2', '3')
+    """
+    for key in sorted({*mine, *theirs}):
+        here, there = mine.get(key), theirs.get(key)
+        if _text(here) == _text(there):  # `repr` distinguishes 1 from True
+            continue
+        if isinstance(here, list) and isinstance(there, list):
+            pairs = enumerate(zip(here, there, strict=False))
+            at = next((i for i, (a, b) in pairs if _text(a) != _text(b)), None)
+            if at is None:
+                return f"the number of its {key}", str(len(here)), str(len(there))
+            return f"number {at} of its {key}", shortened(_text(here[at])), shortened(_text(there[at]))
+        return f"its {shortened(key, 60)}", shortened(_text(here)), shortened(_text(there))
+    return None
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -28,7 +28,7 @@ from thunder_mem.planning.fallback import Original, final_halves
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.program import Planned, with_checkpoints
 from thunder_mem.planning.record import Studied, note_plan, noted_program
-from thunder_mem.planning.tile_selection import OtherTiles, lower_plan
+from thunder_mem.planning.tile_selection import TileVariants, lower_plan
 from thunder_mem.regions.region_kernels import region_function_of
 from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.collector import collector_off
@@ -55,7 +55,7 @@ class _Session:
     """
 
     def __init__(
-        self, options: PlanningOptions, original: Original | None, whole: Original | None, others: OtherTiles | None
+        self, options: PlanningOptions, original: Original | None, whole: Original | None, others: TileVariants | None
     ) -> None:
         self.options = options
         self.original = original
@@ -166,7 +166,7 @@ def install_planner(
     options: PlanningOptions,
     original: Original | None = None,
     whole: Original | None = None,
-    others: OtherTiles | None = None,
+    others: TileVariants | None = None,
 ) -> tuple[Executor, ...]:
     """The executors with a planner in place of each fusion executor. Without a fusion executor, one planner
     stands before the last two, Thunder's own. New planners replace those of an earlier compilation.

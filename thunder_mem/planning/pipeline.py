@@ -39,7 +39,6 @@ from thunder_mem.planning.budget_loop import with_nothing_bought, within_budget
 from thunder_mem.planning.collective_stages import buckets_not_built, prepared
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.peak_parts import peak_in_words
-from thunder_mem.planning.plan_kernels import with_kernels
 from thunder_mem.planning.program import (
     Planned,
     Program,
@@ -49,7 +48,7 @@ from thunder_mem.planning.program import (
     read_program,
 )
 from thunder_mem.planning.refine import refined
-from thunder_mem.planning.stages import carried_out
+from thunder_mem.planning.stages import carried_out, with_kernels
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.gradients_over_operands import is_written_over_operands
 from thunder_mem.rewrites.projection_in_groups import with_projections_in_groups

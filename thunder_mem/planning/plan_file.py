@@ -26,8 +26,7 @@ from thunder.core.trace import TraceCtx
 from thunder.extend import TemporaryExecutor
 
 from thunder_mem.memory.outside_input import quoted, read_json, replace_file, shortened
-from thunder_mem.memory.plan import Plan
-from thunder_mem.memory.plan_comparison import differing_part, plan_json
+from thunder_mem.memory.plan import Plan, differing_part, plan_json
 from thunder_mem.trace.origins import symbol_name
 
 __all__ = [

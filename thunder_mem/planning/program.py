@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -22,11 +22,12 @@ from thunder_mem.partition.budget import BudgetError
 from thunder_mem.partition.budget_search import PartitionProblem
 from thunder_mem.partition.constraints import Constraints
 from thunder_mem.partition.min_cut_partition import about_recompute, min_cut_partition, saved_storages
-from thunder_mem.planning.chosen_partition import with_partition
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.tile_borders import keeping_borders
 from thunder_mem.regions.fusion_queries import fusibility
 from thunder_mem.rewrites.copy_before_write import protect_old_values
+from thunder_mem.rewrites.early_updates import early_updates
+from thunder_mem.rewrites.gradients_over_operands import write_over_operands
 from thunder_mem.rewrites.offload import offloading
 from thunder_mem.rewrites.recompute import forbid_rng_replay, gathers_of_held, recompute_in_backward
 from thunder_mem.rewrites.regathered_values import gathered_twice
@@ -268,3 +269,21 @@ def with_checkpoints(trace: TraceCtx) -> TraceCtx:
     choices = Constraints(may_recompute=checkpointed_storages(source), free_to_save=gathered_twice(source))
     rebuilt = _only_offered(source, fusibility(source, ()), choices)
     return recompute_in_backward(source, trace, rebuilt) if rebuilt else trace
+
+
+def with_partition(source: TraceGraph, trace: TraceCtx, rebuilt: Collection[int]) -> tuple[TraceCtx, TraceGraph]:
+    """The trace whose backward recomputes some storages, read anew.
+
+    Args:
+        source: the reading of `trace`.
+        trace: a joint trace before fusion.
+        rebuilt: the storages to recompute.
+    """
+    new, read = trace, source
+    if rebuilt:
+        new = recompute_in_backward(source, trace, frozenset(rebuilt))
+        read = read_trace(new, earlier=source)
+    for rewrite in (write_over_operands, early_updates):
+        if (other := rewrite(read, new)) is not new:
+            new, read = other, read_trace(other, earlier=read)
+    return new, read

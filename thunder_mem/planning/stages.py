@@ -6,25 +6,29 @@ Every stage returns its trace, and the plan with that trace's peaks and the stag
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.loop_sizes.chunk_resizing import fit_loops, with_fitted_loops
+from thunder_mem.memory.kernel_figures import KernelFigures
 from thunder_mem.memory.live_ranges import peaks_of
-from thunder_mem.memory.plan import Plan
+from thunder_mem.memory.plan import Decision, Plan
+from thunder_mem.memory.units import counted, size
 from thunder_mem.planning.collective_stages import with_overlap
 from thunder_mem.planning.program import Planned, Program, device_of
 from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.buffer_reuse import reuse_and_sort, with_reuse
 from thunder_mem.rewrites.transfer_scheduling import schedule_transfers, with_transfers
+from thunder_mem.semantics.kernel_scratch import region_scratch_bytes
+from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.emission import emit, regions_in_order
 from thunder_mem.trace.reading import TraceGraph, read_trace
 
-__all__ = ["STAGES", "Emitted", "carried_out"]
+__all__ = ["STAGES", "Emitted", "carried_out", "with_kernels"]
 
 
 @dataclass(frozen=True)
@@ -106,3 +110,31 @@ def carried_out(planned: Planned, start: int, narrower_sums: bool = False) -> Pl
     if planned.fits:
         return planned
     return with_fewer_rows_at_peak(planned, enough_bytes=emitted.budget_bytes or 0, narrower_sums=narrower_sums)
+
+
+def with_kernels(plan: Plan, source: TraceGraph) -> Plan:
+    """Add a decision about the regions' kernels, which the plan's peaks already count; no change if none is known.
+
+    Args:
+        plan: that was carried out.
+        source: the reading of its final trace.
+    """
+    known = [f for b in source.bsyms if isinstance(f := traits_of(b).kernels(b, source.layout), KernelFigures)]
+    if not known:
+        return plan
+    bare = []
+    for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
+        kept_bytes = region_scratch_bytes(bsym, source.layout)
+        bare.append(replace(op, scratch_bytes=op.scratch_bytes - kept_bytes) if kept_bytes else op)
+    before, after = peaks_of(replace(source.graph, ops=tuple(bare))), peaks_of(source.graph)
+    launches, most = sum(f.launches for f in known), max(f.scratch_bytes for f in known)
+    return plan.after(about_kernels(len(known), launches, most, before, after))
+
+
+def about_kernels(
+    regions: int, launches: int, most_bytes: int, before: Sequence[int], after: Sequence[int]
+) -> Decision:
+    """The decision about kernels: peaks (forward, backward) without and with the bytes kept between kernels."""
+    kept = f"keep at most {size(most_bytes)} between them" if most_bytes else "keep nothing between them"
+    how = f"{counted(launches, 'kernel')} of {counted(regions, 'region')}, which {kept}"
+    return Decision("kernels", how, "peak", max(before), max(after))

@@ -1,11 +1,17 @@
-"""Which of a function's programs runs: with all stretches in tiles, with cheaper tiles, or without tiles."""
+"""Which of a function's programs runs: with all stretches in tiles, with cheaper tiles, or without tiles.
+
+Under a budget, tiles compete with recomputation and offload by price: of the programs that fit, the fastest runs. All
+stretches in tiles take more time than some, but buy less. Outside of a checkpoint a tile's backward repeats the
+forward, as recomputation does. Studying another program costs as much as planning it. So others are planned only while
+the best plan takes longer than the program without tiles that buys nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
-from math import isfinite
+from math import inf, isfinite
 from operator import attrgetter
 from typing import Protocol
 
@@ -19,10 +25,9 @@ from thunder_mem.planning.pipeline import checked, made, peak_with_loss_outside,
 from thunder_mem.planning.program import Planned
 from thunder_mem.planning.refine import TILES_AGAIN
 from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
-from thunder_mem.planning.tiles_in_budget import plans_in_budget
 from thunder_mem.trace.round_trips import without_round_trips
 
-__all__ = ["OtherTiles", "lower_plan"]
+__all__ = ["TileVariants", "lower_plan"]
 
 # Tiles repeat no work, but every tile reads the weights again and adds to their gradients. By default they may take
 # this share of the program's modelled time.
@@ -32,7 +37,7 @@ Variant = tuple[TraceCtx, tuple[Decision, ...]]
 """A joint trace as Thunder has it, before fusion, and the decisions about it."""
 
 
-class OtherTiles(Protocol):
+class TileVariants(Protocol):
     """Makes the same program with other tiles. Each takes autograd once more, so it is asked only where it may win."""
 
     def cheaper(self, excess_s: float) -> Iterator[Variant]:
@@ -47,12 +52,12 @@ def lower_plan(
     whole: Callable[[], TraceCtx] | None,
     executors: Sequence[FusionExecutor],
     options: PlanningOptions,
-    others: OtherTiles | None = None,
+    others: TileVariants | None = None,
 ) -> Planned:
     """The plan of a joint trace with tiles if its peak is lower and it takes as good as no time, else without tiles.
 
     The peak may be in a loss outside, for which only what the forward leaves alive counts. Tiles are no gain there, but
-    take time. Under a budget the fastest plan that fits is chosen (`tiles_in_budget.py`).
+    take time. Under a budget the fastest plan that fits is chosen.
 
     Args:
         tiled: the trace as Thunder has it, before fusion.
@@ -131,7 +136,7 @@ def _plans_in_budget(
     whole: Callable[[], TraceCtx] | None,
     executors: Sequence[FusionExecutor],
     options: PlanningOptions,
-    others: OtherTiles,
+    others: TileVariants,
 ) -> list[Planned]:
     """The plans of a function's programs among which a budget chooses."""
 
@@ -173,3 +178,52 @@ def _is_lower(planned: Planned, other: Planned) -> bool:
     """Whether a plan is lower with a loss outside, and no higher without one."""
     lower = peak_with_loss_outside(planned) < peak_with_loss_outside(other)
     return lower and planned.peak_bytes <= other.peak_bytes
+
+
+Seconds = Callable[[Planned], float]
+
+
+def plans_in_budget(
+    without: Planned,
+    with_tiles: Planned | None,
+    faster: Callable[[Planned, float], Iterable[Planned]],
+    repeating: Callable[[float], Iterable[Planned]],
+    seconds: Seconds,
+    free_share: float,
+) -> list[Planned]:
+    """The plans of one function among which a budget chooses.
+
+    Args:
+        without: without tiles.
+        with_tiles: with all stretches in tiles that repeat nothing; None if there are none.
+        faster: makes others that may take less time than `with_tiles`, for the seconds by which it takes too long;
+            those with most in tiles come first.
+        repeating: makes others that also have stretches in tiles which repeat work, for the seconds that this may take.
+        seconds: the modelled time of a plan, with what it bought.
+        free_share: of the time; a plan that takes so much more is as good as the faster one.
+    """
+    plans = [without] if with_tiles is None else [without, with_tiles]
+    enough_s = (1 + free_share) * _free_seconds(without, seconds) if without.fits else 0.0
+    if with_tiles is not None and with_tiles.fits and (best_s := _best_seconds(plans, seconds)) > enough_s:
+        for other in faster(with_tiles, seconds(with_tiles) - best_s / (1 + free_share)):
+            if not other.fits:
+                break  # the next leave less in tiles
+            plans.append(other)
+            if seconds(other) <= enough_s:
+                break
+    best_s = _best_seconds(plans, seconds)
+    room_s = best_s - _free_seconds(with_tiles or without, seconds)
+    if best_s > enough_s and room_s > 0:
+        plans += repeating(room_s)
+    return plans
+
+
+def _best_seconds(plans: Iterable[Planned], seconds: Seconds) -> float:
+    """The time of the fastest plan that fits; infinite if none does."""
+    return min((seconds(plan) for plan in plans if plan.fits), default=inf)
+
+
+def _free_seconds(planned: Planned, seconds: Seconds) -> float:
+    """The time of a plan without what it bought."""
+    assert planned.plan.budget is not None
+    return seconds(planned) - planned.plan.budget.cost_ms / 1e3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,15 @@ import thunder
 import torch
 
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx, left_to_others, why_no_subgraphs
+from thunder_mem.kernels.registered import mem_kernels_ex
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.partition.budget import parse_budget
+from thunder_mem.planning.executor import user_executors
 from thunder_mem.planning.record import last_failure, last_plan
 from thunder_mem.prediction.compiled_call import compiled_entry
 from thunder_mem.prediction.predict import Prediction, predict
+from thunder_mem.regions.fusion_executors import fuses_generally
+from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.report.above_eager import about_eager, eager_memory
 from thunder_mem.report.advice import about_step
 from thunder_mem.report.facts import NO_PLAN
@@ -22,8 +27,9 @@ from thunder_mem.report.notes import about_compilation, about_subgraphs
 from thunder_mem.report.optimality import Optimality, optimality
 from thunder_mem.report.owners import parameter_paths
 from thunder_mem.report.report import CompiledBy, Report
-from thunder_mem.report.thunder_alone import thunder_peak_bytes
+from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.runtime.device_memory import device_memory_bytes
+from thunder_mem.transforms import ChunkLossHead, MemEfficient
 
 __all__ = ["explain"]
 
@@ -145,3 +151,26 @@ def explain(
 def _compiled_by(compiled: Any, compiler: CompiledBy) -> CompiledBy:
     """The function that the user called: `memory_efficient`, or the compiler itself."""
     return "memory_efficient" if getattr(compiled, "is_hugging_face", False) is True else compiler
+
+
+_OURS = (mem_attention_ex, mem_kernels_ex, mem_pointwise_ex)
+
+
+def thunder_peak_bytes(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """The predicted peak of a call without this package, for which Thunder traces the program once more.
+
+    None where other transforms are involved, or regions would have to be compiled, or Thunder alone fails.
+
+    Args:
+        jitted: compiled with `MemEfficient`.
+        args, kwargs: of the call.
+    """
+    data: Any = thunder.compile_data(jitted)
+    executors = [e for e in user_executors(data.executors_list) if e not in _OURS]
+    others = [t for t in data.transforms if not isinstance(t, MemEfficient | ChunkLossHead)]
+    if others or any(map(fuses_generally, executors)):
+        return None
+    with suppress(Exception):  # the comparison is optional
+        alone = thunder.jit(data.fn, executors=executors)
+        return predict(alone, *args, kwargs=kwargs, keep_outputs=True).peak_bytes
+    return None
