@@ -472,5 +472,7 @@ def test_leaves_are_updated_in_the_backward():
     expected, fn = expect(program), function(source(program))
     options = Options(step=True, executors="none")
     assert verdict(program, configured(options), expected, fn=fn) == ("right", [])
+    with quickly(), traced_once():
+        assert verdict(program, configured(options), expected, fn=fn) == ("right", [])
     wrong = function(source(program).replace("v0 * x0", "v0.detach() * x0"))
     assert stepped(program, options, expected, wrong)[0].startswith("step 0, gradient x0")
