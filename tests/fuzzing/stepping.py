@@ -19,7 +19,7 @@ from tests.programs.program_inputs import materialise
 from tests.programs.programs import Program
 from thunder_mem import StepInBackward
 
-__all__ = ["Holds", "stepped"]
+__all__ = ["Holds", "has_updates", "stepped"]
 
 
 class _Spoils(torch.optim.Optimizer):
@@ -99,6 +99,12 @@ def stepped(
     except Exception as error:
         return [f"raises {describe(error)}"]
     return []
+
+
+def has_updates(program: Program, eager: Result) -> bool:
+    """Whether an input that can be a parameter gets a gradient; one that is returned gets it behind the backward."""
+    used = (name for name in _leaves(program) if name not in program.outputs)
+    return any(eager.tensors[f"gradient {name}"].any() for name in used)
 
 
 def _leaves(program: Program) -> list[str]:
