@@ -28,7 +28,7 @@ from tests.fuzzing.configs import (
 )
 from tests.fuzzing.quick import quickly
 from tests.fuzzing.smallest import made_for
-from tests.fuzzing.stepping import stepped
+from tests.fuzzing.stepping import has_updates, stepped
 from tests.programs.generate import Profile, generate
 from tests.programs.programs import Program, function, source
 
@@ -201,7 +201,7 @@ def campaign(
     Args:
         seed: of the first program.
         profile: what the programs are made of.
-        configs: to run every program through.
+        configs: to run every program through; those in steps only where a parameter can be updated.
         drawn: how many more are drawn for each.
         compiled_share: of those that are drawn, with fusion regions really compiled.
         excuse: differences of plain Thunder excuse the same program's.
@@ -222,10 +222,11 @@ def campaign(
         result.programs += 1
         rng = Random(f"options {seed}")
         options = [draw_options(rng, program, compiled_share, splits) for _ in range(drawn)]
+        stepping = has_updates(program, expected[0].eager)
         # `ChunkLossHead` alone leaves to Thunder what only `MemEfficient` gets right.
-        more = [configured(replace(o, alone=o.alone and excuse)) for o in options]
+        more = [configured(replace(o, alone=o.alone and excuse, step=o.step and stepping)) for o in options]
         fn = function(source(program))
-        named = [*((c.name, c) for c in configs), *(("drawn", c) for c in more)]
+        named = [*((c.name, c) for c in configs if stepping or not c.options.step), *(("drawn", c) for c in more)]
         if in_turn:
             named = [(name, c) for name, c in named if (name == "drawn") == bool(seed % 2)]
         result.whole += (whole := rng.random() < whole_share)

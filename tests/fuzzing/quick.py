@@ -17,6 +17,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from tests.fuzzing.quick_thunder import claimed_once, looked_up_once
+from tests.fuzzing.stepping import Holds
 from tests.fuzzing.trace import called
 
 __all__ = ["directly_traced", "quickly"]
@@ -40,6 +41,9 @@ def directly_traced() -> Iterator[None]:
     general_jit = thunder.thunder_general_jit
 
     def direct(fn: Callable, *args: Any, **options: Any) -> Any:
+        if isinstance(fn, Holds):
+            with called(fn.fn) as program, fn.calling(program):
+                return general_jit(fn, *args, **options)
         with called(fn) as program:
             return general_jit(program, *args, **options)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from tests.programs.program_inputs import materialise
 from tests.programs.programs import Program
 from thunder_mem import StepInBackward
 
-__all__ = ["stepped"]
+__all__ = ["Holds", "has_updates", "stepped"]
 
 
 class _Spoils(torch.optim.Optimizer):
@@ -36,18 +37,32 @@ class _Spoils(torch.optim.Optimizer):
                     p.fill_(torch.nan)
 
 
-class _Holds(nn.Module):
+class Holds(nn.Module):
     """A program that holds its leaves as parameters; the caller gives the other inputs."""
 
     def __init__(self, fn: Callable, inputs: dict[str, torch.Tensor], leaves: list[str]) -> None:
         super().__init__()
-        self.fn, self.names, self.leaves = fn, list(inputs), leaves
+        self.fn = fn
         for name in leaves:
             self.register_parameter(name, inputs[name])
 
-    def forward(self, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = iter(others)
-        return self.fn(*[getattr(self, name) if name in self.leaves else next(given) for name in self.names])
+    @contextmanager
+    def calling(self, fn: Callable) -> Iterator[None]:
+        """Within, another function takes the program's place."""
+        before, self.fn = self.fn, fn
+        try:
+            yield
+        finally:
+            self.fn = before
+
+
+def _module(fn: Callable, inputs: dict[str, torch.Tensor], leaves: list[str]) -> Holds:
+    """The module of a program, with a `forward` that names what it passes: Thunder's interpreter is slow at loops."""
+    others = [name for name in inputs if name not in leaves]
+    given = [f"self.{name}" if name in leaves else name for name in inputs]
+    scope: dict[str, Callable] = {}
+    exec(f"def forward({', '.join(['self', *others])}):\n    return self.fn({', '.join(given)})", scope)
+    return type("Holds", (Holds,), {"forward": scope["forward"]})(fn, inputs, leaves)
 
 
 def stepped(
@@ -70,7 +85,7 @@ def stepped(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             inputs = _with_parameters(program, leaves)
-            module = _Holds(fn, inputs, leaves)
+            module = _module(fn, inputs, leaves)
             optimizer = StepInBackward(_Spoils(list(module.parameters())))
             compiled = with_options(module, options, optimizer)
             for step in range(steps):
@@ -84,6 +99,12 @@ def stepped(
     except Exception as error:
         return [f"raises {describe(error)}"]
     return []
+
+
+def has_updates(program: Program, eager: Result) -> bool:
+    """Whether an input that can be a parameter gets a gradient; one that is returned gets it behind the backward."""
+    used = (name for name in _leaves(program) if name not in program.outputs)
+    return any(eager.tensors[f"gradient {name}"].any() for name in used)
 
 
 def _leaves(program: Program) -> list[str]:

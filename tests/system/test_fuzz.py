@@ -44,7 +44,7 @@ from tests.fuzzing.minimise import minimise
 from tests.fuzzing.quick import quickly
 from tests.fuzzing.record import done, record
 from tests.fuzzing.shrink import regression, shrink
-from tests.fuzzing.stepping import stepped
+from tests.fuzzing.stepping import has_updates, stepped
 from tests.programs.generate import Profile, generate, prune, validate
 from tests.programs.program_inputs import materialise
 from tests.programs.program_ops import FAMILIES
@@ -472,5 +472,19 @@ def test_leaves_are_updated_in_the_backward():
     expected, fn = expect(program), function(source(program))
     options = Options(step=True, executors="none")
     assert verdict(program, configured(options), expected, fn=fn) == ("right", [])
+    with quickly(), traced_once():
+        assert verdict(program, configured(options), expected, fn=fn) == ("right", [])
     wrong = function(source(program).replace("v0 * x0", "v0.detach() * x0"))
     assert stepped(program, options, expected, wrong)[0].startswith("step 0, gradient x0")
+
+
+@pytest.mark.slow
+def test_programs_run_in_steps_only_where_a_parameter_is_updated():
+    body = (Step("sin", ("v0",), ("x0",)), Step("sin", ("v1",), ("x1",)))
+    program = Program((Input("x0", (4, 3), grad=True), Input("x1", (4, 3), grad=True)), body, ("v0", "v1"))
+    assert has_updates(program, expect(program)[0].eager)
+    unused = replace(program, outputs=("v0", "x0"))  # x0 is returned, and x1 has no gradient
+    assert not has_updates(unused, expect(unused)[0].eager)
+    result = run_campaign(6, 800_000, PROFILES["checkpoint"], [CONFIGS["step"]], excuse=False, whole_share=0)
+    assert not result.failures, report(result)
+    assert 0 < sum(result.verdicts.values()) < 6, result.verdicts
