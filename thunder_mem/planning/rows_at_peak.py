@@ -133,7 +133,8 @@ def _chunks(loop: ChunkLoop, rows: int) -> ChunkLoop | None:
     if loop.forward or body is None:
         return None
     # Blocks of about the same size: larger ones would hold more beside the logits, and smaller ones take more calls.
-    block_rows = next(n for n in range(max(1, plan.block_rows // 2), rows + 1) if rows % n == 0)
+    least = max(1, min(rows, plan.block_rows // 2))
+    block_rows = next(n for n in range(least, rows + 1) if rows % n == 0)
     bodies = _resized(body, plan, block_rows)
     most_bytes = max(b.peak_bytes for b in bodies.values())
     plan = replace(plan, block_rows=block_rows, forward_block_bytes=most_bytes, backward_block_bytes=most_bytes)
