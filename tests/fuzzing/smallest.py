@@ -53,7 +53,7 @@ def tiles_outside_of_checkpoints(rows: int) -> Iterator[None]:
     from thunder_mem.planning import tile_selection
     from thunder_mem.tiling import tiles
 
-    def with_most_tiles(without: Any, with_tiles: Any, faster: Any, repeating: Any, *others: Any) -> list[Any]:
+    def with_most_tiles(without: Any, with_tiles: Any, faster: Any, repeating: Any) -> list[Any]:
         return list(repeating(float("inf"))) or [with_tiles or without]
 
     with (

@@ -58,18 +58,17 @@ def with_fewer_rows_at_peak(
     """
     while planned.peak_bytes > enough_bytes:
         plans = (_carried_out(planned, trace, enough_bytes) for trace in _lighter(planned, narrower_sums))
-        new = next((n for n in plans if n is not None and n.peak_bytes < planned.peak_bytes and may(n)), None)
+        new = next((n for n in plans if n.peak_bytes < planned.peak_bytes and may(n)), None)
         if new is None:
             break
         planned = new
     return planned
 
 
-def _carried_out(planned: Planned, trace: TraceCtx, enough_bytes: int) -> Planned | None:
-    """The plan with another arranged trace."""
+def _carried_out(planned: Planned, trace: TraceCtx, enough_bytes: int) -> Planned:
+    """The plan with another arranged trace, which has loops."""
     fitted = fit_loops(trace, enough_bytes)
-    if fitted is None:
-        return None
+    assert fitted is not None
     plan = with_fitted_loops(planned.plan, fitted)
     return replace(planned, plan=plan, lighter=trace, final=fitted.trace, fused=fitted.source)
 

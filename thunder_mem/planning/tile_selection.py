@@ -79,8 +79,8 @@ def lower_plan(
     def in_time(planned: Planned) -> bool:
         return planned.final_seconds <= most_s
 
-    with_tiles, tiled_s = _in_time(tiled, with_tiles, executors, options, most_s)
-    excess_s = tiled_s - most_s
+    with_tiles = _in_time(tiled, with_tiles, executors, options, most_s)
+    excess_s = with_tiles.final_seconds - most_s
     if excess_s <= 0:
         with_tiles = with_fewer_rows_at_peak(with_tiles, in_time)
     if not _is_lower(with_tiles, without):
@@ -89,8 +89,8 @@ def lower_plan(
         return checked(with_tiles)
     for variant in () if others is None else others.cheaper(excess_s):
         trace, asked = _asked(variant, options)
-        other, other_s = _in_time(trace, made(trace, executors, asked), executors, asked, most_s)
-        if other_s <= most_s and _is_lower(other, without):
+        other = _in_time(trace, made(trace, executors, asked), executors, asked, most_s)
+        if in_time(other) and _is_lower(other, without):
             return checked(with_fewer_rows_at_peak(other, in_time))
     return checked(without)
 
@@ -118,13 +118,11 @@ def _tidied(trace: TraceCtx, options: PlanningOptions) -> TraceCtx:
 
 def _in_time(
     trace: TraceCtx, planned: Planned, executors: Sequence[FusionExecutor], options: PlanningOptions, most_s: float
-) -> tuple[Planned, float]:
-    """The plan of a trace and its time; if it takes too long and runs some tiles once more, the plan that does not."""
-    seconds = planned.final_seconds
-    if not _repeats_tiles(planned) or seconds <= most_s:
-        return planned, seconds
-    planned = made(trace, executors, replace(options, repeat_tiles=False))
-    return planned, planned.final_seconds
+) -> Planned:
+    """The plan of a trace; if it takes too long and runs some tiles once more, the plan that does not."""
+    if not _repeats_tiles(planned) or planned.final_seconds <= most_s:
+        return planned
+    return made(trace, executors, replace(options, repeat_tiles=False))
 
 
 def _repeats_tiles(planned: Planned) -> bool:
@@ -162,7 +160,7 @@ def _plans_in_budget(
     in_time = replace(options, smaller_heads=False)
     with_tiles = None if whole is None else made(tiled, executors, options)
     without = _untiled(tiled if whole is None else whole(), executors, options)
-    return plans_in_budget(without, with_tiles, faster, repeating, attrgetter("final_seconds"), _FREE_TIME)
+    return plans_in_budget(without, with_tiles, faster, repeating)
 
 
 def _best_in_budget(plans: Sequence[Planned], options: PlanningOptions) -> Planned:
@@ -180,16 +178,11 @@ def _is_lower(planned: Planned, other: Planned) -> bool:
     return lower and planned.peak_bytes <= other.peak_bytes
 
 
-Seconds = Callable[[Planned], float]
-
-
 def plans_in_budget(
     without: Planned,
     with_tiles: Planned | None,
     faster: Callable[[Planned, float], Iterable[Planned]],
     repeating: Callable[[float], Iterable[Planned]],
-    seconds: Seconds,
-    free_share: float,
 ) -> list[Planned]:
     """The plans of one function among which a budget chooses.
 
@@ -199,31 +192,29 @@ def plans_in_budget(
         faster: makes others that may take less time than `with_tiles`, for the seconds by which it takes too long;
             those with most in tiles come first.
         repeating: makes others that also have stretches in tiles which repeat work, for the seconds that this may take.
-        seconds: the modelled time of a plan, with what it bought.
-        free_share: of the time; a plan that takes so much more is as good as the faster one.
     """
     plans = [without] if with_tiles is None else [without, with_tiles]
-    enough_s = (1 + free_share) * _free_seconds(without, seconds) if without.fits else 0.0
-    if with_tiles is not None and with_tiles.fits and (best_s := _best_seconds(plans, seconds)) > enough_s:
-        for other in faster(with_tiles, seconds(with_tiles) - best_s / (1 + free_share)):
+    enough_s = (1 + _FREE_TIME) * _free_seconds(without) if without.fits else 0.0
+    if with_tiles is not None and with_tiles.fits and (best_s := _best_seconds(plans)) > enough_s:
+        for other in faster(with_tiles, with_tiles.final_seconds - best_s / (1 + _FREE_TIME)):
             if not other.fits:
                 break  # the next leave less in tiles
             plans.append(other)
-            if seconds(other) <= enough_s:
+            if other.final_seconds <= enough_s:
                 break
-    best_s = _best_seconds(plans, seconds)
-    room_s = best_s - _free_seconds(with_tiles or without, seconds)
+    best_s = _best_seconds(plans)
+    room_s = best_s - _free_seconds(with_tiles or without)
     if best_s > enough_s and room_s > 0:
         plans += repeating(room_s)
     return plans
 
 
-def _best_seconds(plans: Iterable[Planned], seconds: Seconds) -> float:
+def _best_seconds(plans: Iterable[Planned]) -> float:
     """The time of the fastest plan that fits; infinite if none does."""
-    return min((seconds(plan) for plan in plans if plan.fits), default=inf)
+    return min((plan.final_seconds for plan in plans if plan.fits), default=inf)
 
 
-def _free_seconds(planned: Planned, seconds: Seconds) -> float:
+def _free_seconds(planned: Planned) -> float:
     """The time of a plan without what it bought."""
     assert planned.plan.budget is not None
-    return seconds(planned) - planned.plan.budget.cost_ms / 1e3
+    return planned.final_seconds - planned.plan.budget.cost_ms / 1e3

@@ -33,6 +33,8 @@ from thunder_mem.transforms import ChunkLossHead, MemEfficient
 
 __all__ = ["explain"]
 
+_OURS = (mem_attention_ex, mem_kernels_ex, mem_pointwise_ex)
+
 FAILED = "MemEfficient could not plan this function, and this is the memory of Thunder's own program instead: "
 NEVER_CALLED = "the jitted function has never been called, so there is nothing to explain: call it once"
 LATE = "ThunderFX compiles when it runs: call the program once"
@@ -141,7 +143,7 @@ def explain(
         tuple(notes),
         above_eager=() if eager is None else about_eager(eager, prediction),
         eager_bytes=None if eager is None else eager.peak_bytes,
-        thunder_bytes=thunder_peak_bytes(jitted, args, kwargs or {}) if compared else None,
+        thunder_bytes=_thunder_peak_bytes(jitted, args, kwargs or {}) if compared else None,
         paths=parameter_paths(entry.prologue_traces[0]),
         compiled_by=_compiled_by(jitted, "thunder.jit"),
         detail=detail,
@@ -153,10 +155,7 @@ def _compiled_by(compiled: Any, compiler: CompiledBy) -> CompiledBy:
     return "memory_efficient" if getattr(compiled, "is_hugging_face", False) is True else compiler
 
 
-_OURS = (mem_attention_ex, mem_kernels_ex, mem_pointwise_ex)
-
-
-def thunder_peak_bytes(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+def _thunder_peak_bytes(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """The predicted peak of a call without this package, for which Thunder traces the program once more.
 
     None where other transforms are involved, or regions would have to be compiled, or Thunder alone fails.
