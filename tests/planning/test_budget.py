@@ -1,9 +1,10 @@
 """A budget: read strictly, met by the final plan, monotonic, and never at the price of another gradient."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from math import isfinite
+from types import SimpleNamespace
 
 import pytest
 import thunder
@@ -22,8 +23,9 @@ from tests.programs.predict_cases import peaks_as_planned
 from thunder_mem import BudgetError, MemEfficient, last_plan, measure_peak, predict, predict_step, simulate
 from thunder_mem.analysis.partition_problem import study_program
 from thunder_mem.fusion.contraction import FusionCapabilities
+from thunder_mem.memory.plan import BudgetOutcome
 from thunder_mem.partition.budget import parse_budget
-from thunder_mem.partition.budget_search import PartitionProblem, fit_budget, greedy_fit
+from thunder_mem.partition.budget_search import PartitionChoice, PartitionProblem, fit_budget, greedy_fit
 from thunder_mem.partition.tradeoff_curve import tradeoff_curves
 from thunder_mem.planning import budget_loop
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
@@ -384,6 +386,33 @@ def searches_that_hope(monkeypatch, optimism):
 
     monkeypatch.setattr(budget_loop, "fit_budget", optimistic)
     return hoped
+
+
+@dataclass(frozen=True)
+class FinalPlan:
+    """What a budget asks of `Plan` and of `Planned`: this one stands for both."""
+
+    peak_bytes: int
+    final_seconds: float = 0.0
+    lighter: str | None = None
+    plan: "FinalPlan | None" = None
+    budget: BudgetOutcome | None = None
+    overwritten_peak_bytes = None
+    source = SimpleNamespace(bsyms=())
+
+    def after(self, *decisions):
+        return self
+
+
+@pytest.mark.parametrize(("lighter", "chosen_s"), [(None, 9.0), ("with narrower sums", 4.0)])
+def test_the_final_traces_are_compared_where_loops_at_the_peak_were_changed(monkeypatch, lighter, chosen_s):
+    """Of two plans that fit, the one that buys less has loops that take longer."""
+    bought = [PartitionChoice(frozenset({i}), 90, float(i), 0.0, "curve") for i in (1, 2)]
+    monkeypatch.setattr(budget_loop, "fit_budget", lambda problem, budget_bytes: bought[budget_bytes > 100])
+    finals = {1: FinalPlan(50, 9.0, lighter, FinalPlan(50)), 2: FinalPlan(60, 4.0, None, FinalPlan(60))}
+    free, problem = FinalPlan(200, plan=FinalPlan(200)), SimpleNamespace(moves=None)
+    found = budget_loop.within_budget(free, problem, 100, lambda rebuilt, _: finals[min(rebuilt)], lambda plan: plan)
+    assert found.final_seconds == chosen_s
 
 
 @pytest.mark.parametrize("optimism", [0, 4096])

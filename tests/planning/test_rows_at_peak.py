@@ -94,6 +94,31 @@ def test_a_loss_head_at_the_peak_has_smaller_chunks(monkeypatch, norm, longer, r
 
 
 @pytest.mark.slow
+def test_chunks_may_have_fewer_rows_than_half_of_a_block(monkeypatch):
+    """By default a chunk of this head is a block of 3,328 rows."""
+    with simulate("H100-80GB", fusion="nvfuser"):
+        args = inputs((65536, 1024), (4096, 1024), (1024, 4096), (32000, 1024))
+        args.append(torch.zeros(65536, dtype=torch.long, device="cuda"))
+        jitted, found, (before, after) = compiled(monkeypatch, with_loss, args, inf)
+    assert rows_of(thunder.last_traces(jitted)[-1], "chunk_loop_with_grads") == [1280]
+    assert found.peak_bytes == after < before
+
+
+@pytest.mark.slow
+def test_chunks_grow_again_where_narrower_sums_leave_room():
+    with simulate("H100-80GB", fusion="nvfuser"):
+        args = inputs((TOKENS, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE), (VOCABULARY, WIDTH))
+        args.append(torch.zeros(TOKENS, dtype=torch.long, device="cuda"))
+        jitted = thunder.jit(with_loss, transforms=[MemEfficient(strict=True, budget=1_060_000_000)])
+        found = predict(jitted, *args, keep_outputs=True)
+    (head,) = (b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "chunk_loop_with_grads")
+    plan = loop_of(head).plan
+    assert plan.grad_dtypes[-1] is torch.bfloat16 and plan.chunk_rows > 768
+    assert found.peak_bytes == last_plan(jitted).budget.peak_bytes <= 1_060_000_000
+    assert found.peak_bytes + plan.block_rows * plan.row_bytes > 1_060_000_000  # no further block would fit
+
+
+@pytest.mark.slow
 def test_a_budget_is_met_by_fewer_rows_before_anything_is_bought(monkeypatch):
     args = (TOKENS, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE)
     with simulate("H100-80GB", fusion="nvfuser"):
