@@ -1,12 +1,15 @@
 """The main job, seen: ``python -m benchmarks.demo`` (or ``make demo``).
 
-Issue #1337's two functions and a small litgpt training step on the CPU, measured by the profiler:
-eager, torch.compile, Thunder as it is, and Thunder with MemEfficient. Prints a table and writes
-``benchmarks/results/demo.json`` and ``demo.png``, the live bytes of each over one training step.
+Issue #1337's two functions and a small litgpt training step with checkpoints on the CPU, measured by the profiler: eager,
+torch.compile, Thunder as it is, and Thunder with MemEfficient. Prints a table and writes ``build/demo/demo.json`` and
+``demo.png``, the live bytes of each over one training step. ``--all`` adds variants whose paths share an input and the step without
+checkpoints, and writes to ``benchmarks/results``.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import platform
 from collections.abc import Callable
@@ -44,7 +47,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
+BUILD = Path(__file__).parent.parent / "build" / "demo"
 MIB = 2**20
+QUICK = 3
 OURS = [mem_attention_ex, mem_pointwise_ex]
 
 PEERS: dict[str, Callable[[Any], Any]] = {
@@ -70,16 +75,16 @@ class Row:
 
 @cache
 def programs() -> list[Program]:
-    fans = [fan(fn) for fn in (efficient, inefficient, shared_efficient, shared_inefficient)]
-    return [*fans, llama_step(checkpointing=True), llama_step(checkpointing=False)]
+    """All programs; the first `QUICK` of them without ``--all``."""
+    shown = [fan(efficient), fan(inefficient), llama_step(checkpointing=True)]
+    return [*shown, fan(shared_efficient), fan(shared_inefficient), llama_step(checkpointing=False)]
 
 
 def measure(program: Program, peer: str) -> Row:
-    """Compile, run twice (compilation, and the gradients that stay), measure the third run."""
+    """Compile in a first run, which leaves gradients behind, and measure the second."""
     torch.compiler.reset()
     compiled = PEERS[peer](program.fn)
-    for _ in range(2):
-        program.step(compiled)
+    program.step(compiled)
     curve = tuple(accumulate(measure_curve(program.step, compiled).deltas))
     plan = last_plan(compiled) if peer == "MemEfficient" else None
     summary = (
@@ -128,16 +133,25 @@ def draw(rows: list[Row], path: Path) -> None:
     plt.close(figure)
 
 
-def measured(console: Console) -> list[Row]:
-    """All rows, two at a time, each process with two threads: a row's bytes do not depend on what runs beside it."""
-    todo = [(nth, peer) for nth in range(len(programs())) for peer in PEERS]
+def settled() -> None:
+    """One thread, no processes that compile beside it, and a collector that seldom looks."""
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+    torch._inductor.config.cpp.vec_isa_ok = True
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+
+
+def measured(console: Console, count: int) -> list[Row]:
+    """The rows of the first `count` programs, two at a time: a row's bytes do not depend on what runs beside it."""
+    todo = [(nth, peer) for nth in range(count) for peer in PEERS]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-        ProcessPoolExecutor(2, get_context("spawn"), initializer=torch.set_num_threads, initargs=(2,)) as pool,
+        ProcessPoolExecutor(2, get_context("fork"), initializer=settled) as pool,
     ):
         task = progress.add_task("compiling and measuring", total=len(todo))
-        rows = {place: pool.submit(measure_nth, *place) for place in todo}
+        rows = {place: pool.submit(measure_nth, *place) for place in reversed(todo)}  # the longest first
         for row in as_completed(rows.values()):
             progress.update(task, advance=1, description=f"{row.result().peer}: {row.result().program}")
             if not console.is_terminal:
@@ -146,20 +160,24 @@ def measured(console: Console) -> list[Row]:
 
 
 def main() -> None:
-    torch.set_num_threads(2)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
+    parser.add_argument("--all", action="store_true", help="three programs more; to benchmarks/results")
+    everything = parser.parse_args().all
+    settled()
     console = Console()
-    rows = measured(console)
+    rows = measured(console, len(programs()) if everything else QUICK)
     console.print(table(rows))
-    RESULTS.mkdir(exist_ok=True)
+    folder = RESULTS if everything else BUILD
+    folder.mkdir(parents=True, exist_ok=True)
     record = {
-        "command": "python -m benchmarks.demo",
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "command": "python -m benchmarks.demo" + " --all" * everything,
+        "machine": f"{platform.machine()}, one thread",
         "versions": {"torch": torch.__version__, "thunder": thunder.__version__},
         "rows": [{k: v for k, v in asdict(row).items() if k != "curve_bytes"} for row in rows],
     }
-    (RESULTS / "demo.json").write_text(json.dumps(record, indent=1) + "\n")
-    draw(rows, RESULTS / "demo.png")
-    console.print(f"written: {RESULTS / 'demo.json'}, {RESULTS / 'demo.png'}")
+    (folder / "demo.json").write_text(json.dumps(record, indent=1) + "\n")
+    draw(rows, folder / "demo.png")
+    console.print(f"written: {folder / 'demo.json'}, {folder / 'demo.png'}")
 
 
 if __name__ == "__main__":
