@@ -3,7 +3,9 @@
 The tolerance of each tensor is a multiple of the larger of eager's own error against float64 and the
 spread of the float64 result when every fresh value is perturbed by a few units in its last place
 (stochastic arithmetic, as in CADNA). So ill-conditioned programs and ties at kinks loosen their own
-tolerance, and everything else is held to the last digits.
+tolerance, and everything else is held to the last digits. Eager's error is the largest of a few runs, whose inputs
+differ in their last place: inside attention large scores round too, where nothing is perturbed, and one run may be
+lucky.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from unittest.mock import patch
 
 import torch
@@ -24,6 +27,7 @@ __all__ = ["Expectation", "Invalid", "Result", "check", "describe", "differences
 
 SEED = 20
 PERTURBATIONS = 6
+REPEATS = 2
 FACTOR = 8.0
 ULPS = 16.0
 
@@ -126,17 +130,18 @@ class _Interpreter:
             for i in self.program.inputs:
                 if not i.alias and i.layout != "expanded" and inputs[i.name].is_floating_point():
                     with torch.no_grad():
-                        inputs[i.name].copy_(self.shake(inputs[i.name], getattr(torch, i.dtype)))
+                        units = 4 if double else 1
+                        inputs[i.name].copy_(self.shake(inputs[i.name], getattr(torch, i.dtype), units))
         fn = function(
             reference_source(self.program), _r=self.fresh, _draw=self.draw, _dropout=self.dropout, _to=self.to
         )
         return run(self.program, fn, inputs)
 
-    def shake(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def shake(self, t: torch.Tensor, dtype: torch.dtype, units: int = 4) -> torch.Tensor:
         if self.generator is None or not t.is_floating_point():
             return t
         noise = torch.rand(t.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
-        return t + 4 * torch.finfo(dtype).eps * noise * (t.abs() + 0.01)
+        return t + units * torch.finfo(dtype).eps * noise * (t.abs() + 0.01)
 
     def fresh(self, value, names):
         values = [value] if isinstance(value, torch.Tensor) else list(value)
@@ -218,6 +223,7 @@ def _expectation(program: Program, eager: Result, index_order: bool) -> Expectat
         eager = recorded
     exact = interpreter.run(double=True)
     shaken = [interpreter.run(True, torch.Generator().manual_seed(k + 1)) for k in range(PERTURBATIONS)]
+    repeated = [interpreter.run(False, torch.Generator().manual_seed(k + 1)) for k in range(REPEATS)]
     if any(r.asks_gradient != eager.asks_gradient for r in (exact, *shaken)):
         raise Invalid("the float64 run has other outputs with a gradient")
     tolerance: dict[str, float] = {}
@@ -235,11 +241,12 @@ def _expectation(program: Program, eager: Result, index_order: bool) -> Expectat
         scale = ref.abs().max().item() if ref.numel() else 0.0
         spread = max(_distance(o, ref) for o in others)
         error = _distance(value, ref)
+        errors = [d for r in repeated if isfinite(d := _distance(r.tensors[name], ref))]
         if error > 0.02 * scale + 100 * spread + 1e-6:
             raise Invalid("eager is far from float64")
         # The last term is for values that cancel to nearly nothing, out of others of about 1.
         finest = torch.finfo(torch.float64 if value.dtype == torch.float64 else torch.float32).eps
-        tolerance[name] = FACTOR * max(error, spread) + ULPS * torch.finfo(value.dtype).eps * scale + 4 * ULPS * finest
+        tolerance[name] = FACTOR * max(error, spread, *errors) + ULPS * torch.finfo(value.dtype).eps * scale + 4 * ULPS * finest
     return Expectation(eager, exact.tensors, tolerance, loose)
 
 
