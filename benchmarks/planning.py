@@ -27,7 +27,7 @@ from thunder.core.trace import TraceCtx
 
 from benchmarks.models import Program, llama_step
 from thunder_mem import MemEfficient
-from thunder_mem.planning import chosen_partition, executor, pipeline, refine, stages
+from thunder_mem.planning import executor, pipeline, refine, stages
 from thunder_mem.planning import program as programs
 from thunder_mem.planning.fallback import Original
 from thunder_mem.prediction.compiled_call import compiled_entry
@@ -79,7 +79,7 @@ def measure(program: Program) -> dict[str, float]:
     with ExitStack() as stack:
         stack.enter_context(timed(executor, "lower_plan"))
         stack.enter_context(timed(Original, "unfused"))
-        for room in (programs, chosen_partition, refine, stages):
+        for room in (programs, refine, stages):
             stack.enter_context(timed(room, "read_trace"))
         for room in (pipeline, refine):
             stack.enter_context(timed(room, "arrange"))

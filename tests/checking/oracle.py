@@ -246,7 +246,9 @@ def _expectation(program: Program, eager: Result, index_order: bool) -> Expectat
             raise Invalid("eager is far from float64")
         # The last term is for values that cancel to nearly nothing, out of others of about 1.
         finest = torch.finfo(torch.float64 if value.dtype == torch.float64 else torch.float32).eps
-        tolerance[name] = FACTOR * max(error, spread, *errors) + ULPS * torch.finfo(value.dtype).eps * scale + 4 * ULPS * finest
+        tolerance[name] = (
+            FACTOR * max(error, spread, *errors) + ULPS * torch.finfo(value.dtype).eps * scale + 4 * ULPS * finest
+        )
     return Expectation(eager, exact.tensors, tolerance, loose)
 
 

@@ -1,6 +1,8 @@
 """The benchmark's simulated loops, against published figures and against measurement."""
 
 import copy
+import importlib
+from pathlib import Path
 
 import pytest
 import thunder
@@ -8,6 +10,7 @@ import torch
 from litgpt import GPT, Config
 from torch import nn
 
+from benchmarks import planning
 from benchmarks.litgpt.fake_loop import benchmark_loop, fake_cpu, fake_peak, held_bytes
 from benchmarks.litgpt.harness import load_thunders, run
 from benchmarks.litgpt.inductor_loop import inductor_peak
@@ -17,8 +20,23 @@ from benchmarks.litgpt.models import WithLoss, known_models, with_windows_at_onc
 from benchmarks.litgpt.options import Options
 from benchmarks.litgpt.predicted_loop import predicted_peak
 
+ROOT = Path(__file__).parents[2]
 GB = 1e9
 LONGCHAT = {"model_name": "longchat-7b-16k", "n_layers": 2, "checkpoint_activations": True}
+
+
+MODULES = sorted(p.relative_to(ROOT).with_suffix("") for p in (ROOT / "benchmarks").rglob("*.py"))
+
+
+@pytest.mark.parametrize("module", (m for m in MODULES if m.name != "__main__"), ids=str)
+def test_a_benchmark_finds_what_it_imports(module: Path):
+    importlib.import_module(".".join(module.parts).removesuffix(".__init__"))
+
+
+@pytest.mark.slow("compiles a model")
+def test_planning_is_timed_within_the_compilation():
+    spent = planning.measure(planning.deep(1))
+    assert 0 < spent["read_trace_s"] + spent["arrange_s"] + spent["emit_s"] < spent["planning_s"] < spent["jit_s"]
 
 
 def simulated(options=None, **arguments):
