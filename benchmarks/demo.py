@@ -1,9 +1,9 @@
 """The main job, seen: ``python -m benchmarks.demo`` (or ``make demo``).
 
-Issue #1337's two functions and a small litgpt training step with checkpoints on the CPU, measured by the profiler: eager,
-torch.compile, Thunder as it is, and Thunder with MemEfficient. Prints a table and writes ``build/demo/demo.json`` and
-``demo.png``, the live bytes of each over one training step. ``--all`` adds variants whose paths share an input and the step without
-checkpoints, and writes to ``benchmarks/results``.
+Issue #1337's two functions and a small litgpt training step with checkpoints on the CPU, measured by the profiler:
+eager, torch.compile, Thunder as it is, and Thunder with MemEfficient. Prints a table and writes
+``build/demo/demo.json`` and ``demo.png``, the live bytes of each over one training step. ``--all`` adds variants whose
+paths share an input and the step without checkpoints, and writes to ``benchmarks/results``.
 """
 
 from __future__ import annotations
