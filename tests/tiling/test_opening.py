@@ -1,5 +1,7 @@
 """The final norm inside a head's loop: gradients against float64, what is taken in, and what exists whole."""
 
+from dataclasses import replace
+
 import pytest
 import thunder
 import torch
@@ -256,6 +258,16 @@ def test_the_gradient_of_a_sum_before_the_norm_is_not_cast_to_float32_and_back()
     # Whole rows: the argument, the gradient of the sum, and that of the product's operand; with the casts, five.
     weights_and_gradients = 2 * (512 * 512 + 16384 * 512 + 512) * 2
     assert plan.candidate.backward_peak_bytes - weights_and_gradients <= 3.5 * narrow
+
+
+def test_chunks_grow_by_whole_blocks_of_the_head_and_of_the_norm():
+    """A head's loop at the peak gets blocks of 640 rows, and its norm keeps those of 256."""
+    compiled = thunder.jit(rms_head, executors=[], transforms=[ChunkLossHead(rows=64)])
+    compiled(*inputs())
+    plan = loop_of_head(compiled)
+    assert plan.opening is not None
+    fewer = replace(plan, chunk_rows=1280, block_rows=640, opening=replace(plan.opening, block_rows=256))
+    assert fewer.step_rows == 1280
 
 
 def test_a_write_is_not_done_in_vain():

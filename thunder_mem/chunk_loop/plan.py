@@ -189,7 +189,7 @@ class LoopPlan:
     @property
     def step_rows(self) -> int:
         """Chunks of a multiple of these rows have whole blocks, of the opening as well."""
-        return max(self.block_rows, self.opening.block_rows) if self.opening else self.block_rows
+        return math.lcm(self.block_rows, self.opening.block_rows) if self.opening else self.block_rows
 
     @property
     def sizes(self) -> str:
