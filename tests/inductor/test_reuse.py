@@ -161,6 +161,13 @@ def test_a_late_write_waits_once_for_what_is_shown_in_two_shapes():
     assert reuse.readers == (0, 2) and reuse.doubles == ((1, 0),)
 
 
+def test_a_row_of_numbers_is_too_small_for_a_matrix():
+    with langctx(Languages.TORCH):
+        bsyms, inputs, outputs = trace_of(lambda x, row: x * row, [(SIZE, dtypes.float32), ((1, 256), dtypes.float32)])
+    assert plan_reuse(new_leaves(bsyms, inputs), inputs, outputs, {1: False}, [0]) is None
+    assert plan_reuse(new_leaves(bsyms, inputs), inputs, outputs, {0: False, 1: False}, [0]).takes[0].input == 0
+
+
 @pytest.mark.parametrize("name", REGIONS)
 def test_operations_run_one_by_one_give_the_same_with_and_without_writing(name):
     """The writes stand where nothing reads any more what they overwrite: also without a compiler in between."""

@@ -61,7 +61,8 @@ def _code_with_notes(loader: SourceFileLoader, name: str) -> CodeType | None:
     return compile(noting(path.read_text(encoding="utf-8"), path), str(path), "exec", dont_inherit=True)
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_load_initial_conftests() -> None:
+    """Before `tests/conftest.py` imports parts of the package, whose calls would not be noted."""
     setattr(builtins, _NOTE, _called.add)
     SourceFileLoader.get_code = _code_with_notes  # type: ignore[method-assign]
 

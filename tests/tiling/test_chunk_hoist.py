@@ -215,6 +215,20 @@ def test_one_row_of_each_sequence_needs_no_other():
     assert measure_peak(lambda: jitted(h, w).backward()) < 2 * 2**20
 
 
+def test_a_hidden_layer_keeps_its_rows():
+    """Only products as wide as logits are worth rewriting: this one has the rows that the user gave it."""
+
+    def fn(x, up, w, t):
+        return ce(F.linear(F.relu(F.linear(x, up))[:, :-1], w), t[:, 1:])
+
+    x, w, t, *_ = inputs(torch.float32)
+    jitted = thunder.jit(fn, executors=[], transforms=[transform := ChunkLossHead(chunks=4)])
+    up, w = torch.randn(2 * D, D), torch.randn(V, 2 * D, requires_grad=True)
+    torch.testing.assert_close(jitted(x, up, w, t), fn(x, up, w, t))
+    (hidden,) = (b.output for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "linear")
+    assert transform.record.loops and hidden.shape == (B, T, 2 * D)
+
+
 def test_cuts_through_reshapes():
     last = (Block(1, 1, (Pick(8, (0, 7, 1)),)),)
     (block,) = through_reshape((32, 100), (4, 8, 100), last)

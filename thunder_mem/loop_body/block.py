@@ -27,7 +27,7 @@ from thunder.executors.passes import del_last_used, transform_for_execution
 from thunder.transforms.autodiff import grad_transform_on_trace
 
 from thunder_mem.chunk_loop.body import Body
-from thunder_mem.loop_body.block_replay import torch_language, trace_block
+from thunder_mem.loop_body.block_replay import trace_block
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.fusible_gathers import fusible_picks
 from thunder_mem.loop_body.leaves import walk
@@ -131,7 +131,7 @@ def _build(
         elif region.outputs[j := position[bsym.args[0].name]].proxy.name in differentiable:
             tangents[j] = bsym.output
     order = tuple(sorted(tangents))
-    with recorded(joint) as fits, torch_language():
+    with recorded(joint) as fits:
         grads = [_summed_to(g, a) for g, a, want in zip(returned["output"], forward.args, wanted, strict=False) if want]
     body += fits
     which = [i for i, want in enumerate(wanted) if want]

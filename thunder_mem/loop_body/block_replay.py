@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.codeutils import SigInfo
-from thunder.core.langctxs import Languages, reset_langctx, resolve_language, set_langctx
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.pytree import tree_flatten, tree_map, tree_unflatten
 from thunder.core.symbol import BoundSymbol
@@ -21,7 +20,7 @@ from thunder_mem.loop_body.region import Refused, Region, Value, relation
 from thunder_mem.sharding.propagation import RuleError, Sharding, local_shape
 from thunder_mem.trace.rebuilding import recorded
 
-__all__ = ["torch_language", "trace_block"]
+__all__ = ["trace_block"]
 
 
 def trace_block(region: Region, sides: Sequence[Value], wanted: Sequence[bool], rows: int) -> TraceCtx:
@@ -47,25 +46,14 @@ def trace_block(region: Region, sides: Sequence[Value], wanted: Sequence[bool], 
         log_sums = unpack_log_sums(region) if any(wanted) else {}
         args += log_sums.values()
         replay = _Replay(region, trace, env, rows, log_sums)
-        with torch_language():
-            replay.amplifiers(args)
-            for root in region.program.roots:
-                replay.emit(root)
+        replay.amplifiers(args)
+        for root in region.program.roots:
+            replay.emit(root)
         outs = tuple(env[v.key] for v in region.outputs)
         prims.python_return({"output": outs, "flat_args": tuple(args)})
     trace.args = tuple(args)
     trace._siginfo.args = [(a.name, None) for a in args]
     return trace
-
-
-@contextmanager
-def torch_language() -> Iterator[None]:
-    """Replay in the torch language, for user traces in any language."""
-    token = set_langctx(resolve_language(Languages.TORCH))
-    try:
-        yield
-    finally:
-        reset_langctx(token)
 
 
 class _Replay:

@@ -175,10 +175,6 @@ class _Moves:
     def _prefetched(self, s: int) -> Proxy:
         base = self.base[s]
         coming, there = named(base, f"coming_{base.name}"), named(base, f"bw_{base.name}")
-        self.out.append(_backward(prefetch.bind(self.host[s], base.device.device_str(), output=coming)))
-        self.out.append(_backward(prefetch_wait.bind(coming, output=there)))
+        self.out.append(prefetch.bind(self.host[s], base.device.device_str(), output=coming))
+        self.out.append(prefetch_wait.bind(coming, output=there))
         return there
-
-
-def _backward(bsym: BoundSymbol) -> BoundSymbol:
-    return bsym.from_bsym(tags=bsym.tags | {BACKWARD})

@@ -24,7 +24,7 @@ from tests.checking.graphs import (
 )
 from tests.programs.fusible import EXECUTORS, check_plan, fusible, fusible_graphs, half_peaks, plan_live_bytes
 from thunder_mem.fusion import arrangement
-from thunder_mem.fusion.arrangement import THUNDERS_OWN, arrange, fingerprint
+from thunder_mem.fusion.arrangement import THUNDERS_OWN, arrange, between_halves, cannot_beat, fingerprint
 from thunder_mem.fusion.contraction import FusionCapabilities, consecutive_groups
 from thunder_mem.memory.graph import Graph, GraphError
 from thunder_mem.memory.live_ranges import price_order
@@ -377,3 +377,22 @@ def test_more_copies_are_priced_only_if_they_replace_a_value_outside_of_regions(
     monkeypatch.setattr(arrangement, "_may_lower", lambda chains, best: True)
     assert arrange(graph, fuse, EXECUTORS).plan == plan
     assert len(priced) == 3
+
+
+def test_more_copies_lower_a_peak(monkeypatch):
+    """Values that copies keep alive are made again from each other, where that pays."""
+    graph, fuse = fusible(layered(74, 20), 74)
+    lower = arrange(graph, fuse, EXECUTORS).plan
+    check_plan(graph, fuse, lower)
+    monkeypatch.setattr(arrangement, "_may_lower", lambda chains, best: False)
+    assert lower.candidate.peak_bytes < arrange(graph, fuse, EXECUTORS).plan.candidate.peak_bytes
+
+
+def test_saved_values_alone_tell_that_a_peak_is_out_of_reach():
+    """But not if the backward makes the largest of them, an upcast, again."""
+    graph, fuse = upcast_chain()
+    saved_bytes = between_halves(graph)
+    without_copies = replace(fuse, cheap=(False,) * len(graph))
+    assert cannot_beat(graph, without_copies, saved_bytes)
+    assert not cannot_beat(graph, without_copies, saved_bytes + 1)
+    assert not cannot_beat(graph, fuse, saved_bytes)

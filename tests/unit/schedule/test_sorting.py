@@ -34,6 +34,12 @@ def test_orders_scale_with_the_sizes_and_ignore_names(graph, name):
     assert sort_graph(renamed(graph), name).order == order
 
 
+@pytest.mark.parametrize("name", sorted(SORTS))
+def test_a_registered_function_gives_the_order_of_its_name(name):
+    graph = training(0, 4, recompute=True)
+    assert tuple(SORTS[name](graph)) == sort_graph(graph, name).order
+
+
 @given(graphs(30), st.booleans())
 def test_a_pass_under_the_present_peak_never_raises_it(graph, reverse):
     live = liveness(graph)
