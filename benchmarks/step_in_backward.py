@@ -5,9 +5,9 @@ after the backward, and with `StepInBackward`; with tiles and without.
 
 Then both steps with tiles within budgets, and what that costs.
 
-Then longchat-7b-16k at its full 32 layers, with the optimizer's states on the host, and with its checkpoints there too:
-from the steps of five and six layers, or with ``--full`` from a plan of all. (With fewer, all stretches may run
-in tiles; with more only the MLPs do, because the others would take more than 1 % of the modelled time.)
+Then longchat-7b-16k at its full 32 layers, with the optimizer's states on the host, and with its checkpoints there too.
+All layers are planned, in twenty minutes: few layers do not tell, as their stretches run in tiles, which take more than
+1 % of the modelled time in all layers.
 
 Then the small llama's step on this CPU: measured peaks, and times in turn. Writes
 ``benchmarks/results/step_in_backward.json``.
@@ -21,7 +21,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -46,7 +46,7 @@ from thunder_mem.trace.reading import read_trace
 RESULTS = Path(__file__).parent / "results" / "step_in_backward.json"
 PROGRAMS = (("longchat-7b-16k", 2, 16384), ("Llama-3-8B", 2, 16384))
 BUDGETS = {"longchat-7b-16k": 5_100_000_000, "Llama-3-8B": 11_400_000_000}  # of a whole step, as in PROGRAMS
-FEW_LAYERS = (5, 6)  # from which those of 32 are found
+LAYERS = 32  # of longchat-7b-16k
 PLACES = (("device", "device"), ("host", "device"), ("host", "host"))
 
 
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class OnHost:
-    """One step with tiles and `StepInBackward`; sizes are bytes, times seconds.
+    """One step with `StepInBackward`; sizes are bytes, times seconds.
 
     `link_s` is the time of the states' copies both ways, and `exposed_s` the part of it that no other work hides;
     `kernels_s` is the time of the forward and the backward.
@@ -89,9 +89,10 @@ class OnHost:
 
 
 def checkpoints_away(op: OpInfo, graph: Graph) -> str:
-    """The policy that keeps on the host what each block gets: the residual sum behind tiles, and the first input."""
+    """The policy that keeps each block's input on the host: a residual sum, which tiles may make, or the embedding."""
     is_sum = len(op.shapes) == 1 and len(op.shapes[0]) == 3
-    return "offload" if is_sum and op.word in ("Embedding", "ChunkLoop") and op.offload_refusal is None else "auto"
+    is_input = (op.word == "Add" and op.handed_on) or op.word in ("Embedding", "ChunkLoop")
+    return "offload" if is_sum and is_input and op.offload_refusal is None else "auto"
 
 
 def on_host(layers: int, states: str, checkpoints: str, tokens: int = 16384) -> OnHost:
@@ -110,22 +111,6 @@ def on_host(layers: int, states: str, checkpoints: str, tokens: int = 16384) -> 
     about = next((d.how for d in last_plan(step).decisions if d.what == "offload"), "")
     sizes = prediction.peak_bytes, prediction.host_bytes
     return OnHost(layers, states, checkpoints, *sizes, moved.link_s, moved.exposed_s, kernels_s, about)
-
-
-def of_layers(layers: int, fewer: OnHost, more: OnHost) -> OnHost:
-    """The step with even more layers, from two that differ by one: equal layers add equal bytes and times.
-
-    Example:
-        >>> rows = (OnHost(n, "host", "device", 100 + 10 * n, 7 * n, 0.0, 0.0, 0.5 * n, "") for n in (4, 5))
-        >>> found = of_layers(32, *rows)
-        >>> found.peak_bytes, found.host_bytes, found.kernels_s
-        (420, 224, 16.0)
-    """
-    names = ("peak_bytes", "host_bytes", "link_s", "exposed_s", "kernels_s")
-    step = {n: getattr(more, n) - getattr(fewer, n) for n in names}
-    offload = more.offload and f"{more.layers} layers: {more.offload}"
-    values = {n: getattr(more, n) + (layers - more.layers) * step[n] for n in names}
-    return replace(more, layers=layers, offload=offload, **values)
 
 
 @dataclass(frozen=True)
@@ -317,7 +302,7 @@ def show_within(console: Console, rows: Sequence[Within]) -> None:
 
 
 def show_on_host(console: Console, rows: Sequence[OnHost]) -> None:
-    view = Table(title="longchat-7b-16k, 16,384 tokens, tiles, updates in the backward (simulated H100)")
+    view = Table(title="longchat-7b-16k, 16,384 tokens, updates in the backward (simulated H100)")
     for column in ("layers", "states", "checkpoints", "peak, GiB", "host, GiB", "kernels, s", "states' copies, s"):
         view.add_column(column)
     view.add_column("of these not hidden, s")
@@ -337,11 +322,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="of steps on this CPU; 0 measures no times")
     parser.add_argument("--simulated", action="store_true", help="only what is simulated")
     parser.add_argument("--within", action="store_true", help="only the steps within a budget")
-    parser.add_argument("--host", action="store_true", help="only states on the host, from five and six layers")
-    parser.add_argument("--full", action="store_true", help="plan all 32 layers, in half an hour")
+    parser.add_argument("--host", action="store_true", help="only states on the host, in twenty minutes")
     given = parser.parse_args()
     console = Console()
-    one_part = given.cpu or given.simulated or given.within or given.host or given.full
+    one_part = given.cpu or given.simulated or given.within or given.host
     all_parts = not (one_part or given.layers or given.models)
     found: dict[str, Sequence[Row | Within | OnHost | Measured]] = {}
     if all_parts or given.cpu:
@@ -353,21 +337,16 @@ def main() -> None:
     if all_parts or given.simulated or given.within:
         found["within"] = tight = [within(*program) for program in PROGRAMS if program[0] in BUDGETS]
         show_within(console, tight)
-    if all_parts or given.simulated or given.host or given.full:
+    if all_parts or given.simulated or given.host:
         away = []
         for states, checkpoints in PLACES:
             with console.status(f"states on the {states}, checkpoints on the {checkpoints}"):
-                if given.full or given.layers:
-                    away.append(on_host(given.layers or 32, states, checkpoints))
-                else:
-                    away.append(of_layers(32, *(on_host(n, states, checkpoints) for n in FEW_LAYERS)))
+                away.append(on_host(given.layers or LAYERS, states, checkpoints))
         show_on_host(console, away)
         found["on_host"] = away
     if not (given.layers or given.models):
         before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         about: dict[str, object] = {"command": "python -m benchmarks.step_in_backward", "torch": torch.__version__}
-        if "on_host" in found:
-            about["on_host_layers_planned"] = (32,) if given.full else FEW_LAYERS
         new = {name: [asdict(r) for r in rows] for name, rows in found.items()}
         RESULTS.write_text(json.dumps(before | about | new, indent=1) + "\n")
 
