@@ -89,7 +89,7 @@ class OnHost:
 
 
 def checkpoints_away(op: OpInfo, graph: Graph) -> str:
-    """The policy that keeps each block's input on the host: a residual sum, which tiles may make, or the embedding."""
+    """The policy that keeps the residual sums on the host, which tiles may make, and the embedding."""
     is_sum = len(op.shapes) == 1 and len(op.shapes[0]) == 3
     is_input = (op.word == "Add" and op.handed_on) or op.word in ("Embedding", "ChunkLoop")
     return "offload" if is_sum and is_input and op.offload_refusal is None else "auto"
