@@ -156,3 +156,16 @@ def test_rows_that_the_user_set_stay(monkeypatch):
         args = inputs((TOKENS, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE))
         jitted, *_ = compiled(monkeypatch, step, args, inf, tile=Tiles(rows=2048))
     assert rows_of(thunder.last_backward_traces(jitted)[-1], "chunk_loop_backward") == [2048]
+
+
+@pytest.mark.slow
+def test_a_budget_gives_chunks_the_rows_that_no_whole_block_would_fit():
+    """By its own blocks this head has chunks of 512 or 1,024 rows."""
+    budget_bytes = 1_150_000_000
+    with simulate("H100-80GB", fusion="nvfuser"):
+        args = inputs((TOKENS, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE), (VOCABULARY, WIDTH))
+        args.append(torch.zeros(TOKENS, dtype=torch.long, device="cuda"))
+        jitted = thunder.jit(with_loss, transforms=[MemEfficient(strict=True, budget=budget_bytes)])
+        found = predict(jitted, *args, keep_outputs=True)
+    assert rows_of(thunder.last_traces(jitted)[-1], "chunk_loop_with_grads") == [768]
+    assert found.peak_bytes == last_plan(jitted).budget.peak_bytes <= budget_bytes

@@ -108,8 +108,8 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def compiled(module, tile=True):
-    transform = MemEfficient(strict=True, verify=True, tile=tile)
+def compiled(module, tile=True, **options):
+    transform = MemEfficient(strict=True, verify=True, tile=tile, **options)
     return thunder.jit(module, executors=[mem_attention_ex], transforms=[transform])
 
 

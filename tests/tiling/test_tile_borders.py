@@ -53,11 +53,11 @@ class Tokens(nn.Module):
         return x.square().mean()
 
 
-def compiled_tokens():
+def compiled_tokens(**options):
     """The compiled model after one step, whose gradients are right, and the names of its backward's operations."""
     module, _ = made(Tokens(), (1,))
     tokens = torch.arange(512)[None] % 30
-    exact, jitted = copy.deepcopy(module).double(), compiled(module, Tiles(rows=100))
+    exact, jitted = copy.deepcopy(module).double(), compiled(module, Tiles(rows=100), **options)
     jitted(tokens).backward()
     exact(tokens).backward()
     for ours, right in zip(module.parameters(), exact.parameters(), strict=True):
@@ -103,6 +103,12 @@ def test_gradients_are_right_if_the_forward_keeps_the_inputs_of_stretches(few_bl
     ((offered, found, gathered),) = kept
     assert found is not None and found < offered
     assert gathered and gathered <= found and "embedding" in backward  # which costs as good as nothing
+
+
+@pytest.mark.slow
+def test_a_policy_may_recompute_the_inputs_of_stretches(few_blocks):  # noqa: F811
+    jitted, _ = compiled_tokens(recompute=lambda op, graph: "recompute" if op.word == "Add" else "auto")
+    assert [d for d in last_plan(jitted).decisions if d.what == "recompute"]
 
 
 @pytest.mark.slow

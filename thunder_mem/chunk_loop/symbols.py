@@ -36,6 +36,7 @@ __all__ = [
     "executor",
     "is_chunk_loop",
     "loop_of",
+    "makes_gradients",
     "overwritten",
     "rebind",
     "rows_with_gradients",
@@ -299,6 +300,11 @@ def loop_of(bsym: BoundSymbol) -> ChunkLoop:
     return bsym.args[0]
 
 
+def makes_gradients(bsym: BoundSymbol) -> bool:
+    """Whether a loss head makes its gradients in the forward there, where all of them are alive together."""
+    return is_chunk_loop(bsym) and bsym.sym.name == "chunk_loop_with_grads"
+
+
 def rows_with_gradients(bsym: BoundSymbol) -> dict[int, TensorProxy]:
     """The inputs by rows, by their index in the plan, over which a recomputing backward could write their gradients.
 
@@ -331,7 +337,7 @@ def overwritten(bsym: BoundSymbol) -> tuple[TensorProxy, ...]:
     plan = loop_of(bsym).plan
     if bsym.sym.name == "chunk_loop_backward_over":
         return tuple(bsym.args[i - len(plan.inputs)] for i in bsym.args[1])
-    return tuple(bsym.args[1 + i] for i in plan.over) if bsym.sym.name == "chunk_loop_with_grads" else ()
+    return tuple(bsym.args[1 + i] for i in plan.over) if makes_gradients(bsym) else ()
 
 
 def shared_memory(bsym: BoundSymbol) -> dict[str, TensorProxy]:

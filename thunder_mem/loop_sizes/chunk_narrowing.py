@@ -14,7 +14,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.price import with_block_calls
 from thunder_mem.chunk_loop.run import ChunkLoop
-from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, saved_proxies
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, makes_gradients, saved_proxies
 from thunder_mem.loop_sizes.tile_price import priced
 from thunder_mem.trace.rebuilding import rebuilt
 
@@ -51,7 +51,7 @@ def _narrowed(bsym: BoundSymbol, swap: dict[int, ChunkLoop], saved: dict[int, tu
     key = id(loop_of(bsym))
     loop = swap[key]
     changes = {"args": (loop, *bsym.args[1:]), "_object_ctx": {}}
-    if bsym.sym.name == "chunk_loop_with_grads":
+    if makes_gradients(bsym):
         saved[key] = tuple(saved_proxies(loop.plan))
         changes["output"] = (*bsym.output[: len(loop.plan.outputs)], *saved[key])
     elif bsym.sym.name == "chunk_loop_finish":

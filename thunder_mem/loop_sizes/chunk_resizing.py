@@ -24,7 +24,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.plan import LoopPlan, about_chunks
 from thunder_mem.chunk_loop.run import ChunkLoop
-from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, rebind, scratch_bytes_under
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, makes_gradients, rebind, scratch_bytes_under
 from thunder_mem.loop_sizes.rows_per_chunk import floor_rows, most_rows
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.memory.live_ranges import peaks_of, price_order
@@ -172,7 +172,7 @@ def write_over_dead_rows(trace: TraceCtx) -> TraceCtx:
     bsyms = trace.bound_symbols
     swap = {}
     for at, bsym in enumerate(bsyms):
-        if is_chunk_loop(bsym) and bsym.sym.name == "chunk_loop_with_grads":
+        if makes_gradients(bsym):
             over = _dead_rows(trace, at)
             loop = loop_of(bsym)
             if over != loop.plan.over:

@@ -9,7 +9,7 @@ fits, a tried point of the curve does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -21,6 +21,7 @@ from thunder_mem.partition.evaluation import Evaluation, evaluate
 from thunder_mem.partition.milp import Solution, solve
 from thunder_mem.partition.milp_memory_rows import MemoryRow, MilpVariables, calibrated, memory_rows
 from thunder_mem.partition.min_cut_partition import saved_storages
+from thunder_mem.partition.overwriting_on_graph import Overwritable
 from thunder_mem.partition.tradeoff_curve import TradeoffPoint, repeat_seconds, tradeoff_curves
 from thunder_mem.partition.transfer_windows import Moves
 from thunder_mem.schedule.registry import SortFunction
@@ -83,6 +84,7 @@ class PartitionProblem:
         choices: the decisions already made.
         sort: the sort of the plans.
         moves: the values that may be offloaded, and the cost of that.
+        over: per operation of the backward, the operands over which it may write their gradients.
     """
 
     graph: Graph
@@ -91,6 +93,7 @@ class PartitionProblem:
     choices: Constraints = UNDECIDED
     sort: str | SortFunction = "auto"
     moves: Moves | None = None
+    over: Mapping[int, Overwritable] = field(default_factory=dict, repr=False)
     _trials: dict[tuple[frozenset[int], frozenset[int]], Evaluation] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -103,7 +106,7 @@ class PartitionProblem:
         """The exact price of a choice, computed once."""
         if (rebuilt, offloaded) not in self._trials:
             asked = self.choices.offload & saved_storages(self.graph, rebuilt) if self.choices.offload else frozenset()
-            found = evaluate(self.graph, self.fuse, rebuilt, self.sort, offloaded | asked)
+            found = evaluate(self.graph, self.fuse, rebuilt, self.sort, offloaded | asked, self.over)
             self._trials[rebuilt, offloaded] = found
         return self._trials[rebuilt, offloaded]
 

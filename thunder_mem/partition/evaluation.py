@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from thunder_mem.fusion.arrangement import order_halves
 from thunder_mem.fusion.contraction import FusionCapabilities, contract_chains
@@ -10,6 +12,7 @@ from thunder_mem.fusion.producer_duplication import duplicate_cheap_producers
 from thunder_mem.memory.graph import Graph
 from thunder_mem.memory.live_ranges import Timeline, price_order
 from thunder_mem.partition.offload_on_graph import move_in_backward
+from thunder_mem.partition.overwriting_on_graph import Overwritable, overwrite_operands
 from thunder_mem.partition.recompute_on_graph import recompute_on_graph
 from thunder_mem.schedule.registry import SortFunction
 
@@ -49,11 +52,17 @@ def evaluate(
     rebuilt: frozenset[int],
     sort: str | SortFunction = "auto",
     offloaded: frozenset[int] = frozenset(),
+    over: Mapping[int, Overwritable] = MappingProxyType({}),
 ) -> Evaluation:
-    """Price the program whose backward recomputes some storages and fetches others from the host."""
+    """Price the program whose backward recomputes some storages and fetches others from the host.
+
+    Operations of the backward may write gradients `over` their operands.
+    """
     repeated = recompute_on_graph(graph, fuse, rebuilt)
     if offloaded:
         repeated = move_in_backward(repeated, offloaded)
+    if over:
+        repeated = overwrite_operands(repeated, graph, over)
     absorbed = duplicate_cheap_producers(repeated.graph, repeated.fuse)
     regions = absorbed.graph.contract(contract_chains(absorbed.graph, absorbed.groups, absorbed.fuse))
     timeline = price_order(regions, order_halves(regions, sort)[0])

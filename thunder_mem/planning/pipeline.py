@@ -223,10 +223,10 @@ def plan_program(program: Program, finish: Finish) -> Planned:
     """
     options, source = program.options, program.source
     with stage("planning: what to save"):
-        best, _ = choose_partition(program)
+        best, chosen = choose_partition(program)
     if options.budget is None:
         return finish(best)
-    problem, device = partition_problem(program), device_of(source)
+    problem, device = partition_problem(program, program.borders_kept(chosen)), device_of(source)
     if options.offload is not None:
         free, *_ = free_partitions(program)
         model = device_model_of(device)

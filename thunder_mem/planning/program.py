@@ -11,7 +11,7 @@ import torch
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor
 
-from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, makes_gradients
 from thunder_mem.costs.measured import costs_of
 from thunder_mem.costs.plan_time import overlapped_seconds
 from thunder_mem.costs.roofline import device_model_of
@@ -27,11 +27,12 @@ from thunder_mem.planning.tile_borders import keeping_borders
 from thunder_mem.regions.fusion_queries import fusibility
 from thunder_mem.rewrites.copy_before_write import protect_old_values
 from thunder_mem.rewrites.early_updates import early_updates
-from thunder_mem.rewrites.gradients_over_operands import write_over_operands
+from thunder_mem.rewrites.gradients_over_operands import overwritable_operands, write_over_operands
 from thunder_mem.rewrites.offload import offloading
 from thunder_mem.rewrites.recompute import forbid_rng_replay, gathers_of_held, recompute_in_backward
 from thunder_mem.rewrites.regathered_values import gathered_twice
 from thunder_mem.runtime.repeatability import recompute_obstacle
+from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.reading import TraceGraph, read_trace
 from thunder_mem.user_choices.partition_policy import PartitionPolicy
 
@@ -80,6 +81,23 @@ class Program:
         if rebuilt not in self._partitions:
             self._partitions[rebuilt] = with_partition(self.source, self.trace, rebuilt)
         return self._partitions[rebuilt]
+
+    @cached_property
+    def offered(self) -> frozenset[int]:
+        """The storages that the user's checkpoints and choices make the backward recompute."""
+        return _only_offered(self.source, self.fuse, self.constraints)
+
+    def borders_kept(self, chosen: frozenset[int]) -> frozenset[int]:
+        """The inputs of stretches in tiles that the backward receives, if that is the chosen partition."""
+        if chosen != self.keeping_borders:
+            return frozenset()
+        return self.offered & saved_storages(self.source.graph, chosen)
+
+    @cached_property
+    def keeping_borders(self) -> frozenset[int] | None:
+        """Of `offered`, all but inputs of stretches in tiles that the backward had better receive; None if none."""
+        choices = self.source, self.fuse, self.constraints, self.offered, self.gathered
+        return keeping_borders(self.partitioned, *choices)
 
     def recomputing(
         self, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()
@@ -204,14 +222,14 @@ def free_partitions(program: Program) -> list[frozenset[int]]:
     graph = source.graph
     if constraints.may_recompute <= program.gathered and not constraints.must_recompute:
         return [min_cut_partition(graph, fuse, constraints)]
-    offered = _only_offered(source, fuse, constraints)
+    offered = program.offered
     allowed = constraints.may_recompute - (_results_of_tiles(source) - offered)
     cut = min_cut_partition(graph, fuse, replace(constraints, may_recompute=allowed))
     kept = saved_storages(graph, offered)
     cheap = min_cut_partition(graph, fuse, replace(constraints, may_recompute=program.gathered), needed=kept)
     read = {r for s in cheap for r in graph.ops[graph.allocator[s]].reads} - cheap  # type: ignore[index]
-    borders = keeping_borders(program.partitioned, source, fuse, constraints, offered, program.gathered)
-    return list(dict.fromkeys([cut, offered - read | cheap, offered, *([] if borders is None else [borders])]))
+    borders = [] if program.keeping_borders is None else [program.keeping_borders]
+    return list(dict.fromkeys([cut, offered - read | cheap, offered, *borders]))
 
 
 def _results_of_tiles(source: TraceGraph) -> frozenset[int]:
@@ -228,23 +246,32 @@ def _only_offered(source: TraceGraph, fuse: FusionCapabilities, choices: Constra
     return min_cut_partition(source.graph, replace(fuse, cheap=(False,) * len(source.graph)), choices)
 
 
-def partition_problem(program: Program) -> PartitionProblem:
-    """The choices under a budget: the storages that may be recomputed, and the cost."""
+def partition_problem(program: Program, keeping: frozenset[int] = frozenset()) -> PartitionProblem:
+    """The choices under a budget: the storages that may be recomputed, and the cost.
+
+    Args:
+        program: the program.
+        keeping: storages that the backward receives, if it needs them.
+    """
     source, options = program.source, program.options
     repeat_s = _repeat_seconds(source, program.fuse, options.costs, device_of(source))
-    return PartitionProblem(source.graph, program.fuse, repeat_s, program.constraints, options.sort)
+    choices = program.constraints | Constraints(must_save=keeping)
+    over = overwritable_operands(source)
+    return PartitionProblem(source.graph, program.fuse, repeat_s, choices, options.sort, over=over)
 
 
 def _repeat_seconds(source: TraceGraph, fuse: FusionCapabilities, costs: str, device: torch.device) -> list[float]:
-    seconds_of = costs_of(costs, device_model_of(device))
+    model = device_model_of(device)
+    seconds_of = costs_of(costs, model)
     seconds = []
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
         if fuse.cheap[op.index]:
             seconds.append(0.0)
-        elif op.backward or recompute_obstacle(source, op.index) is not None:
+        elif op.backward or recompute_obstacle(source, op.index) is not None or makes_gradients(bsym):
             seconds.append(inf)
         else:
-            seconds.append(seconds_of(bsym))
+            declared = traits_of(bsym).seconds(bsym, model)
+            seconds.append(seconds_of(bsym) if declared is None else declared)
     return seconds
 
 

@@ -36,7 +36,7 @@ from thunder_mem.planning.program import Planned
 from thunder_mem.tiling.opening_build import with_smaller_opening
 from thunder_mem.trace.rebuilding import rebuilt
 
-__all__ = ["with_fewer_rows_at_peak"]
+__all__ = ["with_fewer_rows_at_peak", "with_rows_between_blocks"]
 
 _PRODUCT_ROWS = 256
 """Chunks have a multiple of these rows, which are two tiles of a GPU's product."""
@@ -62,6 +62,25 @@ def with_fewer_rows_at_peak(
         if new is None:
             break
         planned = new
+    return planned
+
+
+def with_rows_between_blocks(planned: Planned) -> Planned:
+    """The plan with more rows in its loss heads, where a budget has room for them but not for another whole block.
+
+    Args:
+        planned: a plan that was carried out and fits its budget.
+    """
+    trace = planned.lighter or planned.arranged
+    if planned.plan.budget is None or trace is None:
+        return planned
+    budget_bytes = planned.plan.budget.budget_bytes
+    heads = {id(loop_of(b)): b for b in trace.bound_symbols if is_chunk_loop(b) and not loop_of(b).plan.is_stretch}
+    for head in heads.values():
+        made = (_with_loop(planned.lighter or trace, head, old, new) for old, new in _between_blocks(planned, head))
+        tried = (_carried_out(planned, more_rows, budget_bytes) for more_rows in made)
+        faster = (new for new in tried if new.fits and new.final_seconds < planned.final_seconds)
+        planned = next(faster, planned)
     return planned
 
 
@@ -112,6 +131,19 @@ def _with_loop(trace: TraceCtx, mine: BoundSymbol, old: ChunkLoop, new: ChunkLoo
 
 def _made(bsym: BoundSymbol) -> list[str]:
     return [p.name for p in bsym.flat_proxy_outs]
+
+
+def _between_blocks(planned: Planned, head: BoundSymbol) -> Iterator[tuple[ChunkLoop, ChunkLoop]]:
+    """A loss head's loop, and in its place one with more rows than now, the most first, if products want more."""
+    assert planned.final is not None
+    old = loop_of(head)
+    final = next(loop_of(b).plan for b in planned.final.bound_symbols if is_chunk_loop(b) and _made(b) == _made(head))
+    enough = min(final.n, floor_rows(final.device, final.gemms[0].out.dtype), final.chunk_rows + final.step_rows)
+    if final.sized == "asked" or not final.device.startswith("cuda"):
+        return
+    for rows in range(enough // _PRODUCT_ROWS * _PRODUCT_ROWS, final.chunk_rows, -_PRODUCT_ROWS):
+        if rows % final.step_rows and (new := _chunks(old, rows)) is not None:
+            yield old, new
 
 
 def _fewer_chunk_rows(plan: LoopPlan) -> range:

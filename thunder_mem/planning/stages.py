@@ -19,7 +19,7 @@ from thunder_mem.memory.plan import Decision, Plan
 from thunder_mem.memory.units import counted, size
 from thunder_mem.planning.collective_stages import with_overlap
 from thunder_mem.planning.program import Planned, Program, device_of
-from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
+from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak, with_rows_between_blocks
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.buffer_reuse import reuse_and_sort, with_reuse
 from thunder_mem.rewrites.transfer_scheduling import schedule_transfers, with_transfers
@@ -108,7 +108,7 @@ def carried_out(planned: Planned, start: int, narrower_sums: bool = False) -> Pl
         final, plan, fused = fitted.trace, with_fitted_loops(plan, fitted), fitted.source
     planned = replace(planned, plan=plan, arranged=emitted.trace, final=final, fused=fused)
     if planned.fits:
-        return planned
+        return with_rows_between_blocks(planned)
     return with_fewer_rows_at_peak(planned, enough_bytes=emitted.budget_bytes or 0, narrower_sums=narrower_sums)
 
 

@@ -53,7 +53,7 @@ def keeping_borders(
     Returns:
         the choice with the lowest such peak; None if that is `offered` itself.
     """
-    borders = _borders(source, offered - gathered)
+    borders = _borders(source, offered - gathered - constraints.must_recompute)
     if not borders:
         return None
     costly = replace(fuse, cheap=(False,) * len(source.graph))
