@@ -137,7 +137,7 @@ def settled() -> None:
     """One thread, no processes that compile beside it, and a collector that seldom looks."""
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
-    torch._inductor.config.cpp.vec_isa_ok = True
+    torch._inductor.config.cpp.vec_isa_ok = True  # else the compiler is asked what vectors this CPU has, for seconds
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
 
@@ -148,7 +148,7 @@ def measured(console: Console, count: int) -> list[Row]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-        ProcessPoolExecutor(2, get_context("fork"), initializer=settled) as pool,
+        ProcessPoolExecutor(2, get_context("fork")) as pool,  # which are settled, too
     ):
         task = progress.add_task("compiling and measuring", total=len(todo))
         rows = {place: pool.submit(measure_nth, *place) for place in reversed(todo)}  # the longest first

@@ -343,6 +343,7 @@ def test_explain_of_a_step_without_memefficient(run):
     assert "MemEfficient made no plan" in out and "optimizer" in out
 
 
+@pytest.mark.slow
 def test_plan_is_before_and_after(run):
     code, out, _ = run("plan", "train.py:chain", "--device", "T4")
     assert code == 0

@@ -8,7 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 from thunder_mem import MemEfficient, Tiles, last_plan, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
-from thunder_mem.loop_sizes.tile_choice import TileChoice, cheaper_choices
+from thunder_mem.loop_sizes.tile_choice import TileChoice, _seconds, cheaper_choices, room_bytes, whole_off_peak
+from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.planning import executor
+from thunder_mem.planning.tile_selection import lower_plan
+from thunder_mem.trace.reading import read_trace
 from thunder_mem.transforms.other_tiles import stretches_of
 
 TOKENS, WIDTH = 8192, 1024
@@ -51,13 +55,56 @@ def test_on_a_gpu_the_projections_of_all_layers_are_left_whole_first():
         choices = list(cheaper_choices(loops, 1e-9))
     assert len(loops) == 4
     assert {choice.more_rows for choice in choices} == {1}
-    assert [choices[0].leaves_whole(loop.plan) for loop in loops] == [len(loop.plan.outputs) > 1 for loop in loops]
-    assert not any(TileChoice().leaves_whole(loop.plan) for loop in loops)
+    assert [choices[0].leaves_whole(loop.plan, "") for loop in loops] == [len(loop.plan.outputs) > 1 for loop in loops]
+    assert not any(TileChoice().leaves_whole(loop.plan, "") for loop in loops)
 
 
 def test_nothing_is_tried_that_saves_too_little():
     with simulate("H100-80GB"):
         assert not list(cheaper_choices(loops_of(inputs("cuda", TOKENS, WIDTH), 2048), 1.0))
+
+
+def test_those_farthest_below_the_peak_stay_whole_until_enough_is_saved():
+    with simulate("H100-80GB"):
+        loops = loops_of(inputs("cuda", TOKENS, WIDTH), 2048)
+        names = [loop.plan.name for loop in loops]
+        wide = {loop.plan.name: loop.plan.n * loop.plan.wide_row_bytes for loop in loops}
+        room = {name: wide[name] + far for name, far in zip(names, (5, 7, 6, -1), strict=True)}
+        assert list(whole_off_peak(loops, room, 1e-9)) == [{names[1]}]
+        every_s = sum(sum(_seconds(loop)) for loop in loops)
+        half, *more = whole_off_peak(loops, room, 0.9 * sum(sum(_seconds(loop)) for loop in loops[:3]))
+        assert half == {names[1], names[2]} and more == [{names[0], names[1], names[2]}]
+        assert not list(whole_off_peak(loops, room, 2 * every_s))  # the last one has no room
+
+
+def test_the_program_of_a_choice_off_the_peak_leaves_that_stretch_whole(monkeypatch):
+    found = []
+
+    def noted(tiled, whole, executors, options, others):
+        first, *rest = others.loops
+        room = {loop.plan.name: 10**12 for loop in rest} | {first.plan.name: 10**13}
+        trace, decisions = next(others.cheaper(1e-9, room))
+        found.append(([loop.plan.op for loop in rest], stretches_of(trace), decisions))
+        return lower_plan(tiled, whole, executors, options, others)
+
+    monkeypatch.setattr(executor, "lower_plan", noted)
+    with simulate("H100-80GB"):
+        jitted = thunder.jit(step, executors=[], transforms=[MemEfficient(strict=True)])
+        jitted(*inputs("cuda", 16384, WIDTH))
+    ((rest, in_tiles, decisions),) = found
+    assert len(rest) == 3 and {loop.plan.op for loop in in_tiles} == set(rest)
+    assert sum(d.what == "tiles" for d in decisions) == 3
+
+
+def test_there_is_room_below_the_peak_or_a_higher_limit():
+    with simulate("H100-80GB"):
+        jitted = thunder.jit(step, executors=[], transforms=[MemEfficient(strict=True, tile=Tiles(rows=2048))])
+        jitted(*inputs("cuda", TOKENS, WIDTH))
+        source = read_trace(thunder.last_traces(jitted)[-1])
+        room, more = room_bytes(source), room_bytes(source, 10**12)
+    peak_bytes = price_order(source.graph).peak_bytes
+    assert len(room) == 4 and all(0 < nbytes < peak_bytes for nbytes in room.values())
+    assert {name: more[name] - room[name] for name in room} == dict.fromkeys(room, 10**12 - peak_bytes)
 
 
 def test_on_a_cpu_tiles_get_more_rows_first(monkeypatch):

@@ -65,17 +65,17 @@ def loops(jitted):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpointed", [True, False])
 @pytest.mark.parametrize("drop", [dropped, noisy, kept])
-def test_the_numbers_are_those_of_the_whole_program(drop, checkpointed):
+@pytest.mark.parametrize("rows", [7, 50])
+def test_the_numbers_are_those_of_the_whole_program(drop, checkpointed, rows):
     module, x = made(Block(drop, checkpointed), (2, 25, 16), torch.float64)
     loss, after, grads = step(compiled(module, False), module, x)
-    for rows in (7, 50):
-        jitted = compiled(module, Tiles(rows=rows))
-        for _ in range(2):
-            found = step(jitted, module, x)
-            assert torch.equal(found[1], after)
-            torch.testing.assert_close(found[0], loss, rtol=1e-12, atol=0)
-            torch.testing.assert_close(found[2], grads, rtol=1e-9, atol=1e-12)
-        assert sum(d.what == "tiles" for d in last_plan(jitted).decisions) == 2
+    jitted = compiled(module, Tiles(rows=rows))
+    for _ in range(2):
+        found = step(jitted, module, x)
+        assert torch.equal(found[1], after)
+        torch.testing.assert_close(found[0], loss, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found[2], grads, rtol=1e-9, atol=1e-12)
+    assert sum(d.what == "tiles" for d in last_plan(jitted).decisions) == 2
 
 
 @pytest.mark.slow

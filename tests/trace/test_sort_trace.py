@@ -116,8 +116,8 @@ def test_a_trace_without_dels_gets_none_and_one_with_them_keeps_them_tight(progr
 def test_the_source_order_returns_the_trace_itself(programs):
     for traced in programs:
         source = read_trace(traced.trace)
-        in_place = list(map(id, source.bsyms)) == [id(b) for b in traced.trace.bound_symbols if b in source.bsyms]
-        if in_place:
+        read = dict.fromkeys(map(id, source.bsyms))
+        if list(read) == [i for i in map(id, traced.trace.bound_symbols) if i in read]:
             assert sort_bound_symbols(traced.trace, "source") is traced.trace
 
 

@@ -1,13 +1,15 @@
 """Cheaper tiles, for a program whose stretches all in tiles take too long: of more rows, or of fewer stretches.
 
 Sums of gradients take less time, the fewer tiles there are. Copies of rows do not: only stretches left whole save them.
-Equal layers have equal stretches, so stretches of one kind are left whole together. Those go first that take the most
-time for the bytes of their products' results.
+First those stay whole that run far below the peak, as the layers do whose backward runs when few checkpoints are left.
+Else equal layers have equal stretches, so stretches of one kind are left whole together. Those go first that take the
+most time for the bytes of their products' results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,16 +18,22 @@ import torch
 from thunder_mem.chunk_loop.plan import LoopPlan
 from thunder_mem.chunk_loop.price import rounding_seconds
 from thunder_mem.chunk_loop.run import ChunkLoop
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.loop_sizes.tile_price import extra_seconds
+from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
+from thunder_mem.trace.reading import TraceGraph
 
-__all__ = ["ALL_STRETCHES", "TileChoice", "cheaper_choices", "forward_seconds"]
+__all__ = ["ALL_STRETCHES", "TileChoice", "cheaper_choices", "forward_seconds", "room_bytes", "whole_off_peak"]
 
 _MORE_ROWS = (4, 16)
 _MOST_KINDS = 2
 # A choice is tried if it saves this share of the time that is too much, by the loops alone: other parts of the plan
 # change with it.
 _WORTH_TRYING = 0.5
+# Stretches off the peak are to save these shares of it, one after the other: operations beside them fuse better, too.
+_SAVED_OFF_PEAK = (0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -35,16 +43,18 @@ class TileChoice:
     Attributes:
         more_rows: tiles have so many times the rows that the device's products need.
         left_whole: kinds of stretches that stay whole.
+        off_peak: first results of stretches that stay whole.
         repeats: stretches outside of checkpoints become tiles too, though their backward repeats the forward.
     """
 
     more_rows: int = 1
     left_whole: frozenset[Hashable] = frozenset()
+    off_peak: frozenset[str] = frozenset()
     repeats: bool = False
 
-    def leaves_whole(self, plan: LoopPlan) -> bool:
-        """Whether the stretch of a loop stays whole."""
-        return _kind(plan) in self.left_whole
+    def leaves_whole(self, plan: LoopPlan, result: str) -> bool:
+        """Whether the stretch of a loop, with that first result, stays whole."""
+        return result in self.off_peak or _kind(plan) in self.left_whole
 
 
 ALL_STRETCHES = TileChoice()
@@ -70,6 +80,38 @@ def cheaper_choices(loops: Sequence[ChunkLoop], excess_s: float) -> Iterator[Til
     for count, saved_s in enumerate(accumulate(seconds[kind] for kind in costliest), 1):
         if saved_s >= least_s:
             yield TileChoice(left_whole=frozenset(costliest[:count]))
+
+
+def room_bytes(source: TraceGraph, limit_bytes: int = 0) -> dict[str, int]:
+    """For each stretch in tiles, by its plan's name, the bytes that the program has room for while it runs.
+
+    Args:
+        source: a reading of the final trace.
+        limit_bytes: the bytes that may be alive, if the peak is lower.
+    """
+    live = price_order(source.graph).live_bytes
+    limit_bytes, room = max(limit_bytes, *live), dict[str, int]()
+    for bsym, live_bytes in zip(source.bsyms, live, strict=True):
+        if is_chunk_loop(bsym) and loop_of(bsym).plan.is_stretch:
+            name, own = loop_of(bsym).plan.name, limit_bytes - live_bytes + estimated_scratch_bytes(bsym)
+            room[name] = min(own, room.get(name, own))
+    return room
+
+
+def whole_off_peak(loops: Sequence[ChunkLoop], room: Mapping[str, int], excess_s: float) -> Iterator[frozenset[str]]:
+    """The names of so many stretches that may stay whole far below the peak that enough is saved, the fewest first.
+
+    Args:
+        loops: all stretches in tiles.
+        room: for each name, the bytes that the program has room for while the stretch runs.
+        excess_s: the seconds by which they take too long.
+    """
+    spare = {loop.plan.name: room[loop.plan.name] - loop.plan.n * loop.plan.wide_row_bytes for loop in loops}
+    farthest = sorted((loop for loop in loops if spare[loop.plan.name] >= 0), key=lambda loop: -spare[loop.plan.name])
+    saved_s = list(accumulate(sum(_seconds(loop)) for loop in farthest))
+    for count in dict.fromkeys(1 + bisect_left(saved_s, share * excess_s) for share in _SAVED_OFF_PEAK):
+        if count <= len(farthest):
+            yield frozenset(loop.plan.name for loop in farthest[:count])
 
 
 def forward_seconds(loops: Iterable[ChunkLoop]) -> float:

@@ -40,7 +40,7 @@ def keeping_borders(
 ) -> frozenset[int] | None:
     """The storages to recompute if the backward also receives the inputs of some stretches.
 
-    Candidates are compared in the source's order, unfused, from the first stretch's backward on.
+    Candidates are compared in the source's order, unfused, from the first stretch's backward to the last one's.
 
     Args:
         partitioned: gives the joint trace that recomputes some storages, and its reading.
@@ -95,7 +95,10 @@ def _is_backward_of_stretch(bsym: BoundSymbol) -> bool:
 
 
 def _peak_bytes(partitioned: Partitioned, rebuilt: frozenset[int]) -> int:
-    """The peak in the source's order from the first stretch's backward on."""
+    """The peak in the source's order from the first stretch's backward to the last one's.
+
+    Layers that run whole may be higher before fusion, and the choice changes nothing there.
+    """
     _, read = partitioned(rebuilt)
-    start = next(i for i, bsym in enumerate(read.bsyms) if _is_backward_of_stretch(bsym))
-    return max(price_order(read.graph).live_bytes[start:])
+    stretches = [i for i, bsym in enumerate(read.bsyms) if _is_backward_of_stretch(bsym)]
+    return max(price_order(read.graph).live_bytes[stretches[0] : stretches[-1] + 1])

@@ -8,7 +8,7 @@ the best plan takes longer than the program without tiles that buys nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from math import inf, isfinite
@@ -19,6 +19,7 @@ from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import dce
 from thunder.extend import FusionExecutor
 
+from thunder_mem.loop_sizes.tile_choice import room_bytes
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.pipeline import checked, made, peak_with_loss_outside, planned_trace
@@ -40,8 +41,11 @@ Variant = tuple[TraceCtx, tuple[Decision, ...]]
 class TileVariants(Protocol):
     """Makes the same program with other tiles. Each takes autograd once more, so it is asked only where it may win."""
 
-    def cheaper(self, excess_s: float) -> Iterator[Variant]:
-        """The program with cheaper tiles, for the seconds by which all stretches in tiles take too long."""
+    def cheaper(self, excess_s: float, room: Mapping[str, int]) -> Iterator[Variant]:
+        """The program with cheaper tiles, for the seconds by which all stretches in tiles take too long.
+
+        While each stretch runs, there is `room` for so many bytes.
+        """
 
     def repeating(self, most_s: float) -> Iterator[Variant]:
         """The program that also has tiles outside of checkpoints, if their repetition takes few enough seconds."""
@@ -87,7 +91,7 @@ def lower_plan(
         return checked(without)
     if excess_s <= 0:
         return checked(with_tiles)
-    for variant in () if others is None else others.cheaper(excess_s):
+    for variant in () if others is None else others.cheaper(excess_s, room_bytes(with_tiles.final_source)):
         trace, asked = _asked(variant, options)
         other = _in_time(trace, made(trace, executors, asked), executors, asked, most_s)
         if in_time(other) and _is_lower(other, without):
@@ -146,7 +150,9 @@ def _plans_in_budget(
 
     def faster(with_tiles: Planned, excess_s: float) -> Iterator[Planned]:
         yield from once(tiled, with_tiles, in_time)
-        for variant in others.cheaper(excess_s):
+        assert with_tiles.plan.budget is not None
+        room = room_bytes(with_tiles.final_source, with_tiles.plan.budget.budget_bytes)
+        for variant in others.cheaper(excess_s, room):
             trace, asked = _asked(variant, in_time)
             yield (planned := made(trace, executors, asked))
             yield from once(trace, planned, asked)

@@ -209,7 +209,8 @@ class _Tiler:
         loop = build_tiles(region, rows, sized, self.tiles.accumulate, self.executors, name, self.equal)
         if asked:
             return loop
-        return loop if tile_gain_bytes(loop.plan) > 0 and not self.choice.leaves_whole(loop.plan) else None
+        stays = self.choice.leaves_whole(loop.plan, region.outputs[0].proxy.name)
+        return loop if tile_gain_bytes(loop.plan) > 0 and not stays else None
 
     def _refuse(self, leaf: Leaf, e: Refused) -> None:
         name = leaf.outputs[0].name

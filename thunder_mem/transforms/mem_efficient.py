@@ -45,7 +45,7 @@ from thunder_mem.transforms.optimizer_step import (
     with_optimizer,
     with_tangents_seen,
 )
-from thunder_mem.transforms.other_tiles import OtherTiles, stretches_of
+from thunder_mem.transforms.other_tiles import OtherTiles, first_results, stretches_of
 from thunder_mem.transforms.other_transforms import (
     accepts_missing_tangents,
     behind,
@@ -253,7 +253,8 @@ class MemEfficient(ListedTransform):
         if may_choose and (loops or options.budget is not None or options.studied):
             before = Original(prologue_trace, untiled, epilogue_trace, later)
             whole = before if loops else None
-            others = OtherTiles(before, _tiles_of(self._tile), before_tiles, executors, loops)
+            results = first_results(computation_trace)
+            others = OtherTiles(before, _tiles_of(self._tile), before_tiles, executors, loops, results)
         compile_data.executors_list = install_planner(executors, options, original, whole, others)
         prologue_trace = pruned(compile_data, prologue_trace, computation_trace, epilogue_trace)
         if epilogue_trace is not None and accepts_missing_tangents(compile_data.transforms):

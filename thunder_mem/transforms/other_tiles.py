@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
@@ -13,7 +14,7 @@ from thunder.extend import Executor
 
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
-from thunder_mem.loop_sizes.tile_choice import TileChoice, cheaper_choices, forward_seconds
+from thunder_mem.loop_sizes.tile_choice import TileChoice, cheaper_choices, forward_seconds, whole_off_peak
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning.executor import user_executors
 from thunder_mem.planning.fallback import Original
@@ -21,7 +22,7 @@ from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.tiling.tiles import Tiles
 from thunder_mem.transforms.before_autograd import tiled
 
-__all__ = ["OtherTiles", "stretches_of"]
+__all__ = ["OtherTiles", "first_results", "stretches_of"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class OtherTiles:
         tiles, options: as for the tiles that cost no work.
         executors: the user's, with the defaults.
         loops: the tiles that cost no work.
+        results: their first results, by their names.
     """
 
     whole: Original
@@ -58,15 +60,19 @@ class OtherTiles:
     options: PlanningOptions
     executors: tuple[Executor, ...]
     loops: tuple[ChunkLoop, ...]
+    results: Mapping[str, str]
     _made: dict[TileChoice, _Variant] = field(default_factory=dict, repr=False, compare=False)  # a study asks again
 
-    def cheaper(self, excess_s: float) -> Iterator[tuple[TraceCtx, tuple[Decision, ...]]]:
+    def cheaper(self, excess_s: float, room: Mapping[str, int]) -> Iterator[tuple[TraceCtx, tuple[Decision, ...]]]:
         """The traces with cheaper tiles, one after the other, each with the decisions about it.
 
         Args:
             excess_s: the seconds by which `loops` take too long.
+            room: for each of them, by name, the bytes that the program has room for while it runs.
         """
-        for choice in cheaper_choices(self.loops, excess_s):
+        whole = whole_off_peak(self.loops, room, excess_s)
+        off_peak = (TileChoice(off_peak=frozenset(self.results[name] for name in names)) for names in whole)
+        for choice in chain(off_peak, cheaper_choices(self.loops, excess_s)):
             variant = self._variant(choice)
             if variant.loops:
                 yield variant.joint, variant.decisions
@@ -95,6 +101,12 @@ class OtherTiles:
             return tiled(self.whole.computation, self.tiles, self.options, user_executors(self.executors), choice)
         finally:
             data.executors_list = planners
+
+
+def first_results(trace: TraceCtx) -> dict[str, str]:
+    """The first result of each stretch in tiles of a computation trace, by the name of the stretch's loop."""
+    loops = filter(is_chunk_loop, trace.bound_symbols)
+    return {loop_of(b).plan.name: b.flat_proxy_outs[0].name for b in loops if loop_of(b).plan.is_stretch}
 
 
 def stretches_of(trace: TraceCtx) -> tuple[ChunkLoop, ...]:
