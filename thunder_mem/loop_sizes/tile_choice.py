@@ -106,8 +106,13 @@ def whole_off_peak(loops: Sequence[ChunkLoop], room: Mapping[str, int], excess_s
         room: for each name, the bytes that the program has room for while the stretch runs.
         excess_s: the seconds by which they take too long.
     """
-    spare = {loop.plan.name: room[loop.plan.name] - loop.plan.n * loop.plan.wide_row_bytes for loop in loops}
-    farthest = sorted((loop for loop in loops if spare[loop.plan.name] >= 0), key=lambda loop: -spare[loop.plan.name])
+    spare = {
+        loop.plan.name: room[loop.plan.name] - loop.plan.n * loop.plan.wide_row_bytes
+        for loop in loops
+        if loop.plan.name in room  # of results that nobody reads, none runs
+    }
+    with_room = (loop for loop in loops if spare.get(loop.plan.name, -1) >= 0)
+    farthest = sorted(with_room, key=lambda loop: -spare[loop.plan.name])
     saved_s = list(accumulate(sum(_seconds(loop)) for loop in farthest))
     for count in dict.fromkeys(1 + bisect_left(saved_s, share * excess_s) for share in _SAVED_OFF_PEAK):
         if count <= len(farthest):
