@@ -9,9 +9,10 @@ from thunder.distributed import FSDPBucketingStrategy
 from tests.checking.collectives import two_groups
 from tests.checking.traces import claimed, unfused
 from thunder_mem.planning import collective_stages
-from thunder_mem.planning.collective_stages import buckets_not_built, communicating, prepared, with_overlap
+from thunder_mem.planning.collective_stages import buckets_not_built, communicating, prepared
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.pipeline import plan_joint_trace
+from thunder_mem.planning.stages import Emitted, overlap_collectives
 from thunder_mem.semantics.collectives import starts
 
 
@@ -30,8 +31,8 @@ def test_collectives_have_an_order_before_planning(groups):
 def test_what_is_not_hidden_is_said(groups):
     trace = claimed(two_groups(groups))
     plan = plan_joint_trace(trace, (), PlanningOptions()).plan
-    _, overlapped = with_overlap(trace, plan, trace)
-    (said,) = (d for d in overlapped.decisions if d.what == "communication")
+    emitted = overlap_collectives(Emitted(SimpleNamespace(given=trace), trace, plan, source=None))
+    (said,) = (d for d in emitted.plan.decisions if d.what == "communication")
     assert said.how.startswith("3 collectives, ") and said.how.count(" ms") == 3
 
 

@@ -32,7 +32,7 @@ def test_a_region_holds_what_its_kernels_hold_if_they_are_known(figures, nbytes)
     declare(executor, lambda name: MemoryTraits(kernels=lambda bsym, layout: figures))
     with tracectx(TraceCtx(None)):
         region = Symbol("region", executor=executor).bind(tensor("x", 4), output=tensor("y", 4))
-    assert region_scratch_bytes(region, Layout([])) == nbytes
+    assert region_scratch_bytes(region, Layout()) == nbytes
 
 
 def test_flash_attention_makes_no_offsets_and_no_mask():
