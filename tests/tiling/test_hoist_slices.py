@@ -1,9 +1,9 @@
 """Rows that are picked before a product, on the trace alone."""
 
-import thunder
 import torch
 from torch.nn import functional as F
 
+from tests.programs.chunk_tools import program_of
 from thunder_mem.loop_body.leaves import read_program
 from thunder_mem.loop_body.region import amplifying_products
 from thunder_mem.tiling.hoist_slices import hoist_rows
@@ -17,9 +17,8 @@ def picked_first(fn, *beside):
     Args:
         fn: of the logits and of what is `beside` them.
     """
-    jitted = thunder.jit(lambda x, w, *beside: fn(F.linear(x, w), *beside), executors=[])
-    jitted(torch.ones(ROWS, WIDTH), torch.ones(WIDE, WIDTH), *beside)
-    program = read_program(thunder.last_traces(jitted)[0])
+    operands = torch.ones(ROWS, WIDTH), torch.ones(WIDE, WIDTH)
+    program = program_of(lambda x, w, *beside: fn(F.linear(x, w), *beside), *operands, *beside)
     ((product, rows),) = amplifying_products(program, 1.0, 1)
     picker = next(leaf for leaf in program.leaves if leaf.name.startswith("slice"))
     hoisted = hoist_rows(program, picker, product, rows)
