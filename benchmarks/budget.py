@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,8 +29,9 @@ from thunder_mem import MemEfficient, predict, simulate
 from thunder_mem.analysis.partition_problem import Study, study_program
 from thunder_mem.costs.plan_time import plan_seconds
 from thunder_mem.memory.device_models import device_model
-from thunder_mem.partition.budget_search import PartitionProblem, fit_budget, greedy_fit
+from thunder_mem.partition.budget_search import PartitionChoice, PartitionProblem, fit_budget
 from thunder_mem.partition.min_cut_partition import min_cut_partition
+from thunder_mem.partition.tradeoff_curve import TradeoffPoint
 from thunder_mem.planning.program import Planned
 from thunder_mem.runtime.collector import collector_off
 
@@ -52,7 +54,20 @@ def program(layers: int) -> tuple[torch.nn.Module, torch.Tensor]:
 
 def fresh(problem: PartitionProblem) -> PartitionProblem:
     """Nothing of it tried yet, so that every search is timed whole."""
-    return PartitionProblem(problem.graph, problem.fuse, problem.repeat_s, problem.choices, problem.sort)
+    choices = problem.repeat_s, problem.choices, problem.sort
+    return PartitionProblem(problem.graph, problem.fuse, *choices, over=problem.over)
+
+
+def greedy_fit(problem: PartitionProblem, points: Sequence[TradeoffPoint], budget_bytes: int) -> PartitionChoice:
+    """The first point of a curve that fits, by bisection; its last if none does."""
+    low, high = 0, len(points) - 1
+    while high > low:
+        middle = (low + high) // 2
+        if problem.trial(points[middle].rebuilt).peak_bytes <= budget_bytes:
+            high = middle
+        else:
+            low = middle + 1
+    return problem.fit(points[high].rebuilt, 0.0, "curve")
 
 
 def measure(study: Study, budget_bytes: int) -> dict[str, object]:

@@ -8,6 +8,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from thunder.core.compile_data import compile_data_and_stats
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import variableify
 from torch.utils.checkpoint import checkpoint
@@ -18,11 +19,12 @@ import thunder_mem.transforms.chunk_loss_head as chunk_loss_head
 import thunder_mem.transforms.mem_efficient as mem_efficient
 from tests.checking.corruptions import CORRUPTIONS, Rewritten
 from tests.checking.corruptions_of_traces import exchanged_operands, no_return, redefined, swapped_effects
-from tests.checking.traces import replaced
+from tests.checking.traces import replaced, unfused
 from tests.fuzzing.command import uncompiled_regions
 from thunder_mem import ChunkLossHead, MemEfficient, last_plan
 from thunder_mem.chunk_loop import symbols
 from thunder_mem.planning import executor, pipeline, stages
+from thunder_mem.planning.fallback import final_halves
 from thunder_mem.planning.record import last_failure
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
@@ -315,3 +317,29 @@ def test_rows_that_cannot_be_written_over(exact, monkeypatch):
         got = run(jitted)
     assert loops(jitted)
     assert_right(got, exact)
+
+
+def test_thunders_own_halves_compute_a_function_and_its_gradient():
+    x = torch.ones(3, requires_grad=True)
+    data = thunder.compile_data(thunder.jit(torch.sin))
+    with compile_data_and_stats(data, None):
+        forward, backward = final_halves(unfused(torch.sin, x), (), ())
+    returned, (saved, others) = forward.python_callable()(x.detach())
+    torch.testing.assert_close(returned["flat_output"], (x.detach().sin(),))
+    (grad,) = backward.python_callable()([[*saved], [*others]], [torch.ones(3)])
+    torch.testing.assert_close(grad, x.detach().cos())
+    assert final_halves(unfused(torch.sin, x.detach()), (), ())[1] is None
+
+
+def test_checkpoints_are_kept_where_planning_fails(monkeypatch):
+    monkeypatch.setattr(executor, "lower_plan", fail)
+    x = torch.ones(3, requires_grad=True)
+    jitted = thunder.jit(
+        lambda x: checkpoint(lambda a: a.exp().sin(), x, use_reentrant=False),
+        executors=[],
+        transforms=[MemEfficient()],
+    )
+    with pytest.warns(UserWarning, match="left this program as Thunder compiles it"):
+        jitted(x)
+    backward = thunder.last_backward_traces(jitted)[-1]
+    assert [b.sym.name for b in backward.bound_symbols].count("exp") == 1

@@ -53,6 +53,11 @@ def test_the_plan_of_the_file_is_compiled(saved):
     assert f"plan={str(path)!r}" in repr(MemEfficient(plan=path))
 
 
+def test_a_file_names_the_versions_that_made_it(saved):
+    versions = read_plan(saved[0]).versions
+    assert (versions["torch"], versions["thunder"]) == (str(torch.__version__), str(thunder.__version__))
+
+
 @pytest.mark.parametrize(
     "make,args,says",
     [

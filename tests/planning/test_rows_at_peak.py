@@ -1,5 +1,6 @@
 """Fewer rows for the loops at a step's peak: what they save, what they cost, and that the prediction knows them."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.programs.chunk_tools import chunked, head
+from tests.programs.chunk_tools import inputs as head_inputs
 from thunder_mem import MemEfficient, Tiles, last_plan, predict, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
-from thunder_mem.planning import tile_selection
+from thunder_mem.planning import rows_at_peak, tile_selection
 from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
 
 TOKENS, WIDTH, WIDE, VOCABULARY = 16384, 2048, 8192, 65536
@@ -169,3 +172,14 @@ def test_a_budget_gives_chunks_the_rows_that_no_whole_block_would_fit():
         found = predict(jitted, *args, keep_outputs=True)
     assert rows_of(thunder.last_traces(jitted)[-1], "chunk_loop_with_grads") == [768]
     assert found.peak_bytes == last_plan(jitted).budget.peak_bytes <= budget_bytes
+
+
+def test_chunks_of_a_head_get_fewer_rows_in_whole_blocks():
+    jitted, _ = chunked(head, rows=16)
+    jitted(*head_inputs())
+    loop = loop_of(next(b for b in thunder.last_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)))
+    many = replace(loop.plan, n=1 << 21, chunk_rows=1 << 20, sized="timeline")
+    fewer = rows_at_peak._fewer_chunk_rows(many)
+    assert fewer and fewer[-1] < many.chunk_rows
+    assert not rows_at_peak._fewer_chunk_rows(replace(many, sized="asked"))
+    assert rows_at_peak._chunks(loop, 3 * loop.plan.block_rows).plan.chunk_rows == 3 * loop.plan.block_rows

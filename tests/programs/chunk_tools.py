@@ -4,6 +4,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 
+from thunder_mem.loop_body.leaves import Program, read_program
 from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 
@@ -22,6 +23,13 @@ def inputs(n=37, d=16, v=101, dtype=torch.float32, scale=0.3):
 def chunked(fn, **options):
     transform = ChunkLossHead(**(options or {"chunks": 4}))
     return thunder.jit(fn, transforms=[transform]), transform
+
+
+def program_of(fn, *args) -> Program:
+    """The leaves of a function's computation trace, before autograd."""
+    jitted = thunder.jit(fn, executors=[])
+    jitted(*args)
+    return read_program(thunder.last_traces(jitted)[0])
 
 
 def exact(fn, *args, tangent=1.0):

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from thunder.dynamo import thunderfx
 from torch import nn
 
+from tests.checking.traces import unfused
 from thunder_mem import MemEfficient, measure_peak, predict, predict_step
+from thunder_mem.trace import reading
 
 
 class WithLogits(nn.Module):
@@ -105,3 +107,11 @@ def test_symbolic_sizes_keep_their_zeros():
         a = torch.randn(rows, 3, requires_grad=True)
         jitted(a)[1].sum().backward()
         torch.testing.assert_close(a.grad, -a.sin())
+
+
+def test_zeros_for_an_output_without_a_gradient_are_in_the_backward(monkeypatch):
+    monkeypatch.setattr(reading, "takes_none", lambda outputs: False)
+    trace = unfused(lambda x: (x.sin(), x.argmax(-1)), torch.ones(128, 3, requires_grad=True))
+    source = reading.read_trace(trace)
+    (zeros,) = (s for s in source.graph.storages if s.name.startswith("zeros for "))
+    assert zeros.nbytes == 128 * 8 and source.graph.ops[source.graph.allocator[zeros.index]].backward

@@ -359,3 +359,8 @@ def test_an_einsum_lies_as_its_last_step_leaves_it():
     (made,) = (b.output.name for b in trace.bound_symbols if b.sym.name == "einsum")
     ran = run(trace, {p.name: torch.randn(8, 1) for p in trace.args})
     assert read_trace(trace).layout[made].stride() == ran.tensors[made].stride()
+
+
+def test_an_operation_has_the_scratch_of_its_kernel():
+    source = read_trace(unfused(lambda x: (x @ x).sin(), torch.ones(64, 64, dtype=torch.float16)))
+    assert [(op.name, op.scratch_bytes) for op in source.graph.ops] == [("matmul", 64 * 64 * 4), ("sin", 0)]

@@ -21,6 +21,7 @@ from thunder_mem.memory.live_ranges import price_order
 from thunder_mem.semantics import effects as effects_room
 from thunder_mem.semantics.effects import COMMUNICATION
 from thunder_mem.trace.reading import read_trace
+from thunder_mem.trace.reordering import sort_bound_symbols
 
 # Every layout of arguments, some of them aliases; values that the backward needs are overwritten; more
 # writes and random numbers than usual.
@@ -250,3 +251,15 @@ def test_what_a_collective_reads_stays_until_its_wait(groups):
     assert of[first] == of[a] != of[busy]
     assert source.graph.storages[of[a]].nbytes == 2 * 4 * 4 * 4
     assert price_order(source.graph).live_range(of[busy]) == (0, 6)
+
+
+def test_the_backward_begins_with_the_gradients_of_the_outputs():
+    """Also where Thunder computes what needs none of them first."""
+    trace = unfused(torch.sin, torch.ones(3, requires_grad=True))
+    graph = read_trace(trace).graph
+    (given,) = (op.index for op in graph.ops if op.name == "get_grad")
+    assert all(given in before for before in ordered(graph)[given + 1 :])
+    *start, result = trace.bound_symbols
+    start.sort(key=lambda b: b.sym.name == "get_grad")
+    late = replaced(trace, [*start[:-2], start[-1], start[-2], result])
+    assert [b.sym.name for b in body(sort_bound_symbols(late, "source"))][-3:] == ["get_grad", "cos", "mul"]

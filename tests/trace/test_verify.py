@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
-from thunder.core.trace import TraceCtx
+from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 from tests.checking.collectives import two_groups
 from tests.checking.corruptions import CORRUPTIONS, Rewritten, rewrite
@@ -173,6 +173,36 @@ def test_collectives_start_in_one_order(groups):
             verify_rewrite(trace, replaced(trace, bsyms))
     with pytest.raises(VerificationError):
         verify_rewrite(trace, replaced(trace, source[:8] + source[9:]))  # a wait that is lost
+
+
+def test_a_print_that_is_lost_is_missed():
+    trace = unfused(lambda x: (prims.python_print("a"), x.sin())[1], torch.ones(3))
+    silent = replaced(trace, [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.PRINT])
+    with pytest.raises(VerificationError, match="0 steps and not 1"):
+        verify_rewrite(trace, silent)
+
+
+# ---- what may differ ----
+
+
+def test_a_copy_may_be_added():
+    trace = unfused(lambda x: x.sin().cos(), torch.ones(3))
+    unpack, sine, cosine, result = trace.bound_symbols
+    with tracectx(from_trace(trace)):
+        copied = TensorProxy(like=sine.output)
+    copy = prims.clone.bind(sine.output, output=copied)
+    verify_rewrite(
+        trace, replaced(trace, [unpack, sine, copy, renamed(cosine, {sine.output.name: copied}, outputs=False), result])
+    )
+
+
+def test_a_forward_must_not_need_the_gradient_of_its_result():
+    trace = unfused(torch.sin, torch.ones(3, requires_grad=True))
+    sine, given = (next(b for b in trace.bound_symbols if b.sym.name == name) for name in ("sin", "get_grad"))
+    *before, result = trace.bound_symbols
+    broken = replaced(trace, [*before, renamed(result, {sine.output.name: given.output}, outputs=False)])
+    with pytest.raises(VerificationError, match="the gradient of one of its results"):
+        verify_rewrite(broken, broken)
 
 
 # ---- final traces ----

@@ -26,7 +26,7 @@ from thunder_mem.partition.tradeoff_curve import TradeoffPoint, repeat_seconds, 
 from thunder_mem.partition.transfer_windows import Moves
 from thunder_mem.schedule.registry import SortFunction
 
-__all__ = ["PartitionChoice", "PartitionProblem", "fit_budget", "greedy_fit"]
+__all__ = ["PartitionChoice", "PartitionProblem", "fit_budget"]
 
 # The range of peaks is cut into so many targets: fewer in programs that are solved exactly, and the fewest
 # in those of fewer than so many ops.
@@ -325,18 +325,6 @@ def _last_as_cheap(spacing: _Spacing, target: int, seconds: float, direction: in
         if as_cheap(target + direction * step):
             target += direction * step
     return target
-
-
-def greedy_fit(problem: PartitionProblem, points: Sequence[TradeoffPoint], budget_bytes: int) -> PartitionChoice:
-    """The first point of a curve that fits, by bisection; its last if none does."""
-    low, high = 0, len(points) - 1
-    while high > low:
-        middle = (low + high) // 2
-        if problem.trial(points[middle].rebuilt).peak_bytes <= budget_bytes:
-            high = middle
-        else:
-            low = middle + 1
-    return problem.fit(points[high].rebuilt, 0.0, "curve")
 
 
 def _smallest(problem: PartitionProblem) -> PartitionChoice:

@@ -71,7 +71,6 @@ class Aliases:
     def __init__(self, bsyms: Iterable[BoundSymbol], *, in_place: bool = True) -> None:
         self._in_place = in_place
         self._above: dict[str, str] = {}
-        self._shared: set[str] = set()
         for bsym in bsyms:
             self._follow(bsym)
 
@@ -81,14 +80,8 @@ class Aliases:
             above[name] = name = above.get(parent, parent)
         return name
 
-    def alone(self, name: str) -> bool:
-        """Whether no other name may share its memory."""
-        return name not in self._shared
-
     def join(self, a: str, b: str) -> None:
         """Both names may share memory from now on."""
-        if a != b:
-            self._shared |= {a, b}
         if (a := self(a)) != (b := self(b)):
             self._above[a] = b
 
