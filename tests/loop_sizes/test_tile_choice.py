@@ -83,7 +83,7 @@ def test_the_program_of_a_choice_off_the_peak_leaves_that_stretch_whole(monkeypa
     def noted(tiled, whole, executors, options, others):
         first, *rest = others.loops
         room = {loop.plan.name: 10**12 for loop in rest} | {first.plan.name: 10**13}
-        trace, decisions = next(others.cheaper(1e-9, room))
+        trace, decisions = next(others.cheaper(1e-9, lambda: room))
         found.append(([loop.plan.op for loop in rest], stretches_of(trace), decisions))
         return lower_plan(tiled, whole, executors, options, others)
 

@@ -318,7 +318,7 @@ def chosen_of(
     monkeypatch.setattr(tile_selection, "_tidied", lambda trace, options: trace)
 
     def ask(name):
-        def made(seconds):
+        def made(seconds, *room):
             if asked_with is not None:
                 asked_with.append((name, pytest.approx(seconds)))
             return ((f"{name}{k}", ()) for k in range(len(others[name])))

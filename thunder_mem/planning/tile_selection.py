@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from math import inf, isfinite
 from operator import attrgetter
 from typing import Protocol
@@ -41,10 +41,10 @@ Variant = tuple[TraceCtx, tuple[Decision, ...]]
 class TileVariants(Protocol):
     """Makes the same program with other tiles. Each takes autograd once more, so it is asked only where it may win."""
 
-    def cheaper(self, excess_s: float, room: Mapping[str, int]) -> Iterator[Variant]:
+    def cheaper(self, excess_s: float, room: Callable[[], Mapping[str, int]]) -> Iterator[Variant]:
         """The program with cheaper tiles, for the seconds by which all stretches in tiles take too long.
 
-        While each stretch runs, there is `room` for so many bytes.
+        `room` gives the bytes for which there is room while each stretch runs.
         """
 
     def repeating(self, most_s: float) -> Iterator[Variant]:
@@ -91,7 +91,7 @@ def lower_plan(
         return checked(without)
     if excess_s <= 0:
         return checked(with_tiles)
-    for variant in () if others is None else others.cheaper(excess_s, room_bytes(with_tiles.final_source)):
+    for variant in () if others is None else others.cheaper(excess_s, partial(_room, with_tiles)):
         trace, asked = _asked(variant, options)
         other = _in_time(trace, made(trace, executors, asked), executors, asked, most_s)
         if in_time(other) and _is_lower(other, without):
@@ -129,6 +129,11 @@ def _in_time(
     return made(trace, executors, replace(options, repeat_tiles=False))
 
 
+def _room(planned: Planned) -> Mapping[str, int]:
+    """For each stretch in tiles, by name, the bytes for which a plan has room within its peak or its budget."""
+    return room_bytes(planned.final_source, 0 if planned.plan.budget is None else planned.plan.budget.budget_bytes)
+
+
 def _repeats_tiles(planned: Planned) -> bool:
     return any(d.what == TILES_AGAIN for d in planned.plan.decisions)
 
@@ -150,9 +155,7 @@ def _plans_in_budget(
 
     def faster(with_tiles: Planned, excess_s: float) -> Iterator[Planned]:
         yield from once(tiled, with_tiles, in_time)
-        assert with_tiles.plan.budget is not None
-        room = room_bytes(with_tiles.final_source, with_tiles.plan.budget.budget_bytes)
-        for variant in others.cheaper(excess_s, room):
+        for variant in others.cheaper(excess_s, partial(_room, with_tiles)):
             trace, asked = _asked(variant, in_time)
             yield (planned := made(trace, executors, asked))
             yield from once(trace, planned, asked)

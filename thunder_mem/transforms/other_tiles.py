@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -63,14 +63,16 @@ class OtherTiles:
     results: Mapping[str, str]
     _made: dict[TileChoice, _Variant] = field(default_factory=dict, repr=False, compare=False)  # a study asks again
 
-    def cheaper(self, excess_s: float, room: Mapping[str, int]) -> Iterator[tuple[TraceCtx, tuple[Decision, ...]]]:
+    def cheaper(
+        self, excess_s: float, room: Callable[[], Mapping[str, int]]
+    ) -> Iterator[tuple[TraceCtx, tuple[Decision, ...]]]:
         """The traces with cheaper tiles, one after the other, each with the decisions about it.
 
         Args:
             excess_s: the seconds by which `loops` take too long.
-            room: for each of them, by name, the bytes that the program has room for while it runs.
+            room: gives for each of them, by name, the bytes that the program has room for while it runs.
         """
-        whole = whole_off_peak(self.loops, room, excess_s)
+        whole = whole_off_peak(self.loops, room(), excess_s) if self.loops else ()
         off_peak = (TileChoice(off_peak=frozenset(self.results[name] for name in names)) for names in whole)
         for choice in chain(off_peak, cheaper_choices(self.loops, excess_s)):
             variant = self._variant(choice)
