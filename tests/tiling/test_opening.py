@@ -187,6 +187,22 @@ def test_rows_that_the_head_reads_itself_get_one_gradient():
     assert all(relative(got, want) < 1e-5 for got, want in zip(found, exact, strict=True))
 
 
+def test_rows_that_the_head_reads_beside_its_product_stay_outside_of_an_opening():
+    """Their gradient would be two sums."""
+
+    def fn(h, a, w, t):
+        logits = F.linear(rms(h, a), w).view(-1, D, 4) * h.unsqueeze(-1)
+        return F.cross_entropy(logits.reshape(-1, 4 * D), t)
+
+    args = inputs(v=4 * D)
+    compiled = thunder.jit(fn, executors=[], transforms=[ChunkLossHead(rows=100)])
+    found = torch.autograd.grad(compiled(*args), args[:3])
+    exact_args = [x.detach().double().requires_grad_() for x in args[:3]]
+    exact = torch.autograd.grad(fn(*exact_args, args[3]), exact_args)
+    assert all(relative(got, want) < 1e-5 for got, want in zip(found, exact, strict=True))
+    assert loop_of_head(compiled).opening is None
+
+
 def hidden(h, a, w, t):
     return rms_head(F.linear(h, w[: h.shape[1]]), a, w, t)
 
