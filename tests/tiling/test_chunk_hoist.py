@@ -4,6 +4,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from thunder.core.proxies import TensorProxy
 
 from tests.programs.chunk_tools import relative
 from thunder_mem import ChunkLossHead, MemEfficient, measure_peak
@@ -227,6 +228,14 @@ def test_a_hidden_layer_keeps_its_rows():
     torch.testing.assert_close(jitted(x, up, w, t), fn(x, up, w, t))
     (hidden,) = (b.output for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "linear")
     assert transform.record.loops and hidden.shape == (B, T, 2 * D)
+
+
+def test_rows_of_a_teachers_logits_are_picked_before_their_product_too():
+    jitted = thunder.jit(own_teacher_shifted, executors=[], transforms=[transform := ChunkLossHead(chunks=4)])
+    jitted(*inputs(torch.float32))
+    bsyms = thunder.last_traces(jitted)[-1].bound_symbols
+    made = {tuple(p.shape) for b in bsyms for p in b.flat_proxy_outs if isinstance(p, TensorProxy)}
+    assert transform.record.loops and made.isdisjoint({(B, T, V), (B, T - 1, V)})
 
 
 def test_cuts_through_reshapes():

@@ -14,6 +14,7 @@ from thunder_mem import MemEfficient, last_plan, measure_peak, predict, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.loop_body.leaves import read_program
 from thunder_mem.tiling import opening
+from thunder_mem.tiling.opening_build import with_smaller_opening
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 
 N, D, V = 411, 16, 101
@@ -186,6 +187,22 @@ def test_rows_that_the_head_reads_itself_get_one_gradient():
     assert all(relative(got, want) < 1e-5 for got, want in zip(found, exact, strict=True))
 
 
+def test_rows_that_the_head_reads_beside_its_product_stay_outside_of_an_opening():
+    """Their gradient would be two sums."""
+
+    def fn(h, a, w, t):
+        logits = F.linear(rms(h, a), w).view(-1, D, 4) * h.unsqueeze(-1)
+        return F.cross_entropy(logits.reshape(-1, 4 * D), t)
+
+    args = inputs(v=4 * D)
+    compiled = thunder.jit(fn, executors=[], transforms=[ChunkLossHead(rows=100)])
+    found = torch.autograd.grad(compiled(*args), args[:3])
+    exact_args = [x.detach().double().requires_grad_() for x in args[:3]]
+    exact = torch.autograd.grad(fn(*exact_args, args[3]), exact_args)
+    assert all(relative(got, want) < 1e-5 for got, want in zip(found, exact, strict=True))
+    assert loop_of_head(compiled).opening is None
+
+
 def hidden(h, a, w, t):
     return rms_head(F.linear(h, w[: h.shape[1]]), a, w, t)
 
@@ -258,6 +275,16 @@ def test_the_gradient_of_a_sum_before_the_norm_is_not_cast_to_float32_and_back()
     # Whole rows: the argument, the gradient of the sum, and that of the product's operand; with the casts, five.
     weights_and_gradients = 2 * (512 * 512 + 16384 * 512 + 512) * 2
     assert plan.candidate.backward_peak_bytes - weights_and_gradients <= 3.5 * narrow
+
+
+def test_an_opening_may_see_fewer_rows_and_has_a_price_for_each():
+    compiled = thunder.jit(rms_head, executors=[], transforms=[ChunkLossHead(rows=64)])
+    compiled(*inputs())
+    loop = loop_of(next(b for b in thunder.last_traces(compiled)[-1].bound_symbols if is_chunk_loop(b)))
+    fewer = with_smaller_opening(loop, 16)
+    assert fewer.plan.opening.block_rows == 16 and 16 in fewer.opening and 16 in fewer.closing
+    for made in (loop.plan.opening, fewer.plan.opening):
+        assert made.forward_row_s > 0 and made.backward_row_s > 0
 
 
 def test_chunks_grow_by_whole_blocks_of_the_head_and_of_the_norm():
