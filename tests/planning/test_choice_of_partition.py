@@ -10,11 +10,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzzing.configs import uncompiled_regions
-from thunder_mem import MemEfficient, last_plan
+from thunder_mem import BudgetError, MemEfficient, last_plan
 from thunder_mem.fusion.arrangement import Arranged, arrange
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.graph import Op, Storage, make_graph
 from thunder_mem.planning import pipeline
+from thunder_mem.planning.budget_loop import within_budget
+from thunder_mem.planning.program import Program
 
 
 class Layer(nn.Module):
@@ -83,3 +85,21 @@ def test_an_arrangement_holds_no_less_only_if_it_does_so_at_every_step():
     assert chain(2, 3, 2).holds_no_less(small) and not small.holds_no_less(chain(2, 3, 2))
     assert not chain(1, 9, 1).holds_no_less(small)
     assert not chain(2, 2, 2, 2).holds_no_less(small)
+
+
+def test_a_budget_is_searched_again_without_the_inputs_that_stretches_keep(monkeypatch):
+    asked = []
+
+    def noted(best, problem, *rest):
+        asked.append(problem.choices.must_save)
+        return within_budget(best, problem, *rest)
+
+    monkeypatch.setattr(pipeline, "within_budget", noted)
+    monkeypatch.setattr(
+        Program, "borders_kept", lambda program, chosen: frozenset(program.source.graph.ops[0].allocates)
+    )
+    x = torch.randn(64, 64, requires_grad=True)
+    jitted = thunder.jit(lambda x: (x @ x).sin().sum(), executors=[], transforms=[MemEfficient(budget=1, strict=True)])
+    with pytest.raises(BudgetError):
+        jitted(x)
+    assert [bool(kept) for kept in asked[:2]] == [True, False]

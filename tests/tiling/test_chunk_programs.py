@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.programs.chunk_tools import relative
+from thunder_mem import MemEfficient, policies
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 
 N, D, V = 37, 8, 61
@@ -208,3 +209,37 @@ def test_bfloat16_with_an_upcast(upcast):
     assert len(transform.record.loops) == 1
     for got, want in zip(grads, exact, strict=True):
         assert relative(got, want) < 1e-2
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.save_only_matmul_outputs,
+        policies.recompute_everything,
+        policies.every_second_matmul,
+        policies.save_between_layers,
+        policies.save_only_attention_outputs,
+        lambda op, graph: "recompute" if op.word.startswith("ChunkLoop") and op.refusal is None else "auto",
+    ],
+)
+@pytest.mark.parametrize("budget", [None, 7_000_000])
+def test_policies_leave_heads_right(policy, budget):
+    """A head that makes its gradients writes one over its rows, which no second run may read."""
+    torch.manual_seed(0)
+    weights = [torch.randn(s) / 16 for s in ((2048, 64), (256, 64), (64, 256), (4096, 64))]
+    targets = torch.randint(4096, (2048,))
+
+    def loss(x, up, down, head, targets):
+        return F.cross_entropy(F.linear(F.linear(F.relu(F.linear(x, up)), down), head), targets)
+
+    def gradients(fn, dtype):
+        leaves = [w.to(dtype).requires_grad_() for w in weights]
+        return torch.autograd.grad(fn(*leaves, targets), leaves)
+
+    transform = MemEfficient(strict=True, verify=True, recompute=policy, budget=budget)
+    jitted = thunder.jit(loss, executors=[], transforms=[transform])
+    found = gradients(jitted, torch.float32)
+    assert any(b.sym.name == "chunk_loop_with_grads" for b in thunder.last_traces(jitted)[-1].bound_symbols)
+    for ours, exact in zip(found, gradients(loss, torch.float64), strict=True):
+        assert relative(ours, exact) < 1e-5

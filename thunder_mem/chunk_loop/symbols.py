@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from thunder.core import devices, dtypes, prims
+from thunder.core.prims import OpTags
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol, default_python_printer
 from thunder.core.trace import TraceCtx, tracectx
@@ -119,8 +120,8 @@ def _printer(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str,
     return list(_print_loop(bsym, out, args, kwargs))
 
 
-def _register(name: str, meta: Any, fn: Any) -> Any:
-    return executor.register_operator(name, meta=meta, fn=fn, python_printer=_printer)
+def _register(name: str, meta: Any, fn: Any, tags: Sequence[OpTags] = ()) -> Any:
+    return executor.register_operator(name, meta=meta, fn=fn, tags=tags, python_printer=_printer)
 
 
 # --- forward alone ---------------------------------------------------------------------------------
@@ -153,7 +154,9 @@ def _with_grads_impl(loop: ChunkLoop, *inputs: torch.Tensor) -> tuple[torch.Tens
     return (*outputs, *grads)
 
 
-chunk_loop_with_grads = _register("chunk_loop_with_grads", _with_grads_meta, _with_grads_impl)
+# Its gradients are all there is to save: to make them once more would save nothing.
+_ONCE = (OpTags.DONT_RECOMPUTE_IN_BACKWARD,)
+chunk_loop_with_grads = _register("chunk_loop_with_grads", _with_grads_meta, _with_grads_impl, _ONCE)
 
 
 def _finish_meta(loop: ChunkLoop, tangent: TensorProxy, *saved: TensorProxy) -> tuple[TensorProxy, ...]:

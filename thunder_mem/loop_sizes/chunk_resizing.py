@@ -169,14 +169,16 @@ def write_over_dead_rows(trace: TraceCtx) -> TraceCtx:
     Args:
         trace: joint, plain, or a forward with its `del`s, in its final order.
     """
-    bsyms = trace.bound_symbols
-    swap = {}
-    for at, bsym in enumerate(bsyms):
+    runs: dict[int, list[int]] = {}  # a loop may run more than once
+    for at, bsym in enumerate(trace.bound_symbols):
         if makes_gradients(bsym):
-            over = _dead_rows(trace, at)
-            loop = loop_of(bsym)
-            if over != loop.plan.over:
-                swap[id(loop)] = loop.with_plan(replace(loop.plan, over=over))
+            runs.setdefault(id(loop_of(bsym)), []).append(at)
+    swap = {}
+    for key, places in runs.items():
+        loop = loop_of(trace.bound_symbols[places[0]])
+        over = tuple(sorted(set.intersection(*(set(_dead_rows(trace, at)) for at in places))))
+        if over != loop.plan.over:
+            swap[key] = loop.with_plan(replace(loop.plan, over=over))
     return _with_loops(trace, swap) if swap else trace
 
 
@@ -195,7 +197,7 @@ def _dead_rows(trace: TraceCtx, at: int) -> tuple[int, ...]:
     given |= {p.name for b in made if b.sym.id in _GIVEN for p in b.flat_proxy_outs}
     later = {a.name for b in bsyms[at + 1 :] if b.sym.id is not PrimIDs.DEL for a in b.flat_proxy_args}
     needed = {aliases(name) for name in given | later}
-    return tuple(sorted(i for i in rows if memory[i] not in needed))
+    return tuple(i for i in rows if memory[i] not in needed)
 
 
 _GIVEN = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE}

@@ -226,14 +226,22 @@ def plan_program(program: Program, finish: Finish) -> Planned:
         best, chosen = choose_partition(program)
     if options.budget is None:
         return finish(best)
-    problem, device = partition_problem(program, program.borders_kept(chosen)), device_of(source)
+    device, moves = device_of(source), None
     if options.offload is not None:
         free, *_ = free_partitions(program)
         model = device_model_of(device)
         moves = moves_for(options.offload, source, program.fuse, program.constraints, free, model, str(device))
-        problem = replace(problem, moves=moves)
     budget_bytes = parse_budget(options.budget, device_memory_bytes(device))
-    return within_budget(best, problem, budget_bytes, partial(plan_partition, program), finish)
+
+    def found(keeping: frozenset[int]) -> Planned:
+        problem = replace(partition_problem(program, keeping), moves=moves)
+        return within_budget(best, problem, budget_bytes, partial(plan_partition, program), finish)
+
+    kept = program.borders_kept(chosen)
+    planned = found(kept)
+    if planned.fits or not kept:
+        return planned
+    return min(planned, found(frozenset()), key=lambda p: (not p.fits, p.peak_bytes))
 
 
 def choose_partition(program: Program) -> tuple[Planned, frozenset[int]]:

@@ -11,7 +11,7 @@ import torch
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor
 
-from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, makes_gradients
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.costs.measured import costs_of
 from thunder_mem.costs.plan_time import overlapped_seconds
 from thunder_mem.costs.roofline import device_model_of
@@ -267,7 +267,7 @@ def _repeat_seconds(source: TraceGraph, fuse: FusionCapabilities, costs: str, de
     for op, bsym in zip(source.graph.ops, source.bsyms, strict=True):
         if fuse.cheap[op.index]:
             seconds.append(0.0)
-        elif op.backward or recompute_obstacle(source, op.index) is not None or makes_gradients(bsym):
+        elif op.backward or recompute_obstacle(source, op.index) is not None:
             seconds.append(inf)
         else:
             declared = traits_of(bsym).seconds(bsym, model)

@@ -5,7 +5,8 @@ as long as the reading and writing of the sum that it is added to. For all loops
 little for the one or two at the peak of a step. So these get fewer, while the program's time has room: about as few as
 hide their sums, then the backward of a stretch half of all. Under a budget they get fewer until the program fits,
 before anything is bought. If nothing fits, sums of gradients are narrowed too, one loop at the peak after another, for
-narrower sums take more time. Rows grow again where the budget has room. Blocks with fewer rows are compiled anew.
+narrower sums take more time. Rows grow again where the budget has room, a loss head's also between whole blocks. Blocks
+with other rows are compiled anew.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def _with_loop(trace: TraceCtx, mine: BoundSymbol, old: ChunkLoop, new: ChunkLoo
         own = bsym is mine if old.plan.is_stretch else is_chunk_loop(bsym) and loop_of(bsym) is old
         return rebind(bsym, new) if own else bsym
 
-    return rebuilt(trace, map(swapped, trace.bound_symbols), "Fewer rows at the peak")
+    return rebuilt(trace, map(swapped, trace.bound_symbols), "Other rows at the peak")
 
 
 def _made(bsym: BoundSymbol) -> list[str]:
@@ -138,9 +139,9 @@ def _between_blocks(planned: Planned, head: BoundSymbol) -> Iterator[tuple[Chunk
     assert planned.final is not None
     old = loop_of(head)
     final = next(loop_of(b).plan for b in planned.final.bound_symbols if is_chunk_loop(b) and _made(b) == _made(head))
-    enough = min(final.n, floor_rows(final.device, final.gemms[0].out.dtype), final.chunk_rows + final.step_rows)
     if final.sized == "asked" or not final.device.startswith("cuda"):
         return
+    enough = min(final.n, floor_rows(final.device, final.gemms[0].out.dtype), final.chunk_rows + final.step_rows)
     for rows in range(enough // _PRODUCT_ROWS * _PRODUCT_ROWS, final.chunk_rows, -_PRODUCT_ROWS):
         if rows % final.step_rows and (new := _chunks(old, rows)) is not None:
             yield old, new

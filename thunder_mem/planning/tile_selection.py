@@ -207,7 +207,7 @@ def plans_in_budget(
     if with_tiles is not None and with_tiles.fits and (best_s := _best_seconds(plans)) > enough_s:
         for other in faster(with_tiles, with_tiles.final_seconds - best_s / (1 + _FREE_TIME)):
             if not other.fits:
-                break  # the next leave less in tiles
+                continue
             plans.append(other)
             if other.final_seconds <= enough_s:
                 break

@@ -1,5 +1,7 @@
 """Gradients over operands in a graph: what dies is overwritten, and what is read later stays."""
 
+from dataclasses import replace
+
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.graph import Op, Storage, make_graph
 from thunder_mem.memory.live_ranges import price_order
@@ -21,9 +23,10 @@ def program(backwards=1, read_last=False):
     over = {}
     for k in range(backwards):
         op, operand, gradient = len(ops), 1 if not k else 2 + k, 3 + k
-        ops.append(Op(op, "gradient", (operand,), (), (gradient,), 0, True))
+        reads = (operand,) if k else (operand, 2)  # the first gradient is that of the loss
+        ops.append(Op(op, "gradient", reads, (), (gradient,), 0, True))
         storages.append(Storage(gradient, SIZE))
-        operands.append((0 if not k else op - 1,))
+        operands.append((op - 1,) if k else (0, 1))
         over[op] = Overwritable({operand: gradient}, True)
     last = 2 + backwards
     ops.append(Op(len(ops), "last", (1, last) if read_last else (last,), (), (last + 1,), 0, True))
@@ -53,6 +56,26 @@ def test_a_chain_of_gradients_has_the_memory_of_the_first_operand():
 def test_an_operand_that_is_read_later_stays():
     graph, fuse, over = program(read_last=True)
     assert peak(graph, fuse, over) == peak(graph, fuse, {})
+
+
+def test_an_operand_stays_for_a_reader_that_may_run_later():
+    graph, fuse, over = program()
+    later = [replace(op, index=op.index + 1) for op in graph.ops[2:]]
+    ops = [*graph.ops[:2], Op(2, "beside", (1,), (), (5,), 0, True), *later]
+    operands = [*fuse.operands[:2], (0,), (0, 1), (3,)]
+    storages = [*graph.storages, Storage(5, 4)]
+
+    def peaks(*edges):
+        nothing = (0,) * len(ops)
+        facts = replace(fuse, takes=nothing, required=nothing, cheap=(False,) * len(ops), operands=tuple(operands))
+        data = [(p, op) for op, of_op in enumerate(operands) for p in of_op]
+        new = make_graph(ops, storages, [*data, *edges], graph.outputs)
+        return [peak(new, facts, found) for found in ({}, {3: over[2]})]
+
+    plain, with_over = peaks()
+    assert with_over == plain
+    plain, with_over = peaks((2, 3))  # now it runs before
+    assert with_over < plain
 
 
 def test_an_operand_that_the_forward_made_stays_unless_the_backward_makes_it_again():
