@@ -43,7 +43,7 @@ def on_h100(fn, width, **options):
     ],
 )
 def test_the_fastest_tiles_that_fit_run(budget, count):
-    """All four stretches, or three, peak at 1.00 GB and take 14.5 ms or 14.4, the MLPs 1.06 and 14.2, none 1.43 and 14.2."""
+    """Three stretches peak at 1.00 GB and take 14.4 ms, the MLPs 1.06 and 14.2, and none 1.43 and 14.2."""
     assert len(tiles_of(on_h100(step, 2048, budget=budget))) == count
 
 
