@@ -6,8 +6,8 @@ after the backward, and with `StepInBackward`; with tiles and without.
 Then both steps with tiles within budgets, and what that costs.
 
 Then longchat-7b-16k at its full 32 layers, with the optimizer's states on the host, and with its checkpoints there too.
-All layers are planned, in twenty minutes: few layers do not tell, as their stretches run in tiles, which take more than
-1 % of the modelled time in all layers.
+All layers are planned, in twenty minutes: few layers do not tell, as tiles in all 32 would take more than 1 % of the
+modelled time, and so only the last ones have any.
 
 Then the small llama's step on this CPU: measured peaks, and times in turn. Writes
 ``benchmarks/results/step_in_backward.json``.

@@ -396,7 +396,7 @@ def test_under_a_budget_the_faster_plan_that_fits_runs(monkeypatch, tiled, whole
         ((9000, 1.0), 0.0, [(990, 1.04)], "cheaper0"),  # without tiles nothing fits
         ((9000, 1.0), 0.0, [(990, 1.04), (1000, 1.02)], "cheaper1"),
         ((9000, 1.0), 0.0, [(990, 1.06), (1000, 1.02)], "cheaper1"),  # the first bought something
-        ((9000, 1.0), 0.0, [(9000, 1.02), (1000, 1.01)], "tiled"),  # what leaves less in tiles is not planned
+        ((9000, 1.0), 0.0, [(9000, 1.02), (1000, 1.01)], "cheaper1"),  # the first does not fit
         ((1000, 1.2), 0.2, [(990, 1.02)], "cheaper0"),  # faster than tiles and faster than recomputation
         ((1000, 1.03), 0.03, [(990, 1.04)], "whole"),
         ((1000, 1.03), 0.03, [(990, 1.01), (990, 0.9)], "cheaper0"),  # as good as no time: no other is planned
