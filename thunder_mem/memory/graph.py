@@ -145,6 +145,15 @@ class Graph:
                 allocator[s] = op.index
         return tuple(allocator)
 
+    def ancestors(self, op: int) -> set[int]:
+        """The ops that run before an op in every order."""
+        found, waiting = set[int](), [op]
+        while waiting:
+            new = set(self.predecessors[waiting.pop()]) - found
+            found |= new
+            waiting += new
+        return found
+
     def check_order(self, order: Sequence[int]) -> None:
         """Raise `GraphError`, naming the first broken edge, unless `order` is a legal order of all ops."""
         position = [-1] * len(self.ops)

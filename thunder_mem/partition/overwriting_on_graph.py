@@ -58,18 +58,7 @@ def _dies_in(graph: Graph, s: int, op: Op, from_forward: bool) -> bool:
     maker = graph.allocator[s]
     if maker is None or s in graph.outputs or not (from_forward or graph.ops[maker].backward):
         return False
-    readers = set(graph.users[s]) - {op.index}
-    return all(user < op.index for user in readers) and readers <= _ancestors(graph, op.index)
-
-
-def _ancestors(graph: Graph, index: int) -> set[int]:
-    """The operations that run before operation `index` in every order."""
-    found, waiting = set[int](), [index]
-    while waiting:
-        new = set(graph.predecessors[waiting.pop()]) - found
-        found |= new
-        waiting += new
-    return found
+    return set(graph.users[s]) - {op.index} <= graph.ancestors(op.index)
 
 
 def _with_memory(op: Op, memory: Mapping[int, int], into: Mapping[int, int]) -> Op:

@@ -14,7 +14,6 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.symbols import overwritten, rows_with_gradients, writing_over_rows
-from thunder_mem.memory.graph import Graph
 from thunder_mem.partition.overwriting_on_graph import Overwritable
 from thunder_mem.runtime.head_groups import is_backward_in_groups, writes_over_operands, writing_over
 from thunder_mem.semantics.aliases import Aliases
@@ -107,7 +106,7 @@ def _shared(source: TraceGraph) -> frozenset[int]:
 def _dead(source: TraceGraph, index: int, operands: Mapping[int, TensorProxy]) -> tuple[int, ...]:
     """The operands that are read here last in every order."""
     graph = source.graph
-    before = _ancestors(graph, index)
+    before = graph.ancestors(index)
     from_forward = _asks(source.bsyms[index])
 
     def is_dead(s: int) -> bool:
@@ -116,13 +115,3 @@ def _dead(source: TraceGraph, index: int, operands: Mapping[int, TensorProxy]) -
         return made and readers_in_regions(source, s) - {index} <= before
 
     return tuple(i for i, proxy in operands.items() if is_dead(source.storage_of[proxy.name]))
-
-
-def _ancestors(graph: Graph, index: int) -> set[int]:
-    """The operations that run before operation `index` in every order."""
-    found, waiting = set[int](), [index]
-    while waiting:
-        new = set(graph.predecessors[waiting.pop()]) - found
-        found |= new
-        waiting += new
-    return found
