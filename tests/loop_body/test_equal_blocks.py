@@ -57,6 +57,15 @@ def test_arguments_that_are_no_tensors_count(pair):
     assert builds(*map(traced, pair)) == 2
 
 
+def test_slices_are_compared():
+    """As in litgpt's rotary embedding."""
+
+    def half(stop):
+        return unfused(lambda x: x[..., :stop] * 2, torch.ones(4, 4))
+
+    assert builds(half(2), half(2), half(3)) == 2
+
+
 def test_so_does_what_the_block_is_used_for():
     assert builds(traced(block), traced(block), uses=["forward", "backward"]) == 2
 

@@ -52,7 +52,7 @@ def loops_of(args, rows):
 def test_on_a_gpu_the_projections_of_all_layers_are_left_whole_first():
     with simulate("H100-80GB"):
         loops = loops_of(inputs("cuda", TOKENS, WIDTH), 2048)
-        choices = list(cheaper_choices(loops, 1e-9))
+        choices = list(cheaper_choices(loops, 0.01))
     assert len(loops) == 4
     assert {choice.more_rows for choice in choices} == {1}
     assert [choices[0].leaves_whole(loop.plan, "") for loop in loops] == [len(loop.plan.outputs) > 1 for loop in loops]
@@ -61,7 +61,13 @@ def test_on_a_gpu_the_projections_of_all_layers_are_left_whole_first():
 
 def test_nothing_is_tried_that_saves_too_little():
     with simulate("H100-80GB"):
-        assert not list(cheaper_choices(loops_of(inputs("cuda", TOKENS, WIDTH), 2048), 1.0))
+        loops = loops_of(inputs("cuda", TOKENS, WIDTH), 2048)
+        most = [choice for choice in cheaper_choices(loops, 0.01) if choice.left_whole][-1]
+        left = [sum(_seconds(loop)) for loop in loops if most.leaves_whole(loop.plan, "")]
+        share = sum(left) / sum(sum(_seconds(loop)) for loop in loops)
+        assert 0.1 < share < 0.9
+        assert not list(cheaper_choices(loops, 1.01 * share))
+        assert list(cheaper_choices(loops, 0.99 * share)) == [most]
 
 
 def test_those_farthest_below_the_peak_stay_whole_until_enough_is_saved():
@@ -70,11 +76,11 @@ def test_those_farthest_below_the_peak_stay_whole_until_enough_is_saved():
         names = [loop.plan.name for loop in loops]
         wide = {loop.plan.name: loop.plan.n * loop.plan.wide_row_bytes for loop in loops}
         room = {name: wide[name] + far for name, far in zip(names, (5, 7, 6, -1), strict=True)}
-        assert list(whole_off_peak(loops, room, 1e-9)) == [{names[1]}]
-        every_s = sum(sum(_seconds(loop)) for loop in loops)
-        half, *more = whole_off_peak(loops, room, 0.9 * sum(sum(_seconds(loop)) for loop in loops[:3]))
-        assert half == {names[1], names[2]} and more == [{names[0], names[1], names[2]}]
-        assert not list(whole_off_peak(loops, room, 2 * every_s))  # the last one has no room
+        assert whole_off_peak(loops, room, 0.01) == {names[1]}
+        seconds = [sum(_seconds(loop)) for loop in loops]
+        assert whole_off_peak(loops, room, 0.99 * sum(seconds[1:3]) / sum(seconds)) == set(names[1:3])
+        assert whole_off_peak(loops, room, 1.01 * sum(seconds[1:3]) / sum(seconds)) == set(names[:3])
+        assert whole_off_peak(loops, room, 1.0) is None  # the last one has no room
 
 
 def test_the_program_of_a_choice_off_the_peak_leaves_that_stretch_whole(monkeypatch):
@@ -83,7 +89,7 @@ def test_the_program_of_a_choice_off_the_peak_leaves_that_stretch_whole(monkeypa
     def noted(tiled, whole, executors, options, others):
         first, *rest = others.loops
         room = {loop.plan.name: 10**12 for loop in rest} | {first.plan.name: 10**13}
-        trace, decisions = next(others.cheaper(1e-9, lambda: room))
+        trace, decisions = next(others.cheaper(0.01, lambda: room))
         found.append(([loop.plan.op for loop in rest], stretches_of(trace), decisions))
         return lower_plan(tiled, whole, executors, options, others)
 
@@ -110,7 +116,7 @@ def test_there_is_room_below_the_peak_or_a_higher_limit():
 def test_on_a_cpu_tiles_get_more_rows_first(monkeypatch):
     monkeypatch.setattr("thunder_mem.chunk_loop.sum_price.multiplies", lambda device, dtype: True)
     loops = loops_of(inputs("cpu", 1024, 64), 128)
-    assert [choice.more_rows for choice in cheaper_choices(loops, 1e-9)][:2] == [4, 16]
+    assert [choice.more_rows for choice in cheaper_choices(loops, 0.01)][:2] == [4, 16]
 
 
 @pytest.mark.slow

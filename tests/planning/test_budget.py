@@ -397,7 +397,11 @@ class FinalPlan:
     plan: "FinalPlan | None" = None
     budget: BudgetOutcome | None = None
     overwritten_peak_bytes = None
-    source = SimpleNamespace(bsyms=())
+    source = SimpleNamespace(bsyms=(None,), graph=SimpleNamespace(ops=(SimpleNamespace(scratch_bytes=20),)))
+
+    @property
+    def fits(self):
+        return self.peak_bytes <= 100
 
     def after(self, *decisions):
         return self
@@ -406,11 +410,37 @@ class FinalPlan:
 @pytest.mark.parametrize(("lighter", "chosen_s"), [(None, 9.0), ("with narrower sums", 4.0)])
 def test_the_final_traces_are_compared_where_loops_at_the_peak_were_changed(monkeypatch, lighter, chosen_s):
     """Of two plans that fit, the one that buys less has loops that take longer."""
+    monkeypatch.setattr(budget_loop, "is_chunk_loop", lambda bsym: False)
+    monkeypatch.setattr(budget_loop, "offloaded_names", lambda bsyms: ())
     bought = [PartitionChoice(frozenset({i}), 90, float(i), 0.0, "curve") for i in (1, 2)]
     monkeypatch.setattr(budget_loop, "fit_budget", lambda problem, budget_bytes: bought[budget_bytes > 100])
     finals = {1: FinalPlan(50, 9.0, lighter, FinalPlan(50)), 2: FinalPlan(60, 4.0, None, FinalPlan(60))}
     free, problem = FinalPlan(200, plan=FinalPlan(200)), SimpleNamespace(moves=None)
     found = budget_loop.within_budget(free, problem, 100, lambda rebuilt, _: finals[min(rebuilt)], lambda plan: plan)
+    assert found.final_seconds == chosen_s
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "final_bytes", "lighter", "chosen_s"),
+    [
+        (110, 95, "in loops of fewer rows", 2.0),
+        (110, 101, "in loops of fewer rows", 3.0),  # not few enough
+        (121, 95, "in loops of fewer rows", 3.0),  # is not tried: the loops hold 20 of its bytes
+        (99, 99, None, 2.0),
+    ],
+)
+def test_loops_of_fewer_rows_come_before_what_is_bought(monkeypatch, free_bytes, final_bytes, lighter, chosen_s):
+    monkeypatch.setattr(budget_loop, "is_chunk_loop", lambda bsym: True)
+    monkeypatch.setattr(budget_loop, "offloaded_names", lambda bsyms: ())
+    monkeypatch.setattr(budget_loop, "fit_budget", lambda *_: PartitionChoice(frozenset({1}), 90, 1.0, 0.0, "curve"))
+    free = FinalPlan(free_bytes, 2.0, lighter, FinalPlan(free_bytes))
+    bought = FinalPlan(90, 3.0, None, FinalPlan(90))
+    problem = SimpleNamespace(moves=None)
+
+    def finish(planned):
+        return replace(planned, peak_bytes=final_bytes) if planned.final_seconds == 2.0 else planned
+
+    found = budget_loop.within_budget(free, problem, 100, lambda rebuilt, _: bought, finish)
     assert found.final_seconds == chosen_s
 
 

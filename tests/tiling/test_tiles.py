@@ -290,9 +290,9 @@ def chosen_of(
     """The plan that `lower_plan` takes of two, each given by its peak in bytes and its time.
 
     `again` is the same for a plan that runs some tiles once more, `cheaper` for others with cheaper tiles, and
-    `repeating` for those with tiles that repeat work; the seconds for which others were asked go into `asked_with`. The
-    plans that are verified go into `checked`, and the options of all plans into `options_of`. Of the seconds of
-    `whole`, a budget bought `bought_s`. Without `tiled` no tiles are free.
+    `repeating` for those with tiles that repeat work; what others were asked with goes into `asked_with`. The plans
+    that are verified go into `checked`, and the options of all plans into `options_of`. Of the seconds of `whole`, a
+    budget bought `bought_s`. Without `tiled` no tiles are free.
     """
     checked = [] if checked is None else checked
     others = {"cheaper": cheaper, "repeating": repeating}
@@ -318,9 +318,9 @@ def chosen_of(
     monkeypatch.setattr(tile_selection, "_tidied", lambda trace, options: trace)
 
     def ask(name):
-        def made(seconds, *room):
+        def made(amount, *room):
             if asked_with is not None:
-                asked_with.append((name, pytest.approx(seconds)))
+                asked_with.append((name, pytest.approx(amount)))
             return ((f"{name}{k}", ()) for k in range(len(others[name])))
 
         return made
@@ -358,20 +358,27 @@ def test_by_default_tiles_run_once_more_where_the_time_has_room(monkeypatch, aga
     ],
 )
 def test_by_default_tiles_that_take_too_long_become_cheaper(monkeypatch, cheaper, chosen):
-    seconds = []
-    found = chosen_of(monkeypatch, (500, 1.05), (1000, 1.0), cheaper=cheaper, asked_with=seconds)
+    shares = []
+    found = chosen_of(monkeypatch, (500, 1.05), (1000, 1.0), cheaper=cheaper, asked_with=shares)
     assert found == chosen
-    assert seconds == [("cheaper", 0.04)]
+    assert shares == [("cheaper", 0.8)]  # of 0.05 s, all but 0.01
 
 
 @pytest.mark.parametrize(
     ("tiled", "budget"),
-    [((500, 1.0), None), ((1000, 1.5), None), ((500, 1.5), 2000), ((500, 1.5), 1000), ((9000, 1.5), 2000)],
+    [
+        ((500, 1.0), None),
+        ((1000, 1.5), None),
+        ((981, 1.5), None),
+        ((500, 1.5), 2000),
+        ((500, 1.5), 1000),
+        ((9000, 1.5), 2000),
+    ],
 )
-def test_no_cheaper_tiles_are_made_where_there_is_time_or_no_gain(monkeypatch, tiled, budget):
-    seconds = []
-    chosen_of(monkeypatch, tiled, (1000, 1.0), budget=budget, cheaper=[(1, 0.1)], asked_with=seconds)
-    assert not seconds
+def test_no_cheaper_tiles_are_made_where_there_is_time_or_little_to_gain(monkeypatch, tiled, budget):
+    asked = []
+    chosen_of(monkeypatch, tiled, (1000, 1.0), budget=budget, cheaper=[(1, 0.1)], asked_with=asked)
+    assert not asked
 
 
 @pytest.mark.parametrize(
@@ -407,11 +414,18 @@ def test_under_a_budget_cheaper_tiles_run_where_they_are_faster(monkeypatch, who
     assert chosen_of(monkeypatch, (900, 1.05), whole, budget=1000, bought_s=bought, cheaper=cheaper) == chosen
 
 
-@pytest.mark.parametrize(("whole", "excess_s"), [((9000, 1.0), 1.05 - 1.05 / 1.01), ((1000, 1.04), 1.05 - 1.04 / 1.01)])
-def test_under_a_budget_cheaper_tiles_save_a_percent_of_the_best_plan(monkeypatch, whole, excess_s):
-    seconds = []
-    chosen_of(monkeypatch, (900, 1.05), whole, budget=1000, bought_s=0.04, cheaper=[(990, 1.1)], asked_with=seconds)
-    assert seconds[0] == ("cheaper", excess_s)
+@pytest.mark.parametrize(
+    ("tiled_s", "whole", "share"),
+    [
+        (1.05, (9000, 1.0), (1.05 - 1.05 / 1.01) / (1.05 - 0.96)),
+        (1.05, (1000, 1.04), (1.05 - 1.04 / 1.01) / (1.05 - 1.0)),
+        (0.965, (9000, 1.0), 1.0),  # tiles take less than a percent longer than what buys nothing
+    ],
+)
+def test_under_a_budget_cheaper_tiles_save_a_percent_of_the_best_plan(monkeypatch, tiled_s, whole, share):
+    shares, tiled = [], (900, tiled_s)
+    chosen_of(monkeypatch, tiled, whole, budget=1000, bought_s=0.04, cheaper=[(990, 1.1)], asked_with=shares)
+    assert shares[0] == ("cheaper", share)
 
 
 @pytest.mark.parametrize(
@@ -829,7 +843,7 @@ def test_a_budget_keeps_tiles_that_fit():
     jitted = compiled(module, True, budget=int(0.9 * peak))
     jitted(x).backward()
     assert last_plan(jitted).candidate.peak_bytes <= 0.9 * peak
-    assert len(tiles_of(jitted)) == 2
+    assert len(tiles_of(jitted)) == 1  # the other stretch fits as a whole, which is faster
 
 
 def heads_as_stretches():

@@ -20,7 +20,7 @@ from thunder_mem.chunk_loop.body import Body
 
 __all__ = ["EqualBlocks"]
 
-_LITERALS = (int, float, bool, str, complex, type(None))
+_LITERALS = (int, float, bool, str, complex, type(None), type(Ellipsis))
 _NAMED = (dtype, Device, torch.dtype, torch.device, torch.memory_format)
 
 
@@ -65,6 +65,8 @@ def _value(x: Any) -> Hashable:
         return kind, repr(x)
     if kind is tuple or kind is list:
         return kind, _values(x)
+    if kind is slice:
+        return kind, _values((x.start, x.stop, x.step))
     if kind is dict:
         return kind, tuple((key, _value(value)) for key, value in x.items())
     if isinstance(x, _NAMED):

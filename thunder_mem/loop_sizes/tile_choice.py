@@ -8,7 +8,6 @@ most time for the bytes of their products' results.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,11 +28,6 @@ __all__ = ["ALL_STRETCHES", "TileChoice", "cheaper_choices", "forward_seconds", 
 
 _MORE_ROWS = (4, 16)
 _MOST_KINDS = 2
-# A choice is tried if it saves this share of the time that is too much, by the loops alone: other parts of the plan
-# change with it.
-_WORTH_TRYING = 0.5
-# Stretches off the peak are to save these shares of it, one after the other: operations beside them fuse better, too.
-_SAVED_OFF_PEAK = (0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -61,16 +55,16 @@ ALL_STRETCHES = TileChoice()
 """The first choice: as many stretches that repeat no work, and as few rows, as the device's products allow."""
 
 
-def cheaper_choices(loops: Sequence[ChunkLoop], excess_s: float) -> Iterator[TileChoice]:
+def cheaper_choices(loops: Sequence[ChunkLoop], share: float) -> Iterator[TileChoice]:
     """Choices that take less time than all stretches in tiles; those come first that leave the most in tiles.
 
     Args:
         loops: all stretches in tiles.
-        excess_s: the seconds by which they take too long.
+        share: of the time that they take beyond whole stretches, what is to be saved.
     """
-    least_s = _WORTH_TRYING * excess_s
+    least_s = share * sum(sum(_seconds(loop)) for loop in loops)
     sums_s = sum(_seconds(loop)[1] for loop in loops)
-    yield from (TileChoice(f) for f in _MORE_ROWS if excess_s <= (1 - 1 / f) * sums_s)
+    yield from (TileChoice(f) for f in _MORE_ROWS if least_s <= (1 - 1 / f) * sums_s)
     kinds: dict[Hashable, list[ChunkLoop]] = {}
     for loop in loops:
         kinds.setdefault(_kind(loop.plan), []).append(loop)
@@ -98,13 +92,16 @@ def room_bytes(source: TraceGraph, limit_bytes: int = 0) -> dict[str, int]:
     return room
 
 
-def whole_off_peak(loops: Sequence[ChunkLoop], room: Mapping[str, int], excess_s: float) -> Iterator[frozenset[str]]:
-    """The names of so many stretches that may stay whole far below the peak that enough is saved, the fewest first.
+def whole_off_peak(loops: Sequence[ChunkLoop], room: Mapping[str, int], share: float) -> frozenset[str] | None:
+    """The names of the fewest stretches, those farthest below the peak, that save enough time if they stay whole.
 
     Args:
         loops: all stretches in tiles.
         room: for each name, the bytes that the program has room for while the stretch runs.
-        excess_s: the seconds by which they take too long.
+        share: of the time that they take beyond whole stretches, what is to be saved.
+
+    Returns:
+        None if those that have room save less.
     """
     spare = {
         loop.plan.name: room[loop.plan.name] - loop.plan.n * loop.plan.wide_row_bytes
@@ -113,10 +110,10 @@ def whole_off_peak(loops: Sequence[ChunkLoop], room: Mapping[str, int], excess_s
     }
     with_room = (loop for loop in loops if spare.get(loop.plan.name, -1) >= 0)
     farthest = sorted(with_room, key=lambda loop: -spare[loop.plan.name])
-    saved_s = list(accumulate(sum(_seconds(loop)) for loop in farthest))
-    for count in dict.fromkeys(1 + bisect_left(saved_s, share * excess_s) for share in _SAVED_OFF_PEAK):
-        if count <= len(farthest):
-            yield frozenset(loop.plan.name for loop in farthest[:count])
+    saved_s = accumulate(sum(_seconds(loop)) for loop in farthest)
+    least_s = share * sum(sum(_seconds(loop)) for loop in loops)
+    count = next((count for count, saved in enumerate(saved_s, 1) if saved >= least_s), None)
+    return None if count is None else frozenset(loop.plan.name for loop in farthest[:count])
 
 
 def forward_seconds(loops: Iterable[ChunkLoop]) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from thunder_mem.chunk_loop.symbols import is_chunk_loop
 from thunder_mem.memory.plan import BudgetOutcome, Decision, Plan
 from thunder_mem.partition.budget_search import PartitionChoice, PartitionProblem, fit_budget
 from thunder_mem.partition.offload_search import fit_with_offload
@@ -40,12 +41,14 @@ def within_budget(
         return finish(_with_outcome(free, planned, _outcome(budget_bytes, planned, fit, method)))
 
     costless = PartitionChoice(frozenset(), free.peak_bytes, 0.0, 0.0, "free")
-    if min(free.peak_bytes, free.plan.overwritten_peak_bytes or free.peak_bytes) <= budget_bytes:
-        final = finished(free, costless, "free")
-        if final.peak_bytes <= budget_bytes:
-            return final
-    target_bytes = budget_bytes
     tried: dict[tuple[frozenset[int], frozenset[int]], tuple[Planned, Planned, PartitionChoice]] = {}
+    if _least_bytes(free) <= budget_bytes:
+        final = finished(free, costless, "free")
+        if final.fits and final.lighter is None:
+            return final
+        if final.fits:  # in loops of fewer rows, which may take more time than a recomputation
+            tried[costless.rebuilt, costless.offloaded] = final, free, costless
+    target_bytes = budget_bytes
     for attempt in range(1, _ATTEMPTS + 1):
         with stage(f"searching within the budget, attempt {attempt} of {_ATTEMPTS} at most"):
             fit = (fit_budget if problem.moves is None else fit_with_offload)(problem, target_bytes)
@@ -68,6 +71,13 @@ def within_budget(
     final, planned, fit = min(tried.values(), key=lambda t: (t[0].peak_bytes, t[2].seconds))
     costing_nothing = finished(free, costless, "smallest")
     return costing_nothing if costing_nothing.peak_bytes <= final.peak_bytes else finished(planned, fit, "smallest")
+
+
+def _least_bytes(free: Planned) -> int:
+    """A peak below which no order of results over dying values, and no fewer rows of the loop at the peak, bring it."""
+    ops = zip(free.source.graph.ops, free.source.bsyms, strict=True)
+    rows_bytes = max((op.scratch_bytes for op, bsym in ops if is_chunk_loop(bsym)), default=0)
+    return min(free.peak_bytes, free.plan.overwritten_peak_bytes or free.peak_bytes) - rows_bytes
 
 
 def _price(found: tuple[Planned, PartitionChoice], with_loops: bool) -> tuple[float, int]:

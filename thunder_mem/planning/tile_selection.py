@@ -33,6 +33,8 @@ __all__ = ["TileVariants", "lower_plan"]
 # Tiles repeat no work, but every tile reads the weights again and adds to their gradients. By default they may take
 # this share of the program's modelled time.
 _FREE_TIME = 0.01
+# Other tiles are planned only where all of them lower the peak by this share, for which a user would wait.
+_LEAST_GAIN = 0.02
 
 Variant = tuple[TraceCtx, tuple[Decision, ...]]
 """A joint trace as Thunder has it, before fusion, and the decisions about it."""
@@ -41,8 +43,8 @@ Variant = tuple[TraceCtx, tuple[Decision, ...]]
 class TileVariants(Protocol):
     """Makes the same program with other tiles. Each takes autograd once more, so it is asked only where it may win."""
 
-    def cheaper(self, excess_s: float, room: Callable[[], Mapping[str, int]]) -> Iterator[Variant]:
-        """The program with cheaper tiles, for the seconds by which all stretches in tiles take too long.
+    def cheaper(self, share: float, room: Callable[[], Mapping[str, int]]) -> Iterator[Variant]:
+        """The program with cheaper tiles, which save a share of the time that all take beyond whole stretches.
 
         `room` gives the bytes for which there is room while each stretch runs.
         """
@@ -91,7 +93,10 @@ def lower_plan(
         return checked(without)
     if excess_s <= 0:
         return checked(with_tiles)
-    for variant in () if others is None else others.cheaper(excess_s, partial(_room, with_tiles)):
+    if others is None or peak_with_loss_outside(with_tiles) > (1 - _LEAST_GAIN) * peak_with_loss_outside(without):
+        return checked(without)
+    share = excess_s / (with_tiles.final_seconds - without.final_seconds)
+    for variant in others.cheaper(share, partial(_room, with_tiles)):
         trace, asked = _asked(variant, options)
         other = _in_time(trace, made(trace, executors, asked), executors, asked, most_s)
         if in_time(other) and _is_lower(other, without):
@@ -153,9 +158,9 @@ def _plans_in_budget(
             found = made(trace, executors, replace(asked, repeat_tiles=False))
             yield from (found,) if found.fits else ()
 
-    def faster(with_tiles: Planned, excess_s: float) -> Iterator[Planned]:
+    def faster(with_tiles: Planned, share: float) -> Iterator[Planned]:
         yield from once(tiled, with_tiles, in_time)
-        for variant in others.cheaper(excess_s, partial(_room, with_tiles)):
+        for variant in others.cheaper(share, partial(_room, with_tiles)):
             trace, asked = _asked(variant, in_time)
             yield (planned := made(trace, executors, asked))
             yield from once(trace, planned, asked)
@@ -198,14 +203,16 @@ def plans_in_budget(
     Args:
         without: without tiles.
         with_tiles: with all stretches in tiles that repeat nothing; None if there are none.
-        faster: makes others that may take less time than `with_tiles`, for the seconds by which it takes too long;
-            those with most in tiles come first.
+        faster: makes others that may take less time than `with_tiles`, for the share of the time of its tiles that is
+            to be saved; those with most in tiles come first.
         repeating: makes others that also have stretches in tiles which repeat work, for the seconds that this may take.
     """
     plans = [without] if with_tiles is None else [without, with_tiles]
     enough_s = (1 + _FREE_TIME) * _free_seconds(without) if without.fits else 0.0
     if with_tiles is not None and with_tiles.fits and (best_s := _best_seconds(plans)) > enough_s:
-        for other in faster(with_tiles, with_tiles.final_seconds - best_s / (1 + _FREE_TIME)):
+        tiles_s = _free_seconds(with_tiles) - _free_seconds(without)
+        excess_s = with_tiles.final_seconds - best_s / (1 + _FREE_TIME)
+        for other in faster(with_tiles, excess_s / max(tiles_s, excess_s)):
             if not other.fits:
                 continue
             plans.append(other)

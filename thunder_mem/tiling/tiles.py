@@ -88,6 +88,7 @@ def tile_trace(
     executors_list: Sequence[Any] = (),
     verify: bool = True,
     choice: TileChoice = ALL_STRETCHES,
+    equal: EqualBlocks | None = None,
 ) -> tuple[TraceCtx, ChunkRecord]:
     """Replace stretches of a computation trace (before autograd) by loops of tiles.
 
@@ -97,6 +98,7 @@ def tile_trace(
         executors_list: the executors of the tiles; Thunder's own if empty.
         verify: check that the new trace computes the same values, apart from the inside of loops.
         choice: of rows, and of stretches that stay whole, where the user did not ask for tiles.
+        equal: the tiles built before with the same executors, for other choices; equal ones are used again.
 
     Returns:
         the new trace (the same object if nothing changed) and the record.
@@ -107,7 +109,7 @@ def tile_trace(
     register_missing()
     start = time.perf_counter_ns()
     new, marks = strip_tile_marks(trace)
-    tiler = _Tiler(tiles, tuple(executors_list) or tuple(thunder.get_default_executors()), marks, choice)
+    tiler = _Tiler(tiles, tuple(executors_list) or tuple(thunder.get_default_executors()), marks, choice, equal)
     whole = new
     while (found := tiler.next_loop(new)) is not None:
         new = found
@@ -131,12 +133,19 @@ def tile_trace(
 class _Tiler:
     """The search for stretches: what was tried, refused and replaced."""
 
-    def __init__(self, tiles: Tiles, executors: tuple[Any, ...], marks: Sequence[Mark], choice: TileChoice):
+    def __init__(
+        self,
+        tiles: Tiles,
+        executors: tuple[Any, ...],
+        marks: Sequence[Mark],
+        choice: TileChoice,
+        equal: EqualBlocks | None,
+    ):
         self.tiles, self.executors, self.marks, self.choice = tiles, executors, marks, choice
+        self.equal = EqualBlocks() if equal is None else equal
         self.marked = frozenset[str]().union(*(m.names for m in marks))
         self.tried: set[tuple[str, int, tuple[int, ...]]] = set()  # keys of seeds
         self.done: set[str] = set()
-        self.equal = EqualBlocks()
         self.loops: list[LoopPlan] = []
         self.refusals: dict[str, StretchRefusal] = {}  # by the name of the product's result
         self.replaced: dict[str, tuple[BoundSymbol, ...]] = {}  # by a loop's name, the leaves that it replaces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from thunder.core.trace import TraceCtx
@@ -14,6 +15,7 @@ from thunder_mem.frontend.label_smoothing import without_ignored_targets
 from thunder_mem.frontend.scalar_broadcast import expand_scalars
 from thunder_mem.frontend.written_arguments import with_histories
 from thunder_mem.kernels.registered import with_statistics_apart
+from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_sizes.rows_per_chunk import lean_rows, leanest_rows
 from thunder_mem.loop_sizes.tile_choice import ALL_STRETCHES, TileChoice
 from thunder_mem.memory.plan import Refusal
@@ -98,15 +100,17 @@ def tiled(
     options: PlanningOptions,
     executors: tuple,
     choice: TileChoice = ALL_STRETCHES,
+    equal: EqualBlocks | None = None,
 ) -> tuple[TraceCtx, PlanningOptions]:
     """The trace with stretches in tiles (unchanged after a failure), and the options with a record of it."""
+    verify = options.verify is not False
+    cut = partial(tile_trace, tiles=tiles, executors_list=executors, verify=verify, choice=choice, equal=equal)
     try:
-        verify = options.verify is not False
         in_groups, heads = with_head_groups(trace, executors)
-        new, record = tile_trace(in_groups, tiles, executors_list=executors, verify=verify, choice=choice)
+        new, record = cut(in_groups)
         if not record.loops and heads:
             heads = ()
-            new, record = tile_trace(trace, tiles, executors_list=executors, verify=verify, choice=choice)
+            new, record = cut(trace)
     except TilingError:  # the user marked this stretch by `with tiled():`
         raise
     except Exception as error:

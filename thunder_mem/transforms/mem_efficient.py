@@ -19,6 +19,7 @@ from thunder_mem.frontend.fx_prologue_checks import pruned
 from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.frontend.tensor_parallel import waits_for_shards
 from thunder_mem.kernels.registered import mem_kernels_ex
+from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.memory.plan import Refusal
 from thunder_mem.optimizer.step_in_backward import StepInBackward
@@ -234,12 +235,12 @@ class MemEfficient(ListedTransform):
                 asked = self._chunk if isinstance(self._chunk, ChunkLossHead) else ChunkLossHead()
                 computation_trace, options = chunked(computation_trace, asked, options, user_executors(executors))
         untiled, marks = strip_tile_marks(computation_trace)
-        before_tiles = options
+        before_tiles, equal = options, EqualBlocks()
         if self._tile and not other:
             compile_data.executors_list = executors  # a tile is differentiated with the gradients of the same kernels
             with stage("cutting stretches into tiles"):
-                tiles = _tiles_of(self._tile)
-                computation_trace, options = tiled(computation_trace, tiles, options, user_executors(executors))
+                asked_tiles, plain = _tiles_of(self._tile), user_executors(executors)
+                computation_trace, options = tiled(computation_trace, asked_tiles, options, plain, equal=equal)
         else:
             computation_trace = with_whole_stretches(computation_trace, type(self).__name__, other)
         options = composed(options, compile_data, computation_trace)
@@ -254,7 +255,7 @@ class MemEfficient(ListedTransform):
             before = Original(prologue_trace, untiled, epilogue_trace, later)
             whole = before if loops else None
             results = first_results(computation_trace)
-            others = OtherTiles(before, _tiles_of(self._tile), before_tiles, executors, loops, results)
+            others = OtherTiles(before, _tiles_of(self._tile), before_tiles, executors, loops, results, equal)
         compile_data.executors_list = install_planner(executors, options, original, whole, others)
         prologue_trace = pruned(compile_data, prologue_trace, computation_trace, epilogue_trace)
         if epilogue_trace is not None and accepts_missing_tangents(compile_data.transforms):

@@ -14,6 +14,7 @@ from thunder.extend import Executor
 
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_sizes.tile_choice import TileChoice, cheaper_choices, forward_seconds, whole_off_peak
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning.executor import user_executors
@@ -53,6 +54,7 @@ class OtherTiles:
         executors: the user's, with the defaults.
         loops: the tiles that cost no work.
         results: their first results, by their names.
+        equal: the blocks of `loops`, which other tiles use again.
     """
 
     whole: Original
@@ -61,20 +63,24 @@ class OtherTiles:
     executors: tuple[Executor, ...]
     loops: tuple[ChunkLoop, ...]
     results: Mapping[str, str]
+    equal: EqualBlocks
     _made: dict[TileChoice, _Variant] = field(default_factory=dict, repr=False, compare=False)  # a study asks again
 
     def cheaper(
-        self, excess_s: float, room: Callable[[], Mapping[str, int]]
+        self, share: float, room: Callable[[], Mapping[str, int]]
     ) -> Iterator[tuple[TraceCtx, tuple[Decision, ...]]]:
         """The traces with cheaper tiles, one after the other, each with the decisions about it.
 
         Args:
-            excess_s: the seconds by which `loops` take too long.
+            share: of the time that `loops` take beyond whole stretches, what is to be saved.
             room: gives for each of them, by name, the bytes that the program has room for while it runs.
         """
-        whole = whole_off_peak(self.loops, room(), excess_s) if self.loops else ()
-        off_peak = (TileChoice(off_peak=frozenset(self.results[name] for name in names)) for names in whole)
-        for choice in chain(off_peak, cheaper_choices(self.loops, excess_s)):
+        if not self.loops:
+            return
+        whole = whole_off_peak(self.loops, room(), share)
+        off_peak = () if whole is None else (TileChoice(off_peak=frozenset(self.results[name] for name in whole)),)
+        choices = {self._effect(choice): choice for choice in chain(off_peak, cheaper_choices(self.loops, share))}
+        for choice in choices.values():
             variant = self._variant(choice)
             if variant.loops:
                 yield variant.joint, variant.decisions
@@ -90,6 +96,11 @@ class OtherTiles:
         if len(variant.loops) > len(self.loops) and more_s < most_s:
             yield variant.joint, variant.decisions
 
+    def _effect(self, choice: TileChoice) -> tuple[int, frozenset[str]]:
+        """The rows of a choice, and the stretches that it leaves whole; different choices may have the same."""
+        plans = (loop.plan for loop in self.loops)
+        return choice.more_rows, frozenset(p.name for p in plans if choice.leaves_whole(p, self.results[p.name]))
+
     def _variant(self, choice: TileChoice) -> _Variant:
         if choice not in self._made:
             computation, options = self._tiled(choice)
@@ -100,7 +111,8 @@ class OtherTiles:
         data: Any = get_compile_data()
         planners, data.executors_list = data.executors_list, self.executors
         try:  # a tile is differentiated with the gradients of the same kernels
-            return tiled(self.whole.computation, self.tiles, self.options, user_executors(self.executors), choice)
+            executors = user_executors(self.executors)
+            return tiled(self.whole.computation, self.tiles, self.options, executors, choice, self.equal)
         finally:
             data.executors_list = planners
 
