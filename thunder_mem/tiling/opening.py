@@ -51,8 +51,7 @@ def grow_opening(region: Region) -> Region | None:
     borders = borders_between(program, [s | _readers_in_vain(closure, s, unread) for s in sets], [core])
     obstacles = [mask for mask, _ in (*read_otherwise(closure, borders), *cut_composites(closure, borders))]
     leaks = (borders.lets_out(o.name) for i in borders.row_of if i not in core for o in program.leaves[i].outputs)
-    apart = (borders.reads(t.name) & ~borders.makes(t.name) for t in _expanded(closure, borders))
-    fit = borders.only(~borders.either([*obstacles, *leaks, *apart, borders.comes_back()]))
+    fit = borders.only(~borders.either([*obstacles, *leaks, borders.comes_back()]))
     if not len(fit):
         return None
     best = np.lexsort((fit.reach[0], _whole_bytes(closure, fit, core)))[0]
@@ -101,12 +100,6 @@ def _readers_in_vain(closure: Closure, inside: frozenset[int], unread: Sequence[
     return frozenset(found)
 
 
-def _expanded(closure: Closure, borders: Borders) -> list[TensorProxy]:
-    """The values that repeat a whole one in every row, such as a norm's weight: no memory of their own."""
-    leaves = (closure.program.leaves[i] for i in borders.row_of)
-    return [o for leaf in leaves if not any(map(closure.splits, leaf.inputs)) for o in leaf.outputs]
-
-
 def _whole_bytes(closure: Closure, borders: Borders, core: frozenset[int]) -> NDArray[np.int64]:
     """Bytes of one row of what exists whole while the head runs.
 
@@ -114,13 +107,12 @@ def _whole_bytes(closure: Closure, borders: Borders, core: frozenset[int]) -> ND
     """
     program = closure.program
     leaves = [program.leaves[i] for i in borders.row_of]
-    expanded = {t.name for t in _expanded(closure, borders)}
     kept: dict[str, list[Mask]] = {}
     for leaf in leaves:
         if leaf.index not in core:
             for t in _kept_operands(leaf, program.needs_grad):
                 kept.setdefault(t.name, []).append(~borders.holds(leaf.index))
-    read = {t.name: t for leaf in leaves for t in leaf.inputs if closure.splits(t) and t.name not in expanded}
+    read = {t.name: t for leaf in leaves for t in leaf.inputs if closure.splits(t)}
     total = np.zeros(len(borders), dtype=np.int64)
     for name, t in read.items():
         crosses = borders.reads(name) & ~borders.makes(name)
