@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from tests.programs.chunk_tools import chunked, exact, head, inputs, packed_bytes, relative
-from thunder_mem import ChunkLossHead, predict
+from thunder_mem import ChunkLossHead, MemEfficient, predict
 from thunder_mem.chunk_loop.gradient_sums import Accumulator, finish, part_bounds
 from thunder_mem.chunk_loop.matmul import gemm, gemm_scratch_bytes, multiplies
 from thunder_mem.chunk_loop.plan import Spec
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.sharding.propagation import Sharding
 
@@ -179,3 +181,19 @@ def test_predictions_tell_loops_apart_that_look_alike():
 
         step()
         assert predict(compiled, x, w, t).measured_bytes == pytest.approx(measure_peak(step), abs=8192)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_writes_its_gradients_over_its_logits(dtype):
+    """So four blocks hold no more than the calls of one need."""
+    x, w, t = inputs(1024, 64, 2048, dtype, scale=0.05)
+    jitted = thunder.jit(head, executors=[mem_pointwise_ex], transforms=[MemEfficient(strict=True)])
+    found = torch.autograd.grad(jitted(x, w, t), (x, w))
+    (loop,) = {loop_of(b) for b in thunder.last_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)}
+    assert (loop.plan.chunk_rows, loop.plan.block_rows) == (192, 48)
+    assert all(body.over == (0,) for body in loop.backward.values())
+    assert loop.plan.backward_block_bytes < 0.01 * loop.plan.logits_bytes
+    eager = torch.autograd.grad(head(x, w, t), (x, w))
+    for own, theirs, want in zip(found, eager, exact(head, x, w, t)[1], strict=True):
+        assert relative(own, want) <= 2 * relative(theirs, want) + torch.finfo(dtype).eps

@@ -31,7 +31,7 @@ class Body:
         pairs: the sides, by number, whose gradients are matrix products that it lets the loop add, each with the
             product's depth.
         resized: builds the same block for other rows.
-        launches: kernels that it starts; 0 on a CPU, where they are not counted.
+        launches: kernels that it starts, which counts where a host starts them for a GPU.
     """
 
     fn: Callable[..., tuple]

@@ -54,7 +54,7 @@ def tile_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> float:
         body: a tile, with gradients or without.
         device: the device with the rates.
     """
-    kernels = replace(device, launch_s=0.0) if body.launches else device
+    kernels = replace(device, launch_s=0.0) if plan.device.startswith("cuda") else device
     alone_s = sum(product_seconds(plan, i, depth, device) for i, depth in _products(plan, body).items())
     return trace_seconds(body.trace, kernels) + alone_s + sum(extra_seconds(plan, body, device))
 

@@ -199,8 +199,7 @@ class Blocks:
                         not self.region.amplifiers,
                         self.equal,
                     )
-                    if _on_gpu(self.region):
-                        body = with_gradients_over_logits(body, wanted[: len(self.region.amplifiers)])
+                    body = with_gradients_over_logits(body, wanted[: len(self.region.amplifiers)])
                     self.built[size, any(wanted), outputs] = body
         except Refused:
             raise
@@ -253,12 +252,14 @@ def _block_rows(head: Head, chunk_rows: int, row_scratch: int, least_rows: int, 
     """Rows of a block between the products: temporaries take at most a tenth of the chunk's logits, or 128 KiB.
 
     On a CPU they may take a 16th of all logits up to 512 KiB, because smaller blocks work no longer than the calls
-    themselves take. That does not apply to chunks that the user set, which are most of the peak. A divisor of the
-    chunk is preferred, so that few distinct block sizes exist.
+    themselves take. That does not apply to chunks that the user set, which are most of the peak. Other chunks have four
+    blocks at least, because they grow and shrink by whole blocks. A divisor of the chunk is preferred, so that few
+    distinct block sizes exist.
     """
     share_bytes = 0 if asked or not head.device.startswith("cpu") else head.n * head.row_bytes // 16
     allowed_bytes = max(1 << 17, chunk_rows * head.row_bytes // 10, min(1 << 19, share_bytes))
-    most = min(chunk_rows, max(least_rows, allowed_bytes // max(1, row_scratch)))
+    enough = allowed_bytes // max(1, row_scratch)
+    most = min(chunk_rows, max(least_rows, enough if asked else min(enough, -(-chunk_rows // 4))))
     for size in range(most, max(1, most // 2), -1):
         if chunk_rows % size == 0:
             return size

@@ -113,5 +113,6 @@ def _cpu_rows(plan: LoopPlan, probe: Body) -> int:
 def _row_seconds(plan: LoopPlan, bodies: Mapping[int, Body]) -> float:
     """Seconds of the device for a row; on a GPU the host's calls are counted apart."""
     device = device_model_of(torch.device(plan.device))
+    kernels = replace(device, launch_s=0.0) if plan.device.startswith("cuda") else device
     body = bodies[max(bodies)]
-    return trace_seconds(body.trace, replace(device, launch_s=0.0) if body.launches else device) / body.rows
+    return trace_seconds(body.trace, kernels) / body.rows
