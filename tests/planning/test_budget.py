@@ -430,7 +430,9 @@ def test_the_final_traces_are_compared_where_loops_at_the_peak_were_changed(monk
     ],
 )
 def test_loops_of_fewer_rows_come_before_what_is_bought(monkeypatch, free_bytes, final_bytes, lighter, chosen_s):
+    on_gpu = SimpleNamespace(plan=SimpleNamespace(device="cuda:0"))
     monkeypatch.setattr(budget_loop, "is_chunk_loop", lambda bsym: True)
+    monkeypatch.setattr(budget_loop, "loop_of", lambda bsym: on_gpu)
     monkeypatch.setattr(budget_loop, "offloaded_names", lambda bsyms: ())
     monkeypatch.setattr(budget_loop, "fit_budget", lambda *_: PartitionChoice(frozenset({1}), 90, 1.0, 0.0, "curve"))
     free = FinalPlan(free_bytes, 2.0, lighter, FinalPlan(free_bytes))

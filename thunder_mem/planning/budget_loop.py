@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from thunder_mem.chunk_loop.symbols import is_chunk_loop
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.memory.plan import BudgetOutcome, Decision, Plan
 from thunder_mem.partition.budget_search import PartitionChoice, PartitionProblem, fit_budget
 from thunder_mem.partition.offload_search import fit_with_offload
@@ -41,14 +41,15 @@ def within_budget(
         return finish(_with_outcome(free, planned, _outcome(budget_bytes, planned, fit, method)))
 
     costless = PartitionChoice(frozenset(), free.peak_bytes, 0.0, 0.0, "free")
-    tried: dict[tuple[frozenset[int], frozenset[int]], tuple[Planned, Planned, PartitionChoice]] = {}
-    if _least_bytes(free) <= budget_bytes:
+    free_bytes = min(free.peak_bytes, free.plan.overwritten_peak_bytes or free.peak_bytes)
+    fewer_rows = []  # loops of fewer rows buy nothing, but may take more time than a recomputation
+    if free_bytes - _rows_bytes(free) <= budget_bytes:
         final = finished(free, costless, "free")
-        if final.fits and final.lighter is None:
+        if final.fits and free_bytes <= budget_bytes:
             return final
-        if final.fits:  # in loops of fewer rows, which may take more time than a recomputation
-            tried[costless.rebuilt, costless.offloaded] = final, free, costless
+        fewer_rows = [(final, costless)] if final.fits else []
     target_bytes = budget_bytes
+    tried: dict[tuple[frozenset[int], frozenset[int]], tuple[Planned, Planned, PartitionChoice]] = {}
     for attempt in range(1, _ATTEMPTS + 1):
         with stage(f"searching within the budget, attempt {attempt} of {_ATTEMPTS} at most"):
             fit = (fit_budget if problem.moves is None else fit_with_offload)(problem, target_bytes)
@@ -62,8 +63,8 @@ def within_budget(
         if final.peak_bytes <= budget_bytes and saved_bytes <= _UNUSED_SHARE * budget_bytes:
             break
         target_bytes = max(1, budget_bytes + saved_bytes)
-    fitting = [(final, fit) for final, _, fit in tried.values() if final.peak_bytes <= budget_bytes]
-    if fitting:
+    bought = [(final, fit) for final, _, fit in tried.values() if final.peak_bytes <= budget_bytes]
+    if fitting := [*fewer_rows, *bought]:
         final = min(fitting, key=partial(_price, with_loops=any(f.lighter is not None for f, _ in fitting)))[0]
         if _is_dearer_than_recomputing(final.plan):
             return within_budget(free, replace(problem, moves=None), budget_bytes, plan, finish)
@@ -73,11 +74,11 @@ def within_budget(
     return costing_nothing if costing_nothing.peak_bytes <= final.peak_bytes else finished(planned, fit, "smallest")
 
 
-def _least_bytes(free: Planned) -> int:
-    """A peak below which no order of results over dying values, and no fewer rows of the loop at the peak, bring it."""
-    ops = zip(free.source.graph.ops, free.source.bsyms, strict=True)
-    rows_bytes = max((op.scratch_bytes for op, bsym in ops if is_chunk_loop(bsym)), default=0)
-    return min(free.peak_bytes, free.plan.overwritten_peak_bytes or free.peak_bytes) - rows_bytes
+def _rows_bytes(planned: Planned) -> int:
+    """The most bytes by which fewer rows can lower a peak: what a loop holds. On a CPU rows stay as they are."""
+    ops = zip(planned.source.graph.ops, planned.source.bsyms, strict=True)
+    loops = (op for op, bsym in ops if is_chunk_loop(bsym) and loop_of(bsym).plan.device.startswith("cuda"))
+    return max((op.scratch_bytes for op in loops), default=0)
 
 
 def _price(found: tuple[Planned, PartitionChoice], with_loops: bool) -> tuple[float, int]:

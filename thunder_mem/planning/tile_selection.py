@@ -33,7 +33,7 @@ __all__ = ["TileVariants", "lower_plan"]
 # Tiles repeat no work, but every tile reads the weights again and adds to their gradients. By default they may take
 # this share of the program's modelled time.
 _FREE_TIME = 0.01
-# Other tiles are planned only where all of them lower the peak by this share, for which a user would wait.
+# Planning with other tiles takes as long again, so all tiles must lower the peak by this share.
 _LEAST_GAIN = 0.02
 
 Variant = tuple[TraceCtx, tuple[Decision, ...]]

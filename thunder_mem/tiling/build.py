@@ -249,12 +249,12 @@ def _least_rows(region: Region, head: Head) -> int:
 
 
 def _block_rows(head: Head, chunk_rows: int, row_scratch: int, least_rows: int, asked: bool) -> int:
-    """Rows of a block between the products: temporaries take at most a tenth of the chunk's logits, or 128 KiB.
+    """Rows of a block on a CPU, between the products: temporaries take at most a tenth of the chunk's logits.
 
-    On a CPU they may take a 16th of all logits up to 512 KiB, because smaller blocks work no longer than the calls
-    themselves take. That does not apply to chunks that the user set, which are most of the peak. Other chunks have four
-    blocks at least, because they grow and shrink by whole blocks. A divisor of the chunk is preferred, so that few
-    distinct block sizes exist.
+    They may always take 128 KiB, and a 16th of all logits up to 512 KiB, because smaller blocks work no longer than the
+    calls themselves take. The 16th does not apply to chunks that the user set, which are most of the peak. Other chunks
+    have about four blocks, unless products inside a block need more rows: they grow and shrink by whole blocks. A
+    divisor of the chunk is preferred, so that few distinct block sizes exist.
     """
     share_bytes = 0 if asked or not head.device.startswith("cpu") else head.n * head.row_bytes // 16
     allowed_bytes = max(1 << 17, chunk_rows * head.row_bytes // 10, min(1 << 19, share_bytes))

@@ -75,11 +75,13 @@ class OtherTiles:
             share: of the time that `loops` take beyond whole stretches, what is to be saved.
             room: gives for each of them, by name, the bytes that the program has room for while it runs.
         """
-        if not self.loops:
+        if not self.loops or share >= 1:
             return
         whole = whole_off_peak(self.loops, room(), share)
         off_peak = () if whole is None else (TileChoice(off_peak=frozenset(self.results[name] for name in whole)),)
-        choices = {self._effect(choice): choice for choice in chain(off_peak, cheaper_choices(self.loops, share))}
+        choices = dict[object, TileChoice]()
+        for choice in chain(off_peak, cheaper_choices(self.loops, share)):
+            choices.setdefault(self._effect(choice), choice)
         for choice in choices.values():
             variant = self._variant(choice)
             if variant.loops:
