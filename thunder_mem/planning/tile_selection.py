@@ -35,6 +35,8 @@ __all__ = ["TileVariants", "lower_plan"]
 _FREE_TIME = 0.01
 # Planning with other tiles takes as long again, so all tiles must lower the peak by this share.
 _LEAST_GAIN = 0.02
+# Under a budget, what other tiles must be able to save of what would make them a percent faster than the best plan.
+_WORTH_TRYING = 0.5
 
 Variant = tuple[TraceCtx, tuple[Decision, ...]]
 """A joint trace as Thunder has it, before fusion, and the decisions about it."""
@@ -212,7 +214,7 @@ def plans_in_budget(
     if with_tiles is not None and with_tiles.fits and (best_s := _best_seconds(plans)) > enough_s:
         tiles_s = _free_seconds(with_tiles) - _free_seconds(without)
         excess_s = with_tiles.final_seconds - best_s / (1 + _FREE_TIME)
-        for other in faster(with_tiles, excess_s / max(tiles_s, excess_s)):
+        for other in faster(with_tiles, _WORTH_TRYING * excess_s / max(tiles_s, excess_s)):
             if not other.fits:
                 continue
             plans.append(other)
