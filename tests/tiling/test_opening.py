@@ -98,6 +98,18 @@ PROGRAMS = (
 )
 
 
+@pytest.mark.parametrize("fn", [rms_head, layer_norm_head, two_heads])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norms_weight_is_repeated_for_its_rows_inside(fn, dtype):
+    args = inputs(dtype)
+    compiled = thunder.jit(fn, executors=[], transforms=[ChunkLossHead(rows=100)])
+    compiled(*args)
+    plan = loop_of_head(compiled)
+    by_rows = [plan.inputs[i].shape for i in plan.opening.sides if plan.inputs[i].sharding.split]
+    whole = [plan.inputs[i].shape for i in plan.opening.sides if not plan.inputs[i].sharding.split]
+    assert by_rows == [(N, D)] and all(D in shape and N not in shape for shape in whole)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", PROGRAMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

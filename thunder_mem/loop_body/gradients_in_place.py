@@ -1,8 +1,8 @@
 """Write the gradient of a block's logits over the logits, so that no other value of their size exists.
 
-So a block may be large at no cost in memory, and the host starts few kernels. A block's program owns
-its logits, so a region may write their gradient over them, as over other dying values (`rewrites/buffer_reuse.py`). The
-bytes and kernels of a block are read from its final trace, as for a whole program.
+So a block may be large at no cost in memory, and the host starts few kernels. A block's program owns its logits, so a
+region may write their gradient over them, as over other dying values (`rewrites/buffer_reuse.py`). The bytes and
+kernels of a block are read from its final trace, as for a whole program.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.memory.device_models import DeviceModel
 from thunder_mem.sharding.propagation import local_shape
 
-__all__ = ["extra_seconds", "priced", "tile_seconds"]
+__all__ = ["extra_seconds", "kernel_seconds", "priced", "tile_seconds"]
 
 # Of a cache, for what was just written: the rest holds what the same kernel read.
 _CACHED = 0.5
@@ -54,9 +54,13 @@ def tile_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> float:
         body: a tile, with gradients or without.
         device: the device with the rates.
     """
-    kernels = replace(device, launch_s=0.0) if plan.device.startswith("cuda") else device
     alone_s = sum(product_seconds(plan, i, depth, device) for i, depth in _products(plan, body).items())
-    return trace_seconds(body.trace, kernels) + alone_s + sum(extra_seconds(plan, body, device))
+    return kernel_seconds(body, device) + alone_s + sum(extra_seconds(plan, body, device))
+
+
+def kernel_seconds(body: Body, device: DeviceModel) -> float:
+    """Seconds of the device for the kernels of a block; on a GPU the host's calls are counted apart."""
+    return trace_seconds(body.trace, device if device.name == "cpu" else replace(device, launch_s=0.0))
 
 
 def extra_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> tuple[float, float]:

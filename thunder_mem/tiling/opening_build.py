@@ -13,10 +13,10 @@ from thunder_mem.chunk_loop.plan import LoopPlan, Opening, Spec
 from thunder_mem.chunk_loop.price import opening_calls
 from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.run import ChunkLoop
-from thunder_mem.costs.plan_time import trace_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
 from thunder_mem.loop_body.region import Region
+from thunder_mem.loop_sizes.tile_price import kernel_seconds
 from thunder_mem.tiling.build import Blocks, spec_of
 
 __all__ = ["with_opening", "with_smaller_opening"]
@@ -111,8 +111,6 @@ def _cpu_rows(plan: LoopPlan, probe: Body) -> int:
 
 
 def _row_seconds(plan: LoopPlan, bodies: Mapping[int, Body]) -> float:
-    """Seconds of the device for a row; on a GPU the host's calls are counted apart."""
-    device = device_model_of(torch.device(plan.device))
-    kernels = replace(device, launch_s=0.0) if plan.device.startswith("cuda") else device
+    """Seconds of the device's kernels for a row."""
     body = bodies[max(bodies)]
-    return trace_seconds(body.trace, kernels) / body.rows
+    return kernel_seconds(body, device_model_of(torch.device(plan.device))) / body.rows
