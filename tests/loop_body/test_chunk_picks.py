@@ -73,6 +73,42 @@ def test_one_region_makes_the_gradient_from_the_logits(monkeypatch):
         compiled(x, w, t + 4001)
 
 
+def smoothed(x, w, t):
+    return F.cross_entropy(F.linear(x, w), t, label_smoothing=0.1)
+
+
+def test_equal_values_are_multiplied_instead_of_added(monkeypatch):
+    """Of a smoothed loss two sums along the vocabulary remain: of the exponentials and of the log-probabilities."""
+    monkeypatch.setattr("thunder_mem.regions.compiled_region._compile", lambda unfused, args: unfused)
+    x, w = torch.randn(37, 8).requires_grad_(), torch.randn(4001, 8).requires_grad_()
+    t = torch.randint(0, 4001, (37,))
+    compiled, _ = fused(smoothed)
+    got, want = compiled(x, w, t), smoothed(x.double(), w.double(), t)
+    assert len(wide_sums_of(compiled, 4001)) == 2
+    for mine, exact in zip(torch.autograd.grad(got, (x, w)), torch.autograd.grad(want, (x, w)), strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_a_smoothed_loss_in_fused_chunks_is_as_exact_as_eager():
+    """A fused sum of 4,096 equal values, added one after the other, was fifteen times as far from float64."""
+    gen = torch.Generator().manual_seed(0)
+    x, w = torch.randn(512, 64, generator=gen), torch.randn(4096, 64, generator=gen) * 0.3
+    t = torch.randint(0, 4096, (512,), generator=gen)
+
+    def errors(fn):
+        args = x.clone().requires_grad_(), w.clone().requires_grad_()
+        exact = x.double().requires_grad_(), w.double().requires_grad_()
+        got = torch.autograd.grad(fn(*args, t), args)
+        want = torch.autograd.grad(smoothed(*exact, t), exact)
+        return [((g - e).norm() / e.norm()).item() for g, e in zip(got, want, strict=True)]
+
+    compiled, transform = fused(smoothed, chunks=4)
+    for ours, eager in zip(errors(compiled), errors(smoothed), strict=True):
+        assert ours < eager
+    assert len(transform.record.loops) == 1
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["open", "fused"])
 @pytest.mark.parametrize(
