@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from thunder_mem.memory.device_bytes import host_bytes
-from thunder_mem.optimizer.update import is_update, rehearsal_now, rehearsed
+from thunder_mem.optimizer.update import finishes_update, is_update, rehearsal_now, rehearsed
 from thunder_mem.runtime.host_transfers import is_transfer
 from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.source_lines import place_of
@@ -313,8 +313,7 @@ def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, ru
             f"cannot follow the memory of {bsym.sym.name} ({place_of(bsym) or 'no source line'}): "
             f"{type(error).__name__}: {error}"
         ) from error
-    rehearsal = rehearsal_now() if is_update(bsym) else None
-    if rehearsal is not None and rehearsal.waits:
+    if is_update(bsym) and rehearsal_now().waits:
         ran = Ran(0)
     outputs = _tensor_outputs(bsym, env)
     allocated_bytes = sum(ledger.add(name, tensor, "computed") for name, tensor in outputs)
@@ -328,8 +327,8 @@ def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, ru
         launches=ran.launches,
         bsym=bsym,
     )
-    if rehearsal is not None:
-        rehearsal.finish()
+    if finishes_update(bsym):
+        rehearsal_now().finish()
     if unnamed:
         ledger.sweep(unnamed)
     return None

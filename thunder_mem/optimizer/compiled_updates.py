@@ -204,6 +204,17 @@ class CompiledUpdates:
             if self._first is not None and not backward.wait:
                 self._first.used.add(updates)
 
+    def steps_now(self, updates: Updates, index: int) -> bool:
+        """Whether `update` will step that parameter, and neither look at its gradient nor let it wait.
+
+        Raises:
+            RuntimeError: as `update`.
+        """
+        if self._measuring:
+            return False
+        backward = self._running(updates)
+        return index in backward.left and index not in backward.wait | backward.unasked
+
     def _running(self, updates: Updates) -> _Backward:
         """The backward of these updates that runs now."""
         backward = self._backward or self._begin(updates)

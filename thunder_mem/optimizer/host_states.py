@@ -32,13 +32,14 @@ from thunder_mem.optimizer.one_parameter import (
     Part,
     copied,
     group_of,
+    in_place_of,
     own_gradient,
     single_tensor,
     slices_of,
     step_alone,
     step_part,
 )
-from thunder_mem.runtime.host_transfers import end_copy, host_like, start_copy
+from thunder_mem.runtime.host_transfers import host_like, start_copy, wait_for
 
 __all__ = ["is_large", "load_on_host", "move_to_host", "settle", "step_each", "step_from_host", "step_with"]
 
@@ -84,7 +85,7 @@ def step_from_host(
         travels.send(own, part)
     travels.settle()
     if travels.states or p in optimizer.state:
-        optimizer.state[p] = travels.states
+        optimizer.state[p] = travels.states if parts == [None] else travels.states_in_place()
 
 
 class _Travels:
@@ -134,16 +135,23 @@ class _Travels:
             start_copy(target, v, to_host=True)
             self._leaving.append((target, v))
 
+    def states_in_place(self) -> dict[str, Any]:
+        """`states` after the last slice, with numbers in the memory that they had before."""
+        return {
+            name: v if name in self._hosts else in_place_of(self._before.get(name), v)
+            for name, v in self.states.items()
+        }
+
     def settle(self) -> None:
         """Work that is asked of the device from now on runs after all that was sent."""
         for target, _ in self._leaving:
-            end_copy(target)
+            wait_for(target)
         self._leaving.clear()
 
 
 def _end_copies(own: dict[str, torch.Tensor]) -> None:  # whose loop keeps no tensor alive
     for target in own.values():
-        end_copy(target)
+        wait_for(target)
 
 
 def _of(part: Part | None, t: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ __all__ = [
     "bare_copy",
     "copied",
     "group_of",
+    "in_place_of",
     "on_any_device",
     "own_gradient",
     "runs_by_slices",
@@ -182,7 +183,7 @@ def _step_by_slices(
                 state[name] = torch.empty_like(p, dtype=v.dtype, requires_grad=False)
             if v.untyped_storage()._cdata != (target := part(state[name])).untyped_storage()._cdata:
                 target.copy_(v)
-    state.update(numbers)
+    state.update({name: in_place_of(before.get(name), v) for name, v in numbers.items()})
 
 
 def _is_like(v: Any, p: torch.Tensor) -> bool:
@@ -192,6 +193,14 @@ def _is_like(v: Any, p: torch.Tensor) -> bool:
 def copied(v: Any) -> Any:
     """A number of the state for one slice, which the step may change in place."""
     return v.clone() if isinstance(v, torch.Tensor) else v
+
+
+def in_place_of(before: Any, after: Any) -> Any:
+    """A number of the state after a step by slices, in the memory that it had before, as without slices."""
+    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)):
+        return after
+    same = (before.shape, before.dtype, before.device) == (after.shape, after.dtype, after.device)
+    return before.copy_(after) if same else after
 
 
 def step_part(

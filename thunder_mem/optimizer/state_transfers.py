@@ -24,7 +24,7 @@ class StateTransfers:
     Attributes:
         link_s: seconds of all copies, both ways added.
         exposed_s: seconds by which they prolong the step: the two ways overlap, and the next slice's fetch runs
-            beside a step.
+            beside a step. In a plan only what no other work hides either (`rewrites/update_scheduling.py`).
         update_s: seconds of the updates, copies included.
         on_host_s: what the updates would take on the host's CPU instead.
     """

@@ -50,7 +50,9 @@ class StepInBackward(CompiledUpdates, Optimizer):
         states: "device", or "host": the tensors of the optimizer's state that are as large as their parameter are in
             the host's memory, pinned for a GPU. Each update fetches them slice by slice and sends them back, at most
             two slices of 16 MiB (4 MiB on a CPU) of each on the device at once. Optimizers that do not update each
-            element by itself take the states of one whole parameter at a time.
+            element by itself take the states of one whole parameter at a time. On a GPU updates run beside the
+            backward, as far as the peak or the budget has room for gradients that wait; with `max_norm` or `scaler`
+            they do not.
 
     Attributes:
         wrapped: the given optimizer. Its parameter groups and state are this object's, too.

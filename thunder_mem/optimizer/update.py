@@ -6,15 +6,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import reduce
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
+from thunder.core import dtypes
 from thunder.core.dtypes import to_dtype, to_torch_dtype
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
+from torch.utils._pytree import tree_leaves
 
 from thunder_mem.optimizer.all_gradients import AllGradients
 from thunder_mem.optimizer.compiled_updates import Updates
@@ -22,6 +25,7 @@ from thunder_mem.optimizer.figures import StepFigures
 from thunder_mem.optimizer.host_states import step_with
 from thunder_mem.optimizer.one_parameter import bare_copy, group_of
 from thunder_mem.optimizer.state_transfers import StateTransfers
+from thunder_mem.runtime.host_transfers import run_beside, wait_for
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = [
@@ -30,11 +34,14 @@ __all__ = [
     "UpdateOnZeros",
     "check_arguments",
     "clip_scale",
+    "end_update",
+    "finishes_update",
     "is_update",
     "note_forward",
     "rehearsal_now",
     "rehearsed",
     "see_tangents",
+    "start_update",
     "update_of",
     "update_parameter",
 ]
@@ -51,12 +58,30 @@ class Update:
         index: of the parameter among them.
         figures: of the optimizer's step.
         transfers: of its states, if they are on the host.
+        alone: the same update where nothing runs beside it; None if it is that one.
     """
 
     def __init__(
-        self, updates: Updates, index: int, figures: StepFigures, transfers: StateTransfers | None = None
+        self,
+        updates: Updates,
+        index: int,
+        figures: StepFigures,
+        transfers: StateTransfers | None = None,
+        alone: Update | None = None,
     ) -> None:
         self.updates, self.index, self.figures, self.transfers = updates, index, figures, transfers
+        self.alone = alone
+
+    def beside(self, exposed_s: float) -> Update:
+        """The same update beside other work, which waits so many seconds for it."""
+        assert self.transfers is not None
+        transfers = replace(self.transfers, exposed_s=exposed_s)
+        return Update(self.updates, self.index, self.figures, transfers, self.alone or self)
+
+    @property
+    def flight_bytes(self) -> int:
+        """What an update beside other work holds from its start to its end; on a CPU it runs whole at its start."""
+        return self.figures.temporary_bytes if self.parameter.device.type == "cuda" else 0
 
     @property
     def label(self) -> str:
@@ -182,6 +207,44 @@ update_parameter = executor.register_operator(
 )
 
 
+def _start_meta(update: Update, p: TensorProxy, grad: TensorProxy) -> TensorProxy:
+    return TensorProxy(shape=(update.flight_bytes,), device=p.device, dtype=dtypes.uint8, requires_grad=False)
+
+
+def _start(update: Update, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    if (rehearsal := _rehearsal.get()) is not None:
+        rehearsal.update(update, p, grad, None)
+        steps = rehearsal.kind in ("step", "first") and not rehearsal.waits
+        return p.new_empty(update.flight_bytes if steps else 0, dtype=torch.uint8, requires_grad=False)
+    optimizer, own = update.updates.optimizer, update.parameter
+    flight = own.new_empty(0, dtype=torch.uint8, requires_grad=False)  # on CUDA the stream beside has its own memory
+    run = partial(optimizer.update, update.updates, update.index)
+    if not optimizer.steps_now(update.updates, update.index):
+        run(grad)
+        return flight
+    # What the step reads and may replace: the memory of a parameter, a gradient or a state must not be free too early.
+    state = tree_leaves(optimizer.wrapped.state.get(own, {}))
+    kept = (own.data, own.grad, *state, *(v for v in vars(optimizer.wrapped).values() if isinstance(v, torch.Tensor)))
+    run_beside(run, flight, grad, kept=kept)
+    return flight
+
+
+start_update = executor.register_operator("start_update", meta=_start_meta, fn=_start, tags=(OpTags.DONT_DCE,))
+"""`flight = start_update(update, p, grad)`: the update has begun, beside what is asked of the device later."""
+
+
+def _end_meta(update: Update, flight: TensorProxy, p: TensorProxy, grad: TensorProxy) -> None:
+    return None
+
+
+def _end(update: Update, flight: torch.Tensor, p: torch.Tensor, grad: torch.Tensor) -> None:
+    wait_for(flight)
+
+
+end_update = executor.register_operator("end_update", meta=_end_meta, fn=_end, tags=(OpTags.DONT_DCE,))
+"""`end_update(update, flight, p, grad)`: the update has ended, as far as what is asked of the device later can tell."""
+
+
 def _scale_meta(updates: Updates, *grads: TensorProxy) -> TensorProxy:
     dtype = reduce(torch.promote_types, (to_torch_dtype(g.dtype) for g in grads))
     dtype = torch.float32 if updates.optimizer.scaler is not None else dtype
@@ -241,7 +304,12 @@ see_tangents = executor.register_operator("see_tangents", meta=_see_meta, fn=_se
 
 def is_update(bsym: BoundSymbol) -> bool:
     """Whether the bound symbol updates a parameter."""
-    return bsym.sym is update_parameter
+    return bsym.sym is update_parameter or bsym.sym is start_update
+
+
+def finishes_update(bsym: BoundSymbol) -> bool:
+    """Whether an update has ended after the bound symbol."""
+    return bsym.sym is update_parameter or bsym.sym is end_update
 
 
 def update_of(bsym: BoundSymbol) -> Update:
@@ -250,12 +318,23 @@ def update_of(bsym: BoundSymbol) -> Update:
 
 
 def _written(bsym: BoundSymbol) -> tuple[TensorProxy, ...]:
-    return (bsym.args[1],)
+    return (bsym.args[2 if bsym.sym is end_update else 1],)
 
 
 def _scratch_bytes(bsym: BoundSymbol) -> int:
-    return update_of(bsym).figures.temporary_bytes
+    update = update_of(bsym)
+    return update.figures.temporary_bytes - (0 if update.alone is None else update.flight_bytes)
 
 
-_UPDATE = MemoryTraits(writes=_written, scratch_bytes=_scratch_bytes, last_write=True)
-declare(executor, lambda name: _UPDATE if name == "update_parameter" else PLAIN)
+def _alone(bsym: BoundSymbol) -> BoundSymbol:
+    update, *args = bsym.args
+    return bsym if update.alone is None else update_parameter.bind(update.alone, *args, output=None)
+
+
+_UPDATE = MemoryTraits(writes=_written, scratch_bytes=_scratch_bytes, last_write=True, runs=_alone)
+_TRAITS = {
+    "update_parameter": _UPDATE,
+    "start_update": replace(_UPDATE, beside="starts"),
+    "end_update": MemoryTraits(writes=_written, last_write=True, seconds=lambda *_: 0.0, beside="ends"),
+}
+declare(executor, lambda name: _TRAITS.get(name, PLAIN))

@@ -48,7 +48,7 @@ from thunder_mem.planning.program import (
     read_program,
 )
 from thunder_mem.planning.refine import refined
-from thunder_mem.planning.stages import carried_out, with_kernels
+from thunder_mem.planning.stages import carried_out, with_kernels, with_updates_beside
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.gradients_over_operands import is_written_over_operands
 from thunder_mem.rewrites.projection_in_groups import with_projections_in_groups
@@ -112,6 +112,7 @@ def checked(planned: Planned) -> Planned:
         VerificationError: the planned trace is another program.
     """
     _told(planned)
+    planned = with_updates_beside(planned)
     assert planned.arranged is not None and planned.final is not None
     program, options = planned.program, planned.program.options
     over = options.verify is None and any(map(is_written_over_operands, planned.arranged.bound_symbols))

@@ -23,12 +23,13 @@ from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak, with_rows
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.buffer_reuse import reuse_and_sort, with_reuse
 from thunder_mem.rewrites.transfer_scheduling import schedule_transfers, with_transfers
+from thunder_mem.rewrites.update_scheduling import schedule_updates
 from thunder_mem.semantics.kernel_scratch import region_scratch_bytes
 from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.emission import emit, regions_in_order
 from thunder_mem.trace.reading import TraceGraph, read_trace
 
-__all__ = ["STAGES", "Emitted", "carried_out", "with_kernels"]
+__all__ = ["STAGES", "Emitted", "carried_out", "with_kernels", "with_updates_beside"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,21 @@ def carried_out(planned: Planned, start: int, narrower_sums: bool = False) -> Pl
     if planned.fits:
         return with_rows_between_blocks(planned)
     return with_fewer_rows_at_peak(planned, enough_bytes=emitted.budget_bytes or 0, narrower_sums=narrower_sums)
+
+
+def with_updates_beside(planned: Planned) -> Planned:
+    """The plan whose updates with states on the host run beside other work, as far as its limit has room.
+
+    Args:
+        planned: a plan that was carried out.
+    """
+    assert planned.arranged is not None and planned.final is not None
+    limit_bytes = planned.plan.budget.budget_bytes if planned.plan.budget and planned.fits else planned.peak_bytes
+    device = device_model_of(device_of(planned.source))
+    if (found := schedule_updates(planned.final, device, limit_bytes, planned.fused)) is None:
+        return planned
+    arranged, final = found.applied(planned.arranged), found.applied(planned.final)
+    return replace(planned, plan=planned.plan.after(peaks=found.peaks), arranged=arranged, final=final)
 
 
 def with_kernels(plan: Plan, source: TraceGraph) -> Plan:

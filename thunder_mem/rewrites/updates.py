@@ -116,7 +116,7 @@ def about_states(trace: TraceCtx) -> tuple[Decision, ...]:
         f"{times.exposed_s * 1e3:.3g} ms of them not hidden behind other work"
     )
     if updates[0].parameter.device.type == "cuda":
-        how += f". So they take {times.update_s * 1e3:.3g} ms; on the host's CPU {times.on_host_s * 1e3:.3g} ms"
+        how += f". So they last {times.update_s * 1e3:.3g} ms; on the host's CPU {times.on_host_s * 1e3:.3g} ms"
     return (Decision("optimizer states", how, "host", 0, nbytes),)
 
 

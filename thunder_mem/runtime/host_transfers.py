@@ -1,19 +1,20 @@
-"""Transfers of tensors to the host and back: four symbols and their runtime.
+"""Transfers of tensors to the host and back: four symbols and their runtime. Also other work beside the device's own.
 
 `offload` starts a copy to the host and `offload_wait` ends it. Only then may the tensor's memory be reused, so
 `offload_wait` also takes the tensor, which keeps it alive. `prefetch` makes a new tensor on the device and starts the
 copy into it; `prefetch_wait` returns it filled. Operations between start and wait run beside the copy. So a value lives
 exactly where the trace says, and nothing depends on the allocator's `record_stream`.
 
-On CUDA copies run between the device and pinned memory, on two side streams per device: one for copies to the host and
-one for copies back, because the link takes both ways at once. On a CPU the copies save nothing, but they are real, into
-memory that is not PyTorch's. So all of this is tested and measured without a GPU.
+On CUDA copies run between the device and pinned memory. Each stream that asks for copies has two side streams for them:
+one for copies to the host and one for copies back, because the link takes both ways at once. On a CPU the copies save
+nothing, but they are real, into memory that is not PyTorch's. So all of this is tested and measured without a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = [
-    "end_copy",
     "host_like",
     "is_transfer",
     "mem_offload_ex",
@@ -35,37 +35,45 @@ __all__ = [
     "offloaded_names",
     "prefetch",
     "prefetch_wait",
+    "run_beside",
     "start_copy",
+    "wait_for",
 ]
 
 mem_offload_ex = OperatorExecutor("mem_offload", version="0.1")
 """Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
 
-# A copy in flight, as an attribute of its target tensor; the trace keeps that very object.
+# A copy or other work in flight, as an attribute of its target or handle; the trace keeps that very object.
 _IN_FLIGHT = "_thunder_mem_in_flight"
 
 
 class _InFlight:
-    """A copy for which the device's current stream has not waited yet.
+    """Work on another stream, for which the device's current stream has not waited yet.
 
-    If the target is deleted earlier, because of an error, its memory is not reused before the copy ends.
+    If the tensor that carries it is deleted earlier, because of an error, no memory of the work is reused before it
+    ends.
     """
 
-    def __init__(self, device: torch.device, copied: torch.cuda.Event) -> None:
-        self.device = device
-        self.copied: torch.cuda.Event | None = copied
+    def __init__(self, device: torch.device, ended: torch.cuda.Event | None, kept: Sequence[Any] = ()) -> None:
+        self.device, self.ended, self.kept = device, ended, kept
 
     def wait(self) -> None:
-        if self.copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.copied)
-            self.copied = None
+        if self.ended is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.ended)
+        self.ended, self.kept = None, ()
 
     def __del__(self) -> None:
         self.wait()
 
 
 @cache
-def _side_stream(device: torch.device, to_host: bool) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, to_host: bool, of: int) -> torch.cuda.Stream:
+    """The stream for copies of one direction, which the work of stream `of` asks for."""
+    return torch.cuda.Stream(device)
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
@@ -74,9 +82,10 @@ def _copies_beside(t: torch.Tensor) -> bool:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, to_host: bool) -> None:
-    """Start a copy on its direction's own stream, after all earlier work."""
-    side = _side_stream(device, to_host)
-    side.wait_stream(torch.cuda.current_stream(device))
+    """Start a copy on its direction's own stream, after all earlier work of the current stream."""
+    current = torch.cuda.current_stream(device)
+    side = _side_stream(device, to_host, current.stream_id)
+    side.wait_stream(current)
     with torch.cuda.stream(side):
         target.copy_(source, non_blocking=True)
     setattr(target, _IN_FLIGHT, _InFlight(device, side.record_event()))
@@ -85,7 +94,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, to_h
 def start_copy(target: torch.Tensor, source: torch.Tensor, *, to_host: bool) -> None:
     """Start a copy from a device to the host, or back, beside the work that is asked of the device later.
 
-    It runs after all work that was asked of the device before. Until `end_copy(target)` the caller keeps both ends,
+    It runs after all work that was asked of the device before. Until `wait_for(target)` the caller keeps both ends,
     and neither changes them nor reads the target.
     """
     on_device = source if to_host else target
@@ -95,10 +104,32 @@ def start_copy(target: torch.Tensor, source: torch.Tensor, *, to_host: bool) -> 
         target.copy_(source)
 
 
-def end_copy(target: torch.Tensor) -> None:
-    """Work that is asked of the device from now on runs after the copy into `target`."""
-    if (copy := vars(target).pop(_IN_FLIGHT, None)) is not None:
-        copy.wait()
+def wait_for(t: torch.Tensor) -> None:
+    """Work that is asked of the device from now on runs after the copy into `t`, or the work whose handle it is."""
+    if (work := vars(t).pop(_IN_FLIGHT, None)) is not None:
+        work.wait()
+
+
+def run_beside(work: Callable[..., None], handle: torch.Tensor, *tensors: torch.Tensor, kept: Sequence[Any]) -> None:
+    """Run `work(*tensors)`; on CUDA on a stream of its own, after all work that was asked of the device before.
+
+    Its copies have streams of their own as well, so other copies do not wait for them. Until `wait_for(handle)` the
+    caller keeps `tensors`, and nothing else changes or reads what the work writes.
+
+    Args:
+        kept: what the work uses and the CPU may let go meanwhile; it stays until `wait_for`.
+    """
+    if not _copies_beside(handle):
+        work(*tensors)
+        setattr(handle, _IN_FLIGHT, _InFlight(handle.device, None, kept))
+        return
+    side = _stream_beside(handle.device)
+    side.wait_stream(torch.cuda.current_stream(handle.device))
+    try:
+        with torch.cuda.stream(side):
+            work(*tensors)
+    finally:
+        setattr(handle, _IN_FLIGHT, _InFlight(handle.device, side.record_event(), kept))
 
 
 def host_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -130,7 +161,7 @@ def _offload_wait_meta(host: TensorProxy, t: TensorProxy, forward: TensorProxy) 
 
 
 def _offload_wait(host: torch.Tensor, t: torch.Tensor, forward: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    end_copy(host)
+    wait_for(host)
     return host, forward
 
 
@@ -149,7 +180,7 @@ def _prefetch_wait_meta(t: TensorProxy) -> TensorProxy:
 
 
 def _prefetch_wait(t: torch.Tensor) -> torch.Tensor:
-    end_copy(t)
+    wait_for(t)
     return t
 
 

@@ -68,6 +68,8 @@ class MemoryTraits:
         random: "saves" the generator's state before it draws, or "replays" from one and so only computes.
         products: it runs matrix products inside.
         transfers: it moves a tensor between device and host, beside other work.
+        beside: it "starts" work beside what follows, and its result is a handle; or it "ends" that work, and takes the
+            handle and everything that the work uses.
         takes_apart: the region runs the operations of a composite one by one.
     """
 
@@ -85,6 +87,7 @@ class MemoryTraits:
     products: bool = False
     random: Literal["", "saves", "replays"] = ""
     transfers: bool = False
+    beside: Literal["", "starts", "ends"] = ""
     takes_apart: bool = False
 
 

@@ -43,7 +43,7 @@ class Numbers:
     number_of: dict[Hashable, int] = field(default_factory=dict)
     name_of: list[str] = field(default_factory=list)
     parts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # per composite, its results as its parts make them
-    effects: dict[int, Effects] = field(default_factory=dict)
+    effects: dict[int, tuple[Effects, BoundSymbol]] = field(default_factory=dict)  # by the bound symbol's identity
 
     def number(self, content: Hashable, name: str) -> int:
         number = self.number_of.setdefault(content, len(self.name_of))
@@ -53,9 +53,9 @@ class Numbers:
 
     def effects_of(self, bsym: BoundSymbol) -> Effects:
         # Most bound symbols stand in both traces.
-        if (effects := self.effects.get(id(bsym))) is None:
-            effects = self.effects[id(bsym)] = effects_of(bsym)
-        return effects
+        if (known := self.effects.get(id(bsym))) is None:
+            known = self.effects[id(bsym)] = effects_of(bsym), bsym
+        return known[0]
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class _Run:
         self.overwritten: dict[str, str] = {}  # names whose memory has another content, and what wrote it
         self.noted: dict[int, tuple[Hashable, int]] = {}  # a generator's state: the draw from it, and its number
         self.away: dict[str, str] = {}  # names that only one transfer may use, and that transfer
+        self.beside: dict[str, BoundSymbol] = {}  # handles of work that runs beside, and what it is
 
     def outcome(self) -> Outcome:
         arguments = proxies_in((self.trace.args, self.trace.kwargs))
@@ -120,8 +121,11 @@ class _Run:
         if result.sym.id is not PrimIDs.RETURN:
             raise VerificationError(f"the trace ends with {result.sym.name} and not with its return")
         for bsym in body:
+            self._check_beside(bsym)
             self._take(bsym)
             self._forget_overwritten(bsym)
+        if self.beside:
+            raise VerificationError(f"{next(iter(self.beside))}, which runs beside other work, never ends")
         return Outcome(
             returned=tuple(self._content(x) for x in tree_flatten_with_dataclass((result.args, result.kwargs))[0]),
             arguments={p.name: self._state(p.name) for p in arguments if self.aliases(p.name) in self.written},
@@ -191,6 +195,12 @@ class _Run:
     def _execute(self, bsym: BoundSymbol) -> None:
         if bsym.sym.id in _NO_VALUES:
             return
+        if traits_of(bsym).beside == "starts":
+            self._start(bsym)
+            return
+        if traits_of(bsym).beside == "ends":
+            self._end(bsym)
+            return
         if traits_of(bsym).transfers:
             self._transfer(bsym)
             return
@@ -203,6 +213,33 @@ class _Run:
             self._note(bsym)
             return
         self._number(traits_of(bsym).runs(bsym) if traits_of(bsym).in_place else bsym)
+
+    def _start(self, bsym: BoundSymbol) -> None:
+        """An operation that runs beside the next ones, and a handle of it."""
+        handle = bsym.output
+        number = self._number(traits_of(bsym).runs(bsym))
+        self._define(handle.name, self.numbers.number(("handle", number), handle.name), bsym)
+        self.beside[handle.name] = bsym
+
+    def _end(self, bsym: BoundSymbol) -> None:
+        """The end of what runs beside; only then its memory may be released, and so the end takes all of it."""
+        handle, *kept = bsym.flat_proxy_args
+        start = self.beside.pop(handle.name, None)
+        if start is None or [p.name for p in start.flat_proxy_args] != [p.name for p in kept]:
+            raise VerificationError(f"{bsym.sym.name} of {handle.name} is not the end of what began it")
+
+    def _check_beside(self, bsym: BoundSymbol) -> None:
+        """Check that an operation leaves alone what other work reads or writes beside it."""
+        ended = {p.name for p in bsym.flat_proxy_args} if traits_of(bsym).beside == "ends" else ()
+        for handle, start in self.beside.items():
+            if handle in ended:
+                continue
+            theirs = {self.aliases(p.name) for p in start.flat_proxy_args}
+            changed = {self.aliases(name) for name in self.numbers.effects_of(start).writes}
+            touched = {self.aliases(p.name) for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
+            written = {self.aliases(name) for name in self.numbers.effects_of(bsym).writes}
+            if touched & changed or written & theirs:
+                raise VerificationError(f"{bsym.sym.name} uses what {handle} does beside it")
 
     def _note(self, bsym: BoundSymbol) -> None:
         """A draw that returns its generator's state: the draw, and a value for the state."""
