@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import thunder
@@ -12,9 +13,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.loss_head import Head, eager, make_inputs, ours, step
-from thunder_mem import MemEfficient, estimate, last_plan, measure_peak, predict, simulate
+from thunder_mem import MemEfficient, StepInBackward, estimate, last_plan, measure_peak, predict, predict_step, simulate
 from thunder_mem.memory.device_specs import DEVICES, device_spec
 from thunder_mem.prediction.library_memory import cublas_workspace_bytes
+from thunder_mem.prediction.training_step import training_step
 from thunder_mem.regions.fusion_executors import fuser_of, with_fuser
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "predicted_head",
     "predicted_workspace",
     "retain_graph",
+    "states_on_host",
     "workspace",
 ]
 
@@ -125,12 +128,7 @@ def offload() -> dict[str, Any]:
     tight = compiled(last_plan(smallest).candidate.peak_bytes - 1, offload=True)
     run(tight)
     budget = last_plan(tight).budget
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run(tight)
-        torch.cuda.synchronize()
-    events = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() or ()]
-    copies = [(a, b) for name, a, b in events if name.startswith(("Memcpy DtoH", "Memcpy HtoD"))]
-    kernels = [(a, b) for name, a, b in events if not name.startswith(("Memcpy", "Memset"))]
+    copies, kernels = _timed(lambda: run(tight))
     return {
         "budget_bytes": last_plan(tight).budget.peak_bytes,
         "without_offload_bytes": last_plan(smallest).candidate.peak_bytes,
@@ -142,6 +140,54 @@ def offload() -> dict[str, Any]:
         "hidden_share": hidden_share(copies, kernels),
         "right": len(copies) == 2 * len(budget.offloaded) > 0,
     }
+
+
+def _timed(run: Callable[[], object]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """When each copy between device and host, and each kernel, begins and ends, in microseconds."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() or ()]
+    copies = [(a, b) for name, a, b in events if name.startswith(("Memcpy DtoH", "Memcpy HtoD"))]
+    kernels = [(a, b) for name, a, b in events if not name.startswith(("Memcpy", "Memset"))]
+    return copies, kernels
+
+
+def states_on_host(device: str) -> dict[str, Any]:
+    """AdamW's states on the host and updates beside the backward, compared bit for bit with states on the device.
+
+    On a GPU the share of copies that other work hides is measured, and the peak of a step beside the predicted one.
+    """
+    on_gpu = device == "cuda"
+    width, rows = (4096, 16384) if on_gpu else (64, 256)
+    x = torch.randn(rows, width, device=device, generator=torch.Generator(device).manual_seed(1))
+    found: dict[str, list[torch.Tensor]] = {}
+    for states in ("device", "host"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(width, width), nn.GELU()))).to(device)
+        optimizer = StepInBackward(torch.optim.AdamW(model.parameters()), states=states)
+        transform = MemEfficient(strict=True, verify=True, optimizer=optimizer)
+        step = thunder.jit(model, executors=_executors("mem_pointwise"), transforms=[transform])
+        run = partial(training_step, step, optimizer, _mean_square, x)
+        for _ in range(5):
+            run()
+        found[states] = [p.detach().clone() for p in model.parameters()]
+    same = all(map(torch.equal, found["device"], found["host"]))
+    predicted = predict_step(step, optimizer, _mean_square, x)
+    result = {"same": same, "predicted_bytes": predicted.measured_bytes, "right": same}
+    if on_gpu:
+        copies, kernels = _timed(run)
+        result |= {
+            "peak_above_start_bytes": measure_peak(run, device="cuda"),
+            "copies_us": sum(end - begin for begin, end in copies),
+            "hidden_share": hidden_share(copies, kernels),
+            "predicted_hidden_share": 1 - predicted.state_transfers.exposed_s / predicted.state_transfers.link_s,
+        }
+    return result
+
+
+def _mean_square(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
 
 
 def hidden_share(copies: Sequence[tuple[float, float]], work: Sequence[tuple[float, float]]) -> float:

@@ -26,8 +26,9 @@ STEPS = (
     Step("head", "a head of 16,384 x 32,000 at several sizes of blocks, beside eager", 5, ("cuda", "simulate")),
     Step("workspace", "what one product adds: cuBLAS's workspace", 2, ("cuda", "simulate")),
     Step("longchat", "longchat, 2 layers: every compiler, reuse on and off", 10, ("cuda",)),
-    Step("predictions", "what is predicted for longchat, beside what was measured", 10, ("cuda", "simulate")),
-    Step("offload", "offloading, and how much of its copies other work hides", 5, ("cuda",)),
+    Step("predictions", "what is predicted for longchat, beside what was measured", 8, ("cuda", "simulate")),
+    Step("offload", "offloading, and how much of its copies other work hides", 4, ("cuda",)),
+    Step("states", "an optimizer's states on the host, and updates beside the backward", 3, ("cuda", "cpu")),
     Step("retain_graph", "two backwards of one graph, with reuse", 2, ("cuda", "cpu")),
     Step("matrix", "the matrix of models and compilers, as far as time is left", None, ("cuda",)),
 )

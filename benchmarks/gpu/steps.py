@@ -124,6 +124,7 @@ PARTS: dict[str, Callable[[Context], dict[str, Part]]] = {
     "longchat": _longchat,
     "predictions": _predictions,
     "offload": lambda context: {"offload": probes.offload},
+    "states": lambda context: {"states": functools.partial(probes.states_on_host, context.device)},
     "retain_graph": lambda context: {"retain_graph": functools.partial(probes.retain_graph, context.device)},
     "matrix": _matrix,
 }
