@@ -401,8 +401,16 @@ def wrapped(p):
 @pytest.mark.parametrize(
     "make, error, words",
     [
-        (lambda p: StepInBackward(torch.optim.SGD([p]), states="disk"), ValueError, "'device' or 'host', not 'disk'"),
-        (lambda p: StepInBackward(torch.optim.SGD([p]), states=None), ValueError, "'device' or 'host', not None"),
+        (
+            lambda p: StepInBackward(torch.optim.SGD([p]), states="disk"),
+            ValueError,
+            "'device', 'host' or 'auto', not 'disk'",
+        ),
+        (
+            lambda p: StepInBackward(torch.optim.SGD([p]), states=None),
+            ValueError,
+            "'device', 'host' or 'auto', not None",
+        ),
         (lambda p: StepInBackward(torch.optim.SGD([wrapped(p)]), states="host"), TypeError, "takes plain parameters"),
     ],
 )

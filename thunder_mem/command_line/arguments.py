@@ -240,10 +240,10 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             )
             program.add_argument(
                 "--states",
-                choices=("device", "host"),
+                choices=("device", "host", "auto"),
                 default="device",
                 help="with --step-in-backward: keep the optimizer's states on the device (default), or in the host's "
-                "memory, from where each update fetches them",
+                "memory, from where each update fetches them, or where a budget that counts them has room",
             )
             program.add_argument(
                 "--accumulate",

@@ -25,7 +25,7 @@ class Question:
         plain: compile with Thunder alone.
         optimizer: name of one of torch.optim; None: the program's own, if it has one.
         step_in_backward: the backward that `MemEfficient` plans updates the parameters.
-        states: where the optimizer's states are then, "device" or "host".
+        states: where the optimizer's states are then, "device", "host" or "auto".
         loss: "sum" or "mean", if the program has no loss of its own.
         accumulate: microbatches of a step.
         inference: no gradients.

@@ -21,10 +21,10 @@ def stepper_of(program: Program, question: Question) -> torch.optim.Optimizer | 
         raise UsageError("--inference has no training step: leave the optimizer out")
     if question.plain:
         return optimizer.wrapped if isinstance(optimizer, StepInBackward) else optimizer
-    if question.states == "host" and isinstance(optimizer, StepInBackward) and optimizer.states != "host":
-        raise UsageError("the program has a StepInBackward already: give it states='host' itself")
-    if question.states == "host" and not question.step_in_backward:
-        raise UsageError("--states host is for updates in the backward: give --step-in-backward, too")
+    if question.states != "device" and isinstance(optimizer, StepInBackward) and optimizer.states != question.states:
+        raise UsageError(f"the program has a StepInBackward already: give it states={question.states!r} itself")
+    if question.states != "device" and not question.step_in_backward:
+        raise UsageError(f"--states {question.states} is for updates in the backward: give --step-in-backward, too")
     if not question.step_in_backward or isinstance(optimizer, StepInBackward):
         return optimizer
     if optimizer is None:

@@ -12,8 +12,8 @@ from thunder_mem.optimizer.one_parameter import unchanging
 
 __all__ = ["STATES", "check_clipping", "check_optimizer", "check_states", "check_two_pass"]
 
-STATES = ("device", "host")
-"""Where the optimizer's states may be."""
+STATES = ("device", "host", "auto")
+"""Where the optimizer's states may be; "auto" leaves that to a budget."""
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -48,7 +48,8 @@ def check_clipping(clip_value: Any, max_norm: Any) -> None:
 def check_states(states: Any) -> None:
     """Raise a ValueError for an unknown place of states; it lists the known ones."""
     if states not in STATES:
-        raise ValueError(f"states is {' or '.join(map(repr, STATES))}, not {quoted(states)}")
+        *first, last = map(repr, STATES)
+        raise ValueError(f"states is {', '.join(first)} or {last}, not {quoted(states)}")
 
 
 def check_two_pass(two_pass: Any, max_norm: Any, scaler: Any) -> None:

@@ -41,7 +41,16 @@ from thunder_mem.optimizer.one_parameter import (
 )
 from thunder_mem.runtime.host_transfers import host_like, start_copy, wait_for
 
-__all__ = ["is_large", "load_on_host", "move_to_host", "settle", "step_each", "step_from_host", "step_with"]
+__all__ = [
+    "is_large",
+    "load_on_host",
+    "move_to_host",
+    "settle",
+    "stays_on_device",
+    "step_each",
+    "step_from_host",
+    "step_with",
+]
 
 
 def step_with(states: str) -> Callable[..., None]:
@@ -198,16 +207,23 @@ def move_to_host(optimizer: Optimizer) -> None:
     Raises:
         TypeError: a parameter or a state is a tensor of another class than PyTorch's own.
     """
+    if (obstacle := stays_on_device(optimizer)) is not None:
+        raise TypeError(obstacle)
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if is_traceable_wrapper_subclass(p):
-            raise TypeError(
-                f"states='host' takes plain parameters, as fsdp of Thunder has them, not {type(p).__name__}"
-            )
         for name, v in optimizer.state.get(p, {}).items():
             if is_large(v, p):
-                if is_traceable_wrapper_subclass(v):
-                    raise TypeError(_SUBCLASS.format(type(optimizer).__name__, name, type(v).__name__))
                 optimizer.state[p][name] = _on_host(v, p, v.dtype)
+
+
+def stays_on_device(optimizer: Optimizer) -> str | None:
+    """Why an optimizer's states, as far as they exist, cannot move to the host; None if they can."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if is_traceable_wrapper_subclass(p):
+            return f"states='host' takes plain parameters, as fsdp of Thunder has them, not {type(p).__name__}"
+        for name, v in optimizer.state.get(p, {}).items():
+            if is_large(v, p) and is_traceable_wrapper_subclass(v):
+                return _SUBCLASS.format(type(optimizer).__name__, name, type(v).__name__)
+    return None
 
 
 def _on_host(v: torch.Tensor, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

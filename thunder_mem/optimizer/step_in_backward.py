@@ -22,7 +22,7 @@ from thunder_mem.optimizer.one_parameter import unhooked
 
 __all__ = ["StepInBackward"]
 
-_SETTINGS = ("wrapped", "clip_value", "max_norm", "scaler", "two_pass", "states")
+_SETTINGS = ("wrapped", "clip_value", "max_norm", "scaler", "two_pass", "states", "undecided")
 
 
 class StepInBackward(CompiledUpdates, Optimizer):
@@ -52,10 +52,13 @@ class StepInBackward(CompiledUpdates, Optimizer):
             two slices of 16 MiB (4 MiB on a CPU) of each on the device at once. Optimizers that do not update each
             element by itself take the states of one whole parameter at a time. On a GPU updates run beside the
             backward, as far as the peak or the budget has room for gradients that wait; with `max_norm` or `scaler`
-            they do not.
+            they do not. With "auto" a budget of the first program counts the states, too: they stay on the device if
+            the program fits beside them, and are on the host if it does not, or is slower. Without a budget they stay.
 
     Attributes:
         wrapped: the given optimizer. Its parameter groups and state are this object's, too.
+        states: where its states are, "device" or "host".
+        undecided: whether the first program with updates is still to decide that.
 
     Raises:
         TypeError: `optimizer` is no optimizer, or cannot update one parameter alone.
@@ -91,7 +94,8 @@ class StepInBackward(CompiledUpdates, Optimizer):
         self.max_norm = max_norm
         self.scaler = scaler
         self.two_pass = two_pass
-        self.states = states
+        self.states = "host" if states == "host" else "device"
+        self.undecided = states == "auto"
         self.use(optimizer)
 
     # ---- the optimizer for the loop around ----
@@ -193,6 +197,13 @@ class StepInBackward(CompiledUpdates, Optimizer):
             move_to_host(optimizer)
         self.wrapped = optimizer
         self._forget()
+
+    def place_states(self, states: str) -> None:
+        """Decide where the states are, "device" or "host", if that is undecided; states that exist move."""
+        if self.undecided:
+            if states == "host":
+                move_to_host(self.wrapped)
+            self.states, self.undecided = states, False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that wait for `step`, or fill them with zeros."""

@@ -102,7 +102,8 @@ class Update:
         optimizer, group = self.updates.optimizer, self.group
         options = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
         clipping = f"clip_value={optimizer.clip_value}, max_norm={optimizer.max_norm}, two_pass={optimizer.two_pass}"
-        return f"{type(optimizer.wrapped).__name__}({options}, {clipping}, states={optimizer.states})"
+        states = "device" if self.transfers is None else "host"
+        return f"{type(optimizer.wrapped).__name__}({options}, {clipping}, states={states})"
 
 
 class Rehearsal:

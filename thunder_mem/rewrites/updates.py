@@ -39,10 +39,24 @@ class Optimized:
     Attributes:
         optimizer: updates them.
         parameters: by the name of the computation's argument; several names may be one parameter.
+        states: where the optimizer's states are in this plan, "device" or "host"; None for where they are now.
     """
 
     optimizer: StepInBackward
     parameters: Mapping[str, torch.Tensor]
+    states: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the optimizer's states are, "device" or "host"."""
+        return self.states or self.optimizer.states
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the optimizer's states that are as large as their parameters, once all of them exist."""
+        figures = _Figures(self.optimizer, "device")
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        return sum(figures.of(p).state_bytes for p in parameters if p.requires_grad)
 
 
 def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
@@ -73,7 +87,7 @@ def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
     written = {memory(p.name) for p in firsts}
     with tracectx(new):
         start = len(new.bound_symbols)
-        figures = _Figures(optimized.optimizer)
+        figures = _Figures(optimized.optimizer, optimized.place)
         # A gradient that is a parameter's own memory must not change when that parameter is updated.
         totals = [
             reduce(ltorch.add, [prims.clone(grad) if memory(grad.name) in written else grad for _, grad in parts])
@@ -123,8 +137,8 @@ def about_states(trace: TraceCtx) -> tuple[Decision, ...]:
 class _Figures:
     """Figures of updates, found once for all parameters alike."""
 
-    def __init__(self, optimizer: StepInBackward) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: StepInBackward, states: str) -> None:
+        self.optimizer, self.states = optimizer, states
         self.group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self.known: dict[Any, StepFigures] = {}
 
@@ -141,12 +155,12 @@ class _Figures:
                 p.device.type,
                 clip_value=optimizer.clip_value,
                 scaled=optimizer.needs_all,
-                states=optimizer.states,
+                states=self.states,
             )
         return self.known[key]
 
     def transfers(self, p: torch.Tensor, figures: StepFigures) -> StateTransfers | None:
         """The copies of the states, if they are on the host."""
-        if self.optimizer.states != "host":
+        if self.states != "host":
             return None
         return state_transfers(figures, p.nbytes, device_model_of(p.device), DEVICE_MODELS["cpu"])
