@@ -1,14 +1,18 @@
 """Random programs whose parameters the backward updates: each gradient is eager's, and nothing reads an update.
 
-The optimizer records each gradient and fills the parameter with NaN, which spoils all that reads it afterwards.
+The optimizer records each gradient and fills the parameter with NaN, which spoils all that reads it afterwards. Of two
+programs in three it has its states on the host, and its updates run beside the backward: of one as early as a device
+may run them, so that late reads show, of the other as late, so that what overwrites a gradient shows.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,8 +22,11 @@ from tests.fuzzing.configs import Options, with_options
 from tests.programs.program_inputs import materialise
 from tests.programs.programs import Program
 from thunder_mem import StepInBackward
+from thunder_mem.optimizer import update
+from thunder_mem.rewrites import update_scheduling
+from thunder_mem.runtime import host_transfers
 
-__all__ = ["Holds", "has_updates", "stepped"]
+__all__ = ["Holds", "has_updates", "running_beside", "stepped"]
 
 
 class _Spoils(torch.optim.Optimizer):
@@ -86,19 +93,46 @@ def stepped(
             warnings.simplefilter("ignore")
             inputs = _with_parameters(program, leaves)
             module = _module(fn, inputs, leaves)
-            optimizer = StepInBackward(_Spoils(list(module.parameters())))
-            compiled = with_options(module, options, optimizer)
-            for step in range(steps):
-                result = _step(compiled, optimizer, inputs, leaves, asks)
-                if found := min((differences(e, result) for e in expected), key=len):
-                    return [f"step {step}, {d}" for d in found]
-                with torch.no_grad():
-                    for name, t in materialise(program.inputs).items():
-                        if not any(s == 0 for s in t.stride()):
-                            inputs[name].copy_(t)
+            way = _WAYS[len(program.body) % len(_WAYS)]
+            optimizer = StepInBackward(_Spoils(list(module.parameters())), states="host" if way else "device")
+            with running_beside(way):
+                compiled = with_options(module, options, optimizer)
+                for step in range(steps):
+                    result = _step(compiled, optimizer, inputs, leaves, asks)
+                    if found := min((differences(e, result) for e in expected), key=len):
+                        return [f"step {step}, {d}" for d in found]
+                    with torch.no_grad():
+                        for name, t in materialise(program.inputs).items():
+                            if not any(s == 0 for s in t.stride()):
+                                inputs[name].copy_(t)
     except Exception as error:
         return [f"raises {describe(error)}"]
     return []
+
+
+_WAYS = ("", "early", "late")
+
+
+@contextmanager
+def running_beside(way: str) -> Iterator[None]:
+    """Within, updates run beside other work on a CPU, too: whole at their start ("early"), or at their end ("late")."""
+    late = mock.patch.object(update, "run_beside", _run_late) if way == "late" else nullcontext()
+    with mock.patch.object(update_scheduling, "runs_beside", lambda _: bool(way)), late:
+        yield
+
+
+class _Late:
+    """Work that runs when it is waited for, with tensors that others have to keep alive."""
+
+    def __init__(self, work: Callable[..., None], tensors: Sequence[torch.Tensor], kept: object) -> None:
+        self.work, self.refs, self.kept = work, [weakref.ref(t) for t in tensors], kept
+
+    def wait(self) -> None:
+        self.work(*(ref() for ref in self.refs))
+
+
+def _run_late(work: Callable[..., None], handle: torch.Tensor, *tensors: torch.Tensor, kept: Sequence[object]) -> None:
+    setattr(handle, host_transfers._IN_FLIGHT, _Late(work, tensors, kept))
 
 
 def has_updates(program: Program, eager: Result) -> bool:

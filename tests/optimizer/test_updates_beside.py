@@ -1,6 +1,5 @@
 """Updates that run beside the backward: the same bits, kept memory, a legal order, and the time that is not hidden."""
 
-import weakref
 from functools import partial
 
 import pytest
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from tests.fuzzing.stepping import running_beside
 from thunder_mem import MemEfficient, StepInBackward, last_plan, measure_peak, predict_step, simulate
 from thunder_mem.costs.plan_time import bound_symbol_seconds
 from thunder_mem.memory.device_models import device_model
@@ -21,7 +21,6 @@ from thunder_mem.optimizer.update import end_update, is_update, start_update, up
 from thunder_mem.planning import pipeline
 from thunder_mem.prediction.training_step import training_step
 from thunder_mem.rewrites import update_scheduling
-from thunder_mem.runtime import host_transfers
 from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.verification import VerificationError, verify_rewrite
 
@@ -151,28 +150,11 @@ def test_what_a_step_replaces_is_kept_until_it_ends(beside, monkeypatch):
     assert len(released) == len(list(net.parameters())) and not any(released)
 
 
-@pytest.fixture
-def late(monkeypatch):
-    """Work beside as late as a device may run it: at its end, with tensors that others have to keep alive."""
-
-    class Late:
-        def __init__(self, run):
-            self.run, self.kept = run, ()
-
-        def wait(self):
-            self.run()
-
-    def run_late(work, handle, *tensors, kept):
-        refs = [weakref.ref(t) for t in tensors]
-        setattr(handle, host_transfers._IN_FLIGHT, Late(lambda: work(*(ref() for ref in refs))))
-
-    monkeypatch.setattr(update, "run_beside", run_late)
-
-
 @pytest.mark.parametrize("name", ["AdamW", "own"])
-def test_updates_that_run_as_late_as_streams_allow(beside, late, name):
+def test_updates_that_run_as_late_as_streams_allow(beside, name):
     expected = train(*compiled("device", OPTIMIZERS[name]))
-    found = train(*compiled("host", OPTIMIZERS[name]))
+    with running_beside("late"):
+        found = train(*compiled("host", OPTIMIZERS[name]))
     assert all(map(torch.equal, found[0], expected[0])) and found[1] == expected[1]
 
 
