@@ -89,8 +89,8 @@ def stepped(
         return []
     asks = expected[0].eager.asks_gradient
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             inputs = _with_parameters(program, leaves)
             module = _module(fn, inputs, leaves)
             way = _WAYS[len(program.body) % len(_WAYS)]
@@ -100,7 +100,8 @@ def stepped(
                 for step in range(steps):
                     result = _step(compiled, optimizer, inputs, leaves, asks)
                     if found := min((differences(e, result) for e in expected), key=len):
-                        return [f"step {step}, {d}" for d in found]
+                        warned = [f"warned that {w.message}: " for w in said if "misses the write" in str(w.message)]
+                        return [f"{''.join(warned[:1])}step {step}, {d}" for d in found]
                     with torch.no_grad():
                         for name, t in materialise(program.inputs).items():
                             if not any(s == 0 for s in t.stride()):
