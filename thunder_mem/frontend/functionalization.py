@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thunder.core import dtypes, prims
@@ -27,6 +27,7 @@ from thunder_mem.semantics.effects import effects_of, is_copy, leaves
 from thunder_mem.semantics.view_prims import CERTAIN_VIEWS
 from thunder_mem.trace.rebuilding import rebuilt, recorded
 from thunder_mem.trace.source_lines import place_of
+from thunder_mem.trace.undone_views import base_of, can_be_undone, shows_whole
 
 __all__ = ["without_writes"]
 
@@ -47,7 +48,8 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
 
     Two conditions make it equivalent. No argument of the trace may share the memory. And after the write the
     memory is read only through the written view, through younger views, and through certain older ones. These
-    must be views of the written one under all strides, and are taken again. Any other write stays.
+    must be views of the written one under all strides, and are taken again. If the written view shows its base whole,
+    the base is found from it, and the same holds for the base. Any other write stays.
 
     Args:
         trace: a computation trace before autograd.
@@ -142,16 +144,29 @@ def _replaceable(
     kept = {memory(p.name) for p in arguments}
     written: set[str] = set()
     same_view: dict[str, str] = {}  # a name -> the name under which its view was made
-    newest: dict[str, tuple[str, int]] = {}  # a class -> the view written last, and when
+    newest: dict[str, tuple[frozenset[str], int]] = {}  # a class -> the views known after its last write, and when
     born: dict[str, int] = {}
 
-    def follows(view: str, last: str) -> bool:
-        while view != last:
+    def parent_of(view: str) -> str:
+        parent = recipes[view].flat_proxy_args[0].name
+        return same_view.get(parent, parent)
+
+    def follows(view: str, known: Collection[str]) -> bool:
+        while view not in known:
             if view not in recipes:
                 return False
-            parent = recipes[view].flat_proxy_args[0].name
-            view = same_view.get(parent, parent)
+            view = parent_of(view)
         return True
+
+    def known_after_write(view: str) -> frozenset[str]:
+        """The written view, and the bases that can be found from it and from what they were."""
+        before, found = newest.get(memory(view)), {view}
+        while view in recipes and can_be_undone(recipes[view]):
+            base = parent_of(view)
+            if not (shows_whole(recipes[view]) or before is None or follows(base, before[0])):
+                break
+            found.add(view := base)
+        return frozenset(found)
 
     with_grad = {p.name for p in arguments if isinstance(p, TensorProxy) and p.requires_grad}
     writer: dict[str, BoundSymbol] = {}  # a class -> the last bound symbol that wrote what has a gradient
@@ -174,11 +189,12 @@ def _replaceable(
                 kept.add(memory(target.name))  # writes that autograd must not see
         for name in reads:
             view = same_view.get(name, name)
-            last, when = newest.get(memory(name), (view, now))
-            if born.get(view, -1) < when and not follows(view, last):
+            known, when = newest.get(memory(name), (frozenset((view,)), now))
+            if born.get(view, -1) < when and not follows(view, known):
                 kept.add(memory(name))
                 # `y[1] += 1` writes to the view, and then the view to itself.
-                puts_back = bsym.sym.name.startswith("setitem") and last in (same_view.get(a, a) for a in handed_in)
+                last = {same_view.get(a, a) for a in handed_in}
+                puts_back = bsym.sym.name.startswith("setitem") and not known.isdisjoint(last)
                 if missed is None and memory(name) not in own and not puts_back:
                     missed = writer.get(memory(name))
         carries = not with_grad.isdisjoint(args) and leaf.sym.name != "detach"
@@ -193,7 +209,7 @@ def _replaceable(
             written.add(memory(target.name))
             if not with_grad.isdisjoint(args) and leaf.kwargs.get("grad_enabled", True):
                 writer[memory(target.name)] = bsym
-            newest[memory(target.name)] = (view, now)
+            newest[memory(target.name)] = (known_after_write(view), now)
         else:
             kept.update(memory(name) for name in effects_of(leaf).writes)
     return frozenset(written - kept), missed
@@ -356,9 +372,35 @@ class _Rewriter:
             copy = prims.clone.bind(source, output=prims.clone.meta(source))
             self.done.append(copy.from_bsym(tags=bsym.tags.copy(), source_filename=bsym.source_filename))
             source = copy.output
+        bases = self._bases(view)
         self.writes[self.memory(view)] += 1
         self._set(view, source)
         self.same_view.update((out.name, view) for out in bsym.flat_proxy_outs)
+        for recipe, before in bases:
+            with recorded() as undoing:
+                source = base_of(recipe, source, before)
+            self.done += [b.from_bsym(tags=bsym.tags | b.tags) for b in undoing]
+            self._set(self._view(recipe.flat_proxy_args[0].name), source)
+
+    def _bases(self, view: str) -> list[tuple[BoundSymbol, TensorProxy | None]]:
+        """The views between a written one and the bases that can be found from it, and what these are before."""
+        found: list[tuple[BoundSymbol, TensorProxy | None]] = []
+        while view in self.recipes and can_be_undone(self.recipes[view]):
+            recipe = self.recipes[view]
+            (base,) = recipe.flat_proxy_args
+            view = self._view(base.name)
+            if not shows_whole(recipe) and not self._is_known(view):
+                break
+            found.append((recipe, None if shows_whole(recipe) else self._now(base)))
+        return found
+
+    def _is_known(self, view: str) -> bool:
+        """Whether the present content of a view is at hand, or follows from that of others."""
+        while self.as_of.get(view, 0) < self.writes[self.memory(view)]:
+            if view not in self.recipes:
+                return False
+            view = self._view(self.recipes[view].flat_proxy_args[0].name)
+        return True
 
 
 def _whole_but_write(bsym: BoundSymbol) -> Sequence[BoundSymbol]:
