@@ -7,9 +7,11 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_mem import MemEfficient, StepInBackward, last_plan, predict_step, simulate
+from thunder_mem import MemEfficient, StepInBackward, last_plan, memory_time_frontier, predict_step, simulate
+from thunder_mem.optimizer.figures import large_state_bytes
 from thunder_mem.optimizer.host_states import is_large
 from thunder_mem.partition.budget import BudgetError
+from thunder_mem.planning import state_placement
 from thunder_mem.prediction.training_step import training_step
 
 WIDTH, LAYERS = 64, 4
@@ -93,6 +95,7 @@ def test_the_same_training_wherever_they_are(tight):
         seen.append([p.detach() for p in net.parameters()])
         assert ours.states == ("host" if budget else "device")
     assert all(map(torch.equal, seen[0], seen[1])) and all(map(torch.equal, seen[0], seen[2]))
+    assert ours.undecided  # without a budget
 
 
 def test_states_that_exist_move_when_it_is_decided(tight):
@@ -125,6 +128,68 @@ def test_it_is_decided_once_and_copied(tight):
     assert again.states == "host" and not again.undecided
     step(torch.randn(128, WIDTH))  # another program, for which the device would have room
     assert ours.states == "host"
+
+
+def test_later_programs_leave_room_for_the_states(free_bytes):
+    budget = free_bytes + STATE_BYTES
+    _, ours, step = compiled("auto", budget)
+    step(batch())
+    assert ours.states == "device"
+    step(torch.randn(300, WIDTH))
+    assert last_plan(step).candidate.peak_bytes + STATE_BYTES <= budget
+    with pytest.raises(BudgetError, match="what the optimizer's states leave"):
+        step(torch.randn(2000, WIDTH))
+
+
+@pytest.mark.parametrize("how", ["an evaluation", "a study"])
+def test_only_a_step_decides(tight, how):
+    _, ours, step = compiled("auto", tight)
+    if how == "a study":
+        memory_time_frontier(step, batch())
+    else:
+        with torch.no_grad():
+            step(batch())
+    assert ours.undecided
+    step(batch())
+    assert ours.states == "host"
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"amsgrad": True}])
+def test_variants_of_an_optimizer(tight, options):
+    _, ours, step = compiled("auto", tight, lambda ps, lr: torch.optim.AdamW(ps, lr=lr, **options))
+    step(batch())
+    assert ours.states == "host"
+
+
+@pytest.mark.parametrize(
+    "make, each",
+    [
+        (lambda ps: torch.optim.AdamW(ps, fused=True), 2),
+        (lambda ps: torch.optim.AdamW(ps, amsgrad=True), 3),
+        (lambda ps: torch.optim.SGD(ps), 0),
+        (lambda ps: torch.optim.SGD(ps, momentum=0.9), 1),
+        (lambda ps: torch.optim.Adafactor(ps), 0),
+    ],
+)
+def test_the_bytes_of_states_before_they_exist(make, each):
+    p, frozen = nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(8), requires_grad=False)
+    assert large_state_bytes(make([p, frozen])) == each * p.nbytes
+
+
+def test_states_that_cannot_move_are_counted(tight, monkeypatch):
+    monkeypatch.setattr(state_placement, "stays_on_device", lambda optimizer: "they are subclasses")
+    _, ours, step = compiled("auto", tight)
+    with pytest.raises(BudgetError, match="what the optimizer's states leave"):
+        step(batch())
+    assert ours.undecided
+
+
+def test_without_parameters_to_update_nothing_is_decided(free_bytes):
+    net, ours, step = compiled("auto", free_bytes)
+    for p in net.parameters():
+        p.register_hook(lambda grad: grad)
+    step(batch()).sum().backward()
+    assert ours.undecided
 
 
 def test_optimizers_without_large_states(free_bytes):

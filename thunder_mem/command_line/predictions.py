@@ -23,6 +23,7 @@ from thunder_mem.comparison.result import Comparison
 from thunder_mem.frontend.thunderfx import by_thunderfx, highest_peak, is_fx
 from thunder_mem.memory.device_specs import DeviceSpec
 from thunder_mem.memory.plan import Plan
+from thunder_mem.optimizer.figures import large_state_bytes
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.planning.record import last_plan
 from thunder_mem.prediction.caching_allocator import allocate
@@ -187,7 +188,7 @@ def _answered(program: Program, question: Question) -> Outcome:
     outside_bytes = 0
     if not is_fx(found.jitted):
         call = predict(found.jitted, *program.args, kwargs=program.kwargs, keep_outputs=True)
-        outside_bytes = found.peak_bytes - call.peak_bytes
+        outside_bytes = found.peak_bytes - call.peak_bytes - _counted_bytes(stepper_of(program, question))
     if found.limit_bytes <= outside_bytes:
         return found
     best, budget_bytes = found, found.limit_bytes - outside_bytes
@@ -204,6 +205,13 @@ def _answered(program: Program, question: Question) -> Outcome:
 
 
 _ATTEMPTS = 2
+
+
+def _counted_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """The optimizer's states that a budget counts itself."""
+    if not isinstance(optimizer, StepInBackward) or not optimizer.counted or optimizer.states == "host":
+        return 0
+    return large_state_bytes(optimizer.wrapped)
 
 
 def _nothing_smaller(plan: Plan | None) -> bool:

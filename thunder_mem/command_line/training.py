@@ -21,7 +21,8 @@ def stepper_of(program: Program, question: Question) -> torch.optim.Optimizer | 
         raise UsageError("--inference has no training step: leave the optimizer out")
     if question.plain:
         return optimizer.wrapped if isinstance(optimizer, StepInBackward) else optimizer
-    if question.states != "device" and isinstance(optimizer, StepInBackward) and optimizer.states != question.states:
+    own = isinstance(optimizer, StepInBackward) and ("auto" if optimizer.counted else optimizer.states)
+    if own and question.states not in ("device", own):
         raise UsageError(f"the program has a StepInBackward already: give it states={question.states!r} itself")
     if question.states != "device" and not question.step_in_backward:
         raise UsageError(f"--states {question.states} is for updates in the backward: give --step-in-backward, too")

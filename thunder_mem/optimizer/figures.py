@@ -8,12 +8,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.optimizer.host_states import is_large, step_with
 from thunder_mem.optimizer.one_parameter import bare_copy, on_any_device, runs_by_slices, slice_elements
 from thunder_mem.runtime.allocation_watch import AllocationWatch
 
-__all__ = ["StepFigures", "step_figures"]
+__all__ = ["StepFigures", "large_state_bytes", "step_figures"]
 
 
 class StepFigures(NamedTuple):
@@ -94,6 +95,33 @@ def step_figures(
         round(n * share) for n in (seen.launches, seen.moved_bytes - copied_bytes, state_bytes)
     )
     return StepFigures(seen.peak_bytes, launches, moved_bytes, whole_bytes, len(large), slices, first_bytes)
+
+
+def large_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes of an optimizer's states that are as large as their parameters, once all of them exist.
+
+    A step of a small parameter on the CPU tells how many there are; if it fails, those count that exist already.
+    """
+    return sum(_state_bytes(optimizer, group, p) for group in optimizer.param_groups for p in group["params"])
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torch.Tensor) -> int:
+    if not p.requires_grad or not p.numel():
+        return 0
+    copy = bare_copy(optimizer)
+    copy.state = defaultdict(dict)
+    options = {**on_any_device(group), **({"fused": False} if "fused" in group else {})}
+    try:
+        with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            small = torch.ones(tuple(min(s, 3) for s in p.shape), dtype=p.dtype)
+            step_with("device")(copy, options, small, torch.ones_like(small))
+    except Exception:
+        states, count = optimizer.state.get(p, {}).values(), p.numel()
+        small = p
+    else:
+        states, count = copy.state[small].values(), small.numel()
+    nbytes = sum(v.numel() * v.element_size() for v in states if is_large(v, small))
+    return nbytes * p.numel() // count
 
 
 def _fused(plain: StepFigures, of_two: float, clipped_bytes: int) -> StepFigures:

@@ -22,7 +22,7 @@ from thunder_mem.optimizer.one_parameter import unhooked
 
 __all__ = ["StepInBackward"]
 
-_SETTINGS = ("wrapped", "clip_value", "max_norm", "scaler", "two_pass", "states", "undecided")
+_SETTINGS = ("wrapped", "clip_value", "max_norm", "scaler", "two_pass", "states", "counted", "undecided")
 
 
 class StepInBackward(CompiledUpdates, Optimizer):
@@ -52,13 +52,15 @@ class StepInBackward(CompiledUpdates, Optimizer):
             two slices of 16 MiB (4 MiB on a CPU) of each on the device at once. Optimizers that do not update each
             element by itself take the states of one whole parameter at a time. On a GPU updates run beside the
             backward, as far as the peak or the budget has room for gradients that wait; with `max_norm` or `scaler`
-            they do not. With "auto" a budget of the first program counts the states, too: they stay on the device if
-            the program fits beside them, and are on the host if it does not, or is slower. Without a budget they stay.
+            they do not. With "auto" budgets count the states that are on the device, too, and the first program with
+            updates and a budget decides: the states stay if it fits beside them, and are on the host if it does not,
+            or is slower.
 
     Attributes:
         wrapped: the given optimizer. Its parameter groups and state are this object's, too.
         states: where its states are, "device" or "host".
-        undecided: whether the first program with updates is still to decide that.
+        counted: whether budgets count them while they are on the device, that is, `states` was "auto".
+        undecided: whether a program is still to decide where they are.
 
     Raises:
         TypeError: `optimizer` is no optimizer, or cannot update one parameter alone.
@@ -95,7 +97,7 @@ class StepInBackward(CompiledUpdates, Optimizer):
         self.scaler = scaler
         self.two_pass = two_pass
         self.states = "host" if states == "host" else "device"
-        self.undecided = states == "auto"
+        self.counted = self.undecided = states == "auto"
         self.use(optimizer)
 
     # ---- the optimizer for the loop around ----

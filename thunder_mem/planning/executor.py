@@ -28,7 +28,7 @@ from thunder_mem.planning.fallback import Original, final_halves
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.program import Planned, with_checkpoints
 from thunder_mem.planning.record import Studied, note_plan, noted_program
-from thunder_mem.planning.state_placement import with_states_placed
+from thunder_mem.planning.state_placement import place_states, with_states_placed
 from thunder_mem.planning.tile_selection import TileVariants, lower_plan
 from thunder_mem.regions.region_kernels import region_function_of
 from thunder_mem.rendering.progress import stage
@@ -127,8 +127,8 @@ def _planned(trace: TraceCtx, session: _Session) -> TraceCtx:
             return lower_plan(trace, whole, session.executors, options, session.others)
 
         planned = with_states_placed(plan, session.options)
-    if (optimized := planned.program.options.optimized) is not None:
-        optimized.optimizer.place_states(optimized.place)
+    if not session.options.studied:
+        place_states(planned)
     session.plan = planned.plan
     study = Studied(planned, _within(trace, session)) if session.options.studied else None
     note_plan(planned.plan, took_ms=(time.perf_counter_ns() - start) // 1_000_000, study=study)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from thunder_mem.memory.plan import Decision
 from thunder_mem.memory.units import size
+from thunder_mem.optimizer.figures import large_state_bytes
 from thunder_mem.optimizer.host_states import stays_on_device
 from thunder_mem.optimizer.update import is_update, update_of
 from thunder_mem.partition.budget import BudgetError, parse_budget
@@ -20,49 +21,59 @@ from thunder_mem.planning.program import Planned
 from thunder_mem.rewrites.updates import Optimized
 from thunder_mem.runtime.device_memory import device_memory_bytes
 
-__all__ = ["with_states_placed"]
+__all__ = ["place_states", "with_states_placed"]
 
 
 def with_states_placed(plan: Callable[[PlanningOptions], Planned], options: PlanningOptions) -> Planned:
-    """The plan with the optimizer's states in their best place, if that is open.
+    """The plan with the optimizer's states in their best place, if that is open, and within what they leave.
 
     Args:
         plan: makes a plan, and raises a `BudgetError` where none fits and `on_infeasible` is "error".
         options: of the plan.
     """
     optimized = options.optimized
-    if optimized is None or not optimized.optimizer.undecided or options.budget is None:
+    if optimized is None or options.budget is None or not optimized.optimizer.counted or not optimized.parameters:
         return plan(options)
-    on_device = _beside_states(plan, options, optimized)
-    if on_device is not None and _is_free(on_device):
-        return on_device
-    if stays_on_device(optimized.optimizer.wrapped) is not None:
-        return plan(options) if on_device is None else on_device
-    away = replace(options, optimized=replace(optimized, states="host"))
-    if on_device is None:
-        return plan(away)
+    if optimized.place == "host":
+        return plan(options)
+    if not optimized.optimizer.undecided or stays_on_device(optimized.optimizer.wrapped) is not None:
+        return _beside_states(plan, options, optimized)
     try:
-        on_host = plan(replace(away, on_infeasible="error"))
+        on_device = _beside_states(plan, replace(options, on_infeasible="error"), optimized)
+    except BudgetError:
+        return plan(replace(options, optimized=replace(optimized, states="host")))
+    if _is_free(on_device):
+        return on_device
+    try:
+        on_host = plan(replace(options, on_infeasible="error", optimized=replace(optimized, states="host")))
     except BudgetError:
         return on_device
     return min(on_device, on_host, key=_seconds)
 
 
+def place_states(planned: Planned) -> None:
+    """Tell the optimizer where a plan with updates and a budget has its states, if that was open."""
+    optimized, options = planned.program.options.optimized, planned.program.options
+    assert planned.final is not None
+    if optimized is not None and options.budget is not None and any(map(is_update, planned.final.bound_symbols)):
+        optimized.optimizer.place_states(optimized.place)
+
+
 def _beside_states(
     plan: Callable[[PlanningOptions], Planned], options: PlanningOptions, optimized: Optimized
-) -> Planned | None:
-    """The plan within what states on the device leave of the budget; None if nothing fits."""
+) -> Planned:
+    """The plan within what states on the device leave of the budget."""
     assert options.budget is not None
     device = next(iter(optimized.parameters.values())).device
-    budget_bytes, state_bytes = parse_budget(options.budget, device_memory_bytes(device)), optimized.state_bytes
-    if state_bytes >= budget_bytes:
-        return None
-    left_bytes = budget_bytes - state_bytes
-    try:
-        planned = plan(replace(options, budget=left_bytes, on_infeasible="error"))
-    except BudgetError:
-        return None
+    budget_bytes = parse_budget(options.budget, device_memory_bytes(device))
+    state_bytes = large_state_bytes(optimized.optimizer.wrapped)
+    left_bytes = max(1, budget_bytes - state_bytes)
     how = f"{size(state_bytes)} of a budget of {size(budget_bytes)} on the device"
+    try:
+        planned = plan(replace(options, budget=left_bytes))
+    except BudgetError as error:
+        error.args = (f"{error} This is what the optimizer's states leave: {how}.",)
+        raise
     decision = Decision("optimizer states", how, "budget", budget_bytes, left_bytes)
     return replace(planned, plan=replace(planned.plan, decisions=(*planned.plan.decisions, decision)))
 

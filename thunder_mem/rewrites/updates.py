@@ -51,13 +51,6 @@ class Optimized:
         """Where the optimizer's states are, "device" or "host"."""
         return self.states or self.optimizer.states
 
-    @property
-    def state_bytes(self) -> int:
-        """Of the optimizer's states that are as large as their parameters, once all of them exist."""
-        figures = _Figures(self.optimizer, "device")
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        return sum(figures.of(p).state_bytes for p in parameters if p.requires_grad)
-
 
 def with_updates(trace: TraceCtx, optimized: Optimized) -> TraceCtx:
     """The joint trace that updates its parameters; unchanged if it gives none of them a gradient.
