@@ -225,10 +225,11 @@ def test_what_fits_a_budget_fits_every_larger_one(monkeypatch, beside):
 
     monkeypatch.setattr(predictions, "_compiled", compiled)
     monkeypatch.setattr(predictions, "predict", lambda *_, **__: SimpleNamespace(peak_bytes=100))
-    program = SimpleNamespace(is_jitted=False, args=(), kwargs={})
+    program = SimpleNamespace(is_jitted=False, args=(), kwargs={}, optimizer=None)
     for limit in range(10, 130):
         asked.clear()
-        found = predictions.ask(program, SimpleNamespace(plain=False, limit=limit, options={}))
+        given = {"plain": False, "optimizer": None, "inference": False, "step_in_backward": False, "states": "device"}
+        found = predictions.ask(program, SimpleNamespace(**given, limit=limit, options={}))
         assert found.fits == (limit >= 50) and len(asked) <= 4
 
 

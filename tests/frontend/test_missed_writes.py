@@ -139,6 +139,15 @@ def a_checkpoint(x, w):
     return torch.utils.checkpoint.checkpoint(part, x, w, use_reentrant=False)
 
 
+def a_part_of_a_split(x, w):
+    y = (x @ w).detach()
+    a, b = y.split(2)
+    b.mul_(3)
+    c, d = y[:, :3].unbind(0)[:2]
+    d.add_(c)
+    return y * w + a.sum()
+
+
 def gradients(fn, compiled):
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(4, 4, generator=generator) for _ in range(2))
@@ -180,6 +189,7 @@ def test_no_alarm_where_gradients_are_right(fn):
     [
         row, columns, transposed, transposed_sums, flat, function_in_place, returned,
         one_view_and_another, every_second_row, a_part_of_a_part, before_and_after, a_checkpoint,
+        a_part_of_a_split,
     ],
     ids=name,
 )  # fmt: skip

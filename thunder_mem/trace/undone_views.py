@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 
 from thunder.core import prims
@@ -17,18 +16,24 @@ __all__ = ["base_of", "can_be_undone", "shows_whole"]
 _SAME_ORDER = {PrimIDs.BROADCAST_IN_DIM, PrimIDs.SQUEEZE, PrimIDs.RESHAPE, PrimIDs.SHALLOW_COPY}
 
 
-def _steps(view: BoundSymbol) -> Iterator[BoundSymbol]:
-    return (leaf for leaf in leaves(view) if leaf.flat_proxy_outs)
+def _steps(view: BoundSymbol) -> list[BoundSymbol]:
+    """The views of views that lead from the argument to the only result; none for several results, as of `split`."""
+    steps = [leaf for leaf in leaves(view) if leaf.flat_proxy_outs]
+    made = [view.flat_proxy_args[0].name, *(leaf.flat_proxy_outs[0].name for leaf in steps)]
+    is_chain = all(leaf.flat_proxy_args[0].name == name for leaf, name in zip(steps, made, strict=False))
+    return steps if is_chain and [p.name for p in view.flat_proxy_outs] == made[-1:] else []
 
 
 def can_be_undone(view: BoundSymbol) -> bool:
     """Whether a view of its only argument shows no element of it twice, and `base_of` can find the base."""
-    return all(leaf.sym.id is PrimIDs.SLICE or _is_whole(leaf) for leaf in _steps(view))
+    steps = _steps(view)
+    return bool(steps) and all(leaf.sym.id is PrimIDs.SLICE or _is_whole(leaf) for leaf in steps)
 
 
 def shows_whole(view: BoundSymbol) -> bool:
     """Whether a view of its only argument shows each element of it once."""
-    return all(map(_is_whole, _steps(view)))
+    steps = _steps(view)
+    return bool(steps) and all(map(_is_whole, steps))
 
 
 def _is_whole(leaf: BoundSymbol) -> bool:
@@ -46,7 +51,7 @@ def base_of(view: BoundSymbol, shown: TensorProxy, before: TensorProxy | None) -
         shown: what it shows now.
         before: what the base was, for elements that the view does not show; None if `shows_whole` is true of it.
     """
-    steps = list(_steps(view))
+    steps = _steps(view)
     operands = [before]
     for leaf in steps[:-1]:
         operands.append(None if operands[-1] is None else leaf.sym(operands[-1], *leaf.args[1:], **leaf.kwargs))
