@@ -198,12 +198,12 @@ def test_optimizers_without_large_states(free_bytes):
     assert ours.states == "device"
 
 
-def test_a_card_decides():
-    """On a simulated card of 24 GB, of a model whose states alone take 16 GiB."""
+def test_a_share_of_a_card_decides():
+    """A fifth of a simulated card of 24 GB, in which parameters of 2 GiB fit, but not beside 4 GiB of states."""
     size = 8192
     with simulate("RTX4090"), torch.device("cuda"):
-        net = nn.Sequential(*(nn.Linear(size, size, bias=False, dtype=torch.bfloat16) for _ in range(64)))
+        net = nn.Sequential(*(nn.Linear(size, size, bias=False, dtype=torch.bfloat16) for _ in range(16)))
         ours = StepInBackward(torch.optim.AdamW(net.parameters()), states="auto")
-        step = thunder.jit(net, transforms=[MemEfficient(strict=True, optimizer=ours, budget="90%")])
+        step = thunder.jit(net, transforms=[MemEfficient(strict=True, optimizer=ours, budget="20%")])
         predicted = predict_step(step, ours, loss_of, torch.zeros(8, size, dtype=torch.bfloat16))
-    assert ours.states == "host" and predicted.peak_bytes < 0.9 * (24 << 30)
+    assert ours.states == "host" and predicted.peak_bytes < 0.2 * (24 << 30)
