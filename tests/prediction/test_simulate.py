@@ -16,6 +16,7 @@ from thunder_mem.prediction.predict import PredictionError, predict
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import predict_step
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+from thunder_mem.runtime import scratch_cache
 from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.runtime.simulated_device import simulated_device
 
@@ -136,6 +137,14 @@ def test_a_region_is_its_outputs_and_nothing_inside(fusion):
     # unfused, the float32 product and one of its factors are there together, and no output yet
     assert prediction.peak_bytes == (10 * MIB if fusion is None else 4 * MIB)
     assert (result.dtype, tuple(result.shape), result.device.type) == (torch.bfloat16, (MIB,), "cuda")
+
+
+def test_kernels_are_written_where_the_simulated_gpu_is_the_default_device(monkeypatch):
+    """Inductor makes a tensor of its own, for which there is no driver."""
+    monkeypatch.setattr(scratch_cache, "kernel_table", lambda machine, codec: scratch_cache.Table(None, machine, codec))
+    with simulate("H100-80GB", fusion="mem_pointwise"), torch.device("cuda"):
+        prediction = predict(thunder.jit(upcast), torch.empty(MIB + 3, dtype=torch.bfloat16))
+    assert {KERNELS} == {a for a in prediction.assumptions if "kernels" in a and "own kernels" not in a}
 
 
 def test_without_fusion_there_is_none_of_ours_either():

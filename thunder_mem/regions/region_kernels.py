@@ -109,7 +109,8 @@ def kernel_module(function: RegionFunction, args: tuple[Any, ...]) -> KernelModu
     Raises:
         Exception: any error of Inductor's.
     """
-    with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+    # Inductor makes tensors, too, and the caller's default device may be a simulated GPU.
+    with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         on_device = tuple(
             torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="cuda") if isinstance(a, torch.Tensor) else a
             for a in args
@@ -119,7 +120,7 @@ def kernel_module(function: RegionFunction, args: tuple[Any, ...]) -> KernelModu
     if module is None:
         return None
     text, count = module
-    with _disable_current_modes():
+    with _disable_current_modes(), torch.device("cpu"):
         # A region that writes over its inputs also takes the flag.
         given = [*(a for a in args if isinstance(a, torch.Tensor)), torch.empty((), dtype=torch.bool)]
         return read_module(text, meta_like(given[:count]))
