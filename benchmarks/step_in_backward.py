@@ -6,9 +6,8 @@ after the backward, and with `StepInBackward`; with tiles and without.
 Then both steps with tiles within budgets, and what that costs.
 
 Then longchat-7b-16k at its full 32 layers, with the optimizer's states on the host, and with its checkpoints there too,
-also within the budget of a 24 GB card.
-All layers are planned, in half an hour: few layers do not tell, as tiles in all 32 would take more than 1 % of the
-modelled time, and so only the last ones have any.
+also within the budget of a 24 GB card. All layers are planned, in half an hour: few layers do not tell, as tiles in all
+32 would take more than 1 % of the modelled time, and so only the last ones have any.
 
 Then the small llama's step on this CPU: measured peaks, and times in turn. Writes
 ``benchmarks/results/step_in_backward.json``.

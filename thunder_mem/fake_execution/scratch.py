@@ -13,7 +13,6 @@ There are two sources:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -188,7 +187,7 @@ class SimulatedRunner:
             if not figures.launches and update_of(bsym).transfers is not None:
                 self._assume(NOT_ON_META)
             held_bytes = figures.first_bytes if kind == "first" else figures.temporary_bytes
-            return Ran(max(0, held_bytes - _flight_bytes(bsym)), figures.launches)
+            return Ran(max(0, held_bytes - update_of(bsym).flight_bytes), figures.launches)
         ran = _run_tracked(bsym, run, env)
         if is_chunk_loop(bsym) and bsym.sym.name != "chunk_loop_finish":  # which runs a single block on fake tensors
             plan, backward = loop_of(bsym).plan, bsym.sym.name != "chunk_loop"
@@ -211,11 +210,6 @@ class SimulatedRunner:
     def _assume(self, sentence: str) -> None:
         if sentence not in self.assumptions:
             self.assumptions.append(sentence)
-
-
-def _flight_bytes(bsym: BoundSymbol) -> int:
-    """What is alive of an update's temporaries until it has ended, as a value of the trace."""
-    return sum(math.prod(p.shape) for p in bsym.flat_proxy_outs)  # of bytes
 
 
 def _has_products(bsym: BoundSymbol) -> bool:

@@ -48,8 +48,9 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
 
     Two conditions make it equivalent. No argument of the trace may share the memory. And after the write the
     memory is read only through the written view, through younger views, and through certain older ones. These
-    must be views of the written one under all strides, and are taken again. If the written view shows its base whole,
-    the base is found from it, and the same holds for the base. Any other write stays.
+    must be views of the written one under all strides, and are taken again. The base of the written view is
+    found from it, if that shows the base whole or the base was known before, and the same holds for the base. Any other
+    write stays.
 
     Args:
         trace: a computation trace before autograd.
@@ -303,13 +304,21 @@ class _Rewriter:
         """The present content of the memory of `p`; a view that is older than a write is taken again."""
         if not self._replaces(p.name):
             return p
-        stale, base = [], p  # from `p` up to a view that is as new as what was written last
-        while self.as_of.get(view := self._view(base.name), 0) < self.writes[self.memory(view)]:
-            stale.append(self.recipes[view])
-            (base,) = stale[-1].flat_proxy_args
+        stale = self._stale(p.name)
+        assert stale is not None  # or the class would not be replaceable
         for recipe in reversed(stale):
             self._take_again(recipe)
         return self._known(p)
+
+    def _stale(self, name: str) -> list[BoundSymbol] | None:
+        """The views from a name up to one that is as new as what was written last; None if there is no such one."""
+        stale: list[BoundSymbol] = []
+        while self.as_of.get(view := self._view(name), 0) < self.writes[self.memory(view)]:
+            if view not in self.recipes:
+                return None
+            stale.append(self.recipes[view])
+            name = stale[-1].flat_proxy_args[0].name
+        return stale
 
     def _known(self, p: TensorProxy) -> TensorProxy:
         return self.current.get(self._view(p.name), p)
@@ -388,19 +397,12 @@ class _Rewriter:
         while view in self.recipes and can_be_undone(self.recipes[view]):
             recipe = self.recipes[view]
             (base,) = recipe.flat_proxy_args
-            view = self._view(base.name)
-            if not shows_whole(recipe) and not self._is_known(view):
+            whole = shows_whole(recipe)
+            if not whole and self._stale(base.name) is None:
                 break
-            found.append((recipe, None if shows_whole(recipe) else self._now(base)))
+            found.append((recipe, None if whole else self._now(base)))
+            view = self._view(base.name)
         return found
-
-    def _is_known(self, view: str) -> bool:
-        """Whether the present content of a view is at hand, or follows from that of others."""
-        while self.as_of.get(view, 0) < self.writes[self.memory(view)]:
-            if view not in self.recipes:
-                return False
-            view = self._view(self.recipes[view].flat_proxy_args[0].name)
-        return True
 
 
 def _whole_but_write(bsym: BoundSymbol) -> Sequence[BoundSymbol]:

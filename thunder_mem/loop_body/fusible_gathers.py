@@ -77,6 +77,7 @@ class _Rewriter:
         self.scattered: dict[str, tuple[TensorProxy, int]] = {}  # zeros but for one value of these in each row
         self.producer: dict[str, tuple[int, BoundSymbol]] = {}
         known = {a.name for a in trace.args}
+        self.visible = known | {o.name for b in trace.bound_symbols for o in b.flat_proxy_outs}  # inside no composite
         for at, bsym in enumerate(trace.bound_symbols):
             self.leaves[at] = [bsym]
             if bsym.subsymbols and self._fuses(bsym):
@@ -192,7 +193,7 @@ class _Rewriter:
             return None if any(s is None for s in sums) else prims.add(*sums)
         if leaf.sym.id == PrimIDs.BROADCAST_IN_DIM:
             operand, shape, dims = leaf.args
-            if dim in dims or value.dtype not in dtypes.float_dtypes:
+            if dim in dims or value.dtype not in dtypes.float_dtypes or operand.name not in self.visible:
                 return None
             narrow = prims.broadcast_in_dim(operand, _without(shape, dim), [d - (d > dim) for d in dims])
             return prims.mul(narrow, float(shape[dim]))

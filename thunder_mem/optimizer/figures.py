@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -88,8 +88,8 @@ def step_figures(
                 step(meta, options, p, grad, **clip, device_type=device_type)
     except Exception:
         return StepFigures(0, 0)
-    large = [v for v in meta.state.get(p, {}).values() if is_large(v, p)]
-    state_bytes = sum(v.numel() * v.element_size() for v in large)
+    state = meta.state.get(p, {})
+    large, state_bytes = [v for v in state.values() if is_large(v, p)], _large_bytes(state, p)
     copied_bytes = 4 * state_bytes if from_host else 0  # there and back, each read and written
     launches, moved_bytes, whole_bytes = (
         round(n * share) for n in (seen.launches, seen.moved_bytes - copied_bytes, state_bytes)
@@ -102,26 +102,42 @@ def large_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
     A step of a small parameter on the CPU tells how many there are; if it fails, those count that exist already.
     """
-    return sum(_state_bytes(optimizer, group, p) for group in optimizer.param_groups for p in group["params"])
+    known: dict[Any, float | None] = {}
+    nbytes = 0.0
+    for group in optimizer.param_groups:
+        for p in (p for p in group["params"] if p.requires_grad):
+            shape = tuple(min(s, _SMALL) for s in p.shape)
+            key = id(group), shape, p.dtype
+            if key not in known:
+                known[key] = _state_bytes_of_each(optimizer, group, shape, p.dtype)
+            if (each := known[key]) is None:
+                nbytes += _large_bytes(optimizer.state.get(p, {}), p)
+            else:
+                nbytes += p.numel() * each
+    return round(nbytes)
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torch.Tensor) -> int:
-    if not p.requires_grad or not p.numel():
-        return 0
+_SMALL = 3  # a row of so many numbers is smaller than the parameter: factored states are not large
+
+
+def _state_bytes_of_each(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> float | None:
+    """The bytes of large states for each element of such parameters; None if a step on the CPU fails."""
     copy = bare_copy(optimizer)
     copy.state = defaultdict(dict)
     options = {**on_any_device(group), **({"fused": False} if "fused" in group else {})}
     try:
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            small = torch.ones(tuple(min(s, 3) for s in p.shape), dtype=p.dtype)
+            small = torch.ones(shape, dtype=dtype)
             step_with("device")(copy, options, small, torch.ones_like(small))
     except Exception:
-        states, count = optimizer.state.get(p, {}).values(), p.numel()
-        small = p
-    else:
-        states, count = copy.state[small].values(), small.numel()
-    nbytes = sum(v.numel() * v.element_size() for v in states if is_large(v, small))
-    return nbytes * p.numel() // count
+        return None
+    return _large_bytes(copy.state[small], small) / max(1, small.numel())
+
+
+def _large_bytes(state: Mapping[str, Any], p: torch.Tensor) -> int:
+    return sum(v.numel() * v.element_size() for v in state.values() if is_large(v, p))
 
 
 def _fused(plain: StepFigures, of_two: float, clipped_bytes: int) -> StepFigures:

@@ -81,7 +81,8 @@ class Update:
     @property
     def flight_bytes(self) -> int:
         """What an update beside other work holds from its start to its end; on a CPU it runs whole at its start."""
-        return self.figures.temporary_bytes if self.parameter.device.type == "cuda" else 0
+        runs_beside = self.alone is not None and self.parameter.device.type == "cuda"
+        return self.figures.temporary_bytes if runs_beside else 0
 
     @property
     def label(self) -> str:
@@ -324,7 +325,7 @@ def _written(bsym: BoundSymbol) -> tuple[TensorProxy, ...]:
 
 def _scratch_bytes(bsym: BoundSymbol) -> int:
     update = update_of(bsym)
-    return update.figures.temporary_bytes - (0 if update.alone is None else update.flight_bytes)
+    return update.figures.temporary_bytes - update.flight_bytes
 
 
 def _alone(bsym: BoundSymbol) -> BoundSymbol:
