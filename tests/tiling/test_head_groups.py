@@ -13,6 +13,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.dynamo import thunderfx
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import thunder_mem.transforms.before_autograd as before_autograd
@@ -20,6 +21,7 @@ from tests.tiling.test_tiles import errors, gradients, made
 from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict, simulate
 from thunder_mem.planning import tile_selection
 from thunder_mem.runtime import head_groups
+from thunder_mem.runtime.allocation_watch import AllocationWatch
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.tiling import heads as tiled_heads
 
@@ -44,6 +46,33 @@ def test_a_group_computes_what_all_heads_compute(heads, keys, groups, over, dtyp
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for ours, theirs in zip((out.transpose(1, 2), *found), (result, *(t.grad for t in exact)), strict=True):
         assert (ours - theirs).abs().max() <= bound * theirs.abs().max()
+
+
+class _FlashCalls(TorchDispatchMode):
+    """Counts calls of PyTorch's flash kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "flash" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("keys", "groups", "forward"), [(16, 8, 2), (16, 2, 1), (4, 16, 4), (4, 8, 2)])
+def test_a_gpu_runs_the_forward_in_fewer_groups_and_holds_one_at_a_time(keys, groups, forward):
+    with simulate("H100-80GB"):
+        q, k = (torch.zeros(1, h, 256, 64, dtype=torch.bfloat16, device="cuda") for h in (16, keys))
+        with AllocationWatch() as watch, _FlashCalls() as calls:
+            out, log_sums = head_groups._forward(q, k, k, True, None, groups)
+        assert calls.count == forward
+        results_bytes = out.nbytes + log_sums.nbytes
+        assert watch.live_bytes() == results_bytes and watch.peak_bytes < results_bytes * (1 + 1.01 / forward)
+        grad = torch.zeros_like(out)
+        with AllocationWatch() as watch:
+            found = head_groups._backward(grad, q, k, k, out, log_sums, True, None, groups, None, ())
+        assert watch.live_bytes() == sum(t.nbytes for t in found)
+        of_group = sum(t.nbytes // groups for t in found) if groups <= keys else q.nbytes // groups + 6 * k.nbytes // 4
+        assert watch.peak_bytes - watch.live_bytes() < 1.01 * of_group
 
 
 @pytest.mark.parametrize(("heads", "keys", "groups"), [(4, 4, 3), (6, 2, 6), (8, 2, 2)])
