@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from tests.programs.chunk_tools import chunked, exact, head, inputs, packed_bytes, relative
-from thunder_mem import ChunkLossHead, MemEfficient, predict
-from thunder_mem.chunk_loop.gradient_sums import Accumulator, finish, part_bounds
+from thunder_mem import ChunkLossHead, MemEfficient, predict, simulate
+from thunder_mem.chunk_loop.gradient_sums import Accumulator, finish, part_bounds, rounding_calls
 from thunder_mem.chunk_loop.matmul import gemm, gemm_scratch_bytes, multiplies
 from thunder_mem.chunk_loop.plan import Spec
+from thunder_mem.chunk_loop.price import host_calls
+from thunder_mem.chunk_loop.run import _new_sums
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.runtime.allocation_watch import AllocationWatch
 from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.sharding.propagation import Sharding
 
@@ -136,6 +139,37 @@ def test_a_product_for_a_finer_sum_holds_no_more_than_is_planned(rows, depth, sc
     total.add_product(dlogits.t(), x, scratch_kib << 10)
     peak_bytes = measure_peak(total.add_product, dlogits.t(), x, scratch_kib << 10)
     assert peak_bytes <= gemm_scratch_bytes("cpu", torch.bfloat16, {torch.float32}, rows, scratch_kib << 10)
+
+
+def test_a_gpu_rounds_in_wide_stretches_of_aligned_rows():
+    """Stretches of 64 KiB took 50 times the time of the products on an H200; cuBLAS is slow at odd addresses."""
+    with simulate("H100-80GB"):
+        x, w = (torch.zeros(n, 512, dtype=torch.bfloat16, device="cuda", requires_grad=True) for n in (4096, 32008))
+        transform = ChunkLossHead(rows=1024, accumulate="input")
+        predict(thunder.jit(head, transforms=[transform]), x, w, torch.zeros(4096, dtype=torch.long, device="cuda"))
+    (plan,) = transform.record.loops
+    (weight,) = (i for i in plan.grads if plan.finer(i))
+    rows = plan.inputs[weight].finer_rows(plan.tiles_bytes(plan.backward_block_bytes))
+    assert rows % 64 == 0 and rows > 1000
+    assert rounding_calls(plan) < 50 and host_calls(plan, backward=True) < 2000
+    starts = [lo * 2 for lo, _ in part_bounds(plan.inputs[weight], torch.float32)]
+    assert [start % 16 for start in starts] == [0, 0] and part_bounds(plan.inputs[weight], torch.float32)[-1][
+        1
+    ] == 32008
+    with simulate("H100-80GB"):
+        assert _new_sums(plan)[weight].alone_bytes >= 32 << 20
+
+
+def test_wide_stretches_round_like_narrow_ones():
+    spec = Spec("w", (1000, 64), torch.bfloat16, "cpu", Sharding((None, None)))
+    results = []
+    for options in ({}, {"alone_bytes": 1 << 22}):
+        total, grads = Accumulator(spec, torch.bfloat16, finer=True, **options), torch.Generator().manual_seed(0)
+        for _ in range(3):
+            total.add(torch.randn(spec.shape, generator=grads))
+        with AllocationWatch() as watch:
+            results += total.result()
+    assert torch.equal(*results) and watch.launches < 10
 
 
 def test_a_float32_sum_is_scaled_and_rounded_in_its_own_memory():

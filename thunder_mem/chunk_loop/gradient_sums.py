@@ -14,11 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thunder_mem.chunk_loop.matmul import gemm
 from thunder_mem.chunk_loop.plan import LoopPlan, Spec
 
-__all__ = ["Accumulator", "finish", "part_bounds", "sole_owner", "sum_calls"]
+__all__ = ["Accumulator", "finish", "part_bounds", "rounding_calls", "sole_owner", "sum_calls"]
 
 SPLIT_BYTES = 1 << 16
 _ALONE_BYTES = SPLIT_BYTES * 7 // 4  # without a product beside
 _STRETCH_CALLS = 9  # to join the parts, add, and split again
+_ROUND_CALLS = 5  # to join the parts and round them
+_ALIGNED_ROWS = 8  # so that each part's operand begins at a multiple of 16 bytes, without which cuBLAS is slow
 
 
 class Accumulator:
@@ -29,10 +31,16 @@ class Accumulator:
 
     Every chunk would round a plain 16-bit sum to 8 or 11 bits. While chunks run, a `finer` one holds the upper
     half of each float32 number and one further byte. So it is rounded once, at the end.
+
+    Args:
+        spec: the input.
+        dtype: of the sum.
+        finer: whether it is a finer one.
+        alone_bytes: temporaries of a finer one take at most this much where no product is made beside.
     """
 
-    def __init__(self, spec: Spec, dtype: torch.dtype, finer: bool):
-        self.spec, self.bounds = spec, part_bounds(spec, dtype)
+    def __init__(self, spec: Spec, dtype: torch.dtype, finer: bool, alone_bytes: int = _ALONE_BYTES):
+        self.spec, self.bounds, self.alone_bytes = spec, part_bounds(spec, dtype), alone_bytes
         shapes = [(hi - lo, *spec.shape[1:]) for lo, hi in self.bounds] if spec.shape else [()]
         self.parts = [torch.empty(shape, dtype=dtype, device=spec.device) for shape in shapes]
         self.bytes = torch.empty(spec.shape, dtype=torch.uint8, device=spec.device) if finer else None
@@ -41,7 +49,7 @@ class Accumulator:
     def add(self, grad: Tensor) -> None:
         """Add a gradient of the input's shape."""
         if self.bytes is not None:
-            for total, lo, hi in self._stretches(_ALONE_BYTES):
+            for total, lo, hi in self._stretches(self.alone_bytes):
                 total.add_(grad[lo:hi] if self.spec.shape else grad)
                 del total  # before the next one is made
         else:
@@ -70,7 +78,7 @@ class Accumulator:
                 part.zero_()
         elif self.bytes is not None:
             (part,) = self.parts
-            for total, lo, hi in self._stretches(_ALONE_BYTES, keep=False):
+            for total, lo, hi in self._stretches(self.alone_bytes, keep=False):
                 (part[lo:hi] if self.spec.shape else part).copy_(total)
                 del total
             self.bytes = None
@@ -107,6 +115,8 @@ def part_bounds(spec: Spec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     if dtype == spec.dtype or size < 2 or spec.nbytes < SPLIT_BYTES:
         return ((0, size),)
     half = -(-size // 2)
+    if spec.device.startswith("cuda") and size > 2 * _ALIGNED_ROWS:
+        half += -half % _ALIGNED_ROWS
     return ((0, half), (half, size))
 
 
@@ -115,8 +125,17 @@ def sum_calls(plan: LoopPlan, i: int) -> int:
     spec, dtype = plan.inputs[i], plan.grad_dtypes[plan.grads.index(i)]
     if spec.sharding.split or not plan.finer(i):
         return 1 if spec.sharding.split else len(part_bounds(spec, dtype))
+    return _STRETCH_CALLS * _stretch_count(plan, spec)
+
+
+def rounding_calls(plan: LoopPlan) -> int:
+    """The number of kernels that round finer sums at the end of a loop on a GPU."""
+    return sum(_ROUND_CALLS * _stretch_count(plan, plan.inputs[i]) for i in plan.grads if plan.finer(i))
+
+
+def _stretch_count(plan: LoopPlan, spec: Spec) -> int:
     step = spec.finer_rows(plan.tiles_bytes(plan.backward_block_bytes))
-    return _STRETCH_CALLS * -(-(spec.shape[0] if spec.shape else 1) // step)
+    return -(-(spec.shape[0] if spec.shape else 1) // step)
 
 
 def finish(plan: LoopPlan, scale: Tensor | None, parts: Sequence[Tensor]) -> list[Tensor]:

@@ -186,7 +186,9 @@ class _State:
 
 def _new_sums(plan: LoopPlan) -> dict[int, Accumulator]:
     asked = [(i, plan.inputs[i], dtype) for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True)]
-    return {i: Accumulator(spec, dtype, plan.finer(i)) for i, spec, dtype in asked if not spec.sharding.split}
+    # A GPU waits for the host if stretches are small.
+    more = {"alone_bytes": plan.tiles_bytes(plan.backward_block_bytes)} if plan.device.startswith("cuda") else {}
+    return {i: Accumulator(spec, dtype, plan.finer(i), **more) for i, spec, dtype in asked if not spec.sharding.split}
 
 
 def _new_grads(plan: LoopPlan, inputs: Sequence[Tensor], over: Collection[int]) -> dict[int, Tensor]:
