@@ -49,7 +49,7 @@ def check(device: str, fusion: str, dtype: torch.dtype) -> list[dict[str, Any]]:
         model = gpt_module(_CONFIG, checkpointing, True, device, dtype)
         tokens, targets = torch.randint(0, 1000, (2, 2, 256), device=device)
         exact = _gradients(copy.deepcopy(model).double(), tokens, targets)
-        thunders = _error(_gradients(_jit(model, executors), tokens, targets), exact)
+        thunders = _thunders_error(model, executors, tokens, targets, exact)
         for options in _OPTIONS:
             transform = MemEfficient(strict=True, verify=True, **options)
             ours = _error(_gradients(_jit(model, executors, transform), tokens, targets), exact)
@@ -59,10 +59,25 @@ def check(device: str, fusion: str, dtype: torch.dtype) -> list[dict[str, Any]]:
                     "transform": repr(transform),
                     "thunders_error": thunders,
                     "error": ours,
-                    "right": ours <= max(_SLACK * thunders, 8 * torch.finfo(dtype).eps),
+                    "right": ours <= max(_SLACK * (thunders or 0.0), 8 * torch.finfo(dtype).eps),
                 }
             )
     return rows
+
+
+def _thunders_error(
+    model: nn.Module,
+    executors: list[Executor],
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    exact: dict[str, torch.Tensor],
+) -> float | None:
+    """The error of Thunder alone; None if it fails, for then nothing but the dtype's rounding excuses ours."""
+    try:
+        return _error(_gradients(_jit(model, executors), tokens, targets), exact)
+    except RuntimeError as error:
+        print(f"Thunder alone: {error}"[:2000])
+        return None
 
 
 def _jit(model: nn.Module, executors: list[Executor], *transforms: MemEfficient) -> Any:

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.litgpt.matrix import COMPILERS, Case
+from benchmarks.litgpt.matrix import Case
 from benchmarks.litgpt.rows import metrics_here, metrics_of
 
 __all__ = ["COLUMNS", "compared", "run"]
 
-_NO_REUSE = ("--mem_reuse", "False")
 _ITERATIONS = 8
-
-COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
-    **{name: (name, ()) for name in COMPILERS if not name.startswith("MemEfficient smallest")},
-    "MemEfficient, mem_pointwise, no reuse": ("MemEfficient, mem_pointwise", _NO_REUSE),
+_INSIDE = (
+    "eager",
+    "torch.compile",
+    "MemEfficient, mem_pointwise",
+    "MemEfficient, nvFuser",
+    "Thunder dataflow, nvFuser",
+    "Thunder dataflow, mem_pointwise",
+)
+_FURTHER = {
+    "no reuse": ("--mem_reuse", "False"),
+    "optimizer in backward": ("--optimizer_in_backward", "True"),
 }
-"""What compiles, of `matrix.COMPILERS`, and further options."""
+
+COLUMNS: dict[str, tuple[str, bool, tuple[str, ...]]] = {
+    **{name: (name, True, ()) for name in _INSIDE},
+    **{f"{name}, {how}": (name, True, more) for how, more in _FURTHER.items() for name in _INSIDE[2:4]},
+    **{f"{name}, loss outside": (name, False, ()) for name in _INSIDE},
+}
+"""What compiles, of `matrix.COMPILERS`, if the loss is inside, and further options; the most telling come first."""
 
 
 def run(name: str, device: str, timeout_s: float) -> dict[str, Any]:
@@ -24,8 +36,8 @@ def run(name: str, device: str, timeout_s: float) -> dict[str, Any]:
 
     On a GPU it has a process of its own, for at most `timeout_s`, as what it leaves there would count for the next.
     """
-    compiler, more = COLUMNS[name]
-    arguments = [*Case("longchat-7b-16k", True, False, compiler).arguments(device, _ITERATIONS), *more]
+    compiler, loss_inside, more = COLUMNS[name]
+    arguments = [*Case("longchat-7b-16k", True, loss_inside, compiler).arguments(device, _ITERATIONS), *more]
     return metrics_of(arguments, timeout_s) if device == "cuda" else metrics_here(arguments)
 
 

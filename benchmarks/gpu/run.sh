@@ -5,18 +5,16 @@
 #
 # Run it again to go on where the time ran out. Environment:
 #   PYTHON   a Python 3.10-3.12 with a CUDA build of torch 2.8-2.11 (default: python3)
-#   WHEELS   a folder of wheels, for a machine without a network; then nothing is downloaded. It holds those of
-#            lightning-thunder, litgpt, lightning, jsonargparse and what they need that PYTHON lacks, and, for
-#            nvFuser (Python 3.10 and 3.12), nvfuser-cu130-torch29 0.2.35. Make one with network by
-#              pip download --no-deps -d WHEELS lightning-thunder==0.2.6 litgpt==0.5.13 ...
+#   WHEELS   a folder of wheels, for a machine without a network; then nothing is downloaded. benchmarks/gpu/wheels.sh
+#            makes it for Python 3.12; what PYTHON lacks of lightning, transformers, scipy, rich and matplotlib too.
 #   SITE     where packages go (default: a new folder under /tmp)
-# Without nvFuser, all runs use thunder_mem's pointwise executor (Inductor), and the JSON says so.
+# nvFuser is for Python 3.10 and 3.12. Without it, all runs use thunder_mem's pointwise executor (Inductor), and the JSON says so.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 python=${PYTHON:-python3}
 site=${SITE:-$(mktemp -d /tmp/thunder_mem_gpu.XXXX)}
-nvfuser=nvfuser-cu130-torch29==0.2.35
+nvfuser=nvfuser-cu130-torch210==0.2.36.dev20260301
 install=("$python" -m pip install --quiet --disable-pip-version-check --no-compile --upgrade --target "$site")
 
 if [ -n "${WHEELS:-}" ]; then
@@ -26,20 +24,28 @@ elif ! "$python" -c 'import thunder, litgpt, lightning, jsonargparse, transforme
     "${install[@]}" --no-deps lightning-thunder==0.2.6 litgpt==0.5.13 "lightning>=2.4,<3" lightning-utilities \
         torchmetrics jsonargparse docstring-parser typeshed-client looseversion dill opt-einsum optree \
         astunparse six wheel importlib-resources tokenizers safetensors "scipy<2" "rich<16" "matplotlib<4" || true
+    "${install[@]}" --no-deps "$root"  # for its version; its code is the tree's
     "${install[@]}" --no-deps "$nvfuser" || echo "no nvFuser wheel for this Python: going on without"
 fi
 export PYTHONPATH="$root:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 "$python" -c 'import thunder, litgpt, lightning, jsonargparse, scipy, rich, torch; print("torch", torch.__version__)'
 
-# The wheel was built for torch 2.9: beside 2.11 two of its symbols need a stand-in.
+# The wheel was built for torch 2.10: beside 2.11 one of its symbols needs a stand-in, and a slim one takes torch's CUDA.
 if [ -z "${LD_PRELOAD:-}" ] && "$python" -c 'import importlib.util as u, sys, torch
 sys.exit(u.find_spec("nvfuser_direct") is None or torch.__version__ < "2.11")'; then
-    lib=$("$python" -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), "lib"))')
+    cuda=$("$python" -c 'import os, nvidia.cu13 as n; print(os.path.join(n.__path__[0], "lib"))')
+    libs=$(ls -d "$site"/nvfuser*.libs 2>/dev/null || true)
+    if [ -n "$libs" ]; then
+        for pair in libnvrtc-a49e67e8.so.13.0.88:libnvrtc.so.13 libcudart-96c42e41.so.13.0.96:libcudart.so.13 \
+            libcupti-e2f9ed86.so.2025.3.1:libcupti.so.13; do
+            [ -e "$libs/${pair%%:*}" ] || ln -s "$cuda/${pair##*:}" "$libs/${pair%%:*}"
+        done
+        export LD_LIBRARY_PATH="$cuda${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    fi
     shim=$site/libnvfuser_shim.so
-    if g++ -std=c++17 -O1 -shared -fPIC "$here/nvfuser_torch211_shim.cpp" -o "$shim" -L"$lib" -lc10_cuda \
-        -Wl,-rpath,"$lib" -Wl,--no-as-needed; then
+    if g++ -std=c++17 -O1 -shared -fPIC "$here/nvfuser_torch211_shim.cpp" -o "$shim"; then
         # Only if it helps: a preload that cannot be loaded would stop everything.
-        if LD_PRELOAD=$shim "$python" -c 'import nvfuser_direct, nvfuser' 2>/dev/null; then export LD_PRELOAD=$shim; fi
+        if LD_PRELOAD=$shim "$python" -c 'import nvfuser_direct'; then export LD_PRELOAD=$shim; fi
     fi
 fi
 case $python in */*) python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python") ;; esac

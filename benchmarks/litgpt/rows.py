@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 def run_apart(case: Case, device: str, iterations: int, timeout_s: float) -> Row:
-    """Run one case in a process of its own; `error` is the last line that it said, or that time ran out."""
+    """Run one case in a process of its own; `error` is the end of what it said, or that time ran out."""
     row = _begin(case, device, iterations)
     with _timed(row):
         row |= metrics_of(case.arguments(device, iterations), timeout_s)
@@ -47,8 +47,8 @@ def metrics_of(arguments: list[str], timeout_s: float) -> Row:
         except subprocess.TimeoutExpired:
             return {"error": f"not done after {timeout_s:.0f} s"}
         if done.returncode or not path.exists():
-            said = [line for line in done.stderr.splitlines() if line.strip()]
-            return {"error": (said or [f"exit code {done.returncode}"])[-1][:400]}
+            said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("frame #")]
+            return {"error": " ".join(said[-3:] or [f"exit code {done.returncode}"])[:1000]}
         return _metrics(path)
 
 

@@ -64,7 +64,7 @@ class Expectation:
 
 def tangent(t: torch.Tensor) -> torch.Tensor:
     """Multiples of 1/4 in [-3/4, 3/4], none of them symmetric."""
-    return (((torch.arange(t.numel()) % 7) - 3) / 4 + 0.25).reshape(t.shape).to(t.dtype)
+    return (((torch.arange(t.numel()) % 7) - 3) / 4 + 0.25).reshape(t.shape).to(t)
 
 
 def run(
@@ -141,7 +141,7 @@ class _Interpreter:
         if self.generator is None or not t.is_floating_point():
             return t
         noise = torch.rand(t.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
-        return t + units * torch.finfo(dtype).eps * noise * (t.abs() + 0.01)
+        return t + units * torch.finfo(dtype).eps * noise.to(t.device) * (t.abs() + 0.01)
 
     def fresh(self, value, names):
         values = [value] if isinstance(value, torch.Tensor) else list(value)
@@ -232,7 +232,7 @@ def _expectation(program: Program, eager: Result, index_order: bool) -> Expectat
         ref = exact.tensors[name]
         others = [r.tensors[name] for r in shaken]
         if not value.is_floating_point():
-            loose[name] = torch.zeros(value.shape, dtype=torch.bool)
+            loose[name] = torch.zeros_like(value, dtype=torch.bool)
             for other in (value, *others):
                 loose[name] |= other != ref
             continue

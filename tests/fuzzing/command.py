@@ -14,6 +14,7 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.fuzzing.configs import CONFIGS, Config, available, uncompiled_regions
 from tests.fuzzing.record import commit, done, record
 from tests.fuzzing.shrink import digest, regression, shrink
 from tests.programs.generate import Profile
+from tests.programs.program_inputs import inputs_on
 from tests.programs.programs import Program, source
 
 __all__ = ["CONFIGS", "PROFILES", "uncompiled_regions"]
@@ -57,6 +59,13 @@ PROFILES = {
 }
 
 
+def _on_gpu(profile: Profile) -> Profile:
+    """The profile without what draws random values, which a GPU draws otherwise, and what makes values on the CPU."""
+    torch.backends.cudnn.allow_tf32 = False  # as elsewhere; eager's error tells what is allowed
+    families = tuple(f for f in profile.families if f != "random")
+    return replace(profile, families=families, ops_without=(*profile.ops_without, "add_arange"))
+
+
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=1000, help="how many valid programs to run")
@@ -69,6 +78,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--compiled-share", type=float, default=0.002, help="of drawn ones that compile their regions")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--attempts", type=int, default=300, help="most runs spent on minimising one failure")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of the programs; cuda draws no values"
+    )
     parser.add_argument("--json", type=Path, help="add the counts of this run to the file")
     parser.add_argument("--resume", action="store_true", help="go on after what the JSON file has of this commit")
     parser.add_argument("--no-save", action="store_true", help="print failing programs without saving them as tests")
@@ -78,6 +90,11 @@ def _arguments() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _arguments()
     options = parser.parse_args(arguments)
+    with inputs_on(options.device):
+        return _main(parser, options, sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str]) -> int:
     default = "fx" if options.profile == "split" else "mem"
     names = [name for name in (default if options.configs is None else options.configs).split(",") if name]
     known = [c.name for c in available()]
@@ -94,6 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
     faulthandler.enable()
     torch.set_num_threads(1)  # tensors are tiny
+    profile = PROFILES[options.profile]
+    if options.device == "cuda":
+        profile = _on_gpu(profile)
     excuse = options.profile in ("thunder", "split", "heads")
     configs = tuple(CONFIGS[name] for name in names)
     drawn = f"{options.drawn} drawn" if options.drawn else ""
@@ -107,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.set_threshold(50_000, 10, 10)
     steps = campaign(
         seed,
-        PROFILES[options.profile],
+        profile,
         configs,
         options.drawn,
         options.compiled_share,
@@ -115,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         in_turn=options.in_turn,
         whole_share=options.whole_share,
     )
-    command = f"python -m tests.fuzzing {' '.join(sys.argv[1:] if arguments is None else arguments)}"
+    command = f"python -m tests.fuzzing {' '.join(arguments)}"
     for result in islice(steps, programs):
         seconds = time.perf_counter() - started
         last = result.programs == programs or seconds > options.seconds

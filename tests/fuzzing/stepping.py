@@ -2,7 +2,8 @@
 
 The optimizer records each gradient and fills the parameter with NaN, which spoils all that reads it afterwards. Of two
 programs in three it has its states on the host, and its updates run beside the backward: of one as early as a device
-may run them, so that late reads show, of the other as late, so that what overwrites a gradient shows.
+may run them, so that late reads show, of the other as late, so that what overwrites a gradient shows. A GPU runs them
+on its own streams.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def stepped(
             module = _module(fn, inputs, leaves)
             way = _WAYS[len(program.body) % len(_WAYS)]
             optimizer = StepInBackward(_Spoils(list(module.parameters())), states="host" if way else "device")
-            with running_beside(way):
+            with nullcontext() if inputs[leaves[0]].is_cuda else running_beside(way):
                 compiled = with_options(module, options, optimizer)
                 for step in range(steps):
                     result = _step(compiled, optimizer, inputs, leaves, asks)
@@ -177,12 +178,14 @@ def _step(
         if any(inputs[name].grad is not None for name in leaves) or optimizer.state:
             optimizer.step()
         optimizer.zero_grad()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # states on the host may still arrive
     for name, t in inputs.items():
         if t.is_leaf and t.requires_grad and name not in leaves:
             tensors[f"gradient {name}"], t.grad = torch.zeros_like(t) if t.grad is None else t.grad, None
     for name in leaves:
         state = optimizer.state.pop(inputs[name], {})
-        tensors[f"gradient {name}"] = state.get("grad", torch.zeros_like(inputs[name]))
+        tensors[f"gradient {name}"] = state.get("grad", torch.zeros_like(inputs[name])).to(inputs[name].device)
         inputs[name].data.copy_(state.get("before", inputs[name].data))
     tensors.update({f"input {name}": t.detach().clone() for name, t in inputs.items()})
     return Result(tensors, asked, forward_rng, torch.get_rng_state())

@@ -12,7 +12,7 @@ from random import Random
 import torch
 
 from tests.programs.program_effects import OVERWRITES
-from tests.programs.program_inputs import KITS, LAYOUTS, draw_inputs, materialise, storage
+from tests.programs.program_inputs import KITS, LAYOUTS, draw_inputs, inputs_on, materialise, storage
 from tests.programs.program_ops import FAMILIES, OPS
 from tests.programs.program_table import Values, filled, shown_twice
 from tests.programs.programs import SCOPE, Program, Region, Step, constructs, defined, free, walk
@@ -306,7 +306,8 @@ def generate(rng: Random, profile: Profile = Profile()) -> Program:
     """Draw one program. It may still be refused by `validate`, or by eager's backward."""
     kit = rng.choice(profile.kits) if profile.kits and rng.random() < profile.kit_share else ""
     inputs = draw_inputs(rng, profile.aliases, profile.layouts, kit)
-    with torch.random.fork_rng(devices=()):
+    # On the CPU: an index that is out of range ends a GPU's whole process.
+    with torch.random.fork_rng(devices=()), inputs_on("cpu"):
         torch.manual_seed(0)
         tensors = materialise(inputs)
         storages = frozenset(storage(t) for t in tensors.values())

@@ -5,16 +5,31 @@ A few inputs may be a kit: shapes that fit together as in a loss head, attention
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from random import Random
 
 import torch
 
 from tests.programs.programs import Input
 
-__all__ = ["KITS", "LAYOUTS", "draw_inputs", "materialise", "storage"]
+__all__ = ["KITS", "LAYOUTS", "draw_inputs", "inputs_on", "materialise", "storage"]
 
 LAYOUTS = ("transposed", "strided", "offset", "expanded")
+
+
+_device = "cpu"
+
+
+@contextmanager
+def inputs_on(device: str) -> Iterator[None]:
+    """Within, `materialise` makes its tensors on this device, such as "cuda"."""
+    global _device
+    before, _device = _device, device
+    try:
+        yield
+    finally:
+        _device = before
 
 
 def materialise(inputs: tuple[Input, ...], double: bool = False) -> dict[str, torch.Tensor]:
@@ -50,7 +65,7 @@ def _fresh(i: Input, generator: torch.Generator, double: bool) -> torch.Tensor:
         values = torch.randint(-16, 17, shape, generator=generator) / 8
     else:
         values = torch.randint(0, 3, shape, generator=generator)
-    t = values.to(torch.float64 if double and dtype.is_floating_point else dtype)
+    t = values.to(_device, torch.float64 if double and dtype.is_floating_point else dtype)
     if i.layout == "transposed":
         return t.transpose(-1, -2)
     if i.layout == "strided":

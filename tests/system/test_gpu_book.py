@@ -119,12 +119,13 @@ def test_every_step_has_parts():
 
 
 def test_the_columns_are_command_lines():
-    for compiler, more in COLUMNS.values():
-        case = Case("longchat-7b-16k", True, False, compiler)
+    for compiler, loss_inside, more in COLUMNS.values():
+        case = Case("longchat-7b-16k", True, loss_inside, compiler)
         for device in ("cuda", "simulate:H100-80GB"):
             options, given = command.parse([*case.arguments(device), *more])
             options.check(given["compile"], given["distributed_mode"])
-    assert options.mem_reuse is False and "reuse=False" in repr(options.transforms()[0])
+            assert options.mem_reuse == ("--mem_reuse" not in more)
+            assert options.optimizer_in_backward == ("--optimizer_in_backward" in more)
 
 
 def test_a_prediction_is_compared_with_what_was_measured():
