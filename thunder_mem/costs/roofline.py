@@ -138,16 +138,19 @@ def _is_attention(name: str) -> bool:
 
 def _attention_flops(bsym: BoundSymbol) -> int:
     """Two products forward and five backward (Dao, "FlashAttention-2", 2023), half of them if causal."""
-    name = bsym.sym.name
-    backward = "backward" in name or "bwd" in name
+    backward = _is_backward(bsym)
     # The first argument of a backward is the gradient of the output.
-    first = 1 if backward or "mask_grad" in name else 0
+    first = 1 if backward or "mask_grad" in bsym.sym.name else 0
     query, key, value = _operands(bsym)[first : first + 3]
     *batch, rows, width = _shape(query)
     scores = prod(batch) * rows * _shape(key)[-2]
     products = 2 * scores * width, 2 * scores * _shape(value)[-1]  # scores, and scores times values
     total = 3 * products[0] + 2 * products[1] if backward else sum(products)
     return (total // 2 if _is_causal(bsym) else total) + _projection_flops(bsym)
+
+
+def _is_backward(bsym: BoundSymbol) -> bool:
+    return "backward" in bsym.sym.name or "bwd" in bsym.sym.name
 
 
 def _projection_flops(bsym: BoundSymbol) -> int:
@@ -250,11 +253,20 @@ def cost_s(bsym: BoundSymbol, device: DeviceModel) -> float:
     return max(_compute_s([bsym], device), bound_symbol_bytes(bsym) / device.bandwidth_bytes_per_s) + device.launch_s
 
 
+def _product_s(bsym: BoundSymbol, device: DeviceModel) -> float:
+    flops, rate = bound_symbol_flops(bsym), device.matmul_flops(_dtype(_operands(bsym)[0]))
+    if not _is_attention(_name(bsym)):
+        return flops / rate
+    projection = _projection_flops(bsym)
+    share = device.flash_shares[_is_backward(bsym)]
+    return ((flops - projection) / share + projection) / rate
+
+
 def _compute_s(bsyms: Iterable[BoundSymbol], device: DeviceModel) -> float:
     total = 0.0
     for bsym in bsyms:
         if _is_product(bsym):
-            total += bound_symbol_flops(bsym) / device.matmul_flops(_dtype(_operands(bsym)[0]))
+            total += _product_s(bsym, device)
         elif bsym.subsymbols:
             total += _compute_s(bsym.subsymbols, device)
         else:
