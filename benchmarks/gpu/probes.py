@@ -30,6 +30,7 @@ __all__ = [
     "retain_graph",
     "states_on_host",
     "workspace",
+    "workspaces_of_a_step",
 ]
 
 _SHAPE = (16384, 4096, 32000)  # rows, width, vocabulary: longchat's head
@@ -102,6 +103,27 @@ def workspace() -> dict[str, Any]:
     added_bytes = torch.cuda.memory_allocated() - before_bytes - y.nbytes
     said_bytes = cublas_workspace_bytes(torch.cuda.get_device_capability())
     return {"workspace_bytes": added_bytes, "predicted_bytes": said_bytes, "right": added_bytes == said_bytes}
+
+
+def workspaces_of_a_step(compiled: bool) -> dict[str, Any]:
+    """How many workspaces there are after some steps with products in the forward and the backward.
+
+    One for the calling thread and one for autograd's were expected; an H200 had one after compiled steps.
+    """
+    x, w = (torch.ones(1024, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for grad in (False, True))
+    run = torch.compile(_product_sum) if compiled else _product_sum
+    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+    before_bytes = torch.cuda.memory_allocated()
+    for _ in range(3):
+        run(x, w).backward()
+        w.grad = None
+    torch.cuda.synchronize()
+    added_bytes = torch.cuda.memory_allocated() - before_bytes
+    return {"workspaces": added_bytes / cublas_workspace_bytes(torch.cuda.get_device_capability())}
+
+
+def _product_sum(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).float().square().sum()
 
 
 def predicted_workspace(device: str) -> dict[str, Any]:

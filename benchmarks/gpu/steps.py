@@ -86,7 +86,11 @@ def _head(context: Context) -> dict[str, Part]:
 def _workspace(context: Context) -> dict[str, Part]:
     if context.device != "cuda":
         return {"predicted": functools.partial(probes.predicted_workspace, context.simulated)}
-    return {"product": probes.workspace}
+    of_a_step = {
+        f"{name} step": functools.partial(probes.workspaces_of_a_step, name == "compiled")
+        for name in ("eager", "compiled")
+    }
+    return {"product": probes.workspace, **of_a_step}
 
 
 def _longchat(context: Context) -> dict[str, Part]:

@@ -61,7 +61,6 @@ PROFILES = {
 
 def _on_gpu(profile: Profile) -> Profile:
     """The profile without what draws random values, which a GPU draws otherwise, and what makes values on the CPU."""
-    torch.backends.cudnn.allow_tf32 = False  # as elsewhere; eager's error tells what is allowed
     families = tuple(f for f in profile.families if f != "random")
     return replace(profile, families=families, ops_without=(*profile.ops_without, "add_arange"))
 
@@ -79,7 +78,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--attempts", type=int, default=300, help="most runs spent on minimising one failure")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="of the programs; cuda draws no values"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of the programs; on cuda none draws random values"
     )
     parser.add_argument("--json", type=Path, help="add the counts of this run to the file")
     parser.add_argument("--resume", action="store_true", help="go on after what the JSON file has of this commit")
@@ -100,11 +99,14 @@ def _main(parser: argparse.ArgumentParser, options: argparse.Namespace, argument
     known = [c.name for c in available()]
     if unknown := [name for name in names if name not in known]:
         parser.error(f"--configs got {unknown[0]!r}; available here: {', '.join(known)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU")
+    recorded_as = options.profile + (" on cuda" if options.device == "cuda" else "")
     programs, seed = options.programs, options.seed
     if options.resume:
         if options.json is None:
             parser.error("--resume needs --json")
-        before, seed = done(options.json, options.profile, seed)
+        before, seed = done(options.json, recorded_as, seed)
         programs -= before
         print(f"{before} programs are recorded already")
         if programs <= 0:
@@ -114,6 +116,7 @@ def _main(parser: argparse.ArgumentParser, options: argparse.Namespace, argument
     profile = PROFILES[options.profile]
     if options.device == "cuda":
         profile = _on_gpu(profile)
+        torch.backends.cudnn.allow_tf32 = False  # eager itself would be inexact
     excuse = options.profile in ("thunder", "split", "heads")
     configs = tuple(CONFIGS[name] for name in names)
     drawn = f"{options.drawn} drawn" if options.drawn else ""
@@ -140,7 +143,7 @@ def _main(parser: argparse.ArgumentParser, options: argparse.Namespace, argument
         seconds = time.perf_counter() - started
         last = result.programs == programs or seconds > options.seconds
         if options.json and (last or result.programs % 100 == 0):
-            record(options.json, command, options.profile, result, seconds)
+            record(options.json, command, recorded_as, result, seconds)
         if result.programs % 500 == 0:
             print(f"{result.programs} programs, {seconds:.0f} s, next seed {result.next_seed}", flush=True)
         if last:

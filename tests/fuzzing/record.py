@@ -27,7 +27,7 @@ def record(file: Path, command: str, profile: str, result: Campaign, seconds: fl
     Args:
         file: is made if it does not exist.
         command: what was run; with the profile and the seeds it names the entry.
-        profile: of `fuzz.PROFILES`.
+        profile: of `fuzz.PROFILES`, and where it ran if not on the CPU.
         result: the counts so far.
         seconds: how long it took so far.
     """

@@ -178,7 +178,7 @@ def _step(
         if any(inputs[name].grad is not None for name in leaves) or optimizer.state:
             optimizer.step()
         optimizer.zero_grad()
-        if torch.cuda.is_available():
+        if inputs[leaves[0]].is_cuda:
             torch.cuda.synchronize()  # states on the host may still arrive
     for name, t in inputs.items():
         if t.is_leaf and t.requires_grad and name not in leaves:

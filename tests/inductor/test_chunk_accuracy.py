@@ -12,7 +12,7 @@ from tests.programs.chunk_tools import chunked, exact, head, inputs, packed_byte
 from thunder_mem import ChunkLossHead, MemEfficient, predict, simulate
 from thunder_mem.chunk_loop.gradient_sums import Accumulator, finish, part_bounds, rounding_calls
 from thunder_mem.chunk_loop.matmul import gemm, gemm_scratch_bytes, multiplies
-from thunder_mem.chunk_loop.plan import Spec
+from thunder_mem.chunk_loop.plan import ALIGNED_ROWS, Spec
 from thunder_mem.chunk_loop.price import host_calls
 from thunder_mem.chunk_loop.run import _new_sums
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
@@ -150,14 +150,26 @@ def test_a_gpu_rounds_in_wide_stretches_of_aligned_rows():
     (plan,) = transform.record.loops
     (weight,) = (i for i in plan.grads if plan.finer(i))
     rows = plan.inputs[weight].finer_rows(plan.tiles_bytes(plan.backward_block_bytes))
-    assert rows % 64 == 0 and rows > 1000
+    assert rows % ALIGNED_ROWS == 0 and rows > 1000
     assert rounding_calls(plan) < 50 and host_calls(plan, backward=True) < 2000
-    starts = [lo * 2 for lo, _ in part_bounds(plan.inputs[weight], torch.float32)]
-    assert [start % 16 for start in starts] == [0, 0] and part_bounds(plan.inputs[weight], torch.float32)[-1][
-        1
-    ] == 32008
+    for width in (50257, 128256, 256000):
+        wide = Spec("w", (512, width), torch.bfloat16, "cuda:0", Sharding((None, None)))
+        assert wide.finer_rows(32 << 20) % ALIGNED_ROWS == 0
+    (_, half), (start, end) = part_bounds(plan.inputs[weight], torch.float32)
+    assert half == start and start % ALIGNED_ROWS == 0 and end == 32008
     with simulate("H100-80GB"):
         assert _new_sums(plan)[weight].alone_bytes >= 32 << 20
+
+
+@pytest.mark.parametrize("rows", [513, 520, 1001])
+def test_a_longer_first_part_is_rounded_in_its_own_memory_too(rows):
+    spec = Spec("w", (rows, 80), torch.bfloat16, "cuda:0", Sharding((None, None)))
+    plan = SimpleNamespace(grads=(0,), grad_dtypes=(torch.float32,), inputs=(spec,))
+    whole, scale = torch.randn(spec.shape), torch.tensor(0.3)
+    bounds = part_bounds(spec, torch.float32)
+    assert len(bounds) == 2 and bounds[0][1] % ALIGNED_ROWS == 0 and bounds[0][1] * 2 > rows
+    (found,) = finish(plan, scale, [whole[lo:hi].clone() for lo, hi in bounds])
+    assert torch.equal(found, (whole * scale).bfloat16())
 
 
 def test_wide_stretches_round_like_narrow_ones():

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_mem.chunk_loop.matmul import gemm
-from thunder_mem.chunk_loop.plan import LoopPlan, Spec
+from thunder_mem.chunk_loop.plan import ALIGNED_ROWS, LoopPlan, Spec
 
 __all__ = ["Accumulator", "finish", "part_bounds", "rounding_calls", "sole_owner", "sum_calls"]
 
 SPLIT_BYTES = 1 << 16
 _ALONE_BYTES = SPLIT_BYTES * 7 // 4  # without a product beside
 _STRETCH_CALLS = 9  # to join the parts, add, and split again
-_ROUND_CALLS = 5  # to join the parts and round them
-_ALIGNED_ROWS = 8  # so that each part's operand begins at a multiple of 16 bytes, without which cuBLAS is slow
+_ROUND_CALLS = 4  # to join the parts and round them
+_FEW_ROWS = 512  # of which a longer first part, whose memory the result gets, would waste a share
 
 
 class Accumulator:
@@ -115,8 +115,8 @@ def part_bounds(spec: Spec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     if dtype == spec.dtype or size < 2 or spec.nbytes < SPLIT_BYTES:
         return ((0, size),)
     half = -(-size // 2)
-    if spec.device.startswith("cuda") and size > 2 * _ALIGNED_ROWS:
-        half += -half % _ALIGNED_ROWS
+    if spec.device.startswith("cuda") and size > _FEW_ROWS:
+        half += -half % ALIGNED_ROWS
     return ((0, half), (half, size))
 
 

@@ -15,6 +15,7 @@ from thunder_mem.memory.units import counted
 from thunder_mem.sharding.propagation import Sharding
 
 __all__ = [
+    "ALIGNED_ROWS",
     "ChunkRecord",
     "Gemm",
     "Head",
@@ -27,9 +28,10 @@ __all__ = [
 ]
 
 ACCUMULATE = ("float32", "input")
+ALIGNED_ROWS = 8
+"""Parts of a GPU's 16-bit sum have a multiple of so many rows: cuBLAS is slow if an operand is not 16-byte aligned."""
 _GPU_TILES_BYTES = 32 << 20
 _FINER_BYTES = 8  # of a number: in float32, and what is stored of it
-_ALIGNED_ROWS = 64  # cuBLAS is slow where an operand does not begin at a multiple of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Spec:
     def finer_rows(self, scratch_bytes: int) -> int:
         """Rows of dim 0 of a finer sum that are in float32 at once, if they and a product may take some bytes."""
         rows = max(1, scratch_bytes * 4 // 7 // (_FINER_BYTES * max(1, math.prod(self.shape[1:]))))
-        return rows - rows % _ALIGNED_ROWS if self.device.startswith("cuda") and rows > _ALIGNED_ROWS else rows
+        return rows - rows % ALIGNED_ROWS if self.device.startswith("cuda") and rows > ALIGNED_ROWS else rows
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class _State:
 
 def _new_sums(plan: LoopPlan) -> dict[int, Accumulator]:
     asked = [(i, plan.inputs[i], dtype) for i, dtype in zip(plan.grads, plan.grad_dtypes, strict=True)]
-    # A GPU waits for the host if stretches are small.
+    # Small stretches are so many kernels that a GPU would wait for the host.
     more = {"alone_bytes": plan.tiles_bytes(plan.backward_block_bytes)} if plan.device.startswith("cuda") else {}
     return {i: Accumulator(spec, dtype, plan.finer(i), **more) for i, spec, dtype in asked if not spec.sharding.split}
 

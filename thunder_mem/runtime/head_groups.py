@@ -64,18 +64,19 @@ def _parts(query: Tensor, key: Tensor, groups: int) -> Iterator[tuple[slice, sli
             yield slice(at * shared + lo, at * shared + hi), slice(at, at + 1)
 
 
-_BACKWARD_GROUPS_IN_FORWARD = 4
+_BACKWARD_GROUPS_IN_FORWARD = 8
 
 
 def _forward_groups(keys: int, groups: int, on_cpu: bool) -> int:
     """The groups of the forward, which on a GPU are fewer than those of the backward.
 
     The kernel begins with short blocks of rows and ends with long ones, so the last wave of a small group leaves most
-    multiprocessors idle: four heads of 16,384 rows took 1.5 times the time of 32 on an H200. The forward holds as much
-    for four groups at once as the backward for one, beside fewer other values.
+    multiprocessors idle. By a model of the waves, groups of four heads of 16,384 rows take 1.5 times the time of 32
+    heads on an H200. The forward of eight groups holds about what the backward of one
+    holds, and beside it fewer other values are alive.
 
-    >>> _forward_groups(32, 8, on_cpu=False), _forward_groups(2, 8, on_cpu=False), _forward_groups(32, 8, on_cpu=True)
-    (2, 2, 8)
+    >>> _forward_groups(32, 16, on_cpu=False), _forward_groups(2, 32, on_cpu=False), _forward_groups(32, 8, on_cpu=True)
+    (2, 4, 8)
     """
     if on_cpu:
         return groups
@@ -303,7 +304,10 @@ register_grad(attention_in_groups, _differentiate)
 
 
 def _scratch_bytes(bsym: BoundSymbol) -> int:
-    """The bytes of the largest group: its results before they go to their place, and the kernel's own."""
+    """The bytes of the largest group: its results before they go to their place, and the kernel's own.
+
+    They are a bound where the queries of a head of keys are divided unevenly.
+    """
     backward = is_backward_in_groups(bsym)
     query, key = bsym.args[backward : backward + 2]
     device, itemsize = query.device.device_str(), query.dtype.bytes
@@ -326,12 +330,13 @@ def _scratch_bytes(bsym: BoundSymbol) -> int:
     if not backward:
         return of_query + log_sums + (2 * repeated if on_cpu else 0)
     results = of_query + 2 * of_key + (2 * nbytes(1, columns, size * wide) if divided else 0)
-    if not on_cpu:  # whose kernel makes the output and its gradient contiguous
-        shapes = (batch, queries, rows, size), (batch, of_group, columns, size)
-        copies = 2 * of_query + (log_sums if batch > 1 else 0)
-        return results + copies + flash_backward_bytes(*shapes, itemsize)
     projected = of_query if bsym.args[-2] is not None else 0
-    return results + projected + 4 * repeated + score_blocks_bytes(rows, columns, itemsize)
+    if on_cpu:
+        return results + projected + 4 * repeated + score_blocks_bytes(rows, columns, itemsize)
+    # The kernel makes some heads of the output, of its gradient and of the log-sums contiguous.
+    copies = projected if groups == 1 else 2 * of_query + (log_sums if batch > 1 else 0)
+    shapes = (batch, queries, rows, size), (batch, of_group, columns, size)
+    return results + copies + flash_backward_bytes(*shapes, itemsize)
 
 
 _TRAITS = MemoryTraits(scratch_bytes=_scratch_bytes, products=True)
