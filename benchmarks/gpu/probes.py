@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.loss_head import Head, eager, make_inputs, planned, step
 from thunder_mem import MemEfficient, StepInBackward, estimate, last_plan, measure_peak, predict, predict_step, simulate
+from thunder_mem.chunk_loop.matmul import gemm
 from thunder_mem.memory.device_specs import DEVICES, device_spec
 from thunder_mem.prediction.library_memory import cublas_workspace_bytes
 from thunder_mem.prediction.training_step import training_step
@@ -27,6 +28,7 @@ __all__ = [
     "offload",
     "predicted_head",
     "predicted_workspace",
+    "products",
     "retain_graph",
     "states_on_host",
     "workspace",
@@ -36,8 +38,10 @@ __all__ = [
 _SHAPE = (16384, 4096, 32000)  # rows, width, vocabulary: longchat's head
 HEADS: dict[str, Callable[[], Head]] = {
     "eager": lambda: eager,
+    "torch.compile": lambda: torch.compile(eager),
     "chosen": planned,
     **{f"rows={rows}": lambda rows=rows: planned(rows=rows) for rows in (256, 512, 1024, 2048, 4096, 8192)},
+    "rows=4096, input": lambda: planned(rows=4096, accumulate="input"),
 }
 _ROUNDS = 5
 _TOLERANCE = 2e-3  # of float32, whose products run in TF32 where that is allowed
@@ -59,17 +63,45 @@ def model_name() -> str:
 def head(name: str) -> dict[str, Any]:
     """A head's peak above the start, and the median of its times, forward and backward, on the GPU."""
     run, inputs = HEADS[name](), make_inputs(_SHAPE, torch.bfloat16, "cuda")
-    step(run, *inputs)
+    median_ms = _median_ms(lambda: step(run, *inputs))
+    return {"peak_bytes": measure_peak(step, run, *inputs, device="cuda"), "median_ms": median_ms}
+
+
+def _median_ms(run: Callable[[], object]) -> float:
+    """The median time of some calls on the GPU, after one that warms up."""
+    run()
     times_ms = []
     for _ in range(_ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        step(run, *inputs)
+        run()
         end.record()
         torch.cuda.synchronize()
         times_ms.append(begin.elapsed_time(end))
-    peak_bytes = measure_peak(step, run, *inputs, device="cuda")
-    return {"peak_bytes": peak_bytes, "median_ms": statistics.median(times_ms)}
+    return statistics.median(times_ms)
+
+
+def products(depth: int, width: int) -> dict[str, Any]:
+    """Times of the products of a weight (width, depth) with 256 to 16,384 rows, in milliseconds.
+
+    The gradient of the weight is also added to a sum of 16 bits, to one of float32, and to half of one.
+    """
+    on_gpu = {"dtype": torch.bfloat16, "device": "cuda"}
+    w, total = (torch.randn(width, depth, **on_gpu) for _ in range(2))
+    wide, half = (torch.randn(n, depth, device="cuda") for n in (width, width // 2))
+    found = {}
+    for rows in (256 << i for i in range(7)):
+        x, out, dx = (torch.randn(rows, n, **on_gpu) for n in (depth, width, depth))
+        runs: dict[str, Callable[[], object]] = {
+            "out": partial(torch.mm, x, w.t(), out=out),
+            "dx": partial(torch.mm, out, w, out=dx),
+            "dw": partial(torch.mm, out.t(), x, out=total),
+            "dw += bfloat16": partial(total.addmm_, out.t(), x),
+            "dw += float32": partial(gemm, wide, out.t(), x, add=True, scratch_bytes=0),
+            "half of dw += float32": partial(gemm, half, out.t()[: width // 2], x, add=True, scratch_bytes=0),
+        }
+        found[f"{rows} rows"] = {name: round(_median_ms(run), 4) for name, run in runs.items()}
+    return found
 
 
 def predicted_head(device: str, name: str) -> dict[str, Any]:
@@ -112,7 +144,7 @@ def workspaces_of_a_step(compiled: bool) -> dict[str, Any]:
     """
     x, w = (torch.ones(1024, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for grad in (False, True))
     run = torch.compile(_product_sum) if compiled else _product_sum
-    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+    torch._C._cuda_clearCublasWorkspaces()
     before_bytes = torch.cuda.memory_allocated()
     for _ in range(3):
         run(x, w).backward()

@@ -80,17 +80,23 @@ def _correctness(fusion: str, context: Context) -> dict[str, Part]:
 
 def _head(context: Context) -> dict[str, Part]:
     probe = probes.head if context.device == "cuda" else functools.partial(probes.predicted_head, context.simulated)
-    return {name: functools.partial(probe, name) for name in probes.HEADS}
+    names = (name for name in probes.HEADS if context.device == "cuda" or name != "torch.compile")
+    return {name: functools.partial(probe, name) for name in names}
 
 
 def _workspace(context: Context) -> dict[str, Part]:
     if context.device != "cuda":
         return {"predicted": functools.partial(probes.predicted_workspace, context.simulated)}
-    of_a_step = {
-        f"{name} step": functools.partial(probes.workspaces_of_a_step, name == "compiled")
-        for name in ("eager", "compiled")
+    return {
+        "product": probes.workspace,
+        "eager step": functools.partial(probes.workspaces_of_a_step, False),
+        "compiled step": functools.partial(probes.workspaces_of_a_step, True),
     }
-    return {"product": probes.workspace, **of_a_step}
+
+
+def _products(context: Context) -> dict[str, Part]:
+    shapes = (4096, 32000), (4096, 11008), (4096, 12288)
+    return {f"{depth} x {width}": functools.partial(probes.products, depth, width) for depth, width in shapes}
 
 
 def _longchat(context: Context) -> dict[str, Part]:
@@ -125,6 +131,7 @@ PARTS: dict[str, Callable[[Context], dict[str, Part]]] = {
     "nvfuser": functools.partial(_correctness, "nvfuser"),
     "head": _head,
     "workspace": _workspace,
+    "products": _products,
     "longchat": _longchat,
     "predictions": _predictions,
     "offload": lambda context: {"offload": probes.offload},
