@@ -28,7 +28,7 @@ from tests.checking.oracle import Invalid, check, differences, expect, run
 from tests.fuzzing import campaign as fuzz_campaign
 from tests.fuzzing import configs as fuzz_configs
 from tests.fuzzing.campaign import Campaign, campaign, judge, kind, verdict
-from tests.fuzzing.command import PROFILES, main
+from tests.fuzzing.command import PROFILES, _on_gpu, main
 from tests.fuzzing.configs import (
     CONFIGS,
     EXECUTORS,
@@ -46,7 +46,7 @@ from tests.fuzzing.record import done, record
 from tests.fuzzing.shrink import regression, shrink
 from tests.fuzzing.stepping import has_updates, stepped
 from tests.programs.generate import Profile, generate, prune, validate
-from tests.programs.program_inputs import materialise
+from tests.programs.program_inputs import inputs_on, materialise
 from tests.programs.program_ops import FAMILIES
 from tests.programs.programs import Input, Program, Region, Step, constructs, function, source, walk
 from thunder_mem import SORTS, MemEfficient, fx, last_plan
@@ -205,6 +205,21 @@ def test_inputs_alias_as_they_say():
     tensors = materialise(inputs)
     assert not tensors["x0"].is_contiguous() and tensors["x1"].data_ptr() == tensors["x0"].data_ptr()
     assert torch.equal(materialise(inputs, double=True)["x0"], tensors["x0"].double())
+
+
+def test_programs_on_a_gpu_draw_nothing_and_have_their_inputs_there():
+    profile = _on_gpu(PROFILES["checkpoint"])
+    assert "random" not in profile.families and "add_arange" in profile.ops_without
+    assert profile.overwrites_needed == PROFILES["checkpoint"].overwrites_needed
+    inputs = (Input("x0", (4, 3), grad=True, layout="transposed"), Input("x1", (), alias="x0[1:]"))
+    with pytest.raises(KeyError), inputs_on("meta"):
+        assert {t.device.type for t in materialise(inputs).values()} == {"meta"}
+        assert generate(Random(0), profile).inputs  # whose statements are tried on the CPU
+        raise KeyError
+    assert {t.device.type for t in materialise(inputs).values()} == {"cpu"}
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            main(["--device", "cuda", "--programs", "1"])
 
 
 CHAIN = Program(
