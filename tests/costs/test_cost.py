@@ -1,11 +1,16 @@
 """The runtime model: operations and bytes by hand, rooflines, and the measured mode's cache."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from thunder.core import dtypes, prims
+from thunder.core.devices import Device
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, tracectx
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.programs.models import stack
@@ -23,6 +28,7 @@ from thunder_mem.costs.roofline import (
 from thunder_mem.memory.device_models import DEVICE_MODELS, DeviceModel, device_model
 from thunder_mem.memory.device_specs import DEVICES
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+from thunder_mem.runtime import head_groups
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.trace.reading import read_trace
 
@@ -104,15 +110,38 @@ def test_attention(causal):
     assert bound_symbol_flops(only(backward, "mem_attention_backward")) == 5 * products // share
 
 
+def test_flash_attention_has_a_rate_of_its_own_and_the_product_inside_has_not():
+    rate = TOY.matmul_flops("float32")
+    device = replace(TOY, flash_shares=(0.5, 0.25), launch_s=0.0, bandwidth_bytes_per_s=1e30)
+    trace = TraceCtx(None)
+    with tracectx(trace):
+        q, weight, grad = (
+            TensorProxy(shape=shape, device=Device("cuda:0"), dtype=dtypes.float32)
+            for shape in ((2, 3, 8, 4), (5, 12), (16, 5))
+        )
+        out, log_sums = head_groups._forward_in_groups(q, q, q, False, None, 1)
+        head_groups._backward_in_groups(grad, q, q, q, out, log_sums, False, None, 1, weight, ())
+        prims.matmul(grad, weight)
+    forward, backward, product = trace.bound_symbols
+    products, projection = 2 * (2 * 3) * 8 * 8 * 4, 2 * 16 * 5 * 12
+    assert cost_s(forward, device) == pytest.approx(2 * products / 0.5 / rate)
+    assert cost_s(backward, device) == pytest.approx((5 * products / 0.25 + projection) / rate)
+    assert cost_s(product, device) == pytest.approx(projection / rate)
+    flash = DEVICE_MODELS["H200-141GB"].flash_shares
+    assert flash == DEVICE_MODELS["H100-80GB"].flash_shares and max(flash) < 0.5
+
+
+@pytest.mark.parametrize("shares", [(0.0, 1.0), (1.0, -0.5)])
+def test_a_flash_share_is_positive(shares):
+    with pytest.raises(ValueError, match="rates must be positive"):
+        replace(TOY, flash_shares=shares)
+
+
 def test_gpu_attention_symbols():
-    from thunder.core.devices import Device
-    from thunder.core.dtypes import bfloat16
-    from thunder.core.proxies import TensorProxy
-    from thunder.core.trace import TraceCtx, tracectx
     from thunder.executors.sdpaex import sdpea_gradfwd, sdpfa_gradfwd
 
     with tracectx(TraceCtx(None)):
-        q = TensorProxy("q", shape=(2, 3, 64, 16), device=Device("cuda:0"), dtype=bfloat16)
+        q = TensorProxy("q", shape=(2, 3, 64, 16), device=Device("cuda:0"), dtype=dtypes.bfloat16)
         for symbol, args in ((sdpea_gradfwd, (q, q, q, None, 0.0, True)), (sdpfa_gradfwd, (q, q, q, 0.0, True))):
             bsym = symbol.bind(*args, output=q)
             assert bound_symbol_flops(bsym) == 4 * 2 * 3 * 64 * 64 * 16 // 2
