@@ -10,25 +10,19 @@ from benchmarks.litgpt.rows import metrics_here, metrics_of
 __all__ = ["COLUMNS", "compared", "run"]
 
 _ITERATIONS = 8
-_INSIDE = (
-    "eager",
-    "torch.compile",
-    "MemEfficient, mem_pointwise",
-    "MemEfficient, nvFuser",
-    "Thunder dataflow, nvFuser",
-    "Thunder dataflow, mem_pointwise",
-)
+_OURS = ("MemEfficient, mem_pointwise", "MemEfficient, nvFuser")
+_ALL = ("eager", "torch.compile", *_OURS, "Thunder dataflow, nvFuser", "Thunder dataflow, mem_pointwise")
 _FURTHER = {
     "no reuse": ("--mem_reuse", "False"),
     "optimizer in backward": ("--optimizer_in_backward", "True"),
 }
 
 COLUMNS: dict[str, tuple[str, bool, tuple[str, ...]]] = {
-    **{name: (name, True, ()) for name in _INSIDE},
-    **{f"{name}, {how}": (name, True, more) for how, more in _FURTHER.items() for name in _INSIDE[2:4]},
-    **{f"{name}, loss outside": (name, False, ()) for name in _INSIDE},
+    **{name: (name, True, ()) for name in _ALL},
+    **{f"{name}, {how}": (name, True, more) for how, more in _FURTHER.items() for name in _OURS},
+    **{f"{name}, loss outside": (name, False, ()) for name in _ALL},
 }
-"""What compiles, of `matrix.COMPILERS`, if the loss is inside, and further options; the most telling come first."""
+"""What compiles, of `matrix.COMPILERS`, whether the loss is inside, further options; the most telling first."""
 
 
 def run(name: str, device: str, timeout_s: float) -> dict[str, Any]:

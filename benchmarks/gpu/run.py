@@ -24,9 +24,11 @@ STEPS = (
     Step("mem_pointwise", "results are right: Triton over dying inputs, chunk loops", 4, ("cuda", "cpu")),
     Step("nvfuser", "results are right with nvFuser", 4, ("cuda",)),
     Step("head", "a head of 16,384 x 32,000 at several sizes of blocks, beside eager", 5, ("cuda", "simulate")),
-    Step("workspace", "what one product adds: cuBLAS's workspace", 2, ("cuda", "simulate")),
+    Step(
+        "workspace", "how many workspaces of cuBLAS there are, after a product and after steps", 2, ("cuda", "simulate")
+    ),
     Step("products", "the rates of products of few rows, and of sums of gradients", 1, ("cuda",)),
-    Step("longchat", "longchat, 2 layers: every compiler, reuse on and off", 10, ("cuda",)),
+    Step("longchat", "longchat, 2 layers: every compiler, reuse off, updates in the backward", 10, ("cuda",)),
     Step("predictions", "what is predicted for longchat, beside what was measured", 8, ("cuda", "simulate")),
     Step("offload", "offloading, and how much of its copies other work hides", 4, ("cuda",)),
     Step("states", "an optimizer's states on the host, and updates beside the backward", 3, ("cuda", "cpu")),

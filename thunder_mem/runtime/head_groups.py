@@ -72,8 +72,7 @@ def _forward_groups(keys: int, groups: int, on_cpu: bool) -> int:
 
     The kernel begins with short blocks of rows and ends with long ones, so the last wave of a small group leaves most
     multiprocessors idle. By a model of the waves, groups of four heads of 16,384 rows take 1.5 times the time of 32
-    heads on an H200. The forward of eight groups holds about what the backward of one
-    holds, and beside it fewer other values are alive.
+    heads on an H200. The forward of eight groups holds about what the backward of one holds, beside fewer other values.
 
     >>> _forward_groups(32, 16, on_cpu=False), _forward_groups(2, 32, on_cpu=False), _forward_groups(32, 8, on_cpu=True)
     (2, 4, 8)
