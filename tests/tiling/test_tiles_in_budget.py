@@ -134,7 +134,8 @@ def test_loops_cost_their_products_and_no_head_makes_its_gradients_twice(longcha
 
 @pytest.mark.slow
 def test_a_stretch_runs_again_before_sums_are_narrowed():
-    """By default this step takes 92.5 ms; with narrower sums alone it took 134."""
+    """With narrower sums alone the step took 1.3 times the default's time; it takes 1.03 times."""
+    default = measure("longchat-7b-16k", 2, 16384, True, True)
     found = measure("longchat-7b-16k", 2, 16384, True, True, budget_bytes=2_430_000_000)
     assert found.peak_bytes - 2 * found.floor_bytes // 3 <= 2_430_000_000
-    assert found.kernels_s < 0.1
+    assert found.kernels_s < 1.1 * default.kernels_s
