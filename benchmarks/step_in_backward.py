@@ -182,6 +182,7 @@ CONTENDERS = (
     BASELINE,
     "StepInBackward",
     "StepInBackward, fused",
+    "StepInBackward, compiled",
 )
 
 
@@ -205,7 +206,7 @@ def contenders(dtype: torch.dtype) -> dict[str, tuple[Callable[[], None], Callab
         how = {"foreach": name == BASELINE, "fused": name.endswith("fused")}
         adamw = None if name == "eager, hooks" else torch.optim.AdamW(program.fn.parameters(), lr=1e-3, **how)
         in_backward = name.startswith("StepInBackward")
-        optimizer = StepInBackward(adamw) if in_backward else adamw
+        optimizer = StepInBackward(adamw, compiled=name.endswith("compiled")) if in_backward else adamw
         fn: Callable[..., torch.Tensor] = program.fn
         if name == "eager, hooks":
             hooked(program.fn)

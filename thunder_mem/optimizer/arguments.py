@@ -8,9 +8,10 @@ import torch
 from torch.optim import Optimizer
 
 from thunder_mem.memory.outside_input import quoted
+from thunder_mem.optimizer.elementwise import BY_ELEMENT
 from thunder_mem.optimizer.one_parameter import unchanging
 
-__all__ = ["STATES", "check_clipping", "check_optimizer", "check_states", "check_two_pass"]
+__all__ = ["STATES", "check_clipping", "check_compiled", "check_optimizer", "check_states", "check_two_pass"]
 
 STATES = ("device", "host", "auto")
 """Where the optimizer's states may be; "auto" leaves that to a budget."""
@@ -50,6 +51,25 @@ def check_states(states: Any) -> None:
     if states not in STATES:
         *first, last = map(repr, STATES)
         raise ValueError(f"states is {', '.join(first)} or {last}, not {quoted(states)}")
+
+
+def check_compiled(compiled: Any, optimizer: Optimizer) -> None:
+    """Raise if steps of an optimizer are to be compiled, and cannot be.
+
+    Raises:
+        TypeError: the optimizer does not update each element by itself.
+        ValueError: its own fused kernel is asked for, too, or `compiled` is no bool.
+    """
+    if not isinstance(compiled, bool):
+        raise ValueError(f"compiled is True or False, not {quoted(compiled)}")
+    if not compiled:
+        return
+    if type(optimizer) not in BY_ELEMENT:
+        known = ", ".join(sorted(kind.__name__ for kind in BY_ELEMENT))
+        raise TypeError(f"compiled=True takes {known} of torch.optim, not {type(optimizer).__name__}")
+    if any(group.get("fused") for group in optimizer.param_groups):
+        kind = type(optimizer).__name__
+        raise ValueError(f"{kind}(fused=True) runs a kernel of PyTorch: leave out either fused=True or compiled=True")
 
 
 def check_two_pass(two_pass: Any, max_norm: Any, scaler: Any) -> None:

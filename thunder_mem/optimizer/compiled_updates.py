@@ -76,7 +76,7 @@ class CompiledUpdates:
 
     Attributes:
         wrapped: the optimizer that steps.
-        clip_value, max_norm, scaler, two_pass, states: as in `StepInBackward`.
+        clip_value, max_norm, scaler, two_pass, states, compiled: as in `StepInBackward`.
     """
 
     wrapped: Optimizer
@@ -85,6 +85,7 @@ class CompiledUpdates:
     scaler: torch.amp.GradScaler | None
     two_pass: bool
     states: str
+    compiled: bool
 
     def _forget(self) -> None:
         """Start with nothing updated and no forward pending."""
@@ -194,7 +195,8 @@ class CompiledUpdates:
             if p.grad is not None:
                 grad, p.grad = p.grad if backward.summed else p.grad.add_(grad), None
             if backward.verdict is None or not backward.verdict.skips:
-                step, scale = step_with(self.states), None if backward.verdict is None else backward.verdict.scale
+                step = step_with(self.states, self.compiled)
+                scale = None if backward.verdict is None else backward.verdict.scale
                 step(self.wrapped, backward.groups[id(p)], p, grad, clip_value=self.clip_value, scale=scale)
             self._updated[id(p)] = p
         backward.left.discard(index)

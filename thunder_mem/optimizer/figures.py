@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from thunder_mem.optimizer.elementwise import BY_ELEMENT
 from thunder_mem.optimizer.host_states import is_large, step_with
-from thunder_mem.optimizer.one_parameter import bare_copy, on_any_device, runs_by_slices, slice_elements
+from thunder_mem.optimizer.one_parameter import bare_copy, first_state, on_any_device, runs_by_slices, slice_elements
 from thunder_mem.runtime.allocation_watch import AllocationWatch
+from thunder_mem.runtime.measure import record_curve
 
 __all__ = ["StepFigures", "large_state_bytes", "step_figures"]
 
@@ -50,6 +52,7 @@ def step_figures(
     clip_value: float | None = None,
     scaled: bool = False,
     states: str = "device",
+    compiled: bool = False,
 ) -> StepFigures:
     """The figures of an update; zeros if the optimizer does not run on meta tensors.
 
@@ -57,9 +60,15 @@ def step_figures(
 
     Args:
         states: where the states are, "device" or "host".
+        compiled: the step is one kernel.
     """
     from_host = states == "host"
     clip: dict[str, Any] = {"clip_value": clip_value, "scaled": scaled}
+    if compiled and type(optimizer) in BY_ELEMENT and shape:
+        plain = step_figures(optimizer, group, shape, dtype, device_type, states=states)
+        scale = torch.ones(()) if scaled else None
+        numbers_bytes = _numbers_bytes(optimizer, group, dtype, clip_value, scale) if device_type == "cpu" else 0
+        return _compiled(plain, prod(shape), dtype, device_type, from_host, numbers_bytes)
     if from_host and group.get("fused"):
         plain = step_figures(optimizer, {**group, "fused": False}, shape, dtype, device_type, **clip, states=states)
         count, each = max(1, prod(shape)), slice_elements(dtype, device_type)
@@ -71,8 +80,8 @@ def step_figures(
         some = p.view(-1)[: 2 * each]  # all slices are alike
         share, slices, p = p.numel() / max(1, some.numel()), max(1, -(-p.numel() // each)), some
     meta = bare_copy(optimizer)
-    meta.state = defaultdict(dict)
     options = on_any_device(group)
+    meta.state = first_state(meta, options, p)
     grad = torch.empty_like(p)
     clip = {"clip_value": clip_value, "scale": p.new_ones(()) if scaled else None}
     counted = ("meta", "cpu") if device_type == "cpu" else ("meta",)
@@ -125,11 +134,11 @@ def _state_bytes_of_each(
 ) -> float | None:
     """The bytes of large states for each element of such parameters; None if a step on the CPU fails."""
     copy = bare_copy(optimizer)
-    copy.state = defaultdict(dict)
     options = {**on_any_device(group), **({"fused": False} if "fused" in group else {})}
     try:
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
             small = torch.ones(shape, dtype=dtype)
+            copy.state = first_state(copy, options, small)
             step_with("device")(copy, options, small, torch.ones_like(small))
     except Exception:
         return None
@@ -138,6 +147,39 @@ def _state_bytes_of_each(
 
 def _large_bytes(state: Mapping[str, Any], p: torch.Tensor) -> int:
     return sum(v.numel() * v.element_size() for v in state.values() if is_large(v, p))
+
+
+def _numbers_bytes(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    dtype: torch.dtype,
+    clip_value: float | None,
+    scale: torch.Tensor | None,
+) -> int:
+    """What a compiled step holds on the CPU: the few numbers from which its kernel starts, such as the rate."""
+    copy = bare_copy(optimizer)
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        p = torch.ones(_SOME, dtype=dtype)
+        copy.state = first_state(copy, group, p)
+        step = partial(step_with("device", True), copy, group, p, torch.ones_like(p))
+        run = partial(step, clip_value=clip_value, scale=scale)
+        run()  # it compiles, and makes the state
+        return record_curve(run).peak_bytes
+
+
+_SOME = 64  # elements: one would be compiled apart
+
+
+def _compiled(
+    plain: StepFigures, count: int, dtype: torch.dtype, device_type: str, from_host: bool, numbers_bytes: int
+) -> StepFigures:
+    """The figures of a compiled step, from those of the same step with many kernels."""
+    moved_bytes = 3 * count * dtype.itemsize + 2 * plain.state_bytes
+    held_bytes, launches, slices = numbers_bytes, 1, 1
+    if from_host:
+        held_bytes += round(plain.state_bytes * min(1.0, 2 * slice_elements(dtype, device_type) / max(1, count)))
+        launches, slices = plain.slices * (2 * plain.tensors + 1), plain.slices
+    return StepFigures(held_bytes, launches, moved_bytes, plain.state_bytes, plain.tensors, slices, held_bytes)
 
 
 def _fused(plain: StepFigures, of_two: float, clipped_bytes: int) -> StepFigures:

@@ -21,14 +21,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from thunder_mem.optimizer.compiled_step import is_compilable
+from thunder_mem.optimizer.elementwise import Clip
 from thunder_mem.optimizer.one_parameter import (
-    Clip,
     Part,
     copied,
     group_of,
@@ -38,6 +40,7 @@ from thunder_mem.optimizer.one_parameter import (
     slices_of,
     step_alone,
     step_part,
+    whole,
 )
 from thunder_mem.runtime.host_transfers import host_like, start_copy, wait_for
 
@@ -53,9 +56,9 @@ __all__ = [
 ]
 
 
-def step_with(states: str) -> Callable[..., None]:
-    """`step_alone`, or its equal for states on the host."""
-    return step_from_host if states == "host" else step_alone
+def step_with(states: str, compiled: bool = False) -> Callable[..., None]:
+    """`step_alone`, or its equal for states on the host; with compiled steps or without."""
+    return partial(step_from_host if states == "host" else step_alone, compiled=compiled)
 
 
 def is_large(v: Any, p: torch.Tensor) -> bool:
@@ -72,6 +75,7 @@ def step_from_host(
     clip_value: float | None = None,
     scale: torch.Tensor | None = None,
     device_type: str | None = None,
+    compiled: bool = False,
 ) -> None:
     """`step_alone` for a parameter whose states are on the host; they are there afterwards, too.
 
@@ -82,15 +86,18 @@ def step_from_host(
     """
     options, clip = single_tensor(group), Clip(clip_value, scale)
     travels = _Travels(optimizer, p)
+    compiled = compiled and is_compilable(optimizer, p)
     parts: list[Part] | list[None]
-    parts = slices_of(optimizer, options, p, grad, device_type or p.device.type, from_host=True) or [None]
+    parts = slices_of(optimizer, options, p, grad, device_type or p.device.type, from_host=True)
+    parts = parts or ([whole(p, grad)] if compiled else [None])
     coming = travels.fetch(parts[0])
     for i, part in enumerate(parts):
         own = coming
         travels.settle()  # the memory of the slice before is free, and the next fetch may fill it
         coming = travels.fetch(parts[i + 1]) if i + 1 < len(parts) else {}
         _end_copies(own)
-        own = _stepped(optimizer, options, p, grad, part, {**own, **travels.numbers(part)}, clip)
+        own = {**own, **travels.numbers(part)}
+        own = _stepped(optimizer, options, p, grad, part, own, clip, compiled)
         travels.send(own, part)
     travels.settle()
     if travels.states or p in optimizer.state:
@@ -175,12 +182,14 @@ def _stepped(
     part: Part | None,
     own: dict[str, Any],
     clip: Clip,
+    compiled: bool,
 ) -> dict[str, Any]:
     """The state of a part after its step."""
     if part is not None:
         piece = part(p)
         alone: defaultdict[torch.Tensor, Any] = defaultdict(dict, {piece: own})
-        step_part(optimizer, options, piece, part(grad).contiguous(), alone, clip)
+        some = part(grad) if compiled else part(grad).contiguous()
+        step_part(optimizer, options, piece, some, alone, clip, compiled=compiled)
         return alone[piece]
     if own:
         optimizer.state[p] = own

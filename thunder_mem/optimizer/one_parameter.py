@@ -1,7 +1,8 @@
 """Let an optimizer of `torch.optim` update one parameter, with the gradient given.
 
 The optimizer's own `step` runs on a group of that parameter alone, so the numbers are its own. Where every element is
-updated by itself, it runs slice by slice: its temporaries then have a slice's size instead of the parameter's.
+updated by itself, it runs slice by slice: its temporaries then have a slice's size instead of the parameter's. Compiled
+into one kernel it has none, and runs over the whole parameter.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from thunder_mem.optimizer.compiled_step import compiled_options, is_compilable, run_compiled
+from thunder_mem.optimizer.elementwise import BY_ELEMENT, Clip
+
 __all__ = [
-    "Clip",
     "Part",
     "bare_copy",
     "copied",
+    "first_state",
     "group_of",
     "in_place_of",
     "on_any_device",
@@ -30,6 +34,7 @@ __all__ = [
     "step_part",
     "unchanging",
     "unhooked",
+    "whole",
 ]
 
 _SLICE_BYTES = {"cpu": 4 << 20}  # a slice with its state stays in a CPU's cache
@@ -41,14 +46,6 @@ _ROUND = 64  # rows: slices of whole vectors, whose elements all take the same p
 _CAPTURE_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")  # PyTorch 2.11, 2.8
 """Methods that PyTorch's optimizers call in each step. With `lightning` they open the driver's library each time."""
 
-_BY_ELEMENT = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-    )
-)  # fmt: skip
-"""Optimizers whose update of an element depends on no other element."""
-
 
 def step_alone(
     optimizer: torch.optim.Optimizer,
@@ -59,6 +56,7 @@ def step_alone(
     clip_value: float | None = None,
     scale: torch.Tensor | None = None,
     device_type: str | None = None,
+    compiled: bool = False,
 ) -> None:
     """Update one parameter of an optimizer, as its `step` would do with all others left out.
 
@@ -73,25 +71,17 @@ def step_alone(
         clip_value: the gradient counts as clipped to [-clip_value, clip_value].
         scale: a number by which the gradient is multiplied before.
         device_type: the device for which slices are sized, "cpu" or "cuda"; by default the parameter's.
+        compiled: the step is one kernel, if it updates each element by itself.
     """
     options, clip = single_tensor(group), Clip(clip_value, scale)
+    if compiled and is_compilable(optimizer, p):
+        _step_by_slices(optimizer, options, p, grad, [whole(p, grad)], clip, compiled=True)
+        return
     parts = slices_of(optimizer, options, p, grad, device_type or p.device.type)
     if parts:
         _step_by_slices(optimizer, options, p, grad, parts, clip)
         return
     step_part(optimizer, options, p, own_gradient(optimizer, p, grad), optimizer.state, clip)
-
-
-class Clip(NamedTuple):
-    """What is done to a gradient before the step."""
-
-    value: float | None
-    scale: torch.Tensor | None
-
-    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
-        if self.scale is not None:
-            grad = grad.mul(self.scale).to(grad.dtype)
-        return grad if self.value is None else grad.clamp(-self.value, self.value)
 
 
 class Part(NamedTuple):
@@ -126,7 +116,7 @@ def runs_by_slices(optimizer: torch.optim.Optimizer, options: dict[str, Any], fr
 
     A fused kernel has no temporaries that slices would make smaller, but states from the host travel by slices.
     """
-    return type(optimizer) in _BY_ELEMENT and (from_host or not options.get("fused"))
+    return type(optimizer) in BY_ELEMENT and (from_host or not options.get("fused"))
 
 
 def slices_of(
@@ -159,6 +149,12 @@ def slice_elements(dtype: torch.dtype, device_type: str) -> int:
     return _SLICE_BYTES.get(device_type, _SLICE_BYTES_ELSEWHERE) // dtype.itemsize
 
 
+def whole(p: torch.Tensor, grad: torch.Tensor) -> Part:
+    """All of a parameter as one slice: flat if it can be, since one kernel then takes parameters of any shape."""
+    flat = p.is_contiguous() and grad.is_contiguous()
+    return Part(flat, 0, p.numel() if flat else p.shape[0])
+
+
 def _step_by_slices(
     optimizer: torch.optim.Optimizer,
     options: dict[str, Any],
@@ -166,6 +162,8 @@ def _step_by_slices(
     grad: torch.Tensor,
     parts: Sequence[Part],
     clip: Clip,
+    *,
+    compiled: bool = False,
 ) -> None:
     """A step by slices. The state of a slice is a view of the parameter's, or a copy if it is one number for all."""
     state = optimizer.state[p]
@@ -174,12 +172,16 @@ def _step_by_slices(
     for part in parts:
         piece = part(p)
         alone = defaultdict(dict, {piece: {k: part(v) if _is_like(v, p) else copied(v) for k, v in before.items()}})
-        step_part(optimizer, options, piece, part(grad).contiguous(), alone, clip)
+        some = part(grad) if compiled else part(grad).contiguous()
+        step_part(optimizer, options, piece, some, alone, clip, compiled=compiled)
         for name, v in alone[piece].items():
             if not _is_like(v, piece):
                 numbers[name] = v
                 continue
             if not _is_like(state.get(name), p):
+                if len(parts) == 1 and v.stride() == piece.stride():  # some states take the gradient's
+                    state[name] = v.view(p.shape)
+                    continue
                 state[name] = torch.empty_like(p, dtype=v.dtype, requires_grad=False)
             if v.untyped_storage()._cdata != (target := part(state[name])).untyped_storage()._cdata:
                 target.copy_(v)
@@ -210,12 +212,14 @@ def step_part(
     grad: torch.Tensor,
     state: defaultdict[torch.Tensor, Any],
     clip: Clip,
+    *,
+    compiled: bool = False,
 ) -> None:
     """The optimizer's step over one parameter, or a part of one, with a state that takes the place of its own."""
-    with _only(optimizer, options, p, state):
-        p.grad = clip(grad)
+    with _only(optimizer, compiled_options(options) if compiled else options, p, state):
+        p.grad = grad if compiled else clip(grad)
         try:
-            unhooked(optimizer)()
+            run_compiled(optimizer, grad, clip) if compiled else unhooked(optimizer)()
         finally:
             p.grad = None
 
@@ -240,6 +244,17 @@ def _only(
 
 def _nothing() -> None:
     """Takes the place of a check."""
+
+
+def first_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torch.Tensor
+) -> defaultdict[torch.Tensor, Any]:
+    """The state with which a parameter's first step begins: Adagrad alone makes it before, with the optimizer."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return defaultdict(dict)
+    with torch.device("cpu"):
+        new = torch.optim.Adagrad([p], initial_accumulator_value=group["initial_accumulator_value"])
+    return defaultdict(dict, new.state)
 
 
 def group_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Any]:

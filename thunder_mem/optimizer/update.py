@@ -23,7 +23,7 @@ from thunder_mem.optimizer.all_gradients import AllGradients
 from thunder_mem.optimizer.compiled_updates import Updates
 from thunder_mem.optimizer.figures import StepFigures
 from thunder_mem.optimizer.host_states import step_with
-from thunder_mem.optimizer.one_parameter import bare_copy, group_of
+from thunder_mem.optimizer.one_parameter import bare_copy, first_state, group_of
 from thunder_mem.optimizer.state_transfers import StateTransfers
 from thunder_mem.runtime.host_transfers import run_beside, wait_for
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
@@ -104,7 +104,8 @@ class Update:
         options = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
         clipping = f"clip_value={optimizer.clip_value}, max_norm={optimizer.max_norm}, two_pass={optimizer.two_pass}"
         states = "device" if self.transfers is None else "host"
-        return f"{type(optimizer.wrapped).__name__}({options}, {clipping}, states={states})"
+        how = f"states={states}, compiled={optimizer.compiled}"
+        return f"{type(optimizer.wrapped).__name__}({options}, {clipping}, {how})"
 
 
 class Rehearsal:
@@ -146,7 +147,7 @@ class UpdateOnZeros(Rehearsal):
         self.clip_value = optimizer.clip_value
         self.scaled = optimizer.needs_all
         self.scale: torch.Tensor | None = None
-        self.step = step_with(optimizer.states)
+        self.step = step_with(optimizer.states, optimizer.compiled)
         self.group = update.group
         self.copy = bare_copy(optimizer.wrapped)
         self.copy.state = defaultdict(dict)
@@ -155,8 +156,8 @@ class UpdateOnZeros(Rehearsal):
         self.kept: list[Any] = []  # nothing of a run may be released in the next
 
     def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None) -> None:
-        if self.state is not None and not self.first:
-            self.copy.state = defaultdict(dict, {p: self.state})
+        begins = self.state is None or self.first
+        self.copy.state = first_state(self.copy, self.group, p) if begins else defaultdict(dict, {p: self.state})
         if self.scaled and scale is None:  # a first pass found it
             scale = self.scale = torch.ones(()) if self.scale is None else self.scale
         self.step(self.copy, self.group, p, grad, clip_value=self.clip_value, scale=scale)

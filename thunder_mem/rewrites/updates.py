@@ -149,6 +149,7 @@ class _Figures:
                 clip_value=optimizer.clip_value,
                 scaled=optimizer.needs_all,
                 states=self.states,
+                compiled=optimizer.compiled,
             )
         return self.known[key]
 
