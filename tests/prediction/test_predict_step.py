@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.programs.predict_cases import CASES, WAYS, Net, Tied, trained
-from thunder_mem import predict
+from thunder_mem import MemEfficient, StepInBackward, predict
 from thunder_mem.fake_execution import operator_scratch, scratch
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import predict_step, training_step
@@ -92,6 +92,45 @@ def test_the_first_step_makes_the_state():
     first = check_step(model, torch.optim.AdamW(model.parameters()), mean_square, torch.randn(4, 32), before=0)
     later = check_step(model, torch.optim.AdamW(model.parameters()), mean_square, torch.randn(4, 32))
     assert first.held_bytes < later.held_bytes
+
+
+class History(torch.optim.Optimizer):
+    """A user's optimizer whose state is a list and a table."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                if not self.state[p]:
+                    self.state[p] = {"history": [torch.zeros_like(p) for _ in range(3)], "sums": {}}
+                    self.state[p]["sums"]["all"] = torch.zeros_like(p)
+                for t in (*self.state[p]["history"], self.state[p]["sums"]["all"]):
+                    t.mul_(0.9).add_(p.grad)
+                p.add_(self.state[p]["history"][0], alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(("in_backward", "before"), [(False, 0), (False, 2), (True, 2)])
+def test_a_state_of_lists_and_tables(in_backward, before):
+    model = small_model()
+    optimizer = StepInBackward(History(model.parameters())) if in_backward else History(model.parameters())
+    jit = {"executors": [], "transforms": [MemEfficient(strict=True, optimizer=optimizer)] if in_backward else []}
+    prediction = check_step(model, optimizer, mean_square, torch.randn(8, 32), jit=jit, before=before)
+    parameters_bytes = sum(p.nbytes for p in model.parameters())
+    assert prediction.held_bytes == (5 if before else 1) * parameters_bytes + 8 * 32 * 4
+
+
+def test_the_first_step_in_the_backward_makes_lists_and_tables():
+    model, x = small_model(), torch.randn(8, 32)
+    history = History(model.parameters())
+    ours = StepInBackward(history)
+    step = thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True, optimizer=ours)])
+    training_step(step, ours, mean_square, x)
+    history.state.clear()
+    prediction = predict_step(step, ours, mean_square, x, first=True)
+    assert measure_peak(lambda: training_step(step, ours, mean_square, x)) == prediction.measured_bytes
 
 
 @pytest.mark.slow

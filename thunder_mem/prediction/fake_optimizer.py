@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
 from thunder_mem.fake_execution.fake_twins import Scalars, Twins
 from thunder_mem.fake_execution.replay import Ledger
 from thunder_mem.optimizer.host_states import is_large
 from thunder_mem.optimizer.one_parameter import bare_copy
 
-__all__ = ["hold_states", "make_state", "next_scalars", "twin_optimizer"]
+__all__ = ["hold_states", "make_state", "next_scalars", "state_tensors", "twin_optimizer"]
 
 
 def twin_optimizer(optimizer: torch.optim.Optimizer, twins: Twins, simulated: bool) -> torch.optim.Optimizer:
@@ -109,12 +110,18 @@ def hold_states(
     states: str = "device",
 ) -> None:
     """Record a parameter's state: on the device or, if `states` is "host", its large tensors on the host."""
-    for name, t in state.items():
+    for name, t in state_tensors(state):
+        if states == "host" and name in state and is_large(t, p):
+            ledger.add_host(t, "cuda" if simulated else "cpu")
+        else:
+            _hold_state(ledger, name, t, group, simulated)
+
+
+def state_tensors(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a parameter's state, also those in lists and tables, by names such as "history.0"."""
+    for path, t in tree_flatten_with_path(state)[0]:
         if isinstance(t, torch.Tensor):
-            if states == "host" and is_large(t, p):
-                ledger.add_host(t, "cuda" if simulated else "cpu")
-            else:
-                _hold_state(ledger, name, t, group, simulated)
+            yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), t
 
 
 def _hold_state(ledger: Ledger, name: str, t: torch.Tensor, group: dict[str, Any], simulated: bool) -> None:

@@ -12,6 +12,7 @@ from thunder_mem.fake_execution.fake_twins import Scalars, Twins
 from thunder_mem.optimizer.all_gradients import AllGradients
 from thunder_mem.optimizer.one_parameter import group_of, step_alone
 from thunder_mem.optimizer.update import Rehearsal, Update
+from thunder_mem.prediction.fake_optimizer import state_tensors
 
 __all__ = ["RehearsedUpdates"]
 
@@ -90,7 +91,7 @@ class RehearsedUpdates(Rehearsal):
         with Scalars():
             step_alone(self.twin, group_of(self.twin, p), p, torch.empty_like(p, requires_grad=False))
         p.grad = waiting
-        for name, t in self.twin.state[p].items():
+        for name, t in state_tensors(self.twin.state[p]):
             if isinstance(t, FakeTensor):
                 self.twins.ledger.add(f"optimizer.{name}", t, "optimizer state")
 
