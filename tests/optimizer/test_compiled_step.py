@@ -108,6 +108,7 @@ def test_a_failed_compilation_warns_once_and_steps(monkeypatch):
 
     compiled_step._compiled.cache_clear()
     monkeypatch.setattr(torch, "compile", fails)
+    monkeypatch.setattr(compiled_step, "_FAILED", set())
     p, q = (nn.Parameter(torch.ones(3, 3)) for _ in range(2))
     ours, plain = optimizer_over(p, "AdamW"), optimizer_over(q, "AdamW")
     with pytest.warns(UserWarning, match="torch.compile failed on a step of AdamW.*no compiler$") as seen:
@@ -116,6 +117,10 @@ def test_a_failed_compilation_warns_once_and_steps(monkeypatch):
             step_alone(plain, plain.param_groups[0], q, torch.ones(3, 3))
     assert len(seen) == 1
     torch.testing.assert_close(p, q)
+    wide = torch.ones(4096, 1024)
+    group = ours.param_groups[0]
+    by_slices = step_figures(ours, group, wide.shape, wide.dtype, "cpu")
+    assert step_figures(ours, group, wide.shape, wide.dtype, "cpu", compiled=True) == by_slices
     compiled_step._compiled.cache_clear()
 
 
@@ -206,6 +211,109 @@ def test_a_training_step_is_predicted_and_holds_less(name, dtype, more):
         assert (p - q).abs().mean() <= (1e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
+OPTIONS = {
+    "AdamW": ({}, {"betas": (0.9, 0.95)}, {"betas": (0.8, 0.95), "weight_decay": 0.3}, {"eps": 1e-4, "amsgrad": True}),
+    "SGD": ({}, {"momentum": 0.5}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.3}),
+    "RMSprop": ({}, {"alpha": 0.5}, {"centered": True, "momentum": 0.9}, {"weight_decay": 0.1, "maximize": True}),
+    "NAdam": (
+        {},
+        {"betas": (0.7, 0.8)},
+        {"momentum_decay": 0.1},
+        {"weight_decay": 0.1, "maximize": True},
+    ),
+    "RAdam": (
+        {},
+        {"betas": (0.7, 0.8)},
+        {"betas": (0.9, 0.9999)},
+        {"weight_decay": 0.1, "maximize": True},
+    ),
+    "ASGD": ({"lambd": 0.5}, {"alpha": 0.5, "t0": 3.0}),
+    "Adadelta": ({"rho": 0.7}, {"rho": 0.9}),
+    "Adagrad": ({"lr_decay": 0.1}, {"initial_accumulator_value": 0.5}),
+    "Rprop": ({"etas": (0.3, 1.5)}, {"step_sizes": (1e-4, 1e-2)}),
+}
+
+
+@COMPILING
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_is_its_own(name):
+    """PyTorch 2.11 ran a program with the first `betas` for all others, while these were symbols."""
+    for options in OPTIONS[name]:
+        torch.manual_seed(0)
+        ours, plain = (nn.Parameter(torch.zeros(64)) for _ in range(2))
+        optimizers = [getattr(torch.optim, name)([p], lr=1e-2, foreach=False, **options) for p in (ours, plain)]
+        for _ in range(10):
+            grad = torch.randn(64)
+            step_alone(optimizers[0], optimizers[0].param_groups[0], ours, grad, compiled=True)
+            plain.grad = grad
+            optimizers[1].step()
+        assert (ours - plain).norm() <= 3e-7 * plain.norm(), options
+
+
+@COMPILING
+@pytest.mark.parametrize("name", NAMES)
+def test_float64_parameters(name):
+    torch.manual_seed(0)
+    ours, plain = (nn.Parameter(torch.zeros(64, dtype=torch.float64)) for _ in range(2))
+    optimizers = [getattr(torch.optim, name)([p], lr=1e-2, foreach=False) for p in (ours, plain)]
+    for _ in range(9):
+        grad = torch.randn(64, dtype=torch.float64)
+        step_alone(optimizers[0], optimizers[0].param_groups[0], ours, grad, compiled=True)
+        plain.grad = grad
+        optimizers[1].step()
+    assert (ours - plain).norm() <= 1e-7 * plain.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_the_compiler_steps_run_as_they_are(name):
+    ours, plain = (nn.Parameter(torch.ones(8, 8)) for _ in range(2))
+    optimizers = [optimizer_over(p, name, foreach=False) for p in (ours, plain)]
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(3):
+            step_alone(optimizers[0], optimizers[0].param_groups[0], ours, torch.ones(8, 8), compiled=True)
+            plain.grad = torch.ones(8, 8)
+            optimizers[1].step()
+    torch.testing.assert_close(ours, plain)
+
+
+@COMPILING
+def test_autograd_sees_the_write():
+    p, q = nn.Parameter(torch.ones(4)), torch.ones(4, requires_grad=True)
+    result = (q * p.detach()).sum()
+    optimizer = torch.optim.AdamW([p])
+    step_alone(optimizer, optimizer.param_groups[0], p, torch.ones(4), compiled=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+@COMPILING
+def test_a_group_that_became_fused_is_compiled():
+    ours, plain = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizers = torch.optim.AdamW([ours]), torch.optim.AdamW([plain], fused=True)
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
+    step_alone(optimizers[0], optimizers[0].param_groups[0], ours, torch.ones(4), compiled=True)
+    plain.grad = torch.ones(4)
+    optimizers[1].step()
+    torch.testing.assert_close(ours, plain)
+    assert torch.optim.AdamW not in compiled_step._FAILED
+
+
+@COMPILING
+def test_a_schedule_of_betas_warns_when_it_compiled_too_often(monkeypatch):
+    monkeypatch.setattr(compiled_step, "_FAILED", set())
+    compiled_step._compiled.cache_clear()
+    ours, plain = (nn.Parameter(torch.ones(64)) for _ in range(2))
+    optimizers = [torch.optim.AdamW([p], lr=1e-2, foreach=False) for p in (ours, plain)]
+    with pytest.warns(UserWarning, match="whose steps run as without compiled=True from now on"):
+        for i in range(12):
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["betas"] = 0.9 - 0.01 * i, 0.99
+            step_alone(optimizers[0], optimizers[0].param_groups[0], ours, torch.ones(64), compiled=True)
+            plain.grad = torch.ones(64)
+            optimizers[1].step()
+    torch.testing.assert_close(ours, plain, atol=1e-7, rtol=1e-6)
+
+
 @COMPILING
 def test_one_compilation_serves_all_shapes():
     torch._dynamo.reset()
@@ -238,7 +346,8 @@ def test_the_compiler_writes_one_kernel_for_a_gpu(name):
 
     compiled_step._compiled.cache_clear()
     captured = partial(compile_, backend=backend, fullgraph=True, dynamic=False)
-    with mock.patch.object(torch, "compile", lambda fn, **_: captured(fn)):
+    static = mock.patch.object(compiled_step, "maybe_mark_dynamic", lambda t, dims: None)
+    with static, mock.patch.object(torch, "compile", lambda fn, **_: captured(fn)):
         p = nn.Parameter(torch.ones(1 << 16, dtype=torch.bfloat16))
         optimizer = optimizer_over(p, name)
         for _ in range(2):  # the state of SGD begins with the second

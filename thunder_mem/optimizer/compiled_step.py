@@ -3,7 +3,9 @@
 Each optimizer of `torch.optim` has its arithmetic in a function, which its `step` calls with lists of tensors
 (`torch.optim.adam.adam`). That function is compiled, with the gradient's clipping in it; `step` itself stays Python.
 The learning rate is a tensor, so that a scheduler compiles nothing again (PyTorch's recipe for compiled optimizers).
-Sizes are symbols: one compilation serves all parameters of a dtype and a layout.
+Sizes are symbols: one compilation serves all parameters of a dtype and a layout. Other numbers are constants, which
+compile again when they change: with ``dynamic=True`` they would be symbols, too, and PyTorch 2.11 then runs a program
+with the first value of `betas` for all others.
 
 `torch.compile(optimizer.step)` would compile all parameters into one program instead, and again for every other list.
 """
@@ -14,54 +16,68 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from threading import RLock
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thunder_mem.optimizer.elementwise import BY_ELEMENT, Clip
 
 __all__ = ["compiled_options", "is_compilable", "run_compiled"]
 
-_ASKING = frozenset((torch.optim.ASGD, torch.optim.RAdam))
-"""Their arithmetic reads a number of the state on the CPU, which no kernel can, unless it is told `capturable`."""
+_BRANCHING = frozenset((torch.optim.ASGD, torch.optim.RAdam))
+"""Their arithmetic branches on a number of the state, which no kernel can, unless it is told `capturable`. On a CPU
+PyTorch takes that option only while it compiles."""
+
+_LOCK = RLock()  # while one thread compiles, no other may call what is compiled
+
+
+_FAILED: set[type] = set()
+"""The optimizers on which `torch.compile` failed."""
 
 
 def is_compilable(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> bool:
     """Whether the step of a parameter can be compiled; others run as without compilation."""
-    return type(optimizer) in BY_ELEMENT and p.dim() > 0 and p.numel() > 0 and not is_traceable_wrapper_subclass(p)
+    able = type(optimizer) in BY_ELEMENT and type(optimizer) not in _FAILED
+    return able and p.dim() > 0 and p.numel() > 0 and not is_traceable_wrapper_subclass(p)
 
 
 def compiled_options(options: dict[str, Any]) -> dict[str, Any]:
     """A group's options for a compiled step: single-tensor code, and a rate that may change."""
     rate = options.get("lr")
     if isinstance(rate, float | int):
-        options = {**options, "lr": torch.tensor(rate, dtype=torch.float32, device="cpu")}
-    return {**options, **({"foreach": False} if "foreach" in options else {})}
+        options = {**options, "lr": torch.tensor(rate, dtype=torch.float64, device="cpu")}
+    return {**options, **{name: False for name in ("foreach", "fused") if name in options}}
 
 
 def run_compiled(optimizer: torch.optim.Optimizer, grad: torch.Tensor, clip: Clip) -> None:
-    """The optimizer's own `step`, with its arithmetic compiled. A warning says why, if that fails: it runs as it is."""
+    """The optimizer's own `step`, with its arithmetic compiled.
+
+    If that fails, a warning says why, and this step runs as it is. Later steps of such optimizers are not compiled: see
+    `is_compilable`.
+    """
     step = inspect.unwrap(type(optimizer).step)
     name = step.__globals__["__name__"].rpartition(".")[2]
     arithmetic = step.__globals__[name]
     key = grad.dtype, grad.device, grad.is_contiguous(), clip.value, clip.scale is not None
 
     def compiled(params: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
-        run, failed = _compiled(arithmetic, type(optimizer) in _ASKING, *key)
-        if not failed:
-            bare = [_bare(a) for a in args]
-            try:
+        run, bare = _compiled(arithmetic, type(optimizer) in _BRANCHING, *key), [_bare(a) for a in args]
+        try:
+            with _LOCK:
                 numbers = run(clip, _bare(params), _bare(grads), bare, kwargs)
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before it ran
-                failed.append(error)
-                _warn(type(optimizer).__name__, error)
-            else:
-                _take_over(args, bare, numbers)
-                return
-        arithmetic(params, [clip(g) for g in grads], *args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before it ran
+            _FAILED.add(type(optimizer))
+            _warn(type(optimizer).__name__, error)
+            arithmetic(params, [clip(g) for g in grads], *args, **kwargs)
+        else:
+            _take_over(args, bare, numbers)
+            increment_version(params)  # autograd's, as any write in place does
 
     # The class's `step` with another value for one global name: nothing of PyTorch changes, in no thread.
     own = FunctionType(step.__code__, {**step.__globals__, name: compiled}, name, step.__defaults__, step.__closure__)
@@ -71,9 +87,9 @@ def run_compiled(optimizer: torch.optim.Optimizer, grad: torch.Tensor, clip: Cli
 
 @cache
 def _compiled(
-    arithmetic: Callable[..., None], asks: bool, dtype: torch.dtype, device: torch.device, *layout_and_clip: Any
-) -> tuple[Callable[..., list[torch.Tensor]], list[Exception]]:
-    """The compiled arithmetic of an optimizer, and room for the error with which it failed.
+    arithmetic: Callable[..., None], branches: bool, dtype: torch.dtype, device: torch.device, *layout_and_clip: Any
+) -> Callable[..., list[torch.Tensor]]:
+    """The compiled arithmetic of an optimizer, which returns the new numbers of its state.
 
     `torch.compile` allows few compilations of one code object, so each of these functions has its own.
     """
@@ -81,19 +97,25 @@ def _compiled(
     def stepped(
         clip: Clip, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], args: Any, kwargs: dict[str, Any]
     ) -> list[torch.Tensor]:
-        # A kernel for a GPU takes a number of the CPU by value, but not one that the same program writes.
-        own = [[t.clone() for t in a] if _are_numbers(a) else a for a in args]
-        told = {**kwargs, "capturable": True} if asks else kwargs
+        # A kernel for a GPU takes a number of the CPU by value, but not one that the same program writes. In 64 bits
+        # the step's correction of a sum, 1 - .999 in the first step, is as exact as in Python.
+        own = [[t.double() for t in a] if _are_numbers(a) else a for a in args]
+        told = {**kwargs, "capturable": True} if branches and torch.compiler.is_compiling() else kwargs
         arithmetic(params, [clip(g) for g in grads], *own, **told)
         return [t for a in own if _are_numbers(a) for t in a]
 
     own = FunctionType(stepped.__code__.replace(), globals(), stepped.__name__, None, stepped.__closure__)
-    return torch.compile(own, fullgraph=True, dynamic=True), []
+    return torch.compile(own, fullgraph=True, dynamic=False)
 
 
 def _bare(values: Any) -> Any:
-    """A list of tensors as views of nothing: `torch.compile` would compile again for a view of another tensor."""
-    return [t.data if isinstance(t, torch.Tensor) else t for t in values] if isinstance(values, list) else values
+    """A list of tensors of any size, as views of nothing: for views `torch.compile` would compile again."""
+    if not isinstance(values, list):
+        return values
+    bare = [t.data if isinstance(t, torch.Tensor) else t for t in values]
+    for t in (t for t in bare if isinstance(t, torch.Tensor)):
+        maybe_mark_dynamic(t, list(range(t.dim())))
+    return bare
 
 
 def _take_over(args: Sequence[Any], bare: Sequence[Any], numbers: Sequence[torch.Tensor]) -> None:
@@ -107,9 +129,12 @@ def _take_over(args: Sequence[Any], bare: Sequence[Any], numbers: Sequence[torch
 
 def _warn(kind: str, error: Exception) -> None:
     reason = str(error).strip().partition("\n")[0]
+    if isinstance(error, FailOnRecompileLimitHit):
+        limit = torch._dynamo.config.recompile_limit
+        reason = f"options other than the learning rate had more than {limit} values (torch._dynamo.config)"
     warnings.warn(
-        f"torch.compile failed on a step of {kind}, which runs as without compiled=True, with temporaries as large as "
-        f"parameters: {type(error).__name__}: {reason[:200]}",
+        f"torch.compile failed on a step of {kind}, whose steps run as without compiled=True from now on: "
+        f"{type(error).__name__}: {reason[:200]}",
         stacklevel=2,
     )
 

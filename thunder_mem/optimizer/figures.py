@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from thunder_mem.optimizer.elementwise import BY_ELEMENT
+from thunder_mem.optimizer.compiled_step import is_compilable
 from thunder_mem.optimizer.host_states import is_large, step_with
 from thunder_mem.optimizer.one_parameter import bare_copy, first_state, on_any_device, runs_by_slices, slice_elements
 from thunder_mem.runtime.allocation_watch import AllocationWatch
@@ -64,10 +64,13 @@ def step_figures(
     """
     from_host = states == "host"
     clip: dict[str, Any] = {"clip_value": clip_value, "scaled": scaled}
-    if compiled and type(optimizer) in BY_ELEMENT and shape:
+    if compiled and is_compilable(optimizer, torch.empty(tuple(shape), device="meta")):
         plain = step_figures(optimizer, group, shape, dtype, device_type, states=states)
         scale = torch.ones(()) if scaled else None
-        numbers_bytes = _numbers_bytes(optimizer, group, dtype, clip_value, scale) if device_type == "cpu" else 0
+        try:
+            numbers_bytes = _numbers_bytes(optimizer, group, dtype, clip_value, scale) if device_type == "cpu" else 0
+        except Exception:  # as any step of this optimizer will fail
+            return plain
         return _compiled(plain, prod(shape), dtype, device_type, from_host, numbers_bytes)
     if from_host and group.get("fused"):
         plain = step_figures(optimizer, {**group, "fused": False}, shape, dtype, device_type, **clip, states=states)
