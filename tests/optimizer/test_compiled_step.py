@@ -247,7 +247,8 @@ def test_every_option_is_its_own(name):
             step_alone(optimizers[0], optimizers[0].param_groups[0], ours, grad, compiled=True)
             plain.grad = grad
             optimizers[1].step()
-        assert (ours - plain).norm() <= 3e-7 * plain.norm(), options
+        error = (ours - plain).norm() / plain.norm()
+        assert error <= (1e-5 if name in ("AdamW", "NAdam") else 3e-7), options  # whose corrections have 32 bits
 
 
 @COMPILING
