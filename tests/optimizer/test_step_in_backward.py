@@ -509,6 +509,18 @@ def test_what_fits_with_updates_in_the_backward():
         peak(lambda p: StepInBackward(torch.optim.AdamW(p)), [])
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_step_with_a_tensor_for_a_learning_rate_is_predicted(before):
+    model, x = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)), torch.randn(32, 64)
+    ours = StepInBackward(torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3)))
+    step = thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True, optimizer=ours)])
+    if before:
+        training_step(step, ours, loss_of, x)
+    prediction = predict_step(step, ours, loss_of, x)
+    training_step(step, ours, loss_of, x)
+    assert measure_peak(lambda: training_step(step, ours, loss_of, x)) == prediction.measured_bytes
+
+
 def test_prediction_needs_the_optimizer_of_the_program(block):
     *_, step = block
     with pytest.raises(ValueError, match="give predict_step the StepInBackward"):

@@ -101,11 +101,16 @@ class Update:
 
     def __repr__(self) -> str:  # the same for updates that do the same
         optimizer, group = self.updates.optimizer, self.group
-        options = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
+        options = ", ".join(f"{k}={_shown(v)}" for k, v in group.items() if k != "params")
         clipping = f"clip_value={optimizer.clip_value}, max_norm={optimizer.max_norm}, two_pass={optimizer.two_pass}"
         states = "device" if self.transfers is None else "host"
         how = f"states={states}, compiled={optimizer.compiled}"
         return f"{type(optimizer.wrapped).__name__}({options}, {clipping}, {how})"
+
+
+def _shown(option: Any) -> str:
+    """An option as text; a tensor's number cannot be read on fake tensors, and changes from step to step."""
+    return f"{option.dtype}{list(option.shape)}" if isinstance(option, torch.Tensor) else str(option)
 
 
 class Rehearsal:
