@@ -91,7 +91,8 @@ def _compiled(
 ) -> Callable[..., list[torch.Tensor]]:
     """The compiled arithmetic of an optimizer, which returns the new numbers of its state.
 
-    `torch.compile` allows few compilations of one code object, so each of these functions has its own.
+    `torch.compile` allows few compilations of one code object, so each of these functions has its own. It also adds to
+    a function's globals, which Thunder may read meanwhile, so these are a copy.
     """
 
     number = torch.float64 if branches or dtype == torch.float64 else torch.float32
@@ -106,7 +107,7 @@ def _compiled(
         arithmetic(params, [clip(g) for g in grads], *own, **told)
         return [t for a in own if _are_numbers(a) for t in a]
 
-    own = FunctionType(stepped.__code__.replace(), globals(), stepped.__name__, None, stepped.__closure__)
+    own = FunctionType(stepped.__code__.replace(), {**globals()}, stepped.__name__, None, stepped.__closure__)
     return torch.compile(own, fullgraph=True, dynamic=False)
 
 
