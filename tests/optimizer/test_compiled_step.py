@@ -15,6 +15,7 @@ from torch import nn
 from thunder_mem import MemEfficient, StepInBackward, measure_peak, predict_step, simulate
 from thunder_mem.optimizer import compiled_step
 from thunder_mem.optimizer.figures import step_figures
+from thunder_mem.optimizer.host_states import step_from_host
 from thunder_mem.optimizer.one_parameter import first_state, step_alone
 from thunder_mem.optimizer.update import is_update, update_of
 from thunder_mem.prediction.training_step import training_step
@@ -64,7 +65,7 @@ def test_what_is_compiled_is_the_step(as_it_is, name, clip):
         grad = torch.randn(6, 5)
         for p, optimizer, compiled in zip(parameters, optimizers, (False, True), strict=True):
             group = optimizer.param_groups[0]
-            group["lr"] = 1e-2 / 2**i  # a power of two, as the compiled one is a number in 32 bits
+            group["lr"] = 1e-2 / 2**i
             before = group["lr"], optimizer.state[p].get("exp_avg")
             step_alone(optimizer, group, p, grad if i % 2 else grad.t().contiguous().t(), compiled=compiled, **clip)
             assert p.grad is None and group["lr"] == before[0]
@@ -121,6 +122,12 @@ def test_a_failed_compilation_warns_once_and_steps(monkeypatch):
     group = ours.param_groups[0]
     by_slices = step_figures(ours, group, wide.shape, wide.dtype, "cpu")
     assert step_figures(ours, group, wide.shape, wide.dtype, "cpu", compiled=True) == by_slices
+    big = torch.ones(1 << 21)  # two slices, with states on the host
+    monkeypatch.setattr(compiled_step, "_FAILED", set())
+    away = optimizer_over(nn.Parameter(big), "AdamW", foreach=False)
+    with pytest.warns(UserWarning, match="torch.compile failed") as seen:
+        step_from_host(away, away.param_groups[0], away.param_groups[0]["params"][0], big, compiled=True)
+    assert len(seen) == 1
     compiled_step._compiled.cache_clear()
 
 

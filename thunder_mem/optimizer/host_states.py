@@ -188,8 +188,7 @@ def _stepped(
     if part is not None:
         piece = part(p)
         alone: defaultdict[torch.Tensor, Any] = defaultdict(dict, {piece: own})
-        some = part(grad) if compiled else part(grad).contiguous()
-        step_part(optimizer, options, piece, some, alone, clip, compiled=compiled)
+        step_part(optimizer, options, piece, part.of_gradient(grad, compiled), alone, clip, compiled=compiled)
         return alone[piece]
     if own:
         optimizer.state[p] = own

@@ -95,6 +95,10 @@ class Part(NamedTuple):
         t = t.detach()
         return (t.view(-1) if self.flat else t)[self.start : self.stop]
 
+    def of_gradient(self, grad: torch.Tensor, compiled: bool) -> torch.Tensor:
+        """The part of a gradient: as it lies for a compiled kernel, which takes any strides, else contiguous."""
+        return self(grad) if compiled else self(grad).contiguous()
+
 
 def single_tensor(group: dict[str, Any]) -> dict[str, Any]:
     """A group's options, with single-tensor code where they leave that open."""
@@ -172,8 +176,7 @@ def _step_by_slices(
     for part in parts:
         piece = part(p)
         alone = defaultdict(dict, {piece: {k: part(v) if _is_like(v, p) else copied(v) for k, v in before.items()}})
-        some = part(grad) if compiled else part(grad).contiguous()
-        step_part(optimizer, options, piece, some, alone, clip, compiled=compiled)
+        step_part(optimizer, options, piece, part.of_gradient(grad, compiled), alone, clip, compiled=compiled)
         for name, v in alone[piece].items():
             if not _is_like(v, piece):
                 numbers[name] = v
@@ -216,6 +219,7 @@ def step_part(
     compiled: bool = False,
 ) -> None:
     """The optimizer's step over one parameter, or a part of one, with a state that takes the place of its own."""
+    compiled = compiled and is_compilable(optimizer, p)  # it may have failed on the part before
     with _only(optimizer, compiled_options(options) if compiled else options, p, state):
         p.grad = grad if compiled else clip(grad)
         try:

@@ -155,7 +155,6 @@ class UpdateOnZeros(Rehearsal):
         self.step = step_with(optimizer.states, optimizer.compiled)
         self.group = update.group
         self.copy = bare_copy(optimizer.wrapped)
-        self.copy.state = defaultdict(dict)
         self.state: Any = None
         self.first = first
         self.kept: list[Any] = []  # nothing of a run may be released in the next
