@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from thunder.core.transform_common import Transform
 
+from thunder_mem.frontend.dynamo_tags import run_tags_outside
 from thunder_mem.frontend.fx_prologue_checks import take_back_pruning
 from thunder_mem.frontend.user_lines import name_user_lines
 
@@ -29,6 +30,7 @@ class ListedTransform(Transform, metaclass=_Class):
 
     def __init__(self) -> None:
         name_user_lines(ListedTransform)
+        run_tags_outside()
 
     def transform_module(self, model: Any = None) -> None:
         """Thunder's hook for modules."""
