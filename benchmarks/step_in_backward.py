@@ -16,7 +16,6 @@ Then the small llama's step on this CPU: measured peaks, and times in turn. Writ
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -233,8 +232,6 @@ def measured(console: Console, rounds: int) -> list[Measured]:
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         rows += measured_in(dtype, console, rounds)
-        # The end of a function that torch.compile compiled changes a dictionary that Thunder reads while it traces.
-        gc.collect()
     return rows
 
 
