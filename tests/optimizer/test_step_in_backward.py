@@ -347,8 +347,28 @@ def test_two_forwards_before_their_backwards_wait_for_step(fresh):
 def test_gradient_from_outside_after_the_update(fresh):
     model, ours, step = fresh
     (loss_of(step(ids())) + model.up.weight.sum()).backward()
+    before = copy.deepcopy(ours.state_dict())
     with pytest.raises(RuntimeError, match="from outside of the compiled program"):
         ours.step()
+    assert not ours.consistent
+    for later in (ours.step, ours.zero_grad, ours.state_dict):
+        with pytest.raises(RuntimeError, match="load the state from before the backward"):
+            later()
+    model.zero_grad()
+    ours.load_state_dict(before)
+    assert ours.consistent
+    loss_of(step(ids())).backward()
+    ours.step()
+
+
+def test_zero_grad_drops_no_gradients_that_are_used(fresh):
+    """As in a loop of two models, where the loss of one passes through the other."""
+    _, ours, step = fresh
+    loss_of(step(ids())).backward()
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) before step\(\)"):
+        ours.zero_grad()
+    ours.step()
+    ours.zero_grad()
 
 
 def test_a_parameter_that_a_result_shows_waits_for_step():
@@ -533,6 +553,16 @@ class CountsInItsGroup(torch.optim.SGD):
             group["k"] = group.get("k", 0) + 1
 
 
+class CountsItself(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params)
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        super().step()
+
+
 @pytest.mark.parametrize(
     "make, error, words",
     [
@@ -541,6 +571,7 @@ class CountsInItsGroup(torch.optim.SGD):
         (lambda p: StepInBackward(torch.optim.LBFGS([p])), TypeError, "LBFGS"),
         (lambda p: StepInBackward(StepInBackward(torch.optim.SGD([p]))), TypeError, "already"),
         (lambda p: StepInBackward(CountsInItsGroup([p])), TypeError, "changes 'k' of its parameter group"),
+        (lambda p: StepInBackward(CountsItself([p])), TypeError, "changes its own 'count'"),
         (lambda p: StepInBackward(torch.optim.SGD([p]), clip_value=0), ValueError, "above 0"),
         (lambda p: StepInBackward(torch.optim.SGD([p]), max_norm=-1.0), ValueError, "max_norm is a number above 0"),
         (lambda p: StepInBackward(torch.optim.SGD([p]), max_norm=1, clip_value=1), ValueError, "not by both"),

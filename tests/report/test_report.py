@@ -18,6 +18,7 @@ from tests.programs import report_cases
 from tests.programs.report_cases import synthetic
 from thunder_mem.analysis.capacity import fits
 from thunder_mem.memory.units import ranges, size
+from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.partition.budget import BudgetError
 from thunder_mem.planning.record import last_plan
 from thunder_mem.prediction.library_memory import cublas_workspace_bytes
@@ -402,3 +403,18 @@ def test_what_only_pytorch_calls_is_named_by_its_module(through_fx, tmp_path):
     assert codes == [f"{'thunderfx' if through_fx else 'thunder.jit'}(model, transforms=[MemEfficient()])"]
     report.save(tmp_path / "snapshot.pickle")
     assert "module 0.1 (GELU)" in str(pickle.loads((tmp_path / "snapshot.pickle").read_bytes()))
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_gradients_at_the_peak_are_no_reason_for_updates_that_run_already(in_backward):
+    torch.manual_seed(0)
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64)),
+        torch.ones(4, 64),
+    )
+    optimizer = torch.optim.SGD(model.parameters())
+    asked = StepInBackward(optimizer, max_norm=1.0) if in_backward else None
+    step = thunder.jit(model, executors=[], transforms=[MemEfficient(optimizer=asked)])
+    prediction = predict_step(step, asked or optimizer, lambda y: y.square().mean(), x)
+    said = str(explain(step, x, prediction=prediction, detail=True))
+    assert ("with StepInBackward" in said, "two_pass=True" in said) == (not in_backward, in_backward)

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.optimizer.elementwise import BY_ELEMENT
-from thunder_mem.optimizer.one_parameter import unchanging
+from thunder_mem.optimizer.one_parameter import changed_for_all
 
 __all__ = ["STATES", "check_clipping", "check_compiled", "check_optimizer", "check_states", "check_two_pass"]
 
@@ -30,9 +30,8 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(f"StepInBackward takes an optimizer of torch.optim, not {quoted(optimizer)}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS looks at all gradients together and calls the model again, so no backward can step it")
-    if (option := unchanging(optimizer)) is not None:
-        kind = type(optimizer).__name__
-        raise TypeError(f"{kind} changes {option!r} of its parameter group in a step, so it cannot update one alone")
+    if (shared := changed_for_all(optimizer)) is not None:
+        raise TypeError(f"{type(optimizer).__name__} changes {shared} in a step, so it cannot update one alone")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("an optimizer with differentiable=True is for steps under autograd, not for a backward")
 

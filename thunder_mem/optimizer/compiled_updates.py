@@ -92,6 +92,7 @@ class CompiledUpdates:
         self._updated: dict[int, torch.Tensor] = {}
         self._pending: Counter[Updates] = Counter()
         self._backward: _Backward | None = None
+        self._late = ""  # gradients that came after their parameters' updates
         self._accumulating = False
         self._measuring = False
         self._first: FirstPass | None = None
@@ -108,8 +109,9 @@ class CompiledUpdates:
 
     @property
     def consistent(self) -> bool:
-        """False after a backward that ended in the middle of its updates; `load_state_dict` makes it True again."""
-        return self._backward is None or self._backward.task == torch._C._current_graph_task_id() != -1
+        """False after updates without some gradients, or parameters; `load_state_dict` makes it True again."""
+        whole = self._backward is None or self._backward.task == torch._C._current_graph_task_id() != -1
+        return whole and not self._late
 
     def check_arguments(self, updates: Updates, found: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Compare a forward's arguments with the compilation's.
@@ -295,6 +297,8 @@ class CompiledUpdates:
         return "another forward of the same parameters has had no backward: run evaluations under torch.no_grad()"
 
     def _check_whole(self, again: bool = False) -> None:
+        if self._late:
+            raise RuntimeError(f"{self._late}, and load the state from before the backward (load_state_dict)")
         if again or not self.consistent:
             assert self._backward is not None
             count = len(self._backward.updates.parameters)

@@ -20,6 +20,7 @@ from thunder_mem.optimizer.elementwise import BY_ELEMENT, Clip
 __all__ = [
     "Part",
     "bare_copy",
+    "changed_for_all",
     "copied",
     "first_state",
     "group_of",
@@ -32,7 +33,6 @@ __all__ = [
     "slices_of",
     "step_alone",
     "step_part",
-    "unchanging",
     "unhooked",
     "whole",
 ]
@@ -284,16 +284,18 @@ def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return copy
 
 
-def unchanging(optimizer: torch.optim.Optimizer) -> str | None:
-    """The option that a step changes in its parameter group, so that parameters share it; None if there is none.
+def changed_for_all(optimizer: torch.optim.Optimizer) -> str | None:
+    """What a step changes that its parameters share, in words; None if there is nothing.
 
-    Each group's step is tried on a parameter of one element.
+    That is an option of the parameter group, or a public number of the optimizer, such as a count of steps. Each
+    group's step is tried on a parameter of one element.
     """
     for group in optimizer.param_groups:
         p = torch.nn.Parameter(torch.ones(1, 1))
         before = {**on_any_device(group), "params": [p]}
         small = bare_copy(optimizer)
         small.param_groups, small.state = [dict(before)], defaultdict(dict)
+        numbers = _public_numbers(small)
         p.grad = torch.ones(1, 1)
         try:
             with torch.random.fork_rng(devices=[]):
@@ -303,8 +305,15 @@ def unchanging(optimizer: torch.optim.Optimizer) -> str | None:
         (after,) = small.param_groups
         changed = [k for k, v in after.items() if k != "params" and v is not before.get(k) and v != before.get(k)]
         if changed:
-            return str(changed[0])
+            return f"{changed[0]!r} of its parameter group"
+        if (now := _public_numbers(small)) != numbers:
+            return f"its own {min(dict(now.items() ^ numbers.items()))!r}"
     return None
+
+
+def _public_numbers(optimizer: torch.optim.Optimizer) -> dict[str, int | float]:
+    """The numbers among an optimizer's attributes; those with an underscore are PyTorch's, or an implementation's."""
+    return {k: v for k, v in vars(optimizer).items() if type(v) in (int, float) and not k.startswith("_")}
 
 
 def on_any_device(group: dict[str, Any]) -> dict[str, Any]:

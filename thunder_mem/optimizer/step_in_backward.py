@@ -152,11 +152,7 @@ class StepInBackward(CompiledUpdates, Optimizer):
         waiting = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not waiting and not self._updated:
             raise RuntimeError("no backward gave a gradient since the last step(): call loss.backward() before it")
-        if late := [p for p in waiting if id(p) in self._updated]:
-            raise RuntimeError(
-                f"{len(late)} parameters, the first of shape {tuple(late[0].shape)}, got a gradient from outside of "
-                "the compiled program after the backward had updated them: keep each parameter inside of it"
-            )
+        self._check_late()
         if waiting and self._updated and self.needs_all:
             raise RuntimeError(
                 f"{len(waiting)} parameters, the first of shape {tuple(waiting[0].shape)}, got gradients that the "
@@ -176,6 +172,16 @@ class StepInBackward(CompiledUpdates, Optimizer):
         self._read.clear()
         self._first, self._skipped = None, False
         return result
+
+    def _check_late(self) -> None:
+        """Raise if a parameter got a gradient after its update, as from a penalty outside of the compiled program."""
+        parameters = (p for group in self.param_groups for p in group["params"])
+        if late := [p for p in parameters if p.grad is not None and id(p) in self._updated]:
+            self._late = (
+                f"{len(late)} parameters, the first of shape {tuple(late[0].shape)}, got a gradient from outside of "
+                "the compiled program after the backward had updated them: keep each parameter inside of it"
+            )
+            self._check_whole()
 
     def _step_waiting(self, waiting: Sequence[torch.nn.Parameter]) -> None:
         if self.scaler is not None and is_on(self.scaler):
@@ -222,7 +228,18 @@ class StepInBackward(CompiledUpdates, Optimizer):
             self.states, self.undecided = states, False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that wait for `step`, or fill them with zeros."""
+        """Drop the gradients that wait for `step`, or fill them with zeros.
+
+        Raises:
+            RuntimeError: the backward has used gradients already, and no `step` followed.
+        """
+        self._check_late()
+        if self._updated and self.consistent and not self._accumulating:
+            raise RuntimeError(
+                f"zero_grad() before step(): the backward has updated {len(self._updated)} parameters with the "
+                "gradients that it would drop. Call step() after each backward; another loss that only passes through "
+                "these parameters needs requires_grad_(False) for them"
+            )
         self.wrapped.zero_grad(set_to_none=set_to_none)
 
     @contextmanager

@@ -111,6 +111,13 @@ def _held(report: Report) -> Iterator[Advice]:
 
 def _gradients(report: Report) -> Iterator[Advice]:
     gradient_bytes = _of(report, CATEGORIES[2])
+    if any(event.name == "update_parameter" for event in report.prediction.timeline):
+        yield Advice(
+            gradient_bytes,
+            "gradients until their updates: those that max_norm or a scaler keeps waiting are gone earlier with "
+            "two_pass=True, which takes a second backward",
+        )
+        return
     yield Advice(
         gradient_bytes,
         "gradients that wait for the optimizer: with StepInBackward the compiled backward uses each at once",
