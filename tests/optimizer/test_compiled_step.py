@@ -118,6 +118,8 @@ def test_a_failed_compilation_warns_once_and_steps(monkeypatch):
             step_alone(plain, plain.param_groups[0], q, torch.ones(3, 3))
     assert len(seen) == 1
     torch.testing.assert_close(p, q)
+    with pytest.warns(UserWarning, match="AdamW before: steps run as without compiled=True"):
+        StepInBackward(torch.optim.AdamW([p]), compiled=True)
     wide = torch.ones(4096, 1024)
     group = ours.param_groups[0]
     by_slices = step_figures(ours, group, wide.shape, wide.dtype, "cpu")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from thunder_mem.memory.outside_input import quoted
+from thunder_mem.optimizer.compiled_step import has_failed
 from thunder_mem.optimizer.elementwise import BY_ELEMENT
 from thunder_mem.optimizer.one_parameter import changed_for_all
 
@@ -30,6 +32,8 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(f"StepInBackward takes an optimizer of torch.optim, not {quoted(optimizer)}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS looks at all gradients together and calls the model again, so no backward can step it")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise TypeError("SparseAdam takes sparse gradients only, and a compiled backward makes none")
     if (shared := changed_for_all(optimizer)) is not None:
         raise TypeError(f"{type(optimizer).__name__} changes {shared} in a step, so it cannot update one alone")
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -39,7 +43,7 @@ def check_optimizer(optimizer: Any) -> None:
 def check_clipping(clip_value: Any, max_norm: Any) -> None:
     """Raise a ValueError for values that are no positive number, and for both together."""
     for name, value in (("clip_value", clip_value), ("max_norm", max_norm)):
-        if value is not None and not (isinstance(value, int | float) and value > 0):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
             raise ValueError(f"{name} is a number above 0, not {quoted(value)}")
     if clip_value is not None and max_norm is not None:
         raise ValueError("gradients are clipped by clip_value or by max_norm, not by both")
@@ -53,7 +57,7 @@ def check_states(states: Any) -> None:
 
 
 def check_compiled(compiled: Any, optimizer: Optimizer) -> None:
-    """Raise if steps of an optimizer are to be compiled, and cannot be.
+    """Raise if steps of an optimizer are to be compiled, and cannot be; warn if that failed before.
 
     Raises:
         TypeError: the optimizer does not update each element by itself.
@@ -69,10 +73,17 @@ def check_compiled(compiled: Any, optimizer: Optimizer) -> None:
     if any(group.get("fused") for group in optimizer.param_groups):
         kind = type(optimizer).__name__
         raise ValueError(f"{kind}(fused=True) runs a kernel of PyTorch: leave out either fused=True or compiled=True")
+    if has_failed(optimizer):
+        kind = type(optimizer).__name__
+        warnings.warn(
+            f"torch.compile failed on a step of {kind} before: steps run as without compiled=True", stacklevel=4
+        )
 
 
 def check_two_pass(two_pass: Any, max_norm: Any, scaler: Any) -> None:
     """Raise for a scaler that is none, and for two passes that nothing needs."""
+    if not isinstance(two_pass, bool):
+        raise ValueError(f"two_pass is True or False, not {quoted(two_pass)}")
     if not isinstance(scaler, torch.amp.GradScaler | None):
         raise TypeError(f"scaler is a torch.amp.GradScaler, not {quoted(scaler)}")
     if two_pass and max_norm is None and scaler is None:

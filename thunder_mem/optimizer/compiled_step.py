@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thunder_mem.optimizer.elementwise import BY_ELEMENT, Clip
 
-__all__ = ["compiled_options", "is_compilable", "run_compiled"]
+__all__ = ["compiled_options", "has_failed", "is_compilable", "run_compiled"]
 
 _BRANCHING = frozenset((torch.optim.ASGD, torch.optim.RAdam))
 """Their arithmetic branches on a number of the state, which no kernel can, unless it is told `capturable`. On a CPU
@@ -45,6 +45,11 @@ def is_compilable(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> bool:
     """Whether the step of a parameter can be compiled; others run as without compilation."""
     able = type(optimizer) in BY_ELEMENT and type(optimizer) not in _FAILED
     return able and p.dim() > 0 and p.numel() > 0 and not is_traceable_wrapper_subclass(p)
+
+
+def has_failed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of such an optimizer could not be compiled before."""
+    return type(optimizer) in _FAILED
 
 
 def compiled_options(options: dict[str, Any]) -> dict[str, Any]:

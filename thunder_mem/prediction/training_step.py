@@ -96,7 +96,8 @@ def predict_step(
             result of `thunder.jit`. Any optimizer of `torch.optim` works that needs no closure; with None this
             is the exact prediction of ``loss_fn(model(*args)).backward()``.
         first: predict the very first step, in which the optimizer makes its state, instead of a later one. With
-            states on the host it is a later one, whose peak is lower by at most a few numbers, such as step counts.
+            states on the host it is a later one all the same, which also fetches states. The very first peaks lower,
+            or higher by a few numbers, such as step counts.
 
     Returns:
         The prediction, with the phases "forward", "loss" (if it runs operations) and "backward". With an
