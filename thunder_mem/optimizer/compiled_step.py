@@ -43,7 +43,7 @@ _FAILED: set[type] = set()
 
 def is_compilable(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> bool:
     """Whether the step of a parameter can be compiled; others run as without compilation."""
-    able = type(optimizer) in BY_ELEMENT and type(optimizer) not in _FAILED
+    able = type(optimizer) in BY_ELEMENT and not has_failed(optimizer)
     return able and p.dim() > 0 and p.numel() > 0 and not is_traceable_wrapper_subclass(p)
 
 
