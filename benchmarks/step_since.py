@@ -130,7 +130,7 @@ def measure(then: Path, dtype: str, rounds: int) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--before", default=BEFORE, help="the older commit; another than the default writes no results")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
