@@ -9,10 +9,11 @@ from thunder_mem import MemEfficient, StepInBackward, explain, measure_peak, pre
 from thunder_mem.optimizer.variants import step_variants
 from thunder_mem.report.advice import advice
 
-SCALARS = 16  # numbers, such as an operand on the CPU, are no tensors of the device
+SCALARS = 24  # numbers, such as an operand on the CPU, are no tensors of the device
 
-# Meta tensors do not run ASGD, whose step reads its coefficients.
-NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+LATE = 8  # steps, after which RAdam's arithmetic is another
+# Meta tensors do not run all of Adafactor's variants.
+NAMES = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 OPTIONS = {"foreach=True": {"foreach": True}, "foreach=False": {"foreach": False}, "fused=True": {"fused": True}}
 
 
@@ -34,8 +35,8 @@ def test_variants_hold_what_is_measured(name, after_a_step):
     assert [v.option for v in found if v.is_used] == ["foreach=False"]
     for variant in found:
         optimizer = made(**OPTIONS[variant.option])
-        optimizer.step()
-        optimizer.step()
+        for _ in range(LATE):
+            optimizer.step()
         assert 0 <= measure_peak(optimizer.step) - variant.temporary_bytes <= SCALARS, variant
 
 

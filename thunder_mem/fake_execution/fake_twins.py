@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -15,8 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from thunder_mem.fake_execution.autograd_sums import EngineSums
 from thunder_mem.fake_execution.operator_scratch import OPERATOR_SCRATCH, probe_operator
 from thunder_mem.fake_execution.replay import Ledger
+from thunder_mem.runtime.fake_numbers import FRACTION, number_in
+from thunder_mem.runtime.host_transfers import makes_host_memory
 
-__all__ = ["Leaves", "Scalars", "Twins", "Watch"]
+__all__ = ["Leaves", "Twins", "Watch"]
 
 
 class Twins:
@@ -138,6 +141,8 @@ class Watch(TorchDispatchMode):
         self.active = True
         self.twins = twins
         self.scalars: dict[int, float] = {}
+        self.fraction = FRACTION
+        self._copies: dict[int, tuple[StorageWeakRef, float]] = {}  # of these scalars
         self.sums = EngineSums(ledger)
         twins.watch = self
 
@@ -152,7 +157,7 @@ class Watch(TorchDispatchMode):
         if self.sums.learning or not self.active or func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _scalar(args[0], self.scalars)
+            return self._number(args[0])
         if not self.probe:
             # Tensors that the loss closes over, such as targets, live on the simulated device.
             args, kwargs = tree_map_only(torch.Tensor, self._on_cpu, (args, kwargs))
@@ -161,8 +166,13 @@ class Watch(TorchDispatchMode):
             self.ledger.record(self._phase(), "aten::add_")
             return args[0]
         out = _random(func, args) if func.name() in _RANDOM else func(*args, **kwargs)
+        if makes_host_memory():
+            self.ledger.add_host(out, "cpu" if self.probe else "cuda")
+            return out
         if func is torch.ops.aten.detach.default:  # autograd's own, by which it keeps a gradient as it is
             return out
+        if func is torch.ops.aten.clone.default and args[0].untyped_storage()._cdata in self.scalars:
+            self._copies[out.untyped_storage()._cdata] = StorageWeakRef(out.untyped_storage()), self._number(args[0])
         new = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         name = func.name()
         allocated_bytes = sum(self.ledger.add(f"{name}:{i}", t, "computed") for i, t in enumerate(new))
@@ -173,6 +183,12 @@ class Watch(TorchDispatchMode):
             scratch_bytes = OPERATOR_SCRATCH[func](*args) if func in OPERATOR_SCRATCH else 0
         self.ledger.record(self._phase(), name, allocated_bytes=allocated_bytes, scratch_bytes=scratch_bytes)
         return out
+
+    def _number(self, t: torch.Tensor) -> float | int:
+        copied = self._copies.get(t.untyped_storage()._cdata)
+        if copied is not None and not copied[0].expired():
+            return copied[1]
+        return number_in(t, self.scalars, self.fraction)
 
     def _phase(self) -> str:
         """The present phase, or the backward, for code that does not report its phases."""
@@ -203,19 +219,3 @@ class Leaves(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self.twins.leaf, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-class Scalars(TorchDispatchMode):
-    """Allows code to read numbers from fake tensors."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return _scalar(args[0], {})
-        return func(*args, **(kwargs or {}))
-
-
-def _scalar(t: torch.Tensor, known: dict[int, float]) -> float | int:
-    """The number in a fake tensor: a known step count, or one that neither divides by zero nor overflows."""
-    if t.untyped_storage()._cdata in known:
-        return known[t.untyped_storage()._cdata]
-    return 0.5 if t.dtype.is_floating_point else 1

@@ -9,7 +9,7 @@ import torch
 from thunder.core.proxies import NumberProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_mem.optimizer.update import is_update, rehearsal_now
+from thunder_mem.optimizer.update import is_update, rehearsal_now, update_of
 
 __all__ = ["lasting_key", "layouts", "operation_key", "settings", "stable_text"]
 
@@ -33,8 +33,14 @@ def operation_key(bsym: BoundSymbol, inputs: dict[str, torch.Tensor]) -> Hashabl
         str(bsym.flat_args_and_spec[1]),
         layouts(inputs),
         settings(),
-        rehearsal_now().kind if is_update(bsym) else "",
+        _step_of(bsym) if is_update(bsym) else rehearsal_now().waits,
     )
+
+
+def _step_of(bsym: BoundSymbol) -> Hashable:
+    """What determines the memory of an update, beside its text."""
+    kind = rehearsal_now().kind
+    return kind, tuple(update_of(bsym).numbers().items()) if kind == "step" else ()
 
 
 def settings() -> Hashable:

@@ -26,13 +26,9 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from thunder_mem.optimizer.elementwise import BY_ELEMENT, Clip
+from thunder_mem.optimizer.elementwise import BRANCHING, BY_ELEMENT, Clip
 
 __all__ = ["compiled_options", "has_failed", "is_compilable", "run_compiled"]
-
-_BRANCHING = frozenset((torch.optim.ASGD, torch.optim.RAdam))
-"""Their arithmetic branches on a number of the state, which no kernel can, unless it is told `capturable`. On a CPU
-PyTorch takes that option only while it compiles."""
 
 _LOCK = RLock()  # while one thread compiles, no other may call what is compiled
 
@@ -72,7 +68,7 @@ def run_compiled(optimizer: torch.optim.Optimizer, grad: torch.Tensor, clip: Cli
     key = grad.dtype, grad.device, grad.is_contiguous(), clip.value, clip.scale is not None
 
     def compiled(params: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
-        run, bare = _compiled(arithmetic, type(optimizer) in _BRANCHING, *key), [_bare(a) for a in args]
+        run, bare = _compiled(arithmetic, type(optimizer) in BRANCHING, *key), [_bare(a) for a in args]
         try:
             with _LOCK:
                 numbers = run(clip, _bare(params), _bare(grads), bare, kwargs)
@@ -107,6 +103,8 @@ def _compiled(
     ) -> list[torch.Tensor]:
         # A kernel for a GPU takes a number of the CPU by value, but not one that the same program writes. A correction
         # such as 1 - .999 in the first step is computed for each element: in 64 bits Adam takes twice the time.
+        # A kernel cannot branch on a number, unless it is told `capturable`. On a CPU PyTorch takes that option only
+        # while it compiles.
         own = [[t.to(number, copy=True) for t in a] if _are_numbers(a) else a for a in args]
         told = {**kwargs, "capturable": True} if branches and torch.compiler.is_compiling() else kwargs
         arithmetic(params, [clip(g) for g in grads], *own, **told)

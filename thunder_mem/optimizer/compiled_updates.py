@@ -251,7 +251,7 @@ class CompiledUpdates:
         asked = [is_asked_for(p, name) for p, name in zip(updates.parameters, updates.names, strict=True)]
         alone = self._accumulating or get_skip_data_parallel_grad_sync()  # no_sync: other ranks' parts are missing
         waits = [alone or id(p) in shared or id(p) not in known for p in updates.parameters]
-        if self.needs_all and not self.two_pass and (any(waits) or not all(asked) or self._has_more_than(updates)):
+        if self.misses_gradients(updates) or (self.needs_all and not self.two_pass and (any(waits) or not all(asked))):
             waits = [True] * len(waits)
         return waits, asked
 
@@ -284,13 +284,15 @@ class CompiledUpdates:
         self._backward = _Backward(updates, task, wait, groups, left, unasked=unasked, verdict=verdict)
         return self._backward
 
-    def _has_more_than(self, updates: Updates) -> bool:
-        """Whether the optimizer has trainable parameters that these updates leave out."""
+    def misses_gradients(self, updates: Updates) -> bool:
+        """Whether all updates need all gradients, and the optimizer has parameters that this backward leaves out."""
+        if not self.needs_all or self.two_pass:
+            return False
         own = {id(p) for p in updates.parameters}
         return any(p.requires_grad and id(p) not in own for group in self.wrapped.param_groups for p in group["params"])
 
     def _why_waiting(self, updates: Updates) -> str:
-        if self.needs_all and not self.two_pass and self._has_more_than(updates):
+        if self.misses_gradients(updates):
             return "max_norm needs the norm of all, and the compiled backward has not all parameters of the optimizer"
         if self._read:
             return "an input of the program shares memory with a parameter"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["BY_ELEMENT", "Clip"]
+__all__ = ["BRANCHING", "BY_ELEMENT", "Clip"]
 
 BY_ELEMENT = frozenset(
     getattr(torch.optim, name)
@@ -15,6 +15,9 @@ BY_ELEMENT = frozenset(
     )
 )  # fmt: skip
 """Optimizers whose update of an element depends on no other element."""
+
+BRANCHING = frozenset((torch.optim.ASGD, torch.optim.RAdam))
+"""Optimizers whose arithmetic branches on a number of the state: what they hold changes from step to step."""
 
 
 class Clip(NamedTuple):

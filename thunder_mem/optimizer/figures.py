@@ -12,8 +12,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.optimizer.compiled_step import is_compilable
 from thunder_mem.optimizer.host_states import is_large, step_with
-from thunder_mem.optimizer.one_parameter import bare_copy, first_state, on_any_device, runs_by_slices, slice_elements
+from thunder_mem.optimizer.one_parameter import (
+    bare_copy,
+    first_state,
+    many_steps_later,
+    on_any_device,
+    runs_by_slices,
+    slice_elements,
+)
 from thunder_mem.runtime.allocation_watch import AllocationWatch
+from thunder_mem.runtime.fake_numbers import FakeNumbers
 from thunder_mem.runtime.measure import record_curve
 
 __all__ = ["StepFigures", "large_state_bytes", "step_figures"]
@@ -62,44 +70,64 @@ def step_figures(
         states: where the states are, "device" or "host".
         compiled: the step is one kernel.
     """
-    from_host = states == "host"
-    clip: dict[str, Any] = {"clip_value": clip_value, "scaled": scaled}
+    many = partial(_many_kernels, optimizer, group, shape, dtype, device_type, states=states)
+    one = partial(_one_kernel, optimizer, shape, dtype, device_type, states == "host")
     if compiled and is_compilable(optimizer, torch.empty(tuple(shape), device="meta")):
-        plain = step_figures(optimizer, group, shape, dtype, device_type, states=states)
         scale = torch.ones(()) if scaled else None
         try:
             numbers_bytes = _numbers_bytes(optimizer, group, dtype, clip_value, scale) if device_type == "cpu" else 0
         except Exception:  # as any step of this optimizer will fail
-            return plain
-        return _compiled(plain, prod(shape), dtype, device_type, from_host, numbers_bytes)
-    if from_host and group.get("fused"):
-        plain = step_figures(optimizer, {**group, "fused": False}, shape, dtype, device_type, **clip, states=states)
-        count, each = max(1, prod(shape)), slice_elements(dtype, device_type)
-        return _fused(plain, min(1.0, 2 * each / count), min(each, count) * dtype.itemsize if any(clip.values()) else 0)
-    p = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    share, slices = 1.0, 1
-    if runs_by_slices(optimizer, group, from_host):
-        each = slice_elements(dtype, device_type)
-        some = p.view(-1)[: 2 * each]  # all slices are alike
-        share, slices, p = p.numel() / max(1, some.numel()), max(1, -(-p.numel() // each)), some
-    meta = bare_copy(optimizer)
-    options = on_any_device(group)
-    meta.state = first_state(meta, options, p)
-    grad = torch.empty_like(p)
-    clip = {"clip_value": clip_value, "scale": p.new_ones(()) if scaled else None}
-    counted = ("meta", "cpu") if device_type == "cpu" else ("meta",)
-    began, seen = AllocationWatch(counted), AllocationWatch(counted)
-    step = step_with(states)
-    try:
-        # The device on which the caller makes tensors by default is no place for step counts of meta tensors.
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            with began:
-                step(meta, options, p, grad, **clip, device_type=device_type)
-            first_bytes = began.peak_bytes - began.live_bytes()
-            with seen:
-                step(meta, options, p, grad, **clip, device_type=device_type)
-    except Exception:
-        return StepFigures(0, 0)
+            return many()
+        return one(many(), numbers_bytes)
+    if group.get("fused"):
+        clips = scaled or clip_value is not None
+        elements = min(prod(shape), slice_elements(dtype, device_type)) if states == "host" else prod(shape)
+        return one(many(fused=False), elements * dtype.itemsize if clips else 0, clips=clips)
+    return many(clip_value=clip_value, scaled=scaled)
+
+
+def _many_kernels(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device_type: str,
+    *,
+    clip_value: float | None = None,
+    scaled: bool = False,
+    states: str,
+    **changed: Any,
+) -> StepFigures:
+    """The figures of a step that PyTorch's operators compute.
+
+    Args:
+        changed: options in place of the group's.
+    """
+    from_host, group = states == "host", {**group, **changed}
+    # Counts of steps are real numbers on the CPU, whatever device the caller makes tensors on by default.
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        p = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        share, slices = 1.0, 1
+        if runs_by_slices(optimizer, group, from_host):
+            each = slice_elements(dtype, device_type)
+            some = p.view(-1)[: 2 * each]  # all slices are alike
+            share, slices, p = p.numel() / max(1, some.numel()), max(1, -(-p.numel() // each)), some
+        meta, options = bare_copy(optimizer), on_any_device(group)
+        meta.state = first_state(meta, options, p)
+        clip = {"clip_value": clip_value, "scale": p.new_ones(()) if scaled else None}
+        step = partial(step_with(states), meta, options, p, torch.empty_like(p), **clip, device_type=device_type)
+        counted = ("meta", "cpu") if device_type == "cpu" else ("meta",)
+        began, seen = AllocationWatch(counted), AllocationWatch(counted)
+        try:
+            with FakeNumbers(1.0):
+                with began:
+                    step()
+                first_bytes = began.peak_bytes - began.live_bytes()
+                many_steps_later(meta.state.get(p, {}))
+                with seen:
+                    step()
+        except Exception:
+            return StepFigures(0, 0)
     state = meta.state.get(p, {})
     large, state_bytes = [v for v in state.values() if is_large(v, p)], _large_bytes(state, p)
     copied_bytes = 4 * state_bytes if from_host else 0  # there and back, each read and written
@@ -107,6 +135,41 @@ def step_figures(
         round(n * share) for n in (seen.launches, seen.moved_bytes - copied_bytes, state_bytes)
     )
     return StepFigures(seen.peak_bytes, launches, moved_bytes, whole_bytes, len(large), slices, first_bytes)
+
+
+def _one_kernel(
+    optimizer: torch.optim.Optimizer,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device_type: str,
+    from_host: bool,
+    many: StepFigures,
+    held_bytes: int,
+    *,
+    clips: bool = False,
+) -> StepFigures:
+    """The figures of a step by one kernel, or by one a slice if the states come from the host.
+
+    Args:
+        many: of the same step with many kernels.
+        held_bytes: by the kernel beside parameter, gradient and states.
+        clips: another kernel clips the gradient before.
+    """
+    count = prod(shape)
+    moved_bytes = (5 if clips else 3) * count * dtype.itemsize + 2 * many.state_bytes
+    if not from_host:
+        launches = 2 if clips else 1
+        return many._replace(
+            temporary_bytes=held_bytes, launches=launches, moved_bytes=moved_bytes, slices=1, first_bytes=held_bytes
+        )
+    share = slice_elements(dtype, device_type) / max(1, count)
+    one, two = (round(many.state_bytes * min(1.0, n * share)) for n in (1, 2))  # slices of the states
+    return many._replace(
+        temporary_bytes=two + held_bytes,
+        launches=many.slices * (2 * many.tensors + (2 if clips else 1)),
+        moved_bytes=moved_bytes,
+        first_bytes=(two if isinstance(optimizer, torch.optim.Adagrad) else one) + held_bytes,  # see `first_state`
+    )
 
 
 def large_state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -171,29 +234,3 @@ def _numbers_bytes(
 
 
 _SOME = 64  # elements: one would be compiled apart
-
-
-def _compiled(
-    plain: StepFigures, count: int, dtype: torch.dtype, device_type: str, from_host: bool, numbers_bytes: int
-) -> StepFigures:
-    """The figures of a compiled step, from those of the same step with many kernels."""
-    moved_bytes = 3 * count * dtype.itemsize + 2 * plain.state_bytes
-    held_bytes, launches, slices = numbers_bytes, 1, 1
-    if from_host:
-        held_bytes += round(plain.state_bytes * min(1.0, 2 * slice_elements(dtype, device_type) / max(1, count)))
-        launches, slices = plain.slices * (2 * plain.tensors + 1), plain.slices
-    return StepFigures(held_bytes, launches, moved_bytes, plain.state_bytes, plain.tensors, slices, held_bytes)
-
-
-def _fused(plain: StepFigures, of_two: float, clipped_bytes: int) -> StepFigures:
-    """The figures of a fused step, which meta tensors do not run, from those of the same step with many kernels.
-
-    Its only temporaries are the states of two slices and a clipped gradient; most launches are copies.
-
-    Args:
-        plain: the figures with many kernels.
-        of_two: the share of two slices in the parameter.
-        clipped_bytes: of a slice's clipped gradient.
-    """
-    temporary_bytes = round(plain.state_bytes * of_two) + clipped_bytes
-    return plain._replace(temporary_bytes=temporary_bytes, launches=plain.slices * (2 * plain.tensors + 1))

@@ -25,6 +25,7 @@ __all__ = [
     "first_state",
     "group_of",
     "in_place_of",
+    "many_steps_later",
     "on_any_device",
     "own_gradient",
     "runs_by_slices",
@@ -259,6 +260,18 @@ def first_state(
     with torch.device("cpu"):
         new = torch.optim.Adagrad([p], initial_accumulator_value=group["initial_accumulator_value"])
     return defaultdict(dict, new.state)
+
+
+def many_steps_later(state: dict[str, Any]) -> None:
+    """Raise a state's count of steps: RAdam's arithmetic holds more from its sixth step on."""
+    count = state.get("step")
+    if isinstance(count, torch.Tensor) and not count.is_meta:
+        count.fill_(_MANY)
+    elif isinstance(count, int):
+        state["step"] = _MANY
+
+
+_MANY = 1000
 
 
 def group_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Any]:

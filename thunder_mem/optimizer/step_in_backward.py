@@ -193,14 +193,18 @@ class StepInBackward(CompiledUpdates, Optimizer):
             for p in waiting if not was_unscaled(self.scaler, self) else ():
                 assert p.grad is not None
                 p.grad.mul_(scale)
-        if self.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(waiting, self.clip_value)
-        if self.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(waiting, self.max_norm)
+        self.clip_waiting(waiting)
         if self.states == "host":
             step_each(self.wrapped)
         else:
             unhooked(self.wrapped)()
+
+    def clip_waiting(self, waiting: Sequence[torch.nn.Parameter]) -> None:
+        """Clip the gradients that wait for `step`, in place."""
+        if self.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(waiting, self.clip_value)
+        if self.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(waiting, self.max_norm)
 
     def use(self, optimizer: Optimizer) -> None:
         """Take another optimizer in place of the wrapped one.

@@ -17,10 +17,13 @@ from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from thunder_mem.optimizer.all_gradients import AllGradients
 from thunder_mem.optimizer.compiled_updates import Updates
+from thunder_mem.optimizer.elementwise import BRANCHING
 from thunder_mem.optimizer.figures import StepFigures
 from thunder_mem.optimizer.host_states import step_with
 from thunder_mem.optimizer.one_parameter import bare_copy, first_state, group_of
@@ -81,8 +84,16 @@ class Update:
     @property
     def flight_bytes(self) -> int:
         """What an update beside other work holds from its start to its end; on a CPU it runs whole at its start."""
-        runs_beside = self.alone is not None and self.parameter.device.type == "cuda"
-        return self.figures.temporary_bytes if runs_beside else 0
+        return self.figures.temporary_bytes if self._runs_beside else 0
+
+    @property
+    def _runs_beside(self) -> bool:
+        return self.alone is not None and self.parameter.device.type == "cuda"
+
+    def held_bytes(self, kind: str) -> tuple[int, int]:
+        """What a step of a kind, "step" or "first", holds: from its start to its end, and while it starts."""
+        nbytes = self.figures.first_bytes if kind == "first" else self.figures.temporary_bytes
+        return (nbytes, 0) if self._runs_beside else (0, nbytes)
 
     @property
     def label(self) -> str:
@@ -99,6 +110,15 @@ class Update:
         """The parameter group of the parameter; empty if it left the optimizer after the compilation."""
         return group_of(self.updates.optimizer.wrapped, self.parameter)
 
+    def numbers(self) -> dict[str, float]:
+        """The numbers of its state on which the optimizer's arithmetic branches, if there are such and it has them."""
+        optimizer = self.updates.optimizer.wrapped
+        if type(optimizer) not in BRANCHING:
+            return {}
+        with _disable_current_modes():
+            state = optimizer.state.get(self.parameter, {})
+            return {k: float(v) for k, v in state.items() if isinstance(v, torch.Tensor) and _is_readable(v)}
+
     def __repr__(self) -> str:  # the same for updates that do the same
         optimizer, group = self.updates.optimizer, self.group
         options = ", ".join(f"{k}={_shown(v)}" for k, v in group.items() if k != "params")
@@ -106,6 +126,10 @@ class Update:
         states = "device" if self.transfers is None else "host"
         how = f"states={states}, compiled={optimizer.compiled}"
         return f"{type(optimizer.wrapped).__name__}({options}, {clipping}, {how})"
+
+
+def _is_readable(v: torch.Tensor) -> bool:
+    return v.dim() == 0 and not isinstance(v, FakeTensor)
 
 
 def _shown(option: Any) -> str:
@@ -143,6 +167,8 @@ class Rehearsal:
 class UpdateOnZeros(Rehearsal):
     """Runs updates for real, by a copy of the optimizer with a state of its own, to measure them.
 
+    The first run makes the state, and later ones step as the optimizer's next step would.
+
     Args:
         first: each makes its states, which stay.
     """
@@ -157,6 +183,7 @@ class UpdateOnZeros(Rehearsal):
         self.copy = bare_copy(optimizer.wrapped)
         self.state: Any = None
         self.first = first
+        self.numbers = update.numbers()
         self.kept: list[Any] = []  # nothing of a run may be released in the next
 
     def update(self, update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None) -> None:
@@ -164,6 +191,9 @@ class UpdateOnZeros(Rehearsal):
         self.copy.state = first_state(self.copy, self.group, p) if begins else defaultdict(dict, {p: self.state})
         if self.scaled and scale is None:  # a first pass found it
             scale = self.scale = torch.ones(()) if self.scale is None else self.scale
+        if not begins:
+            for name, number in self.numbers.items():
+                self.state[name].fill_(number)
         self.step(self.copy, self.group, p, grad, clip_value=self.clip_value, scale=scale)
         self.state = self.copy.state[p]
         self.kept.append(self.state)
@@ -222,7 +252,8 @@ def _start(update: Update, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if (rehearsal := _rehearsal.get()) is not None:
         rehearsal.update(update, p, grad, None)
         steps = rehearsal.kind in ("step", "first") and not rehearsal.waits
-        return p.new_empty(update.flight_bytes if steps else 0, dtype=torch.uint8, requires_grad=False)
+        nbytes = update.held_bytes(rehearsal.kind)[0] if steps else 0
+        return p.new_empty(nbytes, dtype=torch.uint8, requires_grad=False)
     optimizer, own = update.updates.optimizer, update.parameter
     flight = own.new_empty(0, dtype=torch.uint8, requires_grad=False)  # on CUDA the stream beside has its own memory
     run = partial(optimizer.update, update.updates, update.index)
@@ -259,11 +290,13 @@ def _scale_meta(updates: Updates, *grads: TensorProxy) -> TensorProxy:
 
 
 def _scale(updates: Updates, *grads: torch.Tensor) -> torch.Tensor:
-    optimizer = updates.optimizer
-    if _rehearsal.get() is None:
+    optimizer, rehearsal = updates.optimizer, _rehearsal.get()
+    if rehearsal is None:
         return optimizer.scale_of(updates, grads)
     if optimizer.max_norm is None:
         return grads[0].new_ones((), dtype=torch.float32)
+    if rehearsal.waits:
+        return grads[0].new_ones(())
     gradients = AllGradients(optimizer.max_norm, None)
     gradients.add_all(grads)
     return gradients.verdict().scale

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_mem.optimizer.one_parameter import bare_copy, on_any_device, unhooked
+from thunder_mem.optimizer.one_parameter import bare_copy, many_steps_later, on_any_device, unhooked
 from thunder_mem.runtime.allocation_watch import AllocationWatch
+from thunder_mem.runtime.fake_numbers import FakeNumbers
 
 __all__ = ["StepVariant", "step_variants"]
 
@@ -82,12 +83,14 @@ def _held_bytes(optimizer: torch.optim.Optimizer, options: dict[str, bool]) -> i
                 twins.append(_on_meta(p).requires_grad_())
                 twins[-1].grad = _on_meta(p)
                 if optimizer.state.get(p):
-                    copy.state[twins[-1]] = {k: _state_on_meta(v) for k, v in optimizer.state[p].items()}
+                    copy.state[twins[-1]] = {k: _state_on_meta(optimizer, v) for k, v in optimizer.state[p].items()}
         given = {k: v for k, v in options.items() if k in group}
         copy.param_groups.append({**on_any_device(group), **given, "params": twins})
     step = unhooked(copy)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), FakeNumbers(1.0):
         step()
+        for state in copy.state.values():
+            many_steps_later(state)
         with AllocationWatch(("meta",)) as seen:
             step()
     return seen.peak_bytes
@@ -97,7 +100,9 @@ def _on_meta(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
-def _state_on_meta(v: Any) -> Any:
+def _state_on_meta(optimizer: torch.optim.Optimizer, v: Any) -> Any:
     if not isinstance(v, torch.Tensor):
         return v
-    return _on_meta(v) if v.dim() else torch.ones((), dtype=v.dtype)  # a step count, which is read
+    if v.dim() or isinstance(optimizer, torch.optim.ASGD):  # whose numbers are where the parameter is
+        return _on_meta(v)
+    return torch.ones((), dtype=v.dtype)  # a count of steps, which is read

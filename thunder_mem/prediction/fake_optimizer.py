@@ -10,10 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
-from thunder_mem.fake_execution.fake_twins import Scalars, Twins
+from thunder_mem.fake_execution.fake_twins import Twins
 from thunder_mem.fake_execution.replay import Ledger
 from thunder_mem.optimizer.host_states import is_large
 from thunder_mem.optimizer.one_parameter import bare_copy
+from thunder_mem.runtime.fake_numbers import FakeNumbers
 
 __all__ = ["hold_states", "make_state", "next_scalars", "state_tensors", "twin_optimizer"]
 
@@ -51,7 +52,7 @@ def make_state(optimizer: torch.optim.Optimizer, twins: Twins, set_to_none: bool
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    with Scalars():
+    with FakeNumbers():
         optimizer.step()
     for p in parameters:
         if set_to_none:
@@ -108,13 +109,21 @@ def hold_states(
     group: dict[str, Any],
     simulated: bool,
     states: str = "device",
+    *,
+    held: bool = True,
 ) -> None:
-    """Record a parameter's state: on the device or, if `states` is "host", its large tensors on the host."""
+    """Record a parameter's state: on the device or, if `states` is "host", its large tensors on the host.
+
+    Args:
+        held: it existed before the step.
+    """
     for name, t in state_tensors(state):
         if states == "host" and name in state and is_large(t, p):
             ledger.add_host(t, "cuda" if simulated else "cpu")
+        elif simulated and name == "step" and not (group.get("capturable") or group.get("fused")):
+            ledger.ignore(t)  # counted on the host
         else:
-            _hold_state(ledger, name, t, group, simulated)
+            ledger.add(f"optimizer.{name}", t, "optimizer state", held=held)
 
 
 def state_tensors(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -122,10 +131,3 @@ def state_tensors(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for path, t in tree_flatten_with_path(state)[0]:
         if isinstance(t, torch.Tensor):
             yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), t
-
-
-def _hold_state(ledger: Ledger, name: str, t: torch.Tensor, group: dict[str, Any], simulated: bool) -> None:
-    if simulated and name == "step" and not (group.get("capturable") or group.get("fused")):
-        ledger.ignore(t)  # counted on the host
-    else:
-        ledger.add(f"optimizer.{name}", t, "optimizer state", held=True)

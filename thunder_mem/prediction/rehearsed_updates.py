@@ -7,12 +7,14 @@ from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
 
-from thunder_mem.fake_execution.fake_twins import Scalars, Twins
+from thunder_mem.fake_execution.fake_twins import Twins
 from thunder_mem.optimizer.all_gradients import AllGradients
 from thunder_mem.optimizer.one_parameter import group_of, step_alone
 from thunder_mem.optimizer.update import Rehearsal, Update
-from thunder_mem.prediction.fake_optimizer import state_tensors
+from thunder_mem.prediction.fake_optimizer import hold_states
+from thunder_mem.runtime.fake_numbers import FakeNumbers
 
 __all__ = ["RehearsedUpdates"]
 
@@ -24,13 +26,26 @@ class RehearsedUpdates(Rehearsal):
         twin: the wrapped optimizer over twins.
         twins: of the caller's tensors.
         first: the optimizer makes its state in this step.
+        simulated: the step is one of a simulated GPU.
+        states: where the states are, "device" or "host".
+        waits: no gradient is used in the backward.
 
     Attributes:
-        waits: gradients wait, as under `StepInBackward.accumulate`.
+        waits: gradients wait for `step`, as under `StepInBackward.accumulate`.
     """
 
-    def __init__(self, twin: torch.optim.Optimizer | None, twins: Twins, first: bool) -> None:
+    def __init__(
+        self,
+        twin: torch.optim.Optimizer | None,
+        twins: Twins,
+        *,
+        first: bool,
+        simulated: bool,
+        states: str,
+        waits: bool,
+    ) -> None:
         self.twin, self.twins, self.first = twin, twins, first
+        self.simulated, self.states, self.waits = simulated, states, waits
         self._spent: torch.Tensor | None = None
         self._look: _Look | None = None
         self._scale: torch.Tensor | None = None  # what a first pass found
@@ -87,13 +102,12 @@ class RehearsedUpdates(Rehearsal):
 
     def _make_state(self, p: torch.Tensor) -> None:
         assert self.twin is not None
-        waiting = p.grad
-        with Scalars():
-            step_alone(self.twin, group_of(self.twin, p), p, torch.empty_like(p, requires_grad=False))
+        waiting, group = p.grad, group_of(self.twin, p)
+        with FakeNumbers():
+            step_alone(self.twin, group, p, torch.empty_like(p, requires_grad=False))
         p.grad = waiting
-        for name, t in state_tensors(self.twin.state[p]):
-            if isinstance(t, FakeTensor):
-                self.twins.ledger.add(f"optimizer.{name}", t, "optimizer state")
+        made = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else None, self.twin.state[p])
+        hold_states(self.twins.ledger, p, made, group, self.simulated, self.states, held=False)
 
 
 class _Look:

@@ -95,9 +95,8 @@ def predict_step(
         model, optimizer, loss_fn, args, kwargs, accumulate, set_to_none: as in `training_step`. `model` is a
             result of `thunder.jit`. Any optimizer of `torch.optim` works that needs no closure; with None this
             is the exact prediction of ``loss_fn(model(*args)).backward()``.
-        first: predict the very first step, in which the optimizer makes its state, instead of a later one. With
-            states on the host it is a later one all the same, which also fetches states. The very first peaks lower,
-            or higher by a few numbers, such as step counts.
+        first: predict the very first step, in which the optimizer makes its state, instead of the next one with its
+            present state, or the second if it has none.
 
     Returns:
         The prediction, with the phases "forward", "loss" (if it runs operations) and "backward". With an
@@ -144,14 +143,14 @@ def predict_step(
         twins.hold(t, "argument")
     watch = Watch(ledger, probe=not simulated, twins=twins)
     stand_in = _Model(entry, inputs, mode, ledger, runner, watch, twins)
-    states = optimizer.states if isinstance(optimizer, StepInBackward) else "device"
-    in_backward = isinstance(optimizer, StepInBackward)
-    two_pass = isinstance(optimizer, StepInBackward) and optimizer.two_pass
-    first = first and states == "device"  # states on the host are as good as made
-    optimizer = optimizer.wrapped if isinstance(optimizer, StepInBackward) else optimizer
-    variants = () if in_backward or optimizer is None else step_variants(optimizer, "cuda" if simulated else "cpu")
+    ours = optimizer if isinstance(optimizer, StepInBackward) else None
+    states = "device" if ours is None else ours.states
+    optimizer = optimizer if ours is None else ours.wrapped
+    waits = ours is not None and any(ours.misses_gradients(update.updates) for update in updates)
+    device_type = "cuda" if simulated else "cpu"
+    variants = () if ours is not None or optimizer is None else step_variants(optimizer, device_type)
     twin = None if optimizer is None else twin_optimizer(optimizer, twins, simulated)
-    rehearsal = RehearsedUpdates(twin, twins, first)
+    rehearsal = RehearsedUpdates(twin, twins, first=first, simulated=simulated, states=states, waits=waits)
 
     def watched_loss(output: Any) -> torch.Tensor:
         with Leaves(twins):
@@ -170,13 +169,15 @@ def predict_step(
                 with torch.device("cpu"):
                     make_state(twin, twins, set_to_none)
                 watch.scalars = next_scalars(optimizer, twin, twins)
+            elif isinstance(optimizer, torch.optim.ASGD):
+                watch.fraction = 1.0  # a state that the first step makes and reads: it is 1 for a million steps
             for group in twin.param_groups:
                 for p in group["params"]:
                     hold_states(ledger, p, twin.state.get(p, {}), group, simulated, states)
         with watch, rehearsed(rehearsal):
             training_step(
                 stand_in,
-                None if twin is None else _Phases(twin, watch, rehearsal, states, two_pass),
+                None if twin is None else _Phases(twin, watch, rehearsal, ours),
                 watched_loss,
                 kwargs=None,
                 accumulate=accumulate,
@@ -315,11 +316,10 @@ class _Phases:
         optimizer: torch.optim.Optimizer,
         watch: Watch,
         rehearsal: RehearsedUpdates,
-        states: str,
-        two_pass: bool,
+        ours: StepInBackward | None,
     ) -> None:
-        self.optimizer, self.watch, self.rehearsal = optimizer, watch, rehearsal
-        self.states, self.two_pass = states, two_pass
+        self.optimizer, self.watch, self.rehearsal, self.ours = optimizer, watch, rehearsal, ours
+        self.two_pass = ours is not None and ours.two_pass
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
@@ -328,14 +328,17 @@ class _Phases:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        self.rehearsal.waits = True
+        before, self.rehearsal.waits = self.rehearsal.waits, True
         yield
-        self.rehearsal.waits = False
+        self.rehearsal.waits = before
 
     def step(self) -> None:
         self.watch.phase = "optimizer"
         with torch.device("cpu"):  # where the twins are, whatever device the caller makes tensors on by default
-            if self.states == "host":
+            waiting = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if self.ours is not None and waiting:
+                self.ours.clip_waiting(waiting)
+            if self.rehearsal.states == "host":
                 step_each(self.optimizer, "cpu" if self.watch.probe else "cuda")
             else:
                 self.optimizer.step()

@@ -10,13 +10,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from thunder_mem.runtime.host_transfers import makes_host_memory
+
 __all__ = ["AllocationWatch"]
 
 _ALLOCATIONS = ("aten::empty", "aten::new_empty")
 
 
 class AllocationWatch(TorchDispatchMode):
-    """Records the largest sum of live new storages, and the operators that start a kernel.
+    """Records the largest sum of live new storages, and the operators that start a kernel; without the host's memory.
 
     Args:
         device_types: count storages of these devices alone; by default of all.
@@ -42,6 +44,8 @@ class AllocationWatch(TorchDispatchMode):
         return sum(nbytes for _, nbytes in self._seen.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if makes_host_memory():
+            return func(*args, **(kwargs or {}))
         for t in tree_leaves((args, kwargs or {})):
             if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self._seen:
                 self._before.setdefault(t.untyped_storage()._cdata, StorageWeakRef(t.untyped_storage()))

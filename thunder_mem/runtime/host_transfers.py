@@ -12,7 +12,9 @@ nothing, but they are real, into memory that is not PyTorch's. So all of this is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -29,6 +31,7 @@ from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 __all__ = [
     "host_like",
     "is_transfer",
+    "makes_host_memory",
     "mem_offload_ex",
     "offload",
     "offload_wait",
@@ -132,13 +135,29 @@ def run_beside(work: Callable[..., None], handle: torch.Tensor, *tensors: torch.
         setattr(handle, _IN_FLIGHT, _InFlight(handle.device, side.record_event(), kept))
 
 
+_making_host_memory: ContextVar[bool] = ContextVar("thunder_mem_making_host_memory", default=False)
+
+
+def makes_host_memory() -> bool:
+    """Whether `host_like` makes a fake or meta tensor now, which no watch may count as the device's memory."""
+    return _making_host_memory.get()
+
+
+@contextmanager
+def _for_the_host() -> Iterator[None]:
+    token = _making_host_memory.set(True)
+    try:
+        yield
+    finally:
+        _making_host_memory.reset(token)
+
+
 def host_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Host memory for a tensor, with the tensor's layout if it is dense, and another dtype if one is given."""
     dtype = dtype or t.dtype
-    if isinstance(t, FakeTensor):
-        return torch.empty_like(t, dtype=dtype, device="cpu", requires_grad=False)
-    if t.is_meta:
-        return torch.empty_like(t, dtype=dtype, requires_grad=False)
+    if isinstance(t, FakeTensor) or t.is_meta:
+        with _for_the_host():
+            return torch.empty_like(t, dtype=dtype, device="meta" if t.is_meta else "cpu", requires_grad=False)
     if t.is_cuda:
         return torch.empty_like(t, dtype=dtype, device="cpu", pin_memory=True, requires_grad=False)
     # Not PyTorch's memory, which counts on a CPU.
