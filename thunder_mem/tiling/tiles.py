@@ -212,7 +212,7 @@ class _Tiler:
             enough, sized = floor_rows(str(out.device.device_str()), dtypes.to_torch_dtype(out.dtype)), "tile"
             enough *= self.choice.more_rows
         rows = -(-enough // seed.positions)
-        if not asked and region.n < 2 * rows:
+        if not asked and (region.n < 2 * rows or region.outputs[0].proxy.name in self.choice.off_peak):
             return None
         name = f"tiles{len(self.loops)}"
         loop = build_tiles(region, rows, sized, self.tiles.accumulate, self.executors, name, self.equal)
