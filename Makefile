@@ -14,7 +14,7 @@ LONGEST ?=
 # Every target has its own environment; what the caller's PYTHONPATH names is not in it.
 unexport PYTHONPATH
 
-.PHONY: demo gpu test test-nvfuser test-versions test-notebooks test-long fuzz upstream-tests mutants lint docs notebooks dist
+.PHONY: demo gpu test test-nvfuser test-versions test-eight-bit test-notebooks test-long fuzz upstream-tests mutants lint docs notebooks dist
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)  ## issue 1337's functions and a small training step, before and after: 4 minutes with its installation
@@ -49,6 +49,12 @@ test-%-versions:
 	$(VERSIONS)/$*/bin/python -m pip install --quiet --no-deps -e .
 	OMP_NUM_THREADS=1 $(VERSIONS)/$*/bin/python -m pytest --confcutdir=tests/with_versions $(PARALLEL) tests/with_versions
 	test -n "$(KEEP)" || rm -rf $(VERSIONS)/$*
+
+# The wheels have 150 MB, and stay out of the environment of all other tests.
+EIGHT_BIT := .venv-eight-bit
+test-eight-bit: $(STAMP)  ## the optimizers of bitsandbytes and torchao, for real, on the CPU: a minute
+	test -d $(EIGHT_BIT) || $(BIN)/python -m pip install --quiet --no-deps --target $(EIGHT_BIT) "bitsandbytes>=0.50,<0.51" "torchao>=0.18,<0.19"
+	PYTHONPATH=$(EIGHT_BIT) $(BIN)/python -m pytest -m "" tests/optimizer/test_eight_bit.py
 
 ARGS ?=
 # What has passed is not run again. Without a GPU: make gpu ARGS="--device simulate".

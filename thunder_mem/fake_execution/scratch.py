@@ -184,7 +184,7 @@ class SimulatedRunner:
             figures, kind = update_of(bsym).figures, rehearsal_now().kind
             if kind.startswith("look"):
                 return Ran(update_of(bsym).parameter.nbytes if kind == "look at sum" else 0, 1)
-            if not figures.launches and update_of(bsym).transfers is not None:
+            if not figures.launches and update_of(bsym).parameter.numel():
                 self._assume(NOT_ON_META)
             return Ran(update_of(bsym).held_bytes(kind)[1], figures.launches)
         ran = _run_tracked(bsym, run, env)
