@@ -7,7 +7,7 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_mem import MemEfficient, StepInBackward, measure_peak, predict_step
+from thunder_mem import MemEfficient, StepInBackward, measure_peak, predict_step, simulate
 from thunder_mem.optimizer import one_parameter
 from thunder_mem.optimizer.elementwise import BY_ELEMENT
 from thunder_mem.optimizer.figures import step_figures
@@ -98,3 +98,70 @@ def test_parameters_that_the_backward_does_not_update(name, states, clip):
     head = nn.Linear(64, 300)
     step, ours = step_of(OPTIMIZERS[name], head=head, states=states, **clip)
     assert_each_step_is_predicted(step, ours, lambda y: loss_of(head(y)), LATE if name == "RAdam" else 2)
+
+
+class Branches(torch.optim.Optimizer):
+    """A user's own optimizer: from its third step on it holds two more tensors, as its count in the state says."""
+
+    def __init__(self, parameters, lr=1e-2, number=int):
+        super().__init__(parameters, {"lr": lr, "number": number})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(n=group["number"](0), m=torch.zeros_like(p))
+                state["n"] += 1
+                late = float(state["n"]) > 2
+                state["m"].add_(p.grad + (p.grad * 2) * (p.grad * 3) if late else p.grad)
+                p.sub_(group["lr"] * state["m"])
+
+
+class SubRAdam(torch.optim.RAdam):
+    """Another class, with the same arithmetic."""
+
+
+OWN = {"int": Branches, "tensor": partial(Branches, number=torch.tensor), "subclass": SubRAdam}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("with_head", [False, True])
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_optimizers_of_a_users_own_that_branch(name, with_head):
+    head = nn.Linear(64, 300) if with_head else None
+    step, ours = step_of(OWN[name], head=head)
+    loss_fn = loss_of if head is None else (lambda y: loss_of(head(y)))
+    assert_each_step_is_predicted(step, ours, loss_fn, LATE)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("options", [{}, {"clip_value": 0.1}, {"max_norm": 0.1, "two_pass": True}])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("states", ["device", "host"])
+def test_gradients_that_the_backward_uses_are_gone_though_others_are_filled_with_zeros(states, count, options):
+    head = nn.Linear(64, 300)
+    step, ours = step_of(OPTIMIZERS["AdamW"], head=None if options.get("two_pass") else head, states=states, **options)
+    loss_fn = loss_of if options.get("two_pass") else (lambda y: loss_of(head(y)))
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    how = {"accumulate": count, "set_to_none": False}
+    training_step(step, ours, loss_fn, x, **how)
+    for _ in range(2):
+        predicted = predict_step(step, ours, loss_fn, x, **how)
+        assert predicted.measured_bytes == measure_peak(lambda: training_step(step, ours, loss_fn, x, **how))
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("wrap", [StepInBackward, lambda o: o])
+@pytest.mark.parametrize("name", ["AdamW", "RAdam"])
+def test_steps_for_graphs_of_a_gpu_are_simulated(name, wrap, first):
+    peaks = []
+    for capturable in (False, True):
+        with simulate("H100-80GB"), torch.device("cuda"):
+            model = nn.Linear(1024, 1024, bias=False)
+            optimizer = wrap(OPTIMIZERS[name](model.parameters(), capturable=capturable))
+            ours = optimizer if isinstance(optimizer, StepInBackward) else None
+            step = thunder.jit(model, transforms=[MemEfficient(strict=True, optimizer=ours)])
+            peaks.append(predict_step(step, optimizer, loss_of, torch.zeros(8, 1024), first=first).peak_bytes)
+    assert 0 <= peaks[1] - peaks[0] <= 2048  # counts are on the device

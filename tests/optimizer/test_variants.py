@@ -9,7 +9,7 @@ from thunder_mem import MemEfficient, StepInBackward, explain, measure_peak, pre
 from thunder_mem.optimizer.variants import step_variants
 from thunder_mem.report.advice import advice
 
-SCALARS = 24  # numbers, such as an operand on the CPU, are no tensors of the device
+SCALARS = 24  # numbers, such as an operand on the CPU or four of ASGD, are no tensors of the device
 
 LATE = 8  # steps, after which RAdam's arithmetic is another
 # Meta tensors do not run all of Adafactor's variants.

@@ -17,7 +17,7 @@ from thunder_mem.fake_execution.autograd_sums import EngineSums
 from thunder_mem.fake_execution.operator_scratch import OPERATOR_SCRATCH, probe_operator
 from thunder_mem.fake_execution.replay import Ledger
 from thunder_mem.runtime.fake_numbers import FRACTION, number_in
-from thunder_mem.runtime.host_transfers import makes_host_memory
+from thunder_mem.runtime.host_transfers import is_host_memory_now
 
 __all__ = ["Leaves", "Twins", "Watch"]
 
@@ -142,7 +142,7 @@ class Watch(TorchDispatchMode):
         self.twins = twins
         self.scalars: dict[int, float] = {}
         self.fraction = FRACTION
-        self._copies: dict[int, tuple[StorageWeakRef, float]] = {}  # of these scalars
+        self._copies: dict[int, tuple[StorageWeakRef, float]] = {}  # clones of these scalars, by storage
         self.sums = EngineSums(ledger)
         twins.watch = self
 
@@ -166,12 +166,12 @@ class Watch(TorchDispatchMode):
             self.ledger.record(self._phase(), "aten::add_")
             return args[0]
         out = _random(func, args) if func.name() in _RANDOM else func(*args, **kwargs)
-        if makes_host_memory():
+        if is_host_memory_now():
             self.ledger.add_host(out, "cpu" if self.probe else "cuda")
             return out
         if func is torch.ops.aten.detach.default:  # autograd's own, by which it keeps a gradient as it is
             return out
-        if func is torch.ops.aten.clone.default and args[0].untyped_storage()._cdata in self.scalars:
+        if func is torch.ops.aten.clone.default and args[0].untyped_storage()._cdata in self.scalars | self._copies:
             self._copies[out.untyped_storage()._cdata] = StorageWeakRef(out.untyped_storage()), self._number(args[0])
         new = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         name = func.name()

@@ -9,7 +9,7 @@ import torch
 from thunder.core.proxies import NumberProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_mem.optimizer.update import is_update, rehearsal_now, update_of
+from thunder_mem.optimizer.update import clip_scale, is_update, rehearsal_now, update_of
 
 __all__ = ["lasting_key", "layouts", "operation_key", "settings", "stable_text"]
 
@@ -33,14 +33,18 @@ def operation_key(bsym: BoundSymbol, inputs: dict[str, torch.Tensor]) -> Hashabl
         str(bsym.flat_args_and_spec[1]),
         layouts(inputs),
         settings(),
-        _step_of(bsym) if is_update(bsym) else rehearsal_now().waits,
+        _step_of(bsym),
     )
 
 
 def _step_of(bsym: BoundSymbol) -> Hashable:
-    """What determines the memory of an update, beside its text."""
-    kind = rehearsal_now().kind
-    return kind, tuple(update_of(bsym).numbers().items()) if kind == "step" else ()
+    """What determines the memory of an update, or of the number that clips gradients, beside its text."""
+    rehearsal = rehearsal_now()
+    if bsym.sym is clip_scale:
+        return rehearsal.waits
+    if not is_update(bsym):
+        return ""
+    return rehearsal.kind, tuple(update_of(bsym).numbers().items()) if rehearsal.kind == "step" else ()
 
 
 def settings() -> Hashable:

@@ -186,7 +186,7 @@ class SimulatedRunner:
                 return Ran(update_of(bsym).parameter.nbytes if kind == "look at sum" else 0, 1)
             if not figures.launches and update_of(bsym).parameter.numel():
                 self._assume(NOT_ON_META)
-            return Ran(update_of(bsym).held_bytes(kind)[1], figures.launches)
+            return Ran(update_of(bsym).temporaries(kind).at_start, figures.launches)
         ran = _run_tracked(bsym, run, env)
         if is_chunk_loop(bsym) and bsym.sym.name != "chunk_loop_finish":  # which runs a single block on fake tensors
             plan, backward = loop_of(bsym).plan, bsym.sym.name != "chunk_loop"

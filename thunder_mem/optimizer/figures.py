@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.optimizer.compiled_step import is_compilable
+from thunder_mem.optimizer.elementwise import BY_ELEMENT
 from thunder_mem.optimizer.host_states import is_large, step_with
 from thunder_mem.optimizer.one_parameter import (
     bare_copy,
@@ -70,40 +71,35 @@ def step_figures(
         states: where the states are, "device" or "host".
         compiled: the step is one kernel.
     """
-    many = partial(_many_kernels, optimizer, group, shape, dtype, device_type, states=states)
+    many = partial(_many_kernels, optimizer, shape=shape, dtype=dtype, device_type=device_type, states=states)
     one = partial(_one_kernel, optimizer, shape, dtype, device_type, states == "host")
     if compiled and is_compilable(optimizer, torch.empty(tuple(shape), device="meta")):
         scale = torch.ones(()) if scaled else None
         try:
             numbers_bytes = _numbers_bytes(optimizer, group, dtype, clip_value, scale) if device_type == "cpu" else 0
         except Exception:  # as any step of this optimizer will fail
-            return many()
-        return one(many(), numbers_bytes)
-    if group.get("fused"):
+            return many(group)
+        return one(many(group), numbers_bytes)
+    if group.get("fused") and type(optimizer) in BY_ELEMENT:
         clips = scaled or clip_value is not None
         elements = min(prod(shape), slice_elements(dtype, device_type)) if states == "host" else prod(shape)
-        return one(many(fused=False), elements * dtype.itemsize if clips else 0, clips=clips)
-    return many(clip_value=clip_value, scaled=scaled)
+        return one(many({**group, "fused": False}), elements * dtype.itemsize if clips else 0, clips=clips)
+    return many(group, clip_value=clip_value, scaled=scaled)
 
 
 def _many_kernels(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
+    *,
     shape: Sequence[int],
     dtype: torch.dtype,
     device_type: str,
-    *,
+    states: str,
     clip_value: float | None = None,
     scaled: bool = False,
-    states: str,
-    **changed: Any,
 ) -> StepFigures:
-    """The figures of a step that PyTorch's operators compute.
-
-    Args:
-        changed: options in place of the group's.
-    """
-    from_host, group = states == "host", {**group, **changed}
+    """The figures of a step that PyTorch's operators compute, as for `step_figures`."""
+    from_host = states == "host"
     # Counts of steps are real numbers on the CPU, whatever device the caller makes tensors on by default.
     with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         p = torch.empty(tuple(shape), dtype=dtype, device="meta")
@@ -119,7 +115,7 @@ def _many_kernels(
         counted = ("meta", "cpu") if device_type == "cpu" else ("meta",)
         began, seen = AllocationWatch(counted), AllocationWatch(counted)
         try:
-            with FakeNumbers(1.0):
+            with FakeNumbers(1.0):  # as ASGD's is for its first steps; all other numbers are on the CPU
                 with began:
                     step()
                 first_bytes = began.peak_bytes - began.live_bytes()
@@ -155,6 +151,8 @@ def _one_kernel(
         held_bytes: by the kernel beside parameter, gradient and states.
         clips: another kernel clips the gradient before.
     """
+    if not many.launches:  # it does not run on meta tensors
+        return many
     count = prod(shape)
     moved_bytes = (5 if clips else 3) * count * dtype.itemsize + 2 * many.state_bytes
     if not from_host:

@@ -263,7 +263,7 @@ def first_state(
 
 
 def many_steps_later(state: dict[str, Any]) -> None:
-    """Raise a state's count of steps: RAdam's arithmetic holds more from its sixth step on."""
+    """Set a state's count of steps to a large number: RAdam's arithmetic holds more from its sixth step on."""
     count = state.get("step")
     if isinstance(count, torch.Tensor) and not count.is_meta:
         count.fill_(_MANY)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from thunder.core import dtypes
@@ -53,6 +53,13 @@ executor = OperatorExecutor("thunder_mem_optimizer", version="0.1")
 """Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
 
 
+class Temporaries(NamedTuple):
+    """Bytes that an update holds: from its start to its end, beside other work, or only while it starts."""
+
+    in_flight: int
+    at_start: int
+
+
 class Update:
     """One update of a program; opaque to Thunder, which passes it through as an object.
 
@@ -84,16 +91,13 @@ class Update:
     @property
     def flight_bytes(self) -> int:
         """What an update beside other work holds from its start to its end; on a CPU it runs whole at its start."""
-        return self.figures.temporary_bytes if self._runs_beside else 0
+        return self.temporaries().in_flight
 
-    @property
-    def _runs_beside(self) -> bool:
-        return self.alone is not None and self.parameter.device.type == "cuda"
-
-    def held_bytes(self, kind: str) -> tuple[int, int]:
-        """What a step of a kind, "step" or "first", holds: from its start to its end, and while it starts."""
+    def temporaries(self, kind: str = "step") -> Temporaries:
+        """What a step of a kind, "step" or "first", holds beyond parameter, gradient and state."""
         nbytes = self.figures.first_bytes if kind == "first" else self.figures.temporary_bytes
-        return (nbytes, 0) if self._runs_beside else (0, nbytes)
+        runs_beside = self.alone is not None and self.parameter.device.type == "cuda"
+        return Temporaries(nbytes, 0) if runs_beside else Temporaries(0, nbytes)
 
     @property
     def label(self) -> str:
@@ -111,13 +115,13 @@ class Update:
         return group_of(self.updates.optimizer.wrapped, self.parameter)
 
     def numbers(self) -> dict[str, float]:
-        """The numbers of its state on which the optimizer's arithmetic branches, if there are such and it has them."""
+        """The numbers of its state on which the optimizer's arithmetic may branch, as far as they exist."""
         optimizer = self.updates.optimizer.wrapped
-        if type(optimizer) not in BRANCHING:
+        if type(optimizer).__module__.startswith("torch.optim.") and type(optimizer) not in BRANCHING:
             return {}
         with _disable_current_modes():
             state = optimizer.state.get(self.parameter, {})
-            return {k: float(v) for k, v in state.items() if isinstance(v, torch.Tensor) and _is_readable(v)}
+            return {name: float(v) for name, v in state.items() if _is_number(v)}
 
     def __repr__(self) -> str:  # the same for updates that do the same
         optimizer, group = self.updates.optimizer, self.group
@@ -128,8 +132,10 @@ class Update:
         return f"{type(optimizer.wrapped).__name__}({options}, {clipping}, {how})"
 
 
-def _is_readable(v: torch.Tensor) -> bool:
-    return v.dim() == 0 and not isinstance(v, FakeTensor)
+def _is_number(v: Any) -> bool:
+    if isinstance(v, torch.Tensor):
+        return v.dim() == 0 and not isinstance(v, FakeTensor)
+    return type(v) in (int, float)
 
 
 def _shown(option: Any) -> str:
@@ -193,7 +199,11 @@ class UpdateOnZeros(Rehearsal):
             scale = self.scale = torch.ones(()) if self.scale is None else self.scale
         if not begins:
             for name, number in self.numbers.items():
-                self.state[name].fill_(number)
+                own = self.state.get(name)
+                if isinstance(own, torch.Tensor):
+                    own.fill_(number)
+                else:
+                    self.state[name] = number if isinstance(own, float) else int(number)
         self.step(self.copy, self.group, p, grad, clip_value=self.clip_value, scale=scale)
         self.state = self.copy.state[p]
         self.kept.append(self.state)
@@ -252,7 +262,7 @@ def _start(update: Update, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if (rehearsal := _rehearsal.get()) is not None:
         rehearsal.update(update, p, grad, None)
         steps = rehearsal.kind in ("step", "first") and not rehearsal.waits
-        nbytes = update.held_bytes(rehearsal.kind)[0] if steps else 0
+        nbytes = update.temporaries(rehearsal.kind).in_flight if steps else 0
         return p.new_empty(nbytes, dtype=torch.uint8, requires_grad=False)
     optimizer, own = update.updates.optimizer, update.parameter
     flight = own.new_empty(0, dtype=torch.uint8, requires_grad=False)  # on CUDA the stream beside has its own memory
@@ -362,8 +372,7 @@ def _written(bsym: BoundSymbol) -> tuple[TensorProxy, ...]:
 
 
 def _scratch_bytes(bsym: BoundSymbol) -> int:
-    update = update_of(bsym)
-    return update.figures.temporary_bytes - update.flight_bytes
+    return update_of(bsym).temporaries().at_start
 
 
 def _alone(bsym: BoundSymbol) -> BoundSymbol:

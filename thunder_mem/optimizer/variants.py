@@ -87,7 +87,7 @@ def _held_bytes(optimizer: torch.optim.Optimizer, options: dict[str, bool]) -> i
         given = {k: v for k, v in options.items() if k in group}
         copy.param_groups.append({**on_any_device(group), **given, "params": twins})
     step = unhooked(copy)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), FakeNumbers(1.0):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), FakeNumbers(1.0):  # as in `step_figures`
         step()
         for state in copy.state.values():
             many_steps_later(state)

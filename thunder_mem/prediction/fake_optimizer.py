@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ def twin_optimizer(optimizer: torch.optim.Optimizer, twins: Twins, simulated: bo
     return twin
 
 
+_ON_DEVICE = "counts on the device"  # an option of twins alone, for groups with ``capturable=True``
+
+
 def _state_twin(t: torch.Tensor, twins: Twins) -> torch.Tensor:
     if t.device.type == "cpu" and not isinstance(t, FakeTensor):
         return twins.mode.from_tensor(t, static_shapes=True)
@@ -39,7 +42,9 @@ def _state_twin(t: torch.Tensor, twins: Twins) -> torch.Tensor:
 
 
 def _on_device(kind: type, group: dict[str, Any], simulated: bool) -> dict[str, Any]:
-    """Set the options that the optimizer chooses by device: on CUDA, one call for all parameters."""
+    """Set the options that depend on the device: on CUDA one call for all parameters, and twins cannot be captured."""
+    if simulated and group.get("capturable"):
+        return {**_on_device(kind, {**group, "capturable": False}, simulated), "capturable": False, _ON_DEVICE: True}
     undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
     if not simulated or not undecided or group.get("differentiable") or kind is torch.optim.Adafactor:
         return {}
@@ -47,15 +52,28 @@ def _on_device(kind: type, group: dict[str, Any], simulated: bool) -> dict[str, 
     return {"foreach": not by_tensor}
 
 
-def make_state(optimizer: torch.optim.Optimizer, twins: Twins, set_to_none: bool) -> None:
-    """Run one step on made-up gradients, so that later steps find the optimizer's state."""
+def make_state(
+    optimizer: torch.optim.Optimizer, twins: Twins, set_to_none: bool, used: Iterable[torch.Tensor] = ()
+) -> None:
+    """Run one step on made-up gradients, so that later steps find the optimizer's state.
+
+    Args:
+        optimizer: over twins; counts in its state that are no tensors stay as they are.
+        twins: of the caller's tensors.
+        set_to_none: no gradient stays.
+        used: parameters whose gradients do not stay anyway.
+    """
+    counts = {p: {k: v for k, v in s.items() if type(v) in (int, float)} for p, s in optimizer.state.items()}
+    gone = {id(p) for p in used}
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p)
     with FakeNumbers():
         optimizer.step()
+    for p, known in counts.items():
+        optimizer.state[p].update(known)
     for p in parameters:
-        if set_to_none:
+        if set_to_none or id(p) in gone:
             p.grad = None
         else:
             twins.ledger.add("gradient", p.grad, "gradient", held=True)
@@ -120,7 +138,7 @@ def hold_states(
     for name, t in state_tensors(state):
         if states == "host" and name in state and is_large(t, p):
             ledger.add_host(t, "cuda" if simulated else "cpu")
-        elif simulated and name == "step" and not (group.get("capturable") or group.get("fused")):
+        elif simulated and name == "step" and not (group.get(_ON_DEVICE) or group.get("fused")):
             ledger.ignore(t)  # counted on the host
         else:
             ledger.add(f"optimizer.{name}", t, "optimizer state", held=held)

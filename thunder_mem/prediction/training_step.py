@@ -95,8 +95,8 @@ def predict_step(
         model, optimizer, loss_fn, args, kwargs, accumulate, set_to_none: as in `training_step`. `model` is a
             result of `thunder.jit`. Any optimizer of `torch.optim` works that needs no closure; with None this
             is the exact prediction of ``loss_fn(model(*args)).backward()``.
-        first: predict the very first step, in which the optimizer makes its state, instead of the next one with its
-            present state, or the second if it has none.
+        first: predict the very first step, in which the optimizer makes its state. By default the next step is
+            predicted, from the counts in the present state, or the second step if there is no state yet.
 
     Returns:
         The prediction, with the phases "forward", "loss" (if it runs operations) and "backward". With an
@@ -104,7 +104,8 @@ def predict_step(
         `held_bytes` counts parameters, buffers, inputs, optimizer state and, unless `set_to_none`, gradients,
         which are held before the step. States on the host are in `host_bytes` instead. It also counts present
         gradients of parameters outside the optimizer,
-        or of all parameters without one. Other tensors of the loss do not count.
+        or of all parameters without one. Other tensors of the loss do not count, nor do the numbers of a
+        `StepInBackward`'s scaler, some tens of bytes.
 
     Raises:
         TypeError, ValueError, PredictionError: as `predict`; also for an optimizer that needs a closure,
@@ -167,7 +168,9 @@ def predict_step(
         if optimizer is not None and twin is not None:
             if not first:
                 with torch.device("cpu"):
-                    make_state(twin, twins, set_to_none)
+                    # A gradient that the backward uses is gone at the step's end.
+                    used = () if waits else (twins.of(update.parameter) for update in updates)
+                    make_state(twin, twins, set_to_none, used)
                 watch.scalars = next_scalars(optimizer, twin, twins)
             elif isinstance(optimizer, torch.optim.ASGD):
                 watch.fraction = 1.0  # a state that the first step makes and reads: it is 1 for a million steps
@@ -329,8 +332,10 @@ class _Phases:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         before, self.rehearsal.waits = self.rehearsal.waits, True
-        yield
-        self.rehearsal.waits = before
+        try:
+            yield
+        finally:
+            self.rehearsal.waits = before
 
     def step(self) -> None:
         self.watch.phase = "optimizer"

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from thunder_mem.runtime.host_transfers import makes_host_memory
+from thunder_mem.runtime.host_transfers import is_host_memory_now
 
 __all__ = ["AllocationWatch"]
 
@@ -44,7 +44,7 @@ class AllocationWatch(TorchDispatchMode):
         return sum(nbytes for _, nbytes in self._seen.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if makes_host_memory():
+        if is_host_memory_now():
             return func(*args, **(kwargs or {}))
         for t in tree_leaves((args, kwargs or {})):
             if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self._seen:

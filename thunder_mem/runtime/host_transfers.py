@@ -30,8 +30,8 @@ from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = [
     "host_like",
+    "is_host_memory_now",
     "is_transfer",
-    "makes_host_memory",
     "mem_offload_ex",
     "offload",
     "offload_wait",
@@ -138,13 +138,13 @@ def run_beside(work: Callable[..., None], handle: torch.Tensor, *tensors: torch.
 _making_host_memory: ContextVar[bool] = ContextVar("thunder_mem_making_host_memory", default=False)
 
 
-def makes_host_memory() -> bool:
+def is_host_memory_now() -> bool:
     """Whether `host_like` makes a fake or meta tensor now, which no watch may count as the device's memory."""
     return _making_host_memory.get()
 
 
 @contextmanager
-def _for_the_host() -> Iterator[None]:
+def _now_host_memory() -> Iterator[None]:
     token = _making_host_memory.set(True)
     try:
         yield
@@ -156,7 +156,7 @@ def host_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor
     """Host memory for a tensor, with the tensor's layout if it is dense, and another dtype if one is given."""
     dtype = dtype or t.dtype
     if isinstance(t, FakeTensor) or t.is_meta:
-        with _for_the_host():
+        with _now_host_memory():
             return torch.empty_like(t, dtype=dtype, device="meta" if t.is_meta else "cpu", requires_grad=False)
     if t.is_cuda:
         return torch.empty_like(t, dtype=dtype, device="cpu", pin_memory=True, requires_grad=False)
