@@ -11,6 +11,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from random import Random
+from unittest.mock import patch
+from weakref import WeakValueDictionary
 
 import thunder
 import torch
@@ -31,6 +33,7 @@ from tests.fuzzing.smallest import made_for
 from tests.fuzzing.stepping import has_updates, stepped
 from tests.programs.generate import Profile, generate
 from tests.programs.programs import Program, function, source
+from thunder_mem.regions import pointwise_executor
 
 __all__ = ["Campaign", "Failure", "campaign", "judge", "kind", "verdict"]
 
@@ -39,7 +42,12 @@ MOST_SECONDS = 600
 
 # Excuses that no defect's own words tell, and their names.
 _ROUNDS, _EXECUTOR = "rounds otherwise: ", "with the same executors and without MemEfficient: "
-_OTHER_EXCUSES = {_ROUNDS: "rounding", _EXECUTOR: "Thunder's torchcompile"}
+_OVERFLOWS = "16 bits overflow where a region is not compiled: "
+_OTHER_EXCUSES = {
+    _ROUNDS: "rounding",
+    _EXECUTOR: "Thunder's torchcompile",
+    _OVERFLOWS: "16 bits in a region that is not compiled",
+}
 
 # What a program may be refused with that options ask too much of, and by which option.
 _REFUSALS = {"BudgetError": "budget", "RecomputeError": "recompute"}
@@ -121,8 +129,8 @@ def verdict(
 
     "right"; "refused" where its options ask for what the program does not have; "excused" where its
     baseline differs from eager too (without `excuse` only where the baseline raises, as it does where Thunder cannot
-    trace the program, where `config` shows or warns of a known defect, or where both differ alike and by rounding
-    alone); "raises" or "wrong".
+    trace the program, where `config` shows or warns of a known defect, or where both differ by rounding alone) or where
+    it is right with compiled regions, which compute in float32; "raises" or "wrong".
 
     Raises:
         Invalid: the program proves nothing.
@@ -130,10 +138,7 @@ def verdict(
     expected = expected or expect(program)
     fn = fn or function(source(program))
     with made_for(config.options), _within(MOST_SECONDS):
-        if config.options.step:
-            found = stepped(program, config.options, expected, fn)
-        else:
-            found = check(program, config.compile, expected, fn, config.options.retain)
+        found = _differences(program, config, expected, fn)
         if not found:
             return "right", []
         if any(found[0].startswith(f"raises {e} ") and getattr(config.options, o) for e, o in _REFUSALS.items()):
@@ -143,16 +148,31 @@ def verdict(
             return "excused", [f"{_EXECUTOR}{found[0]}"]
         if config.baseline:
             baseline = check(program, CONFIGS[config.baseline].compile, expected, fn, config.options.retain)
-            if found == baseline and _rounds(program, found):
+            if baseline and _rounds(program, found, None if found == baseline else config):
                 return "excused", [f"{_ROUNDS}{found[0]}"]
             if baseline and (excuse or baseline[0].startswith("raises") or defect_of(found[0])):
                 # Thunder alone may fail earlier, at a defect that is none of ours.
                 return "excused", next((d for d in (baseline, found) if defect_of(d[0])), baseline)
+    if not config.options.compiled and any(" off by inf," in d for d in found):
+        compiled = replace(config, options=replace(config.options, compiled=True))
+        with made_for(compiled.options), patch.object(pointwise_executor, "_functions", WeakValueDictionary()):
+            if not _differences(program, compiled, expected, fn):
+                return "excused", [f"{_OVERFLOWS}{found[0]}"]
     return "raises" if found[0].startswith("raises") else "wrong", found
 
 
-def _rounds(program: Program, differences: Sequence[str]) -> bool:
+def _differences(
+    program: Program, config: Config, expected: tuple[Expectation, ...] | None = None, fn: Callable | None = None
+) -> list[str]:
+    if config.options.step:
+        return stepped(program, config.options, expected or expect(program), fn or function(source(program)))
+    return check(program, config.compile, expected, fn, config.options.retain)
+
+
+def _rounds(program: Program, differences: Sequence[str], config: Config | None) -> bool:
     """Whether plain Thunder's differences vanish with the rounding: in float64 they are a millionth of what they were.
+
+    So must those of `config`, if it is given.
 
     Its decompositions sum in another order than eager's kernels, which shows where gradients cancel to nothing.
     """
@@ -160,7 +180,7 @@ def _rounds(program: Program, differences: Sequence[str]) -> bool:
     if precise == program or not all(" off by " in d and isfinite(_distance(d)) for d in differences):
         return False
     try:
-        left = check(precise, thunder.jit)
+        left = [*check(precise, thunder.jit), *([] if config is None else _differences(precise, config))]
     except Invalid:
         return False
     most = min(_distance(d) for d in differences) / 1e6
