@@ -460,6 +460,16 @@ def test_under_a_budget_the_smallest_programs_run_in_tiles_outside_of_checkpoint
     assert [d.what for d in last_plan(plans[0]).decisions if d.what == "tiles"] == ["tiles"] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mem", "step"])
+def test_what_overflows_in_an_uncompiled_region_is_asked_again(name):
+    inputs = (Input("x0", (3, 3, 6), "float16", grad=True),)
+    turned = Step("transpose", ("v1",), ("v0",), (-1, 1))
+    body = (Step("gram", ("v0",), ("x0",)), turned, Step("softplus", ("v2",), ("v1",)))
+    came_to, (difference, *_) = verdict(Program(inputs, body, ("v2",)), CONFIGS[name])
+    assert came_to == "excused" and difference.startswith("16 bits overflow where a region is not compiled")
+
+
 def test_what_options_ask_too_much_is_refused_and_what_hangs_raises(monkeypatch):
     program = replace(CHAIN, body=CHAIN.body[:2], outputs=("v1",))
     assert verdict(program, configured(Options(budget=1, on_infeasible="error"))) == ("refused", [])
