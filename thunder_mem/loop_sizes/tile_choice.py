@@ -24,15 +24,7 @@ from thunder_mem.memory.live_ranges import price_order
 from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.trace.reading import TraceGraph
 
-__all__ = [
-    "ALL_STRETCHES",
-    "TileChoice",
-    "cheaper_choices",
-    "choice_seconds",
-    "forward_seconds",
-    "room_bytes",
-    "whole_off_peak",
-]
+__all__ = ["ALL_STRETCHES", "TileChoice", "cheaper_choices", "forward_seconds", "room_bytes", "whole_off_peak"]
 
 _MORE_ROWS = (4, 16)
 _MOST_KINDS = 2
@@ -122,18 +114,6 @@ def whole_off_peak(loops: Sequence[ChunkLoop], room: Mapping[str, int], share: f
     least_s = share * sum(sum(_seconds(loop)) for loop in loops)
     count = next((count for count, saved in enumerate(saved_s, 1) if saved >= least_s), None)
     return None if count is None else frozenset(loop.plan.name for loop in farthest[:count])
-
-
-def choice_seconds(choice: TileChoice, loops: Iterable[ChunkLoop], results: Mapping[str, str]) -> float:
-    """The seconds that the tiles of a choice take beyond whole stretches.
-
-    Args:
-        choice: of rows and stretches.
-        loops: all stretches in tiles.
-        results: the first result of each, by its name.
-    """
-    tiled = [loop for loop in loops if not choice.leaves_whole(loop.plan, results[loop.plan.name])]
-    return sum(copies_s + sums_s / choice.more_rows for copies_s, sums_s in map(_seconds, tiled))
 
 
 def forward_seconds(loops: Iterable[ChunkLoop]) -> float:

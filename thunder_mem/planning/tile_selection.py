@@ -45,10 +45,10 @@ Variant = tuple[TraceCtx, tuple[Decision, ...]]
 class TileVariants(Protocol):
     """Makes the same program with other tiles. Each takes autograd once more, so it is asked only where it may win."""
 
-    def cheaper(self, share: float, room: Callable[[], Mapping[str, int]], most_s: float = inf) -> Iterator[Variant]:
+    def cheaper(self, share: float, room: Callable[[], Mapping[str, int]]) -> Iterator[Variant]:
         """The program with cheaper tiles, which save a share of the time that all take beyond whole stretches.
 
-        They may take `most_s`. `room` gives the bytes for which there is room while each stretch runs.
+        `room` gives the bytes for which there is room while each stretch runs.
         """
 
     def repeating(self, most_s: float) -> Iterator[Variant]:
@@ -98,7 +98,7 @@ def lower_plan(
     if others is None or peak_with_loss_outside(with_tiles) > (1 - _LEAST_GAIN) * peak_with_loss_outside(without):
         return checked(without)
     share = excess_s / (with_tiles.final_seconds - without.final_seconds)
-    for variant in others.cheaper(share, partial(_room, with_tiles), most_s - without.final_seconds):
+    for variant in others.cheaper(share, partial(_room, with_tiles)):
         trace, asked = _asked(variant, options)
         other = _in_time(trace, made(trace, executors, asked), executors, asked, most_s)
         if in_time(other) and _is_lower(other, without):

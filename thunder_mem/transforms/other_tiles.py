@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from math import inf
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
@@ -16,13 +15,7 @@ from thunder.extend import Executor
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
-from thunder_mem.loop_sizes.tile_choice import (
-    TileChoice,
-    cheaper_choices,
-    choice_seconds,
-    forward_seconds,
-    whole_off_peak,
-)
+from thunder_mem.loop_sizes.tile_choice import TileChoice, cheaper_choices, forward_seconds, whole_off_peak
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning.executor import user_executors
 from thunder_mem.planning.fallback import Original
@@ -74,14 +67,13 @@ class OtherTiles:
     _made: dict[TileChoice, _Variant] = field(default_factory=dict, repr=False, compare=False)  # a study asks again
 
     def cheaper(
-        self, share: float, room: Callable[[], Mapping[str, int]], most_s: float = inf
+        self, share: float, room: Callable[[], Mapping[str, int]]
     ) -> Iterator[tuple[TraceCtx, tuple[Decision, ...]]]:
         """The traces with cheaper tiles, one after the other, each with the decisions about it.
 
         Args:
             share: of the time that `loops` take beyond whole stretches, what is to be saved.
             room: gives for each of them, by name, the bytes that the program has room for while it runs.
-            most_s: the seconds that tiles may take beyond whole stretches.
         """
         if not self.loops or share >= 1:
             return
@@ -89,8 +81,7 @@ class OtherTiles:
         off_peak = () if whole is None else (TileChoice(off_peak=frozenset(self.results[name] for name in whole)),)
         choices = dict[object, TileChoice]()
         for choice in chain(off_peak, cheaper_choices(self.loops, share)):
-            if choice_seconds(choice, self.loops, self.results) <= most_s:
-                choices.setdefault(self._effect(choice), choice)
+            choices.setdefault(self._effect(choice), choice)
         for choice in choices.values():
             variant = self._variant(choice)
             if variant.loops:
