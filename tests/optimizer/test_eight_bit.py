@@ -51,7 +51,8 @@ def test_predicted_steps_are_the_measured_ones(package, states):
     for first in (True, False, False):
         predicted = predict_step(step, ours, loss_of, x, first=first)
         measured = measure_peak(lambda: training_step(step, ours, loss_of, x))
-        assert predicted.measured_bytes == measured or (first and package == "torchao")  # which compiles in its first
+        if not (first and package == "torchao"):  # which compiles in its first step
+            assert predicted.measured_bytes == measured
 
 
 def loss_of(y):

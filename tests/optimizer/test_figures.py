@@ -164,4 +164,5 @@ def test_steps_for_graphs_of_a_gpu_are_simulated(name, wrap, first):
             ours = optimizer if isinstance(optimizer, StepInBackward) else None
             step = thunder.jit(model, transforms=[MemEfficient(strict=True, optimizer=ours)])
             peaks.append(predict_step(step, optimizer, loss_of, torch.zeros(8, 1024), first=first).peak_bytes)
-    assert 0 <= peaks[1] - peaks[0] <= 2048  # counts are on the device
+    # The count of steps is on the device. A first step() makes it within the step, where either kind counts.
+    assert peaks[1] - peaks[0] == (512 if wrap is StepInBackward or not first else 0)

@@ -9,7 +9,7 @@ from thunder_mem import MemEfficient, StepInBackward, explain, measure_peak, pre
 from thunder_mem.optimizer.variants import step_variants
 from thunder_mem.report.advice import advice
 
-SCALARS = 24  # numbers, such as an operand on the CPU or four of ASGD, are no tensors of the device
+SCALARS = 16  # numbers, such as an operand on the CPU, are no tensors of the device
 
 LATE = 8  # steps, after which RAdam's arithmetic is another
 # Meta tensors do not run all of Adafactor's variants.
@@ -37,7 +37,8 @@ def test_variants_hold_what_is_measured(name, after_a_step):
         optimizer = made(**OPTIONS[variant.option])
         for _ in range(LATE):
             optimizer.step()
-        assert 0 <= measure_peak(optimizer.step) - variant.temporary_bytes <= SCALARS, variant
+        scalars = SCALARS + 8 * (name == "ASGD")  # which has two more
+        assert 0 <= measure_peak(optimizer.step) - variant.temporary_bytes <= scalars, variant
 
 
 def test_explain_says_what_the_step_holds():

@@ -157,7 +157,8 @@ class Watch(TorchDispatchMode):
         if self.sums.learning or not self.active or func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
-            return self._number(args[0])
+            known = self._known(args[0])
+            return number_in(args[0], self.fraction) if known is None else known
         if not self.probe:
             # Tensors that the loss closes over, such as targets, live on the simulated device.
             args, kwargs = tree_map_only(torch.Tensor, self._on_cpu, (args, kwargs))
@@ -171,8 +172,8 @@ class Watch(TorchDispatchMode):
             return out
         if func is torch.ops.aten.detach.default:  # autograd's own, by which it keeps a gradient as it is
             return out
-        if func is torch.ops.aten.clone.default and args[0].untyped_storage()._cdata in self.scalars | self._copies:
-            self._copies[out.untyped_storage()._cdata] = StorageWeakRef(out.untyped_storage()), self._number(args[0])
+        if func is torch.ops.aten.clone.default and (known := self._known(args[0])) is not None:
+            self._copies[out.untyped_storage()._cdata] = StorageWeakRef(out.untyped_storage()), known
         new = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         name = func.name()
         allocated_bytes = sum(self.ledger.add(f"{name}:{i}", t, "computed") for i, t in enumerate(new))
@@ -184,11 +185,11 @@ class Watch(TorchDispatchMode):
         self.ledger.record(self._phase(), name, allocated_bytes=allocated_bytes, scratch_bytes=scratch_bytes)
         return out
 
-    def _number(self, t: torch.Tensor) -> float | int:
-        copied = self._copies.get(t.untyped_storage()._cdata)
-        if copied is not None and not copied[0].expired():
-            return copied[1]
-        return number_in(t, self.scalars, self.fraction)
+    def _known(self, t: torch.Tensor) -> float | None:
+        """The number in one of the known scalars, or in a clone of one; None for any other tensor."""
+        key = t.untyped_storage()._cdata
+        storage, number = self._copies.get(key, (None, None))
+        return self.scalars.get(key) if storage is None or storage.expired() else number
 
     def _phase(self) -> str:
         """The present phase, or the backward, for code that does not report its phases."""

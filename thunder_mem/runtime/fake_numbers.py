@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,18 +27,15 @@ class FakeNumbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and (isinstance(args[0], FakeTensor) or args[0].is_meta):
-            return number_in(args[0], {}, self.fraction)
+            return number_in(args[0], self.fraction)
         return func(*args, **(kwargs or {}))
 
 
-def number_in(t: torch.Tensor, known: Mapping[int, float], fraction: float = FRACTION) -> float | int:
-    """The number in a tensor without data.
+def number_in(t: torch.Tensor, fraction: float) -> float | int:
+    """A number for a tensor without data.
 
     Args:
         t: the tensor, of one element.
-        known: numbers by storage.
-        fraction: any other number, if it is no integer.
+        fraction: the number, if the tensor is not of integers.
     """
-    if t.untyped_storage()._cdata in known:
-        return known[t.untyped_storage()._cdata]
     return fraction if t.dtype.is_floating_point else 1
