@@ -38,13 +38,35 @@ def test_the_environment_overrules_it(config, nbytes):
     assert cublas_workspace_bytes((8, 0), config) == nbytes
 
 
-def test_one_thread_has_one_workspace_and_autograds_has_another():
+def test_each_thread_has_one_workspace_and_thunders_backward_runs_in_the_calling_one():
+    """An H200's step of longchat peaked at its tensors and one workspace; eager's at two."""
     forward = on("A100-80GB", lambda: nn.Linear(8, 8), (4, 8))
     step = on("A100-80GB", lambda: nn.Linear(8, 8), (4, 8), step=True)
-    assert [kept.nbytes for kept in forward.library] == [A100]
-    assert [kept.nbytes for kept in step.library] == [A100, A100]
-    assert step.library_bytes == int(16.25 * 2**20)  # by which Liger's figures of products on an A100 were missed
-    assert on("H100-80GB", lambda: nn.Linear(8, 8), (4, 8), step=True).library_bytes == 2 * H100
+    assert [kept.nbytes for kept in forward.library] == [A100] == [kept.nbytes for kept in step.library]
+    assert on("H100-80GB", lambda: nn.Linear(8, 8), (4, 8), step=True).library_bytes == H100
+
+    def loss_with_a_product(out):
+        return (out @ out.t()).sum()
+
+    with simulate("A100-80GB"), torch.device("cuda"):
+        jitted = thunder.jit(nn.Linear(8, 8))
+        outside = predict_step(jitted, None, loss_with_a_product, torch.zeros(4, 8))
+    assert outside.library_bytes == 2 * A100 == int(16.25 * 2**20)
+
+
+def test_thunders_backward_hangs_on_a_meta_tensor_which_autograd_runs_in_the_calling_thread():
+    loss = thunder.jit(nn.Linear(8, 8))(torch.zeros(4, 8)).sum()
+    nodes = [loss.grad_fn]
+    while not nodes[-1].name().startswith("ThunderFunction"):
+        nodes.append(nodes[-1].next_functions[0][0])
+    assert [made.device.type for made in nodes[-1]._input_metadata] == ["meta"]
+
+
+def test_thunderfxs_backward_runs_in_a_thread_of_its_own():
+    with simulate("A100-80GB"), torch.device("cuda"):
+        jitted = thunder.jit(nn.Linear(8, 8))
+        events = predict_step(jitted, None, lambda out: out.sum(), torch.zeros(4, 8)).timeline
+    assert [len(library_memory(events, (8, 0), {}, thunderfx=fx)) for fx in (False, True)] == [1, 2]
 
 
 def test_without_a_product_there_is_none():

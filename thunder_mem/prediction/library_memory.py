@@ -2,9 +2,11 @@
 
 PyTorch's caching allocator gives cuBLAS one workspace for each handle and stream that runs a product, for the life of
 the process: `getNewWorkspace` and `parseChosenWorkspaceSize` in `aten/src/ATen/cuda/CublasHandlePool.cpp` of PyTorch
-2.11. A handle belongs to a thread, and autograd runs CUDA's backward in a thread of its own. So a training step holds
-two workspaces. cuBLASLt shares them (`unified_cublas_and_lt_workspaces` in the same file). They are part of
-`torch.cuda.max_memory_allocated`.
+2.11. A handle belongs to a thread, and autograd runs CUDA's backward in a thread of its own. So an eager training step
+holds two workspaces. The backward of a program that Thunder compiles hangs on a meta tensor (`ThunderFunction` in
+`thunder/executors/torch_autograd.py`), which autograd runs in the calling thread: such a step holds one, as an H200
+showed. ThunderFX leaves that tensor out. cuBLASLt shares the workspaces (`unified_cublas_and_lt_workspaces` in the same
+file). They are part of `torch.cuda.max_memory_allocated`.
 """
 
 from __future__ import annotations
@@ -73,19 +75,34 @@ def cublas_workspace_bytes(capability: tuple[int, int], config: str | None = Non
 
 
 def library_memory(
-    events: Iterable[Event], capability: tuple[int, int], environment: Mapping[str, str] = os.environ
+    events: Iterable[Event],
+    capability: tuple[int, int],
+    environment: Mapping[str, str] = os.environ,
+    *,
+    thunderfx: bool = False,
 ) -> tuple[LibraryMemory, ...]:
     """The memory that libraries keep on a device of that capability once these operations have run.
 
     It counts throughout, because a later training step finds it there.
+
+    Args:
+        events: of a prediction.
+        capability: of the device.
+        environment: its variables.
+        thunderfx: whether ThunderFX compiled the program.
     """
-    threads = dict.fromkeys("backward" if e.phase == "backward" else "calling" for e in events if _is_product(e))
+    threads = dict.fromkeys(_thread(e, thunderfx) for e in events if _is_product(e))
     workspace_bytes = cublas_workspace_bytes(capability, environment.get("CUBLAS_WORKSPACE_CONFIG"))
     return tuple(
         LibraryMemory("cuBLAS", f"workspace of the {thread} thread's handle", workspace_bytes)
         for thread in threads
         if workspace_bytes
     )
+
+
+def _thread(event: Event, thunderfx: bool) -> str:
+    of_thunder = event.bsym is not None and not thunderfx
+    return "backward" if event.phase == "backward" and not of_thunder else "calling"
 
 
 def unknown_library_memory(events: Sequence[Event]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from thunder_mem.fake_execution.grad_accumulation import accumulate
 from thunder_mem.fake_execution.replay import Block, Event, Ledger, PredictionError, Runner, replay
 from thunder_mem.fake_execution.scratch import ProbingRunner, SimulatedRunner
+from thunder_mem.frontend.thunderfx import is_fx
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.optimizer.state_transfers import StateTransfers
 from thunder_mem.optimizer.update import is_update, update_of
@@ -218,28 +219,40 @@ def predict(
         PredictionError: it cannot be traced, or an operation has no prediction.
     """
     ledger, runner, assumptions = run_prediction(jitted, args, dict(kwargs or {}), tangents, keep_outputs)
-    return finish(ledger, (*assumptions, *runner.assumptions))
+    return finish(ledger, (*assumptions, *runner.assumptions), thunderfx=is_fx(jitted))
 
 
-def finish(ledger: Ledger, assumptions: Sequence[str], capability: tuple[int, int] | None = None) -> Prediction:
+def finish(
+    ledger: Ledger,
+    assumptions: Sequence[str],
+    capability: tuple[int, int] | None = None,
+    *,
+    thunderfx: bool = False,
+) -> Prediction:
     """Close a ledger: storages that are still alive stay alive to the end.
 
     Args:
         ledger: with all events.
         assumptions: of the figures.
         capability: of the GPU, if it is one; by default the present one's, real or simulated.
+        thunderfx: whether ThunderFX compiled the program.
     """
     save_tables()
     end = len(ledger.events) - 1
     on_gpu = ledger.device_types[0] == "cuda"
-    unknown = unknown_library_memory(ledger.events) if on_gpu else ()
+    unknown: tuple[str, ...] = ()
+    library: tuple[LibraryMemory, ...] = ()
+    if on_gpu:
+        unknown = unknown_library_memory(ledger.events)
+        capability = capability or torch.cuda.get_device_capability()
+        library = library_memory(ledger.events, capability, thunderfx=thunderfx)
     return Prediction(
         timeline=tuple(ledger.events),
         storages=tuple(_held(block, end) for block in ledger.blocks),
         held_bytes=sum(b.nbytes for b in ledger.blocks if b.held),
         device_type=ledger.device_types[0],
         assumptions=tuple(dict.fromkeys((*assumptions, *unknown))),
-        library=library_memory(ledger.events, capability or torch.cuda.get_device_capability()) if on_gpu else (),
+        library=library,
     )
 
 
