@@ -7,6 +7,7 @@ from typing import Any
 
 import thunder
 import torch
+from litgpt import Config
 from thunder.extend import Executor
 from torch import nn
 
@@ -14,9 +15,11 @@ from benchmarks.models import gpt_module, small_llama
 from thunder_mem import ChunkLossHead, MemEfficient
 from thunder_mem.regions.fusion_executors import fuser_of, with_fuser
 
-__all__ = ["check"]
+__all__ = ["LONG", "SHORT", "check"]
 
-_CONFIG = small_llama(vocab=1000, layers=2, tokens=256, width=128, heads=4, mlp_width=344)
+SHORT = small_llama(vocab=1000, layers=2, tokens=256, width=128, heads=4, mlp_width=344)
+LONG = small_llama(vocab=1000, layers=2, tokens=4096, width=512, heads=8, mlp_width=1376)
+"""Of many tokens, so that attention runs by groups of heads."""
 _SLACK = 1.5
 """How many times Thunder's own error in the same dtype MemEfficient's may be: both round, in different places."""
 
@@ -27,13 +30,14 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def check(device: str, fusion: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+def check(device: str, fusion: str, dtype: torch.dtype, config: Config = SHORT) -> list[dict[str, Any]]:
     """With and without checkpointing, a budget and a chunk loop: errors against float64, of Thunder's and ours.
 
     Args:
         device: "cuda" or "cpu".
         fusion: who fuses, one of `thunder_mem.regions.fusion_executors.FUSIONS`.
         dtype: of the model.
+        config: its sizes.
 
     Returns:
         Rows with "right": whether our largest error of a gradient, relative to its norm, is at most 1.5 times
@@ -46,8 +50,8 @@ def check(device: str, fusion: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     rows = []
     for checkpointing in (True, False):
         torch.manual_seed(0)
-        model = gpt_module(_CONFIG, checkpointing, True, device, dtype)
-        tokens, targets = torch.randint(0, 1000, (2, 2, 256), device=device)
+        model = gpt_module(config, checkpointing, True, device, dtype)
+        tokens, targets = torch.randint(0, 1000, (2, 2, config.block_size), device=device)
         exact = _gradients(copy.deepcopy(model).double(), tokens, targets)
         thunders = _thunders_error(model, executors, tokens, targets, exact)
         for options in _OPTIONS:

@@ -12,14 +12,18 @@ __all__ = ["COLUMNS", "compared", "run"]
 _ITERATIONS = 8
 _OURS = ("MemEfficient, mem_pointwise", "MemEfficient, nvFuser")
 _ALL = ("eager", "torch.compile", *_OURS, "Thunder dataflow, nvFuser", "Thunder dataflow, mem_pointwise")
+_CUDNN = ("--cudnn_attention", "True")
 _FURTHER = {
     "no reuse": ("--mem_reuse", "False"),
     "optimizer in backward": ("--optimizer_in_backward", "True"),
+    "cuDNN attention": _CUDNN,
+    "cuDNN attention, optimizer in backward": (*_CUDNN, "--optimizer_in_backward", "True"),
 }
 
 COLUMNS: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     **{name: (name, True, ()) for name in _ALL},
     **{f"{name}, {how}": (name, True, more) for how, more in _FURTHER.items() for name in _OURS},
+    "Thunder dataflow, mem_pointwise, cuDNN attention": ("Thunder dataflow, mem_pointwise", True, _CUDNN),
     **{f"{name}, loss outside": (name, False, ()) for name in _ALL},
 }
 """What compiles, of `matrix.COMPILERS`, whether the loss is inside, further options; the most telling first."""

@@ -22,8 +22,11 @@ from thunder_mem.regions.fusion_executors import fuser_of, with_fuser
 
 __all__ = [
     "HEADS",
+    "executors_with",
     "head",
     "hidden_share",
+    "mean_square",
+    "median_ms",
     "model_name",
     "offload",
     "predicted_head",
@@ -63,11 +66,11 @@ def model_name() -> str:
 def head(name: str) -> dict[str, Any]:
     """A head's peak above the start, and the median of its times, forward and backward, on the GPU."""
     run, inputs = HEADS[name](), make_inputs(_SHAPE, torch.bfloat16, "cuda")
-    median_ms = _median_ms(lambda: step(run, *inputs))
-    return {"peak_bytes": measure_peak(step, run, *inputs, device="cuda"), "median_ms": median_ms}
+    took_ms = median_ms(lambda: step(run, *inputs))
+    return {"peak_bytes": measure_peak(step, run, *inputs, device="cuda"), "median_ms": took_ms}
 
 
-def _median_ms(run: Callable[[], object]) -> float:
+def median_ms(run: Callable[[], object]) -> float:
     """The median time of some calls on the GPU, after one that warms up."""
     run()
     times_ms = []
@@ -100,7 +103,7 @@ def products(depth: int, width: int) -> dict[str, Any]:
             "dw += float32": partial(gemm, wide, out.t(), x, add=True, scratch_bytes=0),
             "half of dw += float32": partial(gemm, half, out.t()[: width // 2], x, add=True, scratch_bytes=0),
         }
-        found[f"{rows} rows"] = {name: round(_median_ms(run), 4) for name, run in runs.items()}
+        found[f"{rows} rows"] = {name: round(median_ms(run), 4) for name, run in runs.items()}
     return found
 
 
@@ -171,7 +174,7 @@ def offload() -> dict[str, Any]:
 
     def compiled(budget: int, **options: Any) -> Any:
         transform = MemEfficient(strict=True, budget=budget, **options)
-        return thunder.jit(model, executors=_executors("mem_pointwise"), transforms=[transform])
+        return thunder.jit(model, executors=executors_with("mem_pointwise"), transforms=[transform])
 
     def run(jitted: Any) -> None:
         jitted(x).square().mean().backward()
@@ -221,13 +224,13 @@ def states_on_host(device: str) -> dict[str, Any]:
         model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(width, width), nn.GELU()))).to(device)
         optimizer = StepInBackward(torch.optim.AdamW(model.parameters()), states=states)
         transform = MemEfficient(strict=True, verify=True, optimizer=optimizer)
-        step = thunder.jit(model, executors=_executors("mem_pointwise"), transforms=[transform])
-        run = partial(training_step, step, optimizer, _mean_square, x)
+        step = thunder.jit(model, executors=executors_with("mem_pointwise"), transforms=[transform])
+        run = partial(training_step, step, optimizer, mean_square, x)
         for _ in range(5):
             run()
         found[states] = [p.detach().clone() for p in model.parameters()]
     same = all(map(torch.equal, found["device"], found["host"]))
-    predicted = predict_step(step, optimizer, _mean_square, x)
+    predicted = predict_step(step, optimizer, mean_square, x)
     result = {"same": same, "predicted_bytes": predicted.measured_bytes, "right": same}
     if on_gpu:
         copies, kernels = _timed(run)
@@ -240,7 +243,7 @@ def states_on_host(device: str) -> dict[str, Any]:
     return result
 
 
-def _mean_square(y: torch.Tensor) -> torch.Tensor:
+def mean_square(y: torch.Tensor) -> torch.Tensor:
     return y.square().mean()
 
 
@@ -272,7 +275,7 @@ def retain_graph(device: str) -> dict[str, Any]:
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU()))).to(device)
     x = torch.randn(512, 256, device=device)
     transform = MemEfficient(strict=True, verify=True, reuse=True)
-    jitted = thunder.jit(model, executors=_executors("mem_pointwise"), transforms=[transform])
+    jitted = thunder.jit(model, executors=executors_with("mem_pointwise"), transforms=[transform])
     loss = jitted(x).square().sum()
     gradients = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2)]
     exact_model = nn.Sequential(*model).double()
@@ -283,5 +286,5 @@ def retain_graph(device: str) -> dict[str, Any]:
     return {"same": same, "relative_error": error, "right": same and error < _TOLERANCE}
 
 
-def _executors(fusion: str) -> list[Any]:
+def executors_with(fusion: str) -> list[Any]:
     return with_fuser(thunder.extend.get_default_executors(), fuser_of(fusion))

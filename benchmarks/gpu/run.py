@@ -28,8 +28,10 @@ STEPS = (
         "workspace", "how many workspaces of cuBLAS there are, after a product and after steps", 2, ("cuda", "simulate")
     ),
     Step("products", "the rates of products of few rows, and of sums of gradients", 1, ("cuda",)),
-    Step("longchat", "longchat, 2 layers: every compiler, reuse off, updates in the backward", 10, ("cuda",)),
-    Step("predictions", "what is predicted for longchat, beside what was measured", 8, ("cuda", "simulate")),
+    Step("attention", "attention's kernels, whole and in groups: memory, exactness and times", 2, ("cuda",)),
+    Step("updates", "updates in the backward, compiled and not, beside an optimizer's own step", 3, ("cuda", "cpu")),
+    Step("longchat", "longchat, 2 layers: every compiler, reuse off, updates in the backward", 8, ("cuda",)),
+    Step("predictions", "what is predicted for longchat, beside what was measured", 5, ("cuda", "simulate")),
     Step("offload", "offloading, and how much of its copies other work hides", 4, ("cuda",)),
     Step("states", "an optimizer's states on the host, and updates beside the backward", 3, ("cuda", "cpu")),
     Step("retain_graph", "two backwards of one graph, with reuse", 2, ("cuda", "cpu")),

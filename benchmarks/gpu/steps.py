@@ -18,10 +18,11 @@ from typing import Any
 
 import thunder
 import torch
+from litgpt import Config
 
-from benchmarks.gpu import longchat, probes
+from benchmarks.gpu import attention, longchat, probes, updates
 from benchmarks.gpu.book import STOPPED, load, save
-from benchmarks.gpu.correctness import check
+from benchmarks.gpu.correctness import LONG, SHORT, check
 from benchmarks.litgpt.machine import machine_kind, versions
 from thunder_mem.regions.nvfuser import installed_nvfuser
 
@@ -71,11 +72,14 @@ def _versions(context: Context) -> dict[str, Part]:
 
 
 def _correctness(fusion: str, context: Context) -> dict[str, Part]:
-    def found(dtype: torch.dtype) -> Found:
-        rows = check(context.device, fusion, dtype)
+    def found(dtype: torch.dtype, config: Config = SHORT) -> Found:
+        rows = check(context.device, fusion, dtype, config)
         return {"right": all(row["right"] for row in rows), "rows": rows}
 
-    return {str(dtype): functools.partial(found, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    parts = {str(dtype): functools.partial(found, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    if context.device == "cuda":
+        parts["4,096 tokens"] = functools.partial(found, torch.bfloat16, LONG)
+    return parts
 
 
 def _head(context: Context) -> dict[str, Part]:
@@ -97,6 +101,24 @@ def _workspace(context: Context) -> dict[str, Part]:
 def _products(context: Context) -> dict[str, Part]:
     shapes = (4096, 32000), (4096, 11008), (4096, 12288)
     return {f"{depth} x {width}": functools.partial(probes.products, depth, width) for depth, width in shapes}
+
+
+def _attention(context: Context) -> dict[str, Part]:
+    names = ("flash", "cudnn") if torch.cuda.get_device_capability() == (9, 0) else ("flash",)
+    whole = {
+        f"{shape} {name}": functools.partial(attention.kernels, shape, name)
+        for shape in attention.SHAPES
+        for name in names
+    }
+    return whole | {
+        f"{shape} {name}, {groups} groups": functools.partial(attention.in_groups, shape, groups, name)
+        for shape, groups in attention.GROUPED
+        for name in names
+    }
+
+
+def _updates(context: Context) -> dict[str, Part]:
+    return {name: functools.partial(updates.updates, name, context.device) for name in updates.WAYS}
 
 
 def _longchat(context: Context) -> dict[str, Part]:
@@ -132,6 +154,8 @@ PARTS: dict[str, Callable[[Context], dict[str, Part]]] = {
     "head": _head,
     "workspace": _workspace,
     "products": _products,
+    "attention": _attention,
+    "updates": _updates,
     "longchat": _longchat,
     "predictions": _predictions,
     "offload": lambda context: {"offload": probes.offload},

@@ -37,6 +37,7 @@ from thunder_mem.regions.fusion_executors import fuser_of, fuses_generally, with
 from thunder_mem.regions.nvfuser import installed_nvfuser
 from thunder_mem.regions.nvfuser_model import modelled_nvfuser
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
+from thunder_mem.runtime.cudnn_attention import mem_cudnn_attention_ex
 
 __all__ = ["load_thunders", "run"]
 
@@ -316,6 +317,7 @@ def _compiling(module: ModuleType, options: Options, optimizer: StepInBackward |
 
 def _fusing(executors: list[Any], options: Options) -> list[Any]:
     """The list, for every peer alike: as asked, else with thunder_mem's executors where no general fuser is in it."""
+    executors = [mem_cudnn_attention_ex, *executors] if options.cudnn_attention else executors
     if options.fusion is None and any(map(fuses_generally, executors)):
         return executors
     fuser = fuser_of(options.fusion or "mem_pointwise", modelled_nvfuser if options.simulated else installed_nvfuser)

@@ -33,6 +33,7 @@ class Options:
         optimizer_in_backward: the backward updates each parameter, see `thunder_mem.StepInBackward`.
         fusion: who fuses what Thunder compiles: "mem_pointwise", "nvfuser" or "torchcompile"; if not given, Thunder's
             default executors where they fuse, else mem_pointwise.
+        cudnn_attention: what Thunder compiles runs attention by cuDNN, where eager PyTorch does.
         fusion_type: Thunder's own way to group operations, "consecutive" or "dataflow"; Thunder's default if not given.
         loss_inside: compile the loss together with the model.
         device: "cuda", "cpu", or "simulate:NAME" for a GPU that is not there, such as simulate:H100-80GB.
@@ -48,6 +49,7 @@ class Options:
     mem_tile: bool = True
     optimizer_in_backward: bool = False
     fusion: str | None = None
+    cudnn_attention: bool = False
     fusion_type: str | None = None
     loss_inside: bool = False
     device: str = "cuda"
@@ -85,6 +87,8 @@ class Options:
             raise ValueError(f"--{given[0]} is an option of MemEfficient: give --mem_efficient True too")
         if self.mem_efficient and "thunder" not in compile:
             raise ValueError(f"MemEfficient is a transform of Thunder: --compile {compile} has nowhere to put it")
+        if self.cudnn_attention and "thunder" not in compile:
+            raise ValueError(f"--cudnn_attention is for what Thunder compiles: --compile {compile} chooses for itself")
         if self.fusion_type is not None and (self.fusion_type not in _FUSIONS or "thunder" not in compile):
             raise ValueError(f"--fusion_type is {' or '.join(_FUSIONS)}, with --compile thunder")
         if self.fusion is not None:

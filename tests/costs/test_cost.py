@@ -119,8 +119,8 @@ def test_flash_attention_has_a_rate_of_its_own_and_the_product_inside_has_not():
             TensorProxy(shape=shape, device=Device("cuda:0"), dtype=dtypes.float32)
             for shape in ((2, 3, 8, 4), (5, 12), (16, 5))
         )
-        out, log_sums = head_groups._forward_in_groups(q, q, q, False, None, 1)
-        head_groups._backward_in_groups(grad, q, q, q, out, log_sums, False, None, 1, weight, ())
+        out, log_sums = head_groups._forward_in_groups(q, q, q, False, None, 1, "flash")
+        head_groups._backward_in_groups(grad, q, q, q, out, log_sums, False, None, 1, "flash", weight, ())
         prims.matmul(grad, weight)
     forward, backward, product = trace.bound_symbols
     products, projection = 2 * (2 * 3) * 8 * 8 * 4, 2 * 16 * 5 * 12

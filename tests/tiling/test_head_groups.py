@@ -1,6 +1,7 @@
 """Attention by groups of heads: values and gradients against float64 eager, peaks, and what stays whole."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import thunder
@@ -22,9 +23,11 @@ from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict, s
 from thunder_mem.planning import tile_selection
 from thunder_mem.runtime import head_groups
 from thunder_mem.runtime.allocation_watch import AllocationWatch
+from thunder_mem.runtime.attention_kernels import ATTENTION_KERNELS
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.semantics.kernel_scratch import flash_backward_bytes
 from thunder_mem.tiling import heads as tiled_heads
+from thunder_mem.tiling.attention_choice import plain_call
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -37,9 +40,9 @@ def test_a_group_computes_what_all_heads_compute(heads, keys, groups, over, dtyp
     rows, columns, causal, scale = 33, 33, True, 0.3
     q, k, v = (torch.randn(2, h, n, 8).to(dtype) for h, n in ((heads, rows), (keys, columns), (keys, columns)))
     grad = torch.randn(2, rows, heads, 8).to(dtype)
-    out, log_sums = head_groups._forward(q, k, v, causal, scale, groups)
+    out, log_sums = head_groups._forward(q, k, v, causal, scale, groups, "cpu")
     given = [t.clone() for t in (q, k, v)]
-    found = head_groups._backward(grad, *given, out, log_sums, causal, scale, groups, None, over)
+    found = head_groups._backward(grad, *given, out, log_sums, causal, scale, groups, "cpu", None, over)
     assert [g.data_ptr() == t.data_ptr() for g, t in zip(found, given, strict=True)] == [i in over for i in range(3)]
     exact = [t.double().requires_grad_() for t in (q, k, v)]
     result = F.scaled_dot_product_attention(*exact, is_causal=causal, scale=scale, enable_gqa=True)
@@ -64,13 +67,13 @@ def test_a_gpu_runs_the_forward_in_fewer_groups_and_holds_one_at_a_time(keys, gr
     with simulate("H100-80GB"):
         q, k = (torch.zeros(1, h, 256, 64, dtype=torch.bfloat16, device="cuda") for h in (16, keys))
         with AllocationWatch() as watch, _FlashCalls() as calls:
-            out, log_sums = head_groups._forward(q, k, k, True, None, groups)
+            out, log_sums = head_groups._forward(q, k, k, True, None, groups, "flash")
         assert calls.count == forward
         results_bytes = out.nbytes + log_sums.nbytes
         assert watch.live_bytes() == results_bytes and watch.peak_bytes < results_bytes * (1 + 1.01 / forward)
         grad = torch.zeros_like(out)
         with AllocationWatch() as watch:
-            found = head_groups._backward(grad, q, k, k, out, log_sums, True, None, groups, None, ())
+            found = head_groups._backward(grad, q, k, k, out, log_sums, True, None, groups, "flash", None, ())
         assert watch.live_bytes() == sum(t.nbytes for t in found)
         of_group = (
             sum(t.nbytes // groups for t in found) if groups <= keys else q.nbytes // groups + 6 * k.nbytes // keys
@@ -83,29 +86,31 @@ def test_a_gpu_runs_the_forward_in_fewer_groups_and_holds_one_at_a_time(keys, gr
 @pytest.mark.parametrize(("heads", "keys", "groups"), [(8, 8, 4), (8, 8, 3), (8, 2, 1), (8, 2, 2), (8, 2, 4)])
 def test_a_gpus_scratch_is_what_the_kernel_and_its_copies_hold(heads, keys, groups, batch, projects, monkeypatch):
     """A fake kernel shows its results alone; PyTorch's makes its operands contiguous, as an H200 showed."""
-    of_group = head_groups._of_group
+    flash = ATTENTION_KERNELS["flash"]
 
     def with_its_own(grad_out, query, key, value, out, log_sums, *more):
         held = [t.transpose(1, 2).contiguous() for t in (grad_out, out)]
         nbytes = flash_backward_bytes(query.shape, key.shape, 2)
         held.append(torch.empty(nbytes, dtype=torch.uint8, device=query.device))
-        return of_group(grad_out, query, key, value, out, log_sums, *more)
+        return flash.backward(grad_out, query, key, value, out, log_sums, *more)
 
-    monkeypatch.setattr(head_groups, "_of_group", with_its_own)
+    watched = {**ATTENTION_KERNELS, "flash": replace(flash, backward=with_its_own)}
+    monkeypatch.setattr(head_groups, "ATTENTION_KERNELS", watched)
     rows, size = 256, 64
     with simulate("H100-80GB"), tracectx(TraceCtx()):
         q, k = (torch.zeros(batch, h, rows, size, dtype=torch.bfloat16, device="cuda") for h in (heads, keys))
-        out, log_sums = head_groups._forward(q, k, k, True, None, groups)
+        out, log_sums = head_groups._forward(q, k, k, True, None, groups, "flash")
         weight = torch.zeros(96, heads * size, dtype=q.dtype, device="cuda") if projects else None
         grad = torch.zeros(batch * rows, 96, dtype=q.dtype, device="cuda") if projects else torch.zeros_like(out)
         with AllocationWatch() as watch:
-            found = head_groups._backward(grad, q, k, k, out, log_sums, True, None, groups, weight, ())
+            found = head_groups._backward(grad, q, k, k, out, log_sums, True, None, groups, "flash", weight, ())
         held_bytes = watch.peak_bytes - sum(t.nbytes for t in found)
         given = [None if t is None else _proxy(t) for t in (grad, q, k, k, out, log_sums, weight)]
         bsym = head_groups._backward_in_groups.bind(
-            *given[:6], True, None, groups, given[6], (), output=tuple(given[1:4])
+            *given[:6], True, None, groups, "flash", given[6], (), output=tuple(given[1:4])
         )
-        assert 0 <= held_bytes - head_groups._scratch_bytes(bsym) <= 64  # the state of random numbers
+        # Blocks of small tensors are larger than these.
+        assert 0 <= head_groups._scratch_bytes(bsym) - held_bytes <= 2 * 512
 
 
 def _proxy(t):
@@ -119,10 +124,10 @@ def test_a_group_projects_its_own_gradient(heads, keys, groups):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, 9, 8) for h in (heads, keys, keys))
     grad, weight = torch.randn(2 * 9, 20), torch.randn(20, heads * 8)
-    out, log_sums = head_groups._forward(q, k, v, True, None, groups)
+    out, log_sums = head_groups._forward(q, k, v, True, None, groups, "cpu")
     whole = (grad @ weight).view(2, 9, heads, 8)
-    expected = head_groups._backward(whole, q, k, v, out, log_sums, True, None, groups, None, ())
-    found = head_groups._backward(grad, q, k, v, out, log_sums, True, None, groups, weight, ())
+    expected = head_groups._backward(whole, q, k, v, out, log_sums, True, None, groups, "cpu", None, ())
+    found = head_groups._backward(grad, q, k, v, out, log_sums, True, None, groups, "cpu", weight, ())
     torch.testing.assert_close(found, expected)
 
 
@@ -420,7 +425,7 @@ def test_a_mask_leaves_attention_whole():
     jitted = thunder.jit(lambda q, k, m: F.scaled_dot_product_attention(q, k, k, m), executors=[mem_attention_ex])
     jitted(q, k, torch.zeros(4, 4))
     calls = [b for b in thunder.last_traces(jitted)[0].bound_symbols if b.sym == ltorch.scaled_dot_product_attention]
-    assert calls and all(tiled_heads._taken(b, (mem_attention_ex,)) is None for b in calls)
+    assert calls and all(plain_call(b) is None for b in calls)
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(16384, 16), (131072, 32), (2048, 2), (1024, 1)])

@@ -258,7 +258,7 @@ def _product_s(bsym: BoundSymbol, device: DeviceModel) -> float:
     if not _is_attention(_name(bsym)):
         return flops / rate
     projection = _projection_flops(bsym)
-    share = device.flash_shares[_is_backward(bsym)]
+    share = device.attention_shares(traits_of(bsym).attention_kernel(bsym))[_is_backward(bsym)]
     return ((flops - projection) / share + projection) / rate
 
 

@@ -12,17 +12,51 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from thunder_mem.fake_execution.probe_keys import layouts, settings, stable_text
 from thunder_mem.runtime import scratch_cache
+from thunder_mem.runtime.attention_kernels import eager_prefers_cudnn
 from thunder_mem.runtime.collector import collector_off
 from thunder_mem.runtime.measure import record_curve
 from thunder_mem.runtime.scratch_cache import Probe
-from thunder_mem.semantics.kernel_scratch import FLASH_BACKWARD, flash_backward_bytes
+from thunder_mem.semantics.kernel_scratch import (
+    CUDNN_FORWARD_BYTES,
+    cudnn_backward_bytes,
+    flash_backward_bytes,
+    flash_forward_bytes,
+)
 
-__all__ = ["KERNEL_SCRATCH", "OPERATOR_SCRATCH", "probe_operator", "zeros_like"]
+__all__ = ["OPERATOR_SCRATCH", "probe_operator", "zeros_like"]
 
 
-def _flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *_: object) -> int:
-    key = query if key is None else key
-    return flash_backward_bytes(query.shape, key.shape, key.element_size())
+def _flash_forward_bytes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float = 0.0, *_: object
+) -> int:
+    return 0 if dropout else sum(flash_forward_bytes(query.shape, key.shape))
+
+
+def _stand_in_forward_bytes(query: torch.Tensor, *args: Any) -> int:
+    """Of the CPU's kernel where it stands for the one that a GPU's torch.compile takes."""
+    return 0 if eager_prefers_cudnn(torch.device("cuda"), query.shape[-1]) else _flash_forward_bytes(query, *args)
+
+
+def _stand_in_backward_bytes(grad: torch.Tensor, query: torch.Tensor, *args: Any) -> int:
+    by_cudnn = eager_prefers_cudnn(torch.device("cuda"), query.shape[-1])
+    return (_cudnn_backward_bytes if by_cudnn else _flash_backward_bytes)(grad, query, *args)
+
+
+def _cudnn_backward_bytes(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: object) -> int:
+    return cudnn_backward_bytes(query.shape, key.shape, key.element_size())
+
+
+def _flash_backward_bytes(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    *_: object,
+) -> int:
+    """Also copies of the output and of its gradient, unless they lie as (B, T, H, D)."""
+    copies_bytes = sum(t.nbytes for t in (grad, out) if not t.transpose(1, 2).is_contiguous())
+    return flash_backward_bytes(query.shape, key.shape, key.element_size()) + copies_bytes
 
 
 def _efficient_backward_bytes(grad: torch.Tensor, query: torch.Tensor, *_: object) -> int:
@@ -35,19 +69,17 @@ def _efficient_backward_bytes(grad: torch.Tensor, query: torch.Tensor, *_: objec
     return 4 * batch * heads * (rows * size + math.ceil(rows / 32) * 32)
 
 
-KERNEL_SCRATCH: dict[str, Callable[..., int]] = {
-    FLASH_BACKWARD: _flash_backward_bytes,
-}
-"""Bytes a CUDA kernel holds inside itself, as a function of the operation's tensors; by symbol name."""
-
-
 OPERATOR_SCRATCH: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default: _flash_forward_bytes,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: lambda *_: CUDNN_FORWARD_BYTES,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward_bytes,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward_bytes,
     # Inductor compiles for a CPU the code that stands for CUDA here.
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward_bytes,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _stand_in_forward_bytes,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _stand_in_backward_bytes,
 }
-"""The same for PyTorch's operators."""
+"""Bytes a CUDA kernel holds inside itself, as a function of the operator's arguments."""
 
 
 def probe_operator(func: Any, args: Any, kwargs: Any) -> tuple[int, int] | None:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.chunk_loop.price import host_calls
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
-from thunder_mem.fake_execution.operator_scratch import KERNEL_SCRATCH, zeros_like
+from thunder_mem.fake_execution.operator_scratch import OPERATOR_SCRATCH, zeros_like
 from thunder_mem.fake_execution.probe_keys import lasting_key, operation_key
 from thunder_mem.fake_execution.replay import Ran, proxies, tensor_proxies
 from thunder_mem.memory.kernel_figures import KernelFigures
@@ -223,10 +223,9 @@ _PRODUCTS = (PrimIDs.MATMUL, PrimIDs.LINEAR, PrimIDs.CONVOLUTION)
 
 
 def _run_tracked(bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> Ran:
-    with AllocationWatch() as watch:
+    with AllocationWatch(inside=OPERATOR_SCRATCH) as watch:
         run(env)
-    formula = KERNEL_SCRATCH.get(bsym.sym.name)
-    kernel_bytes = 0 if formula is None else formula(*(env[a.name] for a in tensor_proxies(bsym.flat_args)))
+    kernel_bytes = 0
     if runs_in_groups(bsym):  # of which fake kernels show only the results
         kernel_bytes = estimated_scratch_bytes(bsym)
     return Ran(max(watch.peak_bytes - watch.live_bytes(), kernel_bytes), watch.launches)

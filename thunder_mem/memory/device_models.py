@@ -26,6 +26,7 @@ class DeviceModel:
         copy_s: seconds to start one such copy.
         cache_bytes: its last-level cache, from which a value is read soon after it was written; 0 if unknown.
         flash_shares: of `peak_flops`, those that flash attention reaches in its forward and its backward.
+        cudnn_shares: those that cuDNN's attention reaches.
     """
 
     name: str
@@ -38,10 +39,11 @@ class DeviceModel:
     copy_s: float = 1e-5
     cache_bytes: int = 0
     flash_shares: tuple[float, float] = (1.0, 1.0)
+    cudnn_shares: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         rates = (self.bandwidth_bytes_per_s, self.vector_flops, self.link_bytes_per_s, *self.peak_flops.values())
-        rates += self.flash_shares
+        rates += self.flash_shares + self.cudnn_shares
         if min(rates) <= 0 or min(self.launch_s, self.copy_s, self.memory_bytes, self.cache_bytes) < 0:
             raise ValueError(f"device {self.name!r}: rates must be positive, memory and starts not negative: {self}")
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
@@ -54,6 +56,10 @@ class DeviceModel:
     def copy_seconds(self, nbytes: int) -> float:
         """Seconds of a copy to the host or back."""
         return self.copy_s + nbytes / self.link_bytes_per_s
+
+    def attention_shares(self, kernel: str) -> tuple[float, float]:
+        """The shares of a kernel of `ATTENTION_KERNELS`, forward and backward."""
+        return self.cudnn_shares if kernel == "cudnn" else self.flash_shares
 
     def matmul_flops(self, dtype: str) -> float:
         """Operations a second of a matrix product in `dtype`; the vector rate if the device has no better."""
@@ -75,13 +81,15 @@ def _gpu(
         link_bytes_per_s=link * 1e9,
         cache_bytes=cache * 2**20,
         flash_shares=_FLASH_SHARES.get(spec.name, (1.0, 1.0)),
+        cudnn_shares=_CUDNN_SHARES.get(spec.name, (1.0, 1.0)),
     )
 
 
-# PyTorch's flash kernel does not use Hopper's asynchronous products. An H200 ran its backward at 280 Tflop/s, and its
-# forward at 217 for four heads of 16,384 rows (benchmarks/results/gpu-h200.json), whose waves leave two fifths of the
-# multiprocessors idle, and of 32 heads one in fourteen.
-_FLASH_SHARES = {"H100-80GB": (0.34, 0.28), "H200-141GB": (0.34, 0.28)}
+# PyTorch's flash kernel does not use Hopper's asynchronous products. Of causal attention with 32 heads of 16,384 rows,
+# an H200 ran it at 338 Tflop/s forward and 313 backward, and cuDNN's kernel at 675 and 595. In groups of 16 heads
+# forward and of two backward, cuDNN's reach 645 and 571 (benchmarks/results/gpu-h200.json).
+_FLASH_SHARES = {"H100-80GB": (0.34, 0.3), "H200-141GB": (0.34, 0.3)}
+_CUDNN_SHARES = {"H100-80GB": (0.65, 0.58), "H200-141GB": (0.65, 0.58)}
 
 # Vendors' data sheets: GB/s, then dense Tflop/s of float16, float32, float64 and bfloat16; GB/s of the link to the
 # host, four fifths of what 16 lanes of its generation of PCIe (3, 4 or 5) carry in one direction; MiB of the L2 cache.

@@ -28,12 +28,13 @@ from thunder_mem.report.optimality import Optimality, optimality
 from thunder_mem.report.owners import parameter_paths
 from thunder_mem.report.report import CompiledBy, Report
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
+from thunder_mem.runtime.cudnn_attention import mem_cudnn_attention_ex
 from thunder_mem.runtime.device_memory import device_memory_bytes
 from thunder_mem.transforms import ChunkLossHead, MemEfficient
 
 __all__ = ["explain"]
 
-_OURS = (mem_attention_ex, mem_kernels_ex, mem_pointwise_ex)
+_OURS = (mem_attention_ex, mem_cudnn_attention_ex, mem_kernels_ex, mem_pointwise_ex)
 
 FAILED = "MemEfficient could not plan this function, and this is the memory of Thunder's own program instead: "
 NEVER_CALLED = "the jitted function has never been called, so there is nothing to explain: call it once"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class AllocationWatch(TorchDispatchMode):
 
     Args:
         device_types: count storages of these devices alone; by default of all.
+        inside: by operator, the bytes that its kernel holds while it runs, as a function of the arguments.
 
     Attributes:
         peak_bytes: that sum.
@@ -29,8 +30,11 @@ class AllocationWatch(TorchDispatchMode):
         moved_bytes: of all tensors that these read or write, each counted once for an operator.
     """
 
-    def __init__(self, device_types: Collection[str] | None = None) -> None:
+    def __init__(
+        self, device_types: Collection[str] | None = None, inside: Mapping[Any, Callable[..., int]] | None = None
+    ) -> None:
         super().__init__()
+        self.inside = inside or {}
         self.device_types = device_types
         self.peak_bytes = 0
         self.launches = 0
@@ -61,7 +65,8 @@ class AllocationWatch(TorchDispatchMode):
         if works:
             self.launches += 1
             self.moved_bytes += _bytes_of((args, kwargs, out))
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        inside_bytes = self.inside[func](*args) if func in self.inside else 0
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes() + inside_bytes)
         return out
 
     def _was_before(self, key: int) -> bool:

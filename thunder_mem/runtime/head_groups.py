@@ -1,8 +1,8 @@
 """Attention by groups of heads, which share no values but those of their keys.
 
-PyTorch's flash kernel works for a few heads at a time. Keys and values that several heads share need no repetition
-for all heads at once, and the kernel's own memory is that of one group. The numbers of each head are those of the
-kernel for all heads. The result lies as the next product reads it, so that it needs no copy.
+A kernel of `runtime/attention_kernels.py` works for a few heads at a time. Keys and values that several heads share
+need no repetition for all heads at once, and the kernel's own memory is that of one group. The numbers of each head
+are those of the kernel for all heads. The result lies as the next product reads it, so that it needs no copy.
 
 Shapes: query (B, H, T, D), key and value (B, K, S, D) with H a multiple of K, output (B, T, H, D), log-sum-exp
 (B, H, T). Where a product (B*T, C) @ (C, H*D) makes the output's gradient, the backward takes its factors instead, and
@@ -21,8 +21,8 @@ from thunder.core.transforms import get_grad, put_grads, register_grad
 from torch import Tensor
 
 from thunder_mem.memory.device_bytes import block_bytes
+from thunder_mem.runtime.attention_kernels import ATTENTION_KERNELS, CPU
 from thunder_mem.runtime.cpu_attention import last_dim_dense, mem_attention_ex, statistics_dtype
-from thunder_mem.semantics.kernel_scratch import flash_backward_bytes, score_blocks_bytes
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "group_bounds",
     "groups_of",
     "is_backward_in_groups",
+    "kernel_of",
     "projecting",
     "runs_in_groups",
     "writes_over_operands",
@@ -37,7 +38,6 @@ __all__ = [
 ]
 
 _FORWARD, _BACKWARD = "mem_attention_groups_forward", "mem_attention_groups_backward"
-_aten = torch.ops.aten
 
 
 def group_bounds(heads: int, groups: int) -> list[tuple[int, int]]:
@@ -83,20 +83,17 @@ def _forward_groups(keys: int, groups: int, on_cpu: bool) -> int:
     return fewer if fewer <= keys else fewer // keys * keys
 
 
-def _repeated(t: Tensor, times: int) -> Tensor:
-    return t if times == 1 else t.repeat_interleave(times, 1)
-
-
-def _summed(grad: Tensor, heads: int) -> Tensor:
-    """The gradient of keys of `heads` heads from that of their repetitions."""
-    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
-
-
 # --- forward ---------------------------------------------------------------------------------------
 
 
 def _forward_meta(
-    query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: bool, scale: float | None, groups: int
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    is_causal: bool,
+    scale: float | None,
+    groups: int,
+    kernel: str,
 ) -> tuple[TensorProxy, TensorProxy]:
     batch, heads, rows, size = query.shape
     out = TensorProxy(like=query, shape=(batch, rows, heads, size))
@@ -106,22 +103,16 @@ def _forward_meta(
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, groups: int
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, groups: int, kernel: str
 ) -> tuple[Tensor, Tensor]:
     batch, heads, rows, size = query.shape
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = torch.empty((batch, rows, heads, size), dtype=query.dtype, device=query.device)
     log_sums = torch.empty((batch, heads, rows), dtype=wide, device=query.device)
-    on_cpu = query.device.type == "cpu"
-    for of_query, of_key in _parts(query, key, _forward_groups(key.shape[1], groups, on_cpu)):
+    forward = ATTENTION_KERNELS[kernel].forward
+    for of_query, of_key in _parts(query, key, _forward_groups(key.shape[1], groups, kernel == CPU)):
         q, k, v = (last_dim_dense(t) for t in (query[:, of_query], key[:, of_key], value[:, of_key]))
-        if on_cpu:
-            times = q.shape[1] // k.shape[1]
-            found = _aten._scaled_dot_product_flash_attention_for_cpu(
-                q, _repeated(k, times), _repeated(v, times), 0.0, is_causal, attn_mask=None, scale=scale
-            )
-        else:
-            found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+        found = forward(q, k, v, is_causal, scale)
         out[:, :, of_query].copy_(found[0].transpose(1, 2))
         log_sums[:, of_query].copy_(found[1])
         del found  # before the next ones are made
@@ -146,6 +137,7 @@ def _backward_meta(
     is_causal: bool,
     scale: float | None,
     groups: int,
+    kernel: str,
     weight: TensorProxy | None,
     over: tuple[int, ...],
 ) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
@@ -162,6 +154,7 @@ def _backward(
     is_causal: bool,
     scale: float | None,
     groups: int,
+    kernel: str,
     weight: Tensor | None,
     over: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,12 +164,12 @@ def _backward(
         for i, t in enumerate(given)
     ]
     sums: tuple[Tensor, ...] = ()  # of the gradients of one head of keys, over the groups of its queries
-    shared = query.shape[1] // key.shape[1]
+    shared, backward = query.shape[1] // key.shape[1], ATTENTION_KERNELS[kernel].backward
     for of_query, of_key in _parts(query, key, groups):
         q, k, v = (last_dim_dense(t[:, h]) for t, h in zip(given, (of_query, of_key, of_key), strict=True))
         dout = grad_out[:, :, of_query] if weight is None else _projected(grad_out, weight, query, of_query)
         dout, o = (last_dim_dense(t).transpose(1, 2) for t in (dout, out[:, :, of_query]))
-        found = _of_group(dout, q, k, v, o, log_sums[:, of_query], is_causal, scale)
+        found = backward(dout, q, k, v, o, log_sums[:, of_query], is_causal, scale)
         grads[0][:, of_query].copy_(found[0])
         sums = _summed_up(sums, found[1:], log_sums.dtype) if groups > key.shape[1] else found[1:]
         if of_query.stop % shared == 0:  # no other group reads these keys and values
@@ -211,31 +204,6 @@ def _fills_its_memory(t: Tensor) -> bool:
     return t.untyped_storage().nbytes() == t.nbytes
 
 
-def _of_group(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if query.device.type != "cpu":
-        state = torch.empty((2,), dtype=torch.uint64, device=query.device)  # of random numbers, which nothing draws
-        rows = query.shape[2], key.shape[2]
-        return _aten._scaled_dot_product_flash_attention_backward(
-            grad_out, query, key, value, out, log_sums.contiguous(), None, None, *rows, 0.0, is_causal, state, state,
-            scale=scale,
-        )  # fmt: skip
-    times, heads = query.shape[1] // key.shape[1], key.shape[1]
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, query, _repeated(key, times), _repeated(value, times), out, log_sums, 0.0, is_causal,
-        attn_mask=None, scale=scale,
-    )  # fmt: skip
-    return dq, _summed(dk, heads), _summed(dv, heads)
-
-
 _backward_in_groups = mem_attention_ex.register_operator(_BACKWARD, meta=_backward_meta, fn=_backward)
 _backward_over_operands = mem_attention_ex.register_operator(f"{_BACKWARD}_over", meta=_backward_meta, fn=_backward)
 
@@ -248,6 +216,11 @@ def runs_in_groups(bsym: BoundSymbol) -> bool:
 def groups_of(bsym: BoundSymbol) -> int:
     """The number of groups of attention in groups."""
     return bsym.args[5 + 3 * is_backward_in_groups(bsym)]
+
+
+def kernel_of(bsym: BoundSymbol) -> str:
+    """The kernel of attention in groups, a key of `ATTENTION_KERNELS`."""
+    return bsym.args[6 + 3 * is_backward_in_groups(bsym)]
 
 
 def is_backward_in_groups(bsym: BoundSymbol) -> bool:
@@ -275,7 +248,13 @@ def projecting(bsym: BoundSymbol, grad_result: TensorProxy, weight: TensorProxy)
 
 
 def _meta(
-    query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: bool, scale: float | None, groups: int
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    is_causal: bool,
+    scale: float | None,
+    groups: int,
+    kernel: str,
 ) -> TensorProxy:
     batch, heads, rows, size = query.shape
     return TensorProxy(like=query, shape=(batch, rows, heads, size))
@@ -284,14 +263,21 @@ def _meta(
 attention_in_groups = mem_attention_ex.register_operator(
     "mem_attention_groups", meta=_meta, fn=lambda *args: _forward(*args)[0]
 )
-"""Attention without a mask: (query, key, value, is_causal, scale, groups) -> output."""
+"""Attention without a mask: (query, key, value, is_causal, scale, groups, kernel) -> output."""
 
 
 def _differentiate(
-    query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: bool, scale: float | None, groups: int
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    is_causal: bool,
+    scale: float | None,
+    groups: int,
+    kernel: str,
 ) -> TensorProxy:
-    out, log_sums = _forward_in_groups(query, key, value, is_causal, scale, groups)
-    grads = _backward_in_groups(get_grad(out), query, key, value, out, log_sums, is_causal, scale, groups, None, ())
+    out, log_sums = _forward_in_groups(query, key, value, is_causal, scale, groups, kernel)
+    given = (query, key, value, out, log_sums, is_causal, scale, groups, kernel)
+    grads = _backward_in_groups(get_grad(out), *given, None, ())
     put_grads((query, key, value), grads)
     return out
 
@@ -307,14 +293,13 @@ def _scratch_bytes(bsym: BoundSymbol) -> int:
 
     They are a bound where the queries of a head of keys are divided unevenly.
     """
-    backward = is_backward_in_groups(bsym)
+    backward, kernel = is_backward_in_groups(bsym), ATTENTION_KERNELS[kernel_of(bsym)]
     query, key = bsym.args[backward : backward + 2]
     device, itemsize = query.device.device_str(), query.dtype.bytes
     batch, heads, rows, size = map(int, query.shape)
     keys, columns, groups = int(key.shape[1]), int(key.shape[2]), groups_of(bsym)
-    on_cpu = device.startswith("cpu")
     if not backward:
-        groups = _forward_groups(keys, groups, on_cpu)
+        groups = _forward_groups(keys, groups, kernel_of(bsym) == CPU)
     divided = groups > keys
     of_group = 1 if divided else -(-keys // groups)
     queries = -(-(heads // keys) // (groups // keys)) if divided else of_group * (heads // keys)
@@ -324,27 +309,26 @@ def _scratch_bytes(bsym: BoundSymbol) -> int:
 
     wide = 8 if itemsize == 8 else 4
     of_query, of_key = nbytes(queries, rows, size * itemsize), nbytes(of_group, columns, size * itemsize)
-    repeated = nbytes(queries, columns, size * itemsize) if queries > of_group else 0
     log_sums = nbytes(queries, rows, wide)
+    shapes = (batch, queries, rows, size), (batch, of_group, columns, size)
     if not backward:
-        return of_query + log_sums + (2 * repeated if on_cpu else 0)
+        return of_query + log_sums + kernel.forward_bytes(*shapes, itemsize)
     results = of_query + 2 * of_key + (2 * nbytes(1, columns, size * wide) if divided else 0)
     projected = of_query if bsym.args[-2] is not None else 0
-    if on_cpu:
-        return results + projected + 4 * repeated + score_blocks_bytes(rows, columns, itemsize)
-    # The kernel makes some heads of the output, of its gradient and of the log-sums contiguous.
-    copies = projected if groups == 1 else 2 * of_query + (log_sums if batch > 1 else 0)
-    shapes = (batch, queries, rows, size), (batch, of_group, columns, size)
-    return results + copies + flash_backward_bytes(*shapes, itemsize)
+    copies = 2 * of_query if kernel.copies_parts and groups > 1 else projected
+    if kernel_of(bsym) != CPU and groups > 1 and batch > 1:
+        copies += log_sums  # which a GPU's kernels read side by side
+    return results + copies + kernel.backward_bytes(*shapes, itemsize)
 
 
-_TRAITS = MemoryTraits(scratch_bytes=_scratch_bytes, products=True)
+_TRAITS = MemoryTraits(scratch_bytes=_scratch_bytes, attention_kernel=kernel_of, products=True)
 _OVER_OPERANDS = MemoryTraits(
     writes=lambda bsym: tuple(bsym.args[1 + i] for i in bsym.args[-1]),
     last_write=True,
     in_place=True,
     shares=lambda bsym: {bsym.output[i].name: bsym.args[1 + i] for i in bsym.args[-1]},
     scratch_bytes=_scratch_bytes,
+    attention_kernel=kernel_of,
     runs=lambda bsym: bsym.from_bsym(sym=_backward_in_groups, args=(*bsym.args[:-1], ())),
     products=True,
 )

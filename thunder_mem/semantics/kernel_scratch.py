@@ -22,19 +22,30 @@ from thunder_mem.semantics.layout import Layout
 from thunder_mem.semantics.op_traits import traits_of
 
 __all__ = [
+    "CUDNN_BACKWARD",
+    "CUDNN_FORWARD_BYTES",
     "FLASH_BACKWARD",
+    "FLASH_FORWARD",
+    "attention_copies_bytes",
+    "cudnn_backward_bytes",
     "empty_outputs",
     "estimated_scratch_bytes",
     "flash_backward_bytes",
+    "flash_forward_bytes",
     "region_scratch_bytes",
     "score_blocks_bytes",
+    "scratch_follows_layout",
 ]
 
 FLASH_BACKWARD = "sdpafx_scaled_dot_product_efficient_attention_backward"
 """Thunder's name for the backward of flash attention on a GPU."""
 
-_FLASH_FORWARD = "sdpafx_grad_forward_scaled_dot_product_efficient_attention"
+CUDNN_BACKWARD = "mem_cudnn_attention_backward"
+CUDNN_FORWARD_BYTES = 256
+FLASH_FORWARD = "sdpafx_grad_forward_scaled_dot_product_efficient_attention"
+"""Thunder's name for its forward, whether a gradient is needed or not."""
 
+_COPIES_OPERANDS = {FLASH_BACKWARD, CUDNN_BACKWARD}
 _GEMMS = {PrimIDs.MATMUL, PrimIDs.LINEAR, PrimIDs.CONVOLUTION}
 _FLOAT32_BYTES = 4
 
@@ -47,7 +58,9 @@ def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
       multiplies bfloat16 itself;
     - the backward of fused attention holds two blocks of scores on a CPU;
     - on a GPU it adds up the query's gradient in float32, for flash attention with the padding that
-      `fake_execution/operator_scratch.py` also states.
+      `fake_execution/operator_scratch.py` also states;
+    - the forward of flash attention on a GPU divides the keys among its multiprocessors if it has few rows, and
+      adds up the parts.
     """
     outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
     tensor = next((p for p in (*outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy)), None)
@@ -59,6 +72,9 @@ def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
         return declared(bsym)
     if not outs:
         return 0
+    if bsym.sym.name == FLASH_FORWARD:
+        query, key, _, dropout, *_ = bsym.args
+        return 0 if dropout else sum(flash_forward_bytes(query.shape, key.shape))
     if bsym.sym.name == FLASH_BACKWARD:
         _, query, key, *_ = (p for p in bsym.flat_args if isinstance(p, TensorProxy))
         return flash_backward_bytes(query.shape, key.shape, key.dtype.bytes)
@@ -74,6 +90,28 @@ def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
     if on_cpu and _is_gemm(bsym) and not (outs[0].dtype is bfloat16 and _multiplies_bfloat16()):
         return _float32_bytes(outs[0])
     return 0
+
+
+def scratch_follows_layout(bsym: BoundSymbol) -> bool:
+    """Whether the scratch depends on how the arguments lie in memory."""
+    return bsym.sym.is_fusion or bsym.sym.name in _COPIES_OPERANDS
+
+
+def attention_copies_bytes(bsym: BoundSymbol, layout: Layout) -> int:
+    """Copies that attention's backward on a GPU makes of its output and its gradient, unless they lie as (B, T, H, D).
+
+    The source is `_flash_attention_backward` in PyTorch's
+    `aten/src/ATen/native/transformers/cuda/attention_backward.cu`.
+    """
+    if bsym.sym.name not in _COPIES_OPERANDS:
+        return 0
+    given = layout[bsym.args[0].name], layout[bsym.args[4].name]
+    device = bsym.args[0].device.device_str()
+    return sum(block_bytes(_own_bytes(t), device) for t in given if not t.transpose(1, 2).is_contiguous())
+
+
+def _own_bytes(t: torch.Tensor) -> int:
+    return t.numel() * t.element_size()
 
 
 def region_scratch_bytes(bsym: BoundSymbol, layout: Layout) -> int:
@@ -118,10 +156,75 @@ def empty_outputs(bsym: BoundSymbol) -> Sequence[TensorProxy]:
 
     Batches without padding have no sequence offsets, and no mask for debugging.
     """
-    if bsym.sym.name != _FLASH_FORWARD:
+    if bsym.sym.name != FLASH_FORWARD:
         return ()
     _, _, query_offsets, key_offsets, *_, mask = bsym.output
     return tuple(p for p in (query_offsets, key_offsets, mask) if isinstance(p, TensorProxy))
+
+
+def flash_forward_bytes(query: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
+    """float32 parts of the output and of its log-sums, where the kernel divides the keys; none where it does not.
+
+    With few blocks of rows the kernel would leave multiprocessors idle. So it takes the least number of parts of the
+    keys that keeps them within 85 % as busy as any number. The parts can be many times the output. The source is
+    PyTorch's `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`, `num_splits_heuristic` and
+    `set_params_splitkv`; an H200 allocated these bytes for 38 shapes.
+
+    Args:
+        query: shape (B, H, T, D).
+        key: shape (B, H or fewer, S, D).
+
+    Returns:
+        The bytes of each allocation, for the GPU that is here or is simulated.
+    """
+    batch, heads, rows, size = map(int, query)
+    columns = 256 if size <= 64 else 128 if size <= 128 else 64
+    parts = _flash_parts(batch * heads * ceil(rows / 64), ceil(int(key[2]) / columns), _multiprocessors())
+    if parts <= 1:
+        return ()
+    sums_bytes = _FLOAT32_BYTES * parts * batch * heads * rows
+    return sums_bytes, sums_bytes * _padded_size(size)
+
+
+@cache
+def _flash_parts(row_blocks: int, column_blocks: int, multiprocessors: int) -> int:
+    """The number of parts in which the flash kernel takes the keys."""
+    places = 2 * multiprocessors
+    if row_blocks >= 0.8 * places:
+        return 1
+    busy = {}
+    for parts in range(1, min(128, places, column_blocks) + 1):
+        if parts == 1 or ceil(column_blocks / parts) != ceil(column_blocks / (parts - 1)):
+            waves = row_blocks * parts / places
+            busy[parts] = waves / ceil(waves)
+    most = max(busy.values(), default=0.0)
+    return next((parts for parts, share in busy.items() if share >= 0.85 * most), 1)
+
+
+def _multiprocessors() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 0
+
+
+def _padded_size(size: int) -> int:
+    return ceil(size / 32) * 32 if size <= 192 else 256
+
+
+def cudnn_backward_bytes(query: Sequence[int], key: Sequence[int], element_bytes: int) -> int:
+    """float32 sums of dQ and of the rows; if heads share keys, the gradients of each head's own as well.
+
+    cuDNN's source is closed: an H200 with cuDNN 9.19 asked for exactly this for 38 shapes
+    (`benchmarks/results/gpu-h200.json`).
+
+    Args:
+        query: shape (B, H, T, D).
+        key: shape (B, H or fewer, S, D).
+        element_bytes: of a key.
+    """
+    batch, heads, rows, size = map(int, query)
+    summed_bytes = _FLOAT32_BYTES * batch * heads * rows * (size + 1) + 256
+    if int(key[1]) == heads:
+        return summed_bytes
+    return summed_bytes + 2 * batch * heads * int(key[2]) * size * element_bytes
 
 
 def flash_backward_bytes(query: Sequence[int], key: Sequence[int], element_bytes: int) -> int:
@@ -137,7 +240,7 @@ def flash_backward_bytes(query: Sequence[int], key: Sequence[int], element_bytes
     """
     batch, heads, rows, size = map(int, query)
     rows = ceil(rows / 128) * 128
-    accumulated_bytes = _FLOAT32_BYTES * batch * heads * rows * ((ceil(size / 32) * 32 if size <= 192 else 256) + 1)
+    accumulated_bytes = _FLOAT32_BYTES * batch * heads * rows * (_padded_size(size) + 1)
     if int(key[1]) == heads:
         return accumulated_bytes
     return accumulated_bytes + 2 * batch * heads * int(key[2]) * size * element_bytes

@@ -220,6 +220,7 @@ class Layout:
         traits = traits_of(bsym)
         shared, copied = traits.shares(bsym), traits.laid_out_as(bsym)
         self.define((*shared.values(), *copied.values()))
+        lying = traits.lies(bsym, self._tensors)
         for position, p in enumerate(outs):
             if written is not None and position == 0:
                 self._tensors[p.name] = self._tensors[written.name]
@@ -228,6 +229,8 @@ class Layout:
             elif p.name in copied:
                 t = self._tensors[copied[p.name].name]
                 self._tensors[p.name] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+            elif p.name in lying:
+                self._tensors[p.name] = lying[p.name]
             elif p.name not in self._tensors:
                 self._tensors[p.name] = self._fresh(bsym, p)
 

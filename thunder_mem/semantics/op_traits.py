@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import Executor
@@ -26,6 +27,10 @@ def _no_proxies(bsym: BoundSymbol) -> tuple[TensorProxy, ...]:
 
 
 def _no_memory(bsym: BoundSymbol) -> Mapping[str, TensorProxy]:
+    return {}
+
+
+def _as_usual(bsym: BoundSymbol, arguments: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     return {}
 
 
@@ -45,6 +50,10 @@ def _not_said(bsym: BoundSymbol, device: DeviceModel) -> None:
     return None
 
 
+def _flash(bsym: BoundSymbol) -> str:
+    return "flash"
+
+
 def _itself(bsym: BoundSymbol) -> BoundSymbol:
     return bsym
 
@@ -59,6 +68,7 @@ class MemoryTraits:
         in_place: nothing reads what it overwrites later, and its results have that memory.
         shares: by a result's name, the argument whose memory that result uses.
         laid_out_as: by a result's name, the argument of which it is a copy with the same strides.
+        lies: by a result's name, a meta tensor with its strides, from those of the arguments.
         on_host: the names of values in the host's memory that it reads or makes, each with its device.
         scratch_bytes: bytes held while it runs, beyond arguments and results; None if unknown.
         kernels: its kernels on a GPU, by the layout of its arguments; None for all but regions there.
@@ -66,6 +76,7 @@ class MemoryTraits:
         group: the process group with which it communicates inside.
         runs: the operation that it represents.
         random: "saves" the generator's state before it draws, or "replays" from one and so only computes.
+        attention_kernel: of attention, whose kernel runs it, a key of `ATTENTION_KERNELS`.
         products: it runs matrix products inside.
         transfers: it moves a tensor between device and host, beside other work.
         beside: it "starts" work beside what follows, and its result is a handle; or it "ends" that work, and takes the
@@ -78,12 +89,14 @@ class MemoryTraits:
     in_place: bool = False
     shares: Callable[[BoundSymbol], Mapping[str, TensorProxy]] = _no_memory
     laid_out_as: Callable[[BoundSymbol], Mapping[str, TensorProxy]] = _no_memory
+    lies: Callable[[BoundSymbol, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = _as_usual
     on_host: Callable[[BoundSymbol], Mapping[str, str]] = _no_host
     scratch_bytes: Callable[[BoundSymbol], int] | None = None
     kernels: Callable[[BoundSymbol, Any], KernelFigures | NotWritten | None] = _no_kernels
     seconds: Callable[[BoundSymbol, DeviceModel], float | None] = _not_said
     group: Callable[[BoundSymbol], Any] = _no_group
     runs: Callable[[BoundSymbol], BoundSymbol] = _itself
+    attention_kernel: Callable[[BoundSymbol], str] = _flash
     products: bool = False
     random: Literal["", "saves", "replays"] = ""
     transfers: bool = False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from numbers import Number
 from typing import Any
 
 import thunder.torch as ltorch
@@ -20,14 +19,13 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import dce
-from thunder.executors import sdpaex
-from thunder.executors.utils import SpdaBackend
 
 from thunder_mem.loop_body.leaves import Leaf, is_cut, read_program, size_bytes
 from thunder_mem.memory.plan import Decision
 from thunder_mem.memory.units import counted
-from thunder_mem.runtime.cpu_attention import mem_attention_ex
+from thunder_mem.runtime.attention_kernels import CUDNN
 from thunder_mem.runtime.head_groups import attention_in_groups
+from thunder_mem.tiling.attention_choice import kernel_for, plain_call
 from thunder_mem.trace.source_lines import place_of
 
 __all__ = ["with_head_groups"]
@@ -40,11 +38,9 @@ The backward's kernel has one block on each at a time, and of a causal mask the 
 waves, two heads of 16,384 rows leave 2 % of an H200 idle, as four do.
 """
 
-_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-
 
 def with_head_groups(trace: TraceCtx, executors: Sequence[Any]) -> tuple[TraceCtx, tuple[Decision, ...]]:
-    """The computation trace with its attention by groups of heads, where PyTorch's flash kernel would run it whole.
+    """The computation trace with its attention by groups of heads, where a kernel without scores would run it whole.
 
     Args:
         trace: a computation trace before autograd; it is not changed.
@@ -59,14 +55,15 @@ def with_head_groups(trace: TraceCtx, executors: Sequence[Any]) -> tuple[TraceCt
     new = from_trace(trace)
     decisions: list[Decision] = []
     for bsym in trace.bound_symbols:
-        call = _taken(bsym, executors)
-        operands = None if call is None else _operands(producer, call)
-        if call is None or operands is None:
+        call = plain_call(bsym)
+        kernel = None if call is None else kernel_for(bsym, call, executors)
+        operands = None if call is None or kernel is None else _operands(producer, call)
+        if call is None or kernel is None or operands is None:
             new.bound_symbols.append(bsym)
             continue
         groups = _groups(*operands[:2])
-        new.bound_symbols += _in_groups(new, bsym, operands, call, groups)
-        decisions.append(_decision(bsym, operands, groups))
+        new.bound_symbols += _in_groups(new, bsym, operands, call, groups, kernel)
+        decisions.append(_decision(bsym, operands, groups, kernel))
     if not decisions:
         return trace, ()
     new = dce(new)
@@ -74,45 +71,11 @@ def with_head_groups(trace: TraceCtx, executors: Sequence[Any]) -> tuple[TraceCt
     return new, tuple(decisions)
 
 
-def _taken(bsym: BoundSymbol, executors: Sequence[Any]) -> dict[str, Any] | None:
-    """The arguments of a call that PyTorch's flash kernel would run, without a mask or dropout; None for any other."""
-    if bsym.sym != ltorch.scaled_dot_product_attention:
-        return None
-    call = dict(zip(_ARGUMENTS, bsym.args, strict=False)) | dict(bsym.kwargs)
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
-    call = defaults | call
-    tensors = [call[name] for name in _ARGUMENTS[:3]]
-    plain = isinstance(call["is_causal"], bool) and (call["scale"] is None or isinstance(call["scale"], Number))
-    if call["attn_mask"] is not None or call["dropout_p"] != 0.0 or not plain or set(call) - {*_ARGUMENTS, "scale"}:
-        return None
-    if not all(t.ndim == 4 and all(isinstance(n, int) for n in t.shape) for t in tensors):
-        return None
-    if len({t.shape[-1] for t in tensors}) > 1:
-        return None
-    first = next((e for e in executors if _can_execute(e, bsym)), None)
-    if first is mem_attention_ex:
-        return call
-    return call if first is sdpaex.sdpa_ex and _is_flash(call) else None
-
-
-def _can_execute(executor: Any, bsym: BoundSymbol) -> bool:
-    try:
-        return bool(executor.can_execute(bsym))
-    except NotImplementedError:  # of fusion executors that take no single operation
-        return False
-
-
-def _is_flash(call: Mapping[str, Any]) -> bool:
-    query, key, value = (call[name] for name in _ARGUMENTS[:3])
-    choice = sdpaex._fused_sdp_choice(query, key, value, None, 0.0, call["is_causal"], call["scale"])
-    return choice == SpdaBackend.FLASH_ATTENTION and query.shape[-1] % 8 == 0
-
-
 def _operands(
     producer: Mapping[str, Leaf], call: Mapping[str, Any]
 ) -> tuple[TensorProxy, TensorProxy, TensorProxy] | None:
     """Query, key and value, the last two before they are repeated; None where groups would change nothing."""
-    query, key, value = (call[name] for name in _ARGUMENTS[:3])
+    query, key, value = (call[name] for name in ("query", "key", "value"))
     single = _before_repetition(producer, key), _before_repetition(producer, value)
     if single[0].shape[1] == single[1].shape[1]:
         key, value = single
@@ -159,14 +122,19 @@ def _groups(query: TensorProxy, key: TensorProxy) -> int:
 
 
 def _in_groups(
-    trace: TraceCtx, bsym: BoundSymbol, operands: Sequence[TensorProxy], call: Mapping[str, Any], groups: int
+    trace: TraceCtx,
+    bsym: BoundSymbol,
+    operands: Sequence[TensorProxy],
+    call: Mapping[str, Any],
+    groups: int,
+    kernel: str,
 ) -> list[BoundSymbol]:
     """The bound symbols that compute the same result by groups."""
     out = bsym.output
     batch, heads, rows, size = out.shape
     with tracectx(trace):
         lying = TensorProxy(like=out, shape=(batch, rows, heads, size), requires_grad=out.requires_grad)
-        run = attention_in_groups.bind(*operands, call["is_causal"], call["scale"], groups, output=lying)
+        run = attention_in_groups.bind(*operands, call["is_causal"], call["scale"], groups, kernel, output=lying)
         shown = prims.transpose.bind(lying, (0, 2, 1, 3), output=out)
     for new in (run, shown):
         new.tags |= bsym.tags
@@ -176,9 +144,11 @@ def _in_groups(
     return [run, shown]
 
 
-def _decision(bsym: BoundSymbol, operands: Sequence[TensorProxy], groups: int) -> Decision:
+def _decision(bsym: BoundSymbol, operands: Sequence[TensorProxy], groups: int, kernel: str) -> Decision:
     query, key, _ = operands
     text = f"attention of {query.shape[1]} heads in {counted(groups, 'group')}"
+    if kernel == CUDNN:
+        text += " by cuDNN"
     if key.shape[1] < query.shape[1]:
         text += f", {counted(key.shape[1], 'head')} of keys not repeated"
     before = 3 * size_bytes(query)

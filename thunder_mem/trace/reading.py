@@ -22,7 +22,13 @@ from thunder_mem.memory.device_bytes import block_bytes, host_bytes
 from thunder_mem.memory.graph import Graph, Op, Storage, make_graph
 from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.semantics.effects import Effects, effects_of
-from thunder_mem.semantics.kernel_scratch import empty_outputs, estimated_scratch_bytes, region_scratch_bytes
+from thunder_mem.semantics.kernel_scratch import (
+    attention_copies_bytes,
+    empty_outputs,
+    estimated_scratch_bytes,
+    region_scratch_bytes,
+    scratch_follows_layout,
+)
 from thunder_mem.semantics.layout import Layout, dense_bytes
 from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.missing_tangents import takes_none
@@ -292,9 +298,10 @@ def _ops(
 
 
 def _scratch_bytes(bsym: BoundSymbol, layout: Layout, known: Op | None) -> int:
-    if known is not None and not bsym.sym.is_fusion:  # a region's kernels depend on the layout
+    if known is not None and not scratch_follows_layout(bsym):
         return known.scratch_bytes
-    return estimated_scratch_bytes(bsym) + region_scratch_bytes(bsym, layout)
+    by_layout = region_scratch_bytes(bsym, layout) + attention_copies_bytes(bsym, layout)
+    return estimated_scratch_bytes(bsym) + by_layout
 
 
 def _data_edges(names: Sequence[_Names], producer_of: dict[str, int]) -> list[tuple[int, int]]:
