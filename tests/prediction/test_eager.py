@@ -223,7 +223,8 @@ def test_it_agrees_with_a_compiled_step():
     with simulate("H100-80GB", fusion=None), torch.device("cuda"):
         same = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
         compiled = predict_step(thunder.jit(same), None, mean, torch.zeros(512, 256))
-    assert eager.held_bytes == compiled.held_bytes and eager.library == compiled.library
+    assert eager.held_bytes == compiled.held_bytes
+    assert (len(eager.library), len(compiled.library)) == (2, 1)  # Thunder's backward runs in the calling thread
     assert eager.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.25)
 
 

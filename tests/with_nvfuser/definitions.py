@@ -19,6 +19,7 @@ from thunder_mem import MemEfficient, StepInBackward, last_plan, predict, predic
 from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.regions.nvfuser_fallback import GuardedFusion
 from thunder_mem.trace.reading import read_trace
 
 __all__ = ["Program", "defined", "defined_in_loops", "planned"]
@@ -93,7 +94,8 @@ def _bodies(loop: ChunkLoop) -> list[Body]:
 
 
 def _define(bsym: BoundSymbol, args: list[torch.Tensor | None]) -> None:
-    fusion = next(iter(bsym._call_ctx.values()))
+    modelled = next(iter(bsym._call_ctx.values()))
+    fusion = modelled.definition if isinstance(modelled, GuardedFusion) else modelled
     described = [
         None if a is None else (*map(tuple, compute_tensor_descriptor(tuple(a.shape), a.stride())), ()) for a in args
     ]

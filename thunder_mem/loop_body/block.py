@@ -33,6 +33,7 @@ from thunder_mem.loop_body.fusible_gathers import fusible_picks
 from thunder_mem.loop_body.leaves import walk
 from thunder_mem.loop_body.region import Region, Value
 from thunder_mem.loop_body.sums_in_block import adds_to_sum, with_sums
+from thunder_mem.regions.nvfuser_fallback import with_guarded_fusions
 from thunder_mem.sharding.propagation import RuleError
 from thunder_mem.trace.equal_views import without_equal_views
 from thunder_mem.trace.rebuilding import recorded
@@ -196,7 +197,7 @@ def _compile(
         prims.python_return((*results, *chain.from_iterable(products.values())))
     trace = fusible_picks(dce(without_equal_views(without_round_trips(trace))), executors)
     _check_defined(trace)
-    trace = with_sums(transform_for_execution(trace, executors), list(products))
+    trace = with_guarded_fusions(with_sums(transform_for_execution(trace, executors), list(products)))
     trace = del_last_used(trace)
     fn = trace.python_callable(include_decorators=False)
     peak_bytes, adding_bytes = _bytes_of(trace)

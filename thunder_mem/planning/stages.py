@@ -20,6 +20,7 @@ from thunder_mem.memory.units import counted, size
 from thunder_mem.planning.collective_stages import with_overlap
 from thunder_mem.planning.program import Planned, Program, device_of
 from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak, with_rows_between_blocks
+from thunder_mem.regions.nvfuser_fallback import with_guarded_fusions
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.buffer_reuse import reuse_and_sort, with_reuse
 from thunder_mem.rewrites.transfer_scheduling import schedule_transfers, with_transfers
@@ -97,7 +98,7 @@ def carried_out(planned: Planned, start: int, narrower_sums: bool = False) -> Pl
     plan = replace(planned.plan, decisions=(*program.options.decisions, *planned.plan.decisions))
     executors = {str(e.name): e for e in program.executors}
     note = f"Memory planning (took {(time.perf_counter_ns() - start) // 1_000_000} milliseconds)"
-    first = emit(planned.source, planned.trace, plan, executors, note)
+    first = with_guarded_fusions(emit(planned.source, planned.trace, plan, executors, note))
     source = read_trace(first)
     emitted = Emitted(program, first, plan.after(peaks=peaks_of(source.graph)), source)
     for step in STAGES:

@@ -73,7 +73,7 @@ _lock = threading.RLock()
 
 
 class CompileWarning(UserWarning):
-    """Inductor could not compile a region, which therefore runs one operation at a time."""
+    """A fusion executor could not compile a region: nvFuser's is compiled by Inductor, Inductor's runs unfused."""
 
 
 def literal(x: Any) -> Hashable:
