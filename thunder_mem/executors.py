@@ -1,6 +1,6 @@
 """The executors of this package, for lists such as ``executors=[mem_pointwise_ex, ...]``.
 
-`MemEfficient` adds them if no list is given, but for `mem_cudnn_attention_ex`.
+`MemEfficient` adds them if no list is given, except for `mem_cudnn_attention_ex`.
 """
 
 from thunder_mem.regions.pointwise_executor import MemPointwiseExecutor, mem_pointwise_ex

@@ -65,8 +65,12 @@ def test_thunders_backward_hangs_on_a_meta_tensor_which_autograd_runs_in_the_cal
 def test_thunderfxs_backward_runs_in_a_thread_of_its_own():
     with simulate("A100-80GB"), torch.device("cuda"):
         jitted = thunder.jit(nn.Linear(8, 8))
-        events = predict_step(jitted, None, lambda out: out.sum(), torch.zeros(4, 8)).timeline
-    assert [len(library_memory(events, (8, 0), {}, thunderfx=fx)) for fx in (False, True)] == [1, 2]
+        alone = predict_step(jitted, None, lambda out: out.sum(), torch.zeros(4, 8))
+        as_fx = thunder.jit(nn.Linear(8, 8), thunderfx_disable_split_autograd=True)
+        by_fx = predict_step(as_fx, None, lambda out: out.sum(), torch.zeros(4, 8))
+    assert (len(alone.library), len(by_fx.library)) == (1, 2)
+    events = alone.timeline
+    assert [len(library_memory(events, (8, 0), {}, split_autograd=split)) for split in (True, False)] == [1, 2]
 
 
 def test_without_a_product_there_is_none():

@@ -8,20 +8,29 @@ import thunder
 import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
+from thunder.core import dtypes
+from thunder.core.devices import Device
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, tracectx
 from thunder.extend import get_default_executors
 
 from thunder_mem import MemEfficient, estimate, last_plan, predict, simulate
+from thunder_mem.costs.roofline import bound_symbol_flops, cost_s
 from thunder_mem.executors import mem_cudnn_attention_ex, mem_pointwise_ex
 from thunder_mem.fake_execution.operator_scratch import OPERATOR_SCRATCH
-from thunder_mem.runtime import attention_kernels, head_groups
+from thunder_mem.memory.device_models import DEVICE_MODELS
+from thunder_mem.runtime import attention_kernels, cudnn_attention, head_groups
 from thunder_mem.runtime.allocation_watch import AllocationWatch
 from thunder_mem.runtime.attention_kernels import ATTENTION_KERNELS
 from thunder_mem.semantics.kernel_scratch import (
     CUDNN_FORWARD_BYTES,
+    attention_copies_bytes,
     cudnn_backward_bytes,
     flash_backward_bytes,
     flash_forward_bytes,
+    scratch_follows_layout,
 )
+from thunder_mem.semantics.layout import Layout
 from thunder_mem.tiling.heads import with_head_groups
 
 _aten = torch.ops.aten
@@ -48,6 +57,8 @@ def lying(batch, heads, rows, size, layout, dtype=torch.float32, device="cpu"):
         return torch.randn(batch, heads, rows, size, dtype=dtype).to(device)
     if layout == "BTHD":
         return torch.randn(batch, rows, heads, size, dtype=dtype).to(device).transpose(1, 2)
+    if layout == "BHDT":
+        return torch.randn(batch, heads, size, rows, dtype=dtype).to(device).transpose(2, 3)
     fused = torch.randn(batch, rows, 3 * heads * size, dtype=dtype).to(device)
     return fused[..., heads * size : 2 * heads * size].view(batch, rows, heads, size).transpose(1, 2)
 
@@ -58,6 +69,7 @@ def plans(monkeypatch):
     found = {}
 
     def forward(q, k, v, bias, log_sums, dropout, is_causal, debug, *, scale):
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         times = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(times, 1) for t in (k, v))
         out, sums = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
@@ -67,6 +79,7 @@ def plans(monkeypatch):
         grad, q, k, v, out, log_sums, seed, offset, bias, cum_q, cum_k, rows, columns, dropout, causal, *, scale
     ):
         assert log_sums.is_contiguous() and log_sums.shape == (*q.shape[:3], 1)
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         key = (q.shape, k.shape, *(t.stride() for t in (q, k, v)), causal)
         found.setdefault(key, set()).add((out.stride(), grad.stride()))
         times = q.shape[1] // k.shape[1]
@@ -85,19 +98,20 @@ def plans(monkeypatch):
     return found
 
 
-def test_a_plan_of_the_backward_is_found_by_one_layout_of_output_and_gradient_alone(plans):
+@pytest.mark.parametrize("sizes", [(2, 4, 16, 8), (1, 4, 16, 8), (2, 1, 16, 8), (1, 1, 16, 8)])
+def test_a_plan_of_the_backward_is_found_by_one_layout_of_output_and_gradient_alone(plans, sizes):
     """A plan for other strides of the gradient than its own read the wrong memory on an H200."""
     torch.manual_seed(0)
     kernel = ATTENTION_KERNELS["cudnn"]
-    sizes = 2, 4, 16, 8
+    batch, heads, rows, size = sizes
     eager_keys = set()
-    for layout in ("BHTD", "BTHD", "fused"):
+    for layout in ("BHTD", "BTHD", "fused", "BHDT"):
         q, k, v = (lying(*sizes, layout) for _ in range(3))
         eager_keys.add(q.stride())
         leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
         exact = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=0.3)
         for of_grad in ("BHTD", "BTHD", "fused", "projected"):
-            for groups in (0, 1, 2, 4):
+            for groups in (0, 1, 2, 4)[: 2 + 2 * (heads > 1)]:
                 grad = lying(*sizes, "BTHD" if of_grad == "projected" else of_grad)
                 expected = torch.autograd.grad(exact, leaves, grad.double(), retain_graph=True)
                 if groups == 0:
@@ -108,7 +122,7 @@ def test_a_plan_of_the_backward_is_found_by_one_layout_of_output_and_gradient_al
                     out, sums = head_groups._forward(q, k, v, *how)
                     given, weight = grad.transpose(1, 2), None
                     if of_grad == "projected":
-                        given, weight = given.reshape(32, 32), torch.eye(32)
+                        given, weight = given.reshape(batch * rows, heads * size), torch.eye(heads * size)
                     results = head_groups._backward(given, q, k, v, out, sums, *how, weight, ())
                     out = out.transpose(1, 2)
                 for ours, theirs in zip((out, *results), (exact, *expected), strict=True):
@@ -120,11 +134,15 @@ def test_a_plan_of_the_backward_is_found_by_one_layout_of_output_and_gradient_al
 def test_the_copy_for_the_key_is_one_query():
     q = lying(1, 4, 64, 16, "BHTD")
     copy = attention_kernels._with_margin(q)
-    assert torch.equal(copy, q) and copy.untyped_storage().nbytes() == q.nbytes + 64 * 8 * 4
+    assert torch.equal(copy, q) and copy.untyped_storage().nbytes() == q.nbytes + 64 * 104 * 4
 
 
 def attend(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+
+def attend_all(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v).square().mean()
 
 
 def compiled(fn=attend, *, first=(mem_cudnn_attention_ex,), **options):
@@ -187,6 +205,50 @@ def test_what_eager_pytorch_would_not_run_by_cudnn_is_left():
             torch.use_deterministic_algorithms(False)
 
 
+def test_pytorchs_own_switch_puts_cudnn_last(monkeypatch):
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    with simulate("H100-80GB"):
+        assert not any("cudnn" in name for name in names_of(compiled(), *on_gpu()))
+
+
+@pytest.mark.parametrize(("version", "asked"), [(None, False), (91500, False), (91900, True)])
+def test_on_a_real_gpu_pytorch_is_asked_from_the_version_on_that_it_prefers(monkeypatch, version, asked):
+    calls = []
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda *args: calls.append(args) or True)
+    monkeypatch.setattr(cudnn_attention, "simulated_device", lambda: None)
+    monkeypatch.setattr(cudnn_attention, "_fake", lambda mode, p: torch.empty(p.shape, device="meta"))
+    with simulate("H100-80GB"):
+        assert any("cudnn" in name for name in names_of(compiled(), *on_gpu())) is asked is bool(calls)
+
+
+def test_one_key_is_not_for_cudnn():
+    with simulate("H100-80GB"):
+        q, k, v = on_gpu()
+        device = torch.device("cuda")
+        assert attention_kernels.eager_prefers_cudnn(device, 64, 2) and not attention_kernels.eager_prefers_cudnn(
+            device, 64, 1
+        )
+        assert not any("cudnn" in name for name in names_of(compiled(attend_all), q, k[:, :, :1], v[:, :, :1]))
+
+
+def test_its_time_is_cudnns():
+    """By the shares of an H100's rate that an H200's reached, and with as many operations as the flash kernel's."""
+
+    def attention(first):
+        with simulate("H100-80GB"):
+            jitted = compiled(first=first)
+            predict(jitted, *on_gpu(rows=16384))
+            traces = thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]
+        return [b for t in traces for b in t.bound_symbols if "sdpafx" in b.sym.name or "cudnn" in b.sym.name]
+
+    device = DEVICE_MODELS["H100-80GB"]
+    for ours, flash, half in zip(attention((mem_cudnn_attention_ex,)), attention(()), (0, 1), strict=True):
+        assert bound_symbol_flops(ours) == bound_symbol_flops(flash) > 1e11
+        ratio = device.flash_shares[half] / device.cudnn_shares[half]
+        assert cost_s(ours, device) == pytest.approx(cost_s(flash, device) * ratio, rel=0.02)
+
+
 def test_on_a_cpu_the_executor_takes_nothing():
     q, k, v = (lying(1, 2, 8, 8, "BHTD").requires_grad_() for _ in range(3))
     jitted = compiled()
@@ -223,7 +285,7 @@ def test_the_plan_holds_at_least_what_is_predicted(layout, of_grad):
 
 
 @pytest.mark.parametrize("first", [(mem_cudnn_attention_ex,), ()])
-@pytest.mark.parametrize("layout", ["BHTD", "BTHD", "fused"])
+@pytest.mark.parametrize("layout", ["BHTD", "BTHD", "fused", "BHDT"])
 @pytest.mark.parametrize("joined", [True, False])
 def test_the_plan_peaks_where_the_prediction_does(first, layout, joined):
     """Results, copies and the kernel's own memory are those of how the operands lie."""
@@ -233,6 +295,8 @@ def test_the_plan_peaks_where_the_prediction_does(first, layout, joined):
             q, k, v = qkv.view(3, 2, 4, 256, 64).unbind(0)
         elif layout == "BTHD":
             q, k, v = (t.transpose(1, 2) for t in qkv.view(3, 2, 256, 4, 64).unbind(0))
+        elif layout == "BHDT":
+            q, k, v = (t.transpose(2, 3) for t in qkv.view(3, 2, 4, 64, 256).unbind(0))
         else:
             q, k, v = (t.reshape(2, 256, 4, 64).transpose(1, 2) for t in qkv.view(2, 256, 3 * 256).split(256, -1))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -279,3 +343,31 @@ def test_with_dropout_the_keys_are_not_divided():
     with simulate("H100-80GB"):
         op = _aten._scaled_dot_product_flash_attention.default
         assert OPERATOR_SCRATCH[op](q, q, q, 0.0) > 0 == OPERATOR_SCRATCH[op](q, q, q, 0.1)
+
+
+@pytest.mark.parametrize("first", [(mem_cudnn_attention_ex,), ()])
+def test_one_group_copies_a_gradient_that_does_not_lie_as_its_output(first):
+    """Shared keys run in groups, and one group takes the whole gradient: here a sum over (B, H, T, D) made it."""
+    with simulate("H100-80GB"), tracectx(TraceCtx()):
+        q, k, v = on_gpu()
+        given = [proxy(t) for t in (q, k, v)]
+        out = TensorProxy(like=given[0], shape=(2, 256, 4, 64))
+        kernel = "cudnn" if first else "flash"
+        sums = TensorProxy(shape=(2, 4, 256), device=given[0].device, dtype=dtypes.float32, requires_grad=False)
+        grad = TensorProxy(like=out)
+        bsym = head_groups._backward_in_groups.bind(
+            grad, *given, out, sums, True, None, 1, kernel, None, (), output=tuple(given)
+        )
+        dense, odd = (torch.empty(2, 256, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+        odd = odd.transpose(1, 2).contiguous().transpose(1, 2)
+        names = [p.name for p in (*given, out, sums)]
+        copies = [
+            attention_copies_bytes(bsym, Layout.of({**dict.fromkeys(names, dense), grad.name: t})) for t in (dense, odd)
+        ]
+    assert copies == [0, q.nbytes] and scratch_follows_layout(bsym)
+
+
+def proxy(t):
+    return TensorProxy(
+        shape=tuple(t.shape), device=Device("cuda:0"), dtype=dtypes.to_dtype(t.dtype), requires_grad=False
+    )

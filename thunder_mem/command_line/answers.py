@@ -202,8 +202,8 @@ def _plan(options: argparse.Namespace, program: Program, answer: _Answering) -> 
 
 def _frontier(options: argparse.Namespace, program: Program, answer: _Answering) -> _Answer:
     spec = device_spec(options.device) if options.device else None
-    # Two threads with a handle of cuBLAS each, as in any training step with products.
-    library_bytes = 2 * cublas_workspace_bytes(spec.capability) if spec is not None else 0
+    # Of any step with products that Thunder compiled: see `prediction/library_memory.py`.
+    library_bytes = cublas_workspace_bytes(spec.capability) if spec is not None else 0
     limits = limits_of(spec, options.budget, library_bytes)
     with stage("planning from no recomputation to the smallest peak"):
         frontier = survey(

@@ -7,13 +7,14 @@ There are two sources:
   threads. A region compiled by Inductor is such an operation too. Running it needs none of Inductor's internals,
   counts the scratch of matmuls inside, and shows the real layout of its results.
 - `SimulatedRunner`, for a simulated device: the operation runs on fake tensors. That shows the allocations of its own
-  Python and of composite operators in it, but not those inside kernels, except for kernels in `KERNEL_SCRATCH`. For a
-  region of `mem_pointwise`, the code that Inductor writes shows the bytes kept between its kernels.
+  Python and of composite operators in it, but not those inside kernels, except for the operators of
+  `OPERATOR_SCRATCH`. For a region of `mem_pointwise`, the code that Inductor writes shows the bytes kept between its
+  kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,7 @@ class ProbingRunner:
             if bsym.sym.is_fusion:
                 run_region(bsym, env)
                 return Ran(0)
-            return _run_tracked(bsym, run, env)
+            return _run_tracked(bsym, run, env, {})
         if bsym.sym.is_fusion:
             _lay_out(bsym, probe, env, inputs)
         else:
@@ -174,7 +175,7 @@ class SimulatedRunner:
     """
 
     def __init__(self) -> None:
-        self.assumptions: list[str] = ["scratch inside the device's own kernels is counted for flash attention only"]
+        self.assumptions: list[str] = ["scratch inside the device's own kernels is counted for attention only"]
 
     def __call__(self, bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> Ran:
         if bsym.sym.is_fusion:
@@ -187,7 +188,7 @@ class SimulatedRunner:
             if not figures.launches and update_of(bsym).parameter.numel():
                 self._assume(NOT_ON_META)
             return Ran(update_of(bsym).temporaries(kind).at_start, figures.launches)
-        ran = _run_tracked(bsym, run, env)
+        ran = _run_tracked(bsym, run, env, OPERATOR_SCRATCH)
         if is_chunk_loop(bsym) and bsym.sym.name != "chunk_loop_finish":  # which runs a single block on fake tensors
             plan, backward = loop_of(bsym).plan, bsym.sym.name != "chunk_loop"
             return ran._replace(launches=host_calls(plan, backward=backward))
@@ -222,11 +223,11 @@ def _has_products(bsym: BoundSymbol) -> bool:
 _PRODUCTS = (PrimIDs.MATMUL, PrimIDs.LINEAR, PrimIDs.CONVOLUTION)
 
 
-def _run_tracked(bsym: BoundSymbol, run: Run, env: dict[str, Any]) -> Ran:
-    with AllocationWatch(inside=OPERATOR_SCRATCH) as watch:
+def _run_tracked(bsym: BoundSymbol, run: Run, env: dict[str, Any], inside: Mapping[Any, Callable[..., int]]) -> Ran:
+    with AllocationWatch(inside=inside) as watch:
         run(env)
     kernel_bytes = 0
-    if runs_in_groups(bsym):  # of which fake kernels show only the results
+    if runs_in_groups(bsym):  # its largest group may not be the first
         kernel_bytes = estimated_scratch_bytes(bsym)
     return Ran(max(watch.peak_bytes - watch.live_bytes(), kernel_bytes), watch.launches)
 

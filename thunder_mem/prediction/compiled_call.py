@@ -20,7 +20,7 @@ from thunder_mem.regions.fake_regions import empty_like_proxy
 from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.simulated_device import simulated_device
 
-__all__ = ["compiled_entry"]
+__all__ = ["compiled_entry", "splits_autograd"]
 
 
 def compiled_entry(
@@ -66,6 +66,12 @@ def compiled_entry(
         torch.set_grad_enabled(grad_enabled)
     _check_simulated(inputs)
     return entry, list(inputs), []
+
+
+def splits_autograd(jitted: Callable[..., Any]) -> bool:
+    """Whether the backward hangs on a meta tensor of its own, as Thunder has it unless ThunderFX compiles."""
+    data: Any = None if is_fx(jitted) else thunder.compile_data(jitted)
+    return data is not None and not data.compile_options.get("thunderfx_disable_split_autograd", False)
 
 
 def _check_simulated(inputs: Sequence[Any]) -> None:

@@ -116,7 +116,7 @@ def _attention(
         size = query.shape[-1]
         padded = [_padded(t, 8) for t in (query, key, value)]
         scale = 1 / math.sqrt(size) if scale is None else scale
-        if not dropout and eager_prefers_cudnn(torch.device("cuda"), size) and size % 8 == 0:
+        if not dropout and eager_prefers_cudnn(torch.device("cuda"), size, key.shape[-2]) and size % 8 == 0:
             return _aten._scaled_dot_product_cudnn_attention(*padded, None, True, 0.0, causal, False, scale=scale)[0]
         out = _aten._scaled_dot_product_flash_attention(*padded, dropout, causal, False, scale=scale)[0]
         return out if out.shape[-1] == size else out[..., :size]

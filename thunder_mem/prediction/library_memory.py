@@ -79,7 +79,7 @@ def library_memory(
     capability: tuple[int, int],
     environment: Mapping[str, str] = os.environ,
     *,
-    thunderfx: bool = False,
+    split_autograd: bool = True,
 ) -> tuple[LibraryMemory, ...]:
     """The memory that libraries keep on a device of that capability once these operations have run.
 
@@ -89,9 +89,9 @@ def library_memory(
         events: of a prediction.
         capability: of the device.
         environment: its variables.
-        thunderfx: whether ThunderFX compiled the program.
+        split_autograd: whether the backward that Thunder compiled runs in the calling thread.
     """
-    threads = dict.fromkeys(_thread(e, thunderfx) for e in events if _is_product(e))
+    threads = dict.fromkeys(_thread(e, split_autograd) for e in events if _is_product(e))
     workspace_bytes = cublas_workspace_bytes(capability, environment.get("CUBLAS_WORKSPACE_CONFIG"))
     return tuple(
         LibraryMemory("cuBLAS", f"workspace of the {thread} thread's handle", workspace_bytes)
@@ -100,9 +100,9 @@ def library_memory(
     )
 
 
-def _thread(event: Event, thunderfx: bool) -> str:
-    of_thunder = event.bsym is not None and not thunderfx
-    return "backward" if event.phase == "backward" and not of_thunder else "calling"
+def _thread(event: Event, split_autograd: bool) -> str:
+    in_calling = event.bsym is not None and split_autograd
+    return "backward" if event.phase == "backward" and not in_calling else "calling"
 
 
 def unknown_library_memory(events: Sequence[Event]) -> tuple[str, ...]:

@@ -19,12 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from thunder_mem.fake_execution.grad_accumulation import accumulate
 from thunder_mem.fake_execution.replay import Block, Event, Ledger, PredictionError, Runner, replay
 from thunder_mem.fake_execution.scratch import ProbingRunner, SimulatedRunner
-from thunder_mem.frontend.thunderfx import is_fx
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.optimizer.state_transfers import StateTransfers
 from thunder_mem.optimizer.update import is_update, update_of
 from thunder_mem.optimizer.variants import StepVariant
-from thunder_mem.prediction.compiled_call import compiled_entry
+from thunder_mem.prediction.compiled_call import compiled_entry, splits_autograd
 from thunder_mem.prediction.fake_inputs import device_type_of, to_fake
 from thunder_mem.prediction.library_memory import LibraryMemory, library_memory, unknown_library_memory
 from thunder_mem.prediction.tangents import checked_tangents, fill_with_zeros, passed_through
@@ -219,7 +218,7 @@ def predict(
         PredictionError: it cannot be traced, or an operation has no prediction.
     """
     ledger, runner, assumptions = run_prediction(jitted, args, dict(kwargs or {}), tangents, keep_outputs)
-    return finish(ledger, (*assumptions, *runner.assumptions), thunderfx=is_fx(jitted))
+    return finish(ledger, (*assumptions, *runner.assumptions), split_autograd=splits_autograd(jitted))
 
 
 def finish(
@@ -227,7 +226,7 @@ def finish(
     assumptions: Sequence[str],
     capability: tuple[int, int] | None = None,
     *,
-    thunderfx: bool = False,
+    split_autograd: bool = True,
 ) -> Prediction:
     """Close a ledger: storages that are still alive stay alive to the end.
 
@@ -235,7 +234,7 @@ def finish(
         ledger: with all events.
         assumptions: of the figures.
         capability: of the GPU, if it is one; by default the present one's, real or simulated.
-        thunderfx: whether ThunderFX compiled the program.
+        split_autograd: see `library_memory`.
     """
     save_tables()
     end = len(ledger.events) - 1
@@ -245,7 +244,7 @@ def finish(
     if on_gpu:
         unknown = unknown_library_memory(ledger.events)
         capability = capability or torch.cuda.get_device_capability()
-        library = library_memory(ledger.events, capability, thunderfx=thunderfx)
+        library = library_memory(ledger.events, capability, split_autograd=split_autograd)
     return Prediction(
         timeline=tuple(ledger.events),
         storages=tuple(_held(block, end) for block in ledger.blocks),

@@ -25,7 +25,7 @@ from thunder_mem.optimizer.host_states import step_each
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.optimizer.update import is_update, rehearsed, update_of
 from thunder_mem.optimizer.variants import step_variants
-from thunder_mem.prediction.compiled_call import compiled_entry
+from thunder_mem.prediction.compiled_call import compiled_entry, splits_autograd
 from thunder_mem.prediction.fake_inputs import device_type_of, mode_of
 from thunder_mem.prediction.fake_optimizer import hold_states, make_state, next_scalars, twin_optimizer
 from thunder_mem.prediction.predict import Prediction, finish
@@ -188,7 +188,10 @@ def predict_step(
             )
     ledger.sweep()
     notes = [] if first or optimizer is None else ["the optimizer has its state already"]
-    return replace(finish(ledger, (*assumptions, *runner.assumptions, *notes)), step_variants=variants)
+    return replace(
+        finish(ledger, (*assumptions, *runner.assumptions, *notes), split_autograd=splits_autograd(model)),
+        step_variants=variants,
+    )
 
 
 def check_steps(asked: str, optimizer: object, accumulate: object) -> None:

@@ -9,12 +9,14 @@ Shapes: query, output and its gradient (B, H, T, D), key and value (B, K, S, D) 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from thunder_mem.runtime.cpu_attention import last_dim_dense
 from thunder_mem.semantics.kernel_scratch import (
     CUDNN_FORWARD_BYTES,
     cudnn_backward_bytes,
@@ -139,10 +141,11 @@ def _flash_backward_bytes(query: Shape, key: Shape, itemsize: int) -> int:
 
 # --- cuDNN's ---------------------------------------------------------------------------------------
 
-_MARGIN = 8  # elements: cuDNN reads 16 bytes at once
+_MARGIN = 8 * 13  # elements: a multiple of the 16 bytes that cuDNN reads at once, and no likely number
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    q, k, v = (last_dim_dense(t) for t in (q, k, v))
     found = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
     return found[0], found[1].squeeze(-1)
 
@@ -160,10 +163,12 @@ def _cudnn_backward(
     """PyTorch finds cuDNN's plan of a backward by the strides of query, key and value alone.
 
     A plan that was made for other strides of the output or its gradient reads the wrong memory: an H200 ended such a
-    process. So both always lie as (B, T, H, D), and the query as no other program has it.
+    process. So both always lie as (B, T, H, D), and the query has a margin after each row that other programs
+    hardly have.
     `MHACacheKeyWrapper` in PyTorch's `aten/src/ATen/native/cudnn/MHA.cpp` is the key.
     """
     state = torch.empty((), dtype=torch.int64, device=q.device)  # of random numbers, which nothing draws
+    k, v = last_dim_dense(k), last_dim_dense(v)
     return _aten._scaled_dot_product_cudnn_attention_backward(
         _dense(grad), _with_margin(q), k, v, _dense(out), log_sums.contiguous().unsqueeze(-1), state, state,
         None, None, None, q.shape[2], k.shape[2], 0.0, is_causal, scale=scale,
@@ -171,7 +176,9 @@ def _cudnn_backward(
 
 
 def _dense(t: Tensor) -> Tensor:
-    return t.transpose(1, 2).contiguous().transpose(1, 2)
+    """The tensor as (B, T, H, D) in memory, with those strides for dims of size 1 too."""
+    lying = t.transpose(1, 2).contiguous()
+    return lying.reshape(-1).view(lying.shape).transpose(1, 2)
 
 
 def _with_margin(q: Tensor) -> Tensor:
@@ -207,11 +214,20 @@ _CUDNN_SIZE = 128
 """What cuDNN's attention was measured on: its memory on other GPUs is not known."""
 
 
-def eager_prefers_cudnn(device: torch.device, size: int) -> bool:
-    """Whether eager PyTorch takes cuDNN's kernel where both can run, for heads of `size`, on the GPU or simulated one.
+def eager_prefers_cudnn(device: torch.device, size: int, columns: int = 2) -> bool:
+    """Whether eager PyTorch takes cuDNN's kernel on Hopper where the flash kernel can run, too.
 
-    The order is that of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`.
+    The order is that of `check_prefer_cudnn_attention` in PyTorch's
+    `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`, with cuDNN 9.15.1 or newer. On Blackwell and for larger
+    heads the answer is no, because what cuDNN holds there is not known.
+
+    Args:
+        device: the GPU, or the simulated one.
+        size: of a head.
+        columns: the number of keys.
     """
+    if columns < 2 or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        return False
     if device.type != "cuda" or not torch.cuda.is_available() or size > _CUDNN_SIZE:
         return False
     if not torch.backends.cuda.cudnn_sdp_enabled() or torch.are_deterministic_algorithms_enabled():

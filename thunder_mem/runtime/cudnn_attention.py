@@ -24,8 +24,9 @@ from thunder.extend import OperatorExecutor, register_executor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from thunder_mem.runtime.attention_kernels import ATTENTION_KERNELS, CUDNN, eager_prefers_cudnn
+from thunder_mem.runtime.cpu_attention import last_dim_dense
 from thunder_mem.runtime.simulated_device import simulated_device
-from thunder_mem.semantics.kernel_scratch import CUDNN_BACKWARD
+from thunder_mem.semantics.kernel_scratch import CUDNN_BACKWARD, CUDNN_FORWARD
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = ["mem_cudnn_attention_ex"]
@@ -33,9 +34,9 @@ __all__ = ["mem_cudnn_attention_ex"]
 mem_cudnn_attention_ex = OperatorExecutor("mem_cudnn_attention", version="0.1")
 register_executor(mem_cudnn_attention_ex)
 
-_FORWARD, _BACKWARD = "mem_cudnn_attention_forward", CUDNN_BACKWARD
+_FORWARD, _BACKWARD = CUDNN_FORWARD, CUDNN_BACKWARD
 _KERNEL = ATTENTION_KERNELS[CUDNN]
-_LEAST_VERSION = 91000  # the memory of earlier ones is not known
+_LEAST_VERSION = 91501  # earlier ones fail for some lengths, and eager PyTorch does not prefer them
 
 
 def _forward_meta(
@@ -80,10 +81,10 @@ def _is_supported(
         return False
     if not (factor is None or isinstance(factor, Number)):
         return False
-    return all(isinstance(t, TensorProxy) for t in (query, key, value)) and _takes(query, key, value, causal)
+    return all(isinstance(t, TensorProxy) for t in (query, key, value)) and _is_accepted(query, key, value, causal)
 
 
-def _takes(query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: bool) -> bool:
+def _is_accepted(query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: bool) -> bool:
     """Whether eager PyTorch runs attention on such tensors by cuDNN, without a mask.
 
     For a simulated GPU PyTorch's own checks cannot be asked: what they ask of shapes and dtypes is asked here.
@@ -99,12 +100,12 @@ def _takes(query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: 
         return False
     if query.shape[3] % 8 or min(query.shape[2], key.shape[2]) < 2 or (is_causal and query.shape[2] != key.shape[2]):
         return False
-    if not eager_prefers_cudnn(torch.device(query.device.device_str()), query.shape[3]):
+    if not eager_prefers_cudnn(torch.device(query.device.device_str()), query.shape[3], key.shape[2]):
         return False
-    return simulated_device() is not None or _pytorch_lets(query, key, value, is_causal)
+    return simulated_device() is not None or _pytorch_accepts(query, key, value, is_causal)
 
 
-def _pytorch_lets(query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: bool) -> bool:
+def _pytorch_accepts(query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: bool) -> bool:
     if (torch.backends.cudnn.version() or 0) < _LEAST_VERSION:
         return False
     with FakeTensorMode() as mode:
@@ -167,18 +168,18 @@ def _scratch_bytes(bsym: BoundSymbol) -> int:
     return held_bytes(query.shape, key.shape, query.dtype.bytes)
 
 
-def _lies(bsym: BoundSymbol, arguments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _result_layouts(bsym: BoundSymbol, arguments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The output lies as the query does, the query's gradient as (B, T, H, D), and the others as their operands."""
     if bsym.sym.name == _FORWARD:
-        return {bsym.output[0].name: torch.empty_like(arguments[bsym.args[0].name])}
-    query, key, value = (arguments[p.name] for p in bsym.args[1:4])
+        return {bsym.output[0].name: torch.empty_like(last_dim_dense(arguments[bsym.args[0].name]))}
+    query, key, value = (last_dim_dense(arguments[p.name]) for p in bsym.args[1:4])
     of_query = query.transpose(1, 2).new_empty(query.transpose(1, 2).shape).transpose(1, 2)
     found = of_query, torch.empty_like(key), torch.empty_like(value)
     return {p.name: t for p, t in zip(bsym.output, found, strict=True)}
 
 
 _TRAITS = MemoryTraits(
-    lies=_lies,
+    result_layouts=_result_layouts,
     scratch_bytes=_scratch_bytes,
     attention_kernel=lambda bsym: CUDNN,
     products=True,

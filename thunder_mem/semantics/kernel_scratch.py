@@ -23,6 +23,7 @@ from thunder_mem.semantics.op_traits import traits_of
 
 __all__ = [
     "CUDNN_BACKWARD",
+    "CUDNN_FORWARD",
     "CUDNN_FORWARD_BYTES",
     "FLASH_BACKWARD",
     "FLASH_FORWARD",
@@ -40,12 +41,21 @@ __all__ = [
 FLASH_BACKWARD = "sdpafx_scaled_dot_product_efficient_attention_backward"
 """Thunder's name for the backward of flash attention on a GPU."""
 
-CUDNN_BACKWARD = "mem_cudnn_attention_backward"
+CUDNN_FORWARD, CUDNN_BACKWARD = "mem_cudnn_attention_forward", "mem_cudnn_attention_backward"
+"""Our names for attention by cuDNN."""
 CUDNN_FORWARD_BYTES = 256
+"""What cuDNN's forward asks for; an H200 did so for 38 shapes."""
 FLASH_FORWARD = "sdpafx_grad_forward_scaled_dot_product_efficient_attention"
 """Thunder's name for its forward, whether a gradient is needed or not."""
 
-_COPIES_OPERANDS = {FLASH_BACKWARD, CUDNN_BACKWARD}
+_BACKWARDS = (FLASH_BACKWARD, CUDNN_BACKWARD)
+# The arguments whose last dim has to be dense. The query of cuDNN's backward is copied anyway.
+_READ_BY_ROWS = {
+    FLASH_FORWARD: slice(0, 3),
+    CUDNN_FORWARD: slice(0, 3),
+    FLASH_BACKWARD: slice(1, 4),
+    CUDNN_BACKWARD: slice(2, 4),
+}
 _GEMMS = {PrimIDs.MATMUL, PrimIDs.LINEAR, PrimIDs.CONVOLUTION}
 _FLOAT32_BYTES = 4
 
@@ -94,24 +104,36 @@ def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
 
 def scratch_follows_layout(bsym: BoundSymbol) -> bool:
     """Whether the scratch depends on how the arguments lie in memory."""
-    return bsym.sym.is_fusion or bsym.sym.name in _COPIES_OPERANDS
+    return bsym.sym.is_fusion or bsym.sym.name in _READ_BY_ROWS or _in_one_group(bsym)
+
+
+def _in_one_group(bsym: BoundSymbol) -> bool:
+    """Whether attention's backward on a GPU runs for all heads at once, and its gradient exists."""
+    if not bsym.sym.name.startswith("mem_attention_groups_backward"):
+        return False
+    *_, groups, kernel, weight, _ = bsym.args
+    return groups == 1 and kernel != "cpu" and weight is None
 
 
 def attention_copies_bytes(bsym: BoundSymbol, layout: Layout) -> int:
-    """Copies that attention's backward on a GPU makes of its output and its gradient, unless they lie as (B, T, H, D).
+    """Copies that attention on a GPU makes of operands that do not lie as its kernel reads them.
+
+    A backward copies its output and that output's gradient, unless they lie as (B, T, H, D). The last dim of query, key
+    and value has to be dense.
 
     The source is `_flash_attention_backward` in PyTorch's
     `aten/src/ATen/native/transformers/cuda/attention_backward.cu`.
     """
-    if bsym.sym.name not in _COPIES_OPERANDS:
-        return 0
-    given = layout[bsym.args[0].name], layout[bsym.args[4].name]
-    device = bsym.args[0].device.device_str()
-    return sum(block_bytes(_own_bytes(t), device) for t in given if not t.transpose(1, 2).is_contiguous())
-
-
-def _own_bytes(t: torch.Tensor) -> int:
-    return t.numel() * t.element_size()
+    name, tensors = bsym.sym.name, [layout[a.name] if isinstance(a, TensorProxy) else None for a in bsym.args]
+    copied: list[torch.Tensor | None] = []
+    if name in _BACKWARDS:
+        copied += [t for t in (tensors[0], tensors[4]) if not t.transpose(1, 2).is_contiguous()]  # type: ignore[union-attr]
+    elif _in_one_group(bsym):
+        copied += [t for t in tensors[:1] if not t.is_contiguous()]  # type: ignore[union-attr]
+    if (operands := _READ_BY_ROWS.get(name)) is not None:
+        copied += [t for t in tensors[operands] if t.stride(-1) != 1]  # type: ignore[union-attr]
+    device = bsym.args[0].device.device_str() if copied else ""
+    return sum(block_bytes(t.numel() * t.element_size(), device) for t in copied if t is not None)
 
 
 def region_scratch_bytes(bsym: BoundSymbol, layout: Layout) -> int:

@@ -220,7 +220,7 @@ class Layout:
         traits = traits_of(bsym)
         shared, copied = traits.shares(bsym), traits.laid_out_as(bsym)
         self.define((*shared.values(), *copied.values()))
-        lying = traits.lies(bsym, self._tensors)
+        laid_out = traits.result_layouts(bsym, self._tensors)
         for position, p in enumerate(outs):
             if written is not None and position == 0:
                 self._tensors[p.name] = self._tensors[written.name]
@@ -229,8 +229,8 @@ class Layout:
             elif p.name in copied:
                 t = self._tensors[copied[p.name].name]
                 self._tensors[p.name] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-            elif p.name in lying:
-                self._tensors[p.name] = lying[p.name]
+            elif p.name in laid_out:
+                self._tensors[p.name] = laid_out[p.name]
             elif p.name not in self._tensors:
                 self._tensors[p.name] = self._fresh(bsym, p)
 
@@ -305,7 +305,8 @@ class Layout:
         ):
             return _empty(p)
         if "scaled_dot_product" in bsym.sym.name:
-            operands = operands[:1]  # on a GPU the fused kernels follow the layout of the query
+            # On a GPU the fused kernels follow the layout of the query; Thunder copies it if its last dim is not dense.
+            operands = [t if t.stride(-1) == 1 else t.contiguous() for t in operands[:1]]
         if all(t.is_contiguous() for t in operands):
             return _empty(p)
         strides = _elementwise_strides(shape, tuple([t.stride() for t in operands]))

@@ -30,7 +30,7 @@ def _no_memory(bsym: BoundSymbol) -> Mapping[str, TensorProxy]:
     return {}
 
 
-def _as_usual(bsym: BoundSymbol, arguments: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def _no_layouts(bsym: BoundSymbol, arguments: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     return {}
 
 
@@ -68,7 +68,7 @@ class MemoryTraits:
         in_place: nothing reads what it overwrites later, and its results have that memory.
         shares: by a result's name, the argument whose memory that result uses.
         laid_out_as: by a result's name, the argument of which it is a copy with the same strides.
-        lies: by a result's name, a meta tensor with its strides, from those of the arguments.
+        result_layouts: by a result's name, a meta tensor with its strides, from those of the arguments.
         on_host: the names of values in the host's memory that it reads or makes, each with its device.
         scratch_bytes: bytes held while it runs, beyond arguments and results; None if unknown.
         kernels: its kernels on a GPU, by the layout of its arguments; None for all but regions there.
@@ -89,7 +89,7 @@ class MemoryTraits:
     in_place: bool = False
     shares: Callable[[BoundSymbol], Mapping[str, TensorProxy]] = _no_memory
     laid_out_as: Callable[[BoundSymbol], Mapping[str, TensorProxy]] = _no_memory
-    lies: Callable[[BoundSymbol, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = _as_usual
+    result_layouts: Callable[[BoundSymbol, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = _no_layouts
     on_host: Callable[[BoundSymbol], Mapping[str, str]] = _no_host
     scratch_bytes: Callable[[BoundSymbol], int] | None = None
     kernels: Callable[[BoundSymbol, Any], KernelFigures | NotWritten | None] = _no_kernels
