@@ -1,5 +1,6 @@
 """A region of nvFuser goes on without it after its first error; `tests/with_nvfuser` has the real one's."""
 
+import copy
 import warnings
 
 import pytest
@@ -59,6 +60,17 @@ def test_inductor_takes_over_after_the_first_error(region):
 
 def test_without_an_error_it_is_nvfusers_result(region):
     assert guarded(region, lambda *args: ["nvFuser's"])(1, 2) == ["nvFuser's"]
+
+
+def test_it_has_what_thunders_own_function_has(region):
+    """`thunder.examine` shows nvFuser's code of a region by it."""
+
+    class Definition:
+        last_used = "nvFuser's definition"
+
+    fusion = guarded(region, Definition())
+    assert fusion.last_used == "nvFuser's definition" and copy.copy(fusion).last_used == fusion.last_used
+    assert not hasattr(fusion, "last_inputs")
 
 
 def test_a_device_without_memory_is_no_error_of_nvfusers(region):

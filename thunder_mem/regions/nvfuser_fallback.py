@@ -59,6 +59,12 @@ class GuardedFusion:
             self._other = other
             return results
 
+    def __getattr__(self, name: str) -> Any:
+        """What `thunder.examine` asks of Thunder's function, such as `last_used`."""
+        if name == "definition":  # of an object without attributes yet
+            raise AttributeError(name)
+        return getattr(self.definition, name)
+
     def __repr__(self) -> str:
         return repr(self.definition)
 
