@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tests.programs.program_functions import FUNCTIONS
 from tests.programs.programs import Input, Program, Region, Step
 
-__all__ = ["BEYOND", "DEFECTS", "UNSUPPORTED", "UNSUPPORTED_UNDER_DYNAMO", "WRONG", "Defect", "defect_of"]
+__all__ = ["BEYOND", "DEFECTS", "ON_A_GPU", "UNSUPPORTED", "UNSUPPORTED_UNDER_DYNAMO", "WRONG", "Defect", "defect_of"]
 
 
 @dataclass(frozen=True)
@@ -434,10 +434,19 @@ DEFECTS |= {
 
 def defect_of(difference: str) -> str:
     """The name of the defect that shows as a `difference` from eager; "" if none does so."""
-    shown = ((name, pattern) for name, d in DEFECTS.items() for pattern in (d.raises, d.warned) if pattern)
+    shown = [(name, pattern) for name, d in DEFECTS.items() for pattern in (d.raises, d.warned) if pattern]
+    shown += [(name, pattern) for name, (_, pattern) in ON_A_GPU.items()]
     found = (name for name, pattern in shown if re.search(pattern, difference))
     return next(found, "")
 
+
+# Calls that plain Thunder refuses on a GPU alone, with arguments of shapes (2, 1, 3, 4) and (3, 3), and how that shows.
+ON_A_GPU: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], str]] = {
+    "attention with a mask of two dims": (
+        lambda x, mask: F.scaled_dot_product_attention(x, x, x, attn_mask=mask),
+        "grad_forward_sdpa: Expected attn_mask tensor to have 4 dimension, but it has 2",
+    ),
+}
 
 BEYOND = (
     "dropout in checkpoint",

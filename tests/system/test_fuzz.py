@@ -23,7 +23,7 @@ from thunder.core import update_aliases
 from thunder.dynamo import thunderfx
 from torch.utils._ordered_set import OrderedSet
 
-from tests.checking.defects import DEFECTS, UNSUPPORTED, UNSUPPORTED_UNDER_DYNAMO, WRONG, defect_of
+from tests.checking.defects import DEFECTS, ON_A_GPU, UNSUPPORTED, UNSUPPORTED_UNDER_DYNAMO, WRONG, defect_of
 from tests.checking.oracle import Invalid, check, differences, expect, run
 from tests.fuzzing import campaign as fuzz_campaign
 from tests.fuzzing import configs as fuzz_configs
@@ -49,7 +49,8 @@ from tests.programs.generate import Profile, generate, prune, validate
 from tests.programs.program_inputs import inputs_on, materialise
 from tests.programs.program_ops import FAMILIES
 from tests.programs.programs import Input, Program, Region, Step, constructs, function, source, walk
-from thunder_mem import SORTS, MemEfficient, fx, last_plan
+from thunder_mem import SORTS, MemEfficient, fx, last_plan, predict, simulate
+from thunder_mem.prediction.predict import PredictionError
 
 MEM = CONFIGS["mem"]
 SMALL = Profile(steps=7)
@@ -127,6 +128,16 @@ def test_thunder_still_has_the_defect(name: str):
     found = check(defect.program, partial(thunder.jit, fusion_type=defect.fusion_type))
     assert found, f"{name} is right now: {defect.reason}"
     assert defect_of(found[0]) in ((name,) if defect.raises else ("", *DEFECTS))
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_thunder_still_refuses_on_a_gpu(name: str):
+    fn, words = ON_A_GPU[name]
+    with simulate("H100-80GB"):
+        x = torch.ones(2, 1, 3, 4, device="cuda", requires_grad=True)
+        with pytest.raises(PredictionError, match=words) as raised:
+            predict(thunder.jit(fn), x, torch.ones(3, 3, dtype=torch.bool, device="cuda"))
+    assert defect_of(str(raised.value)) == name
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
