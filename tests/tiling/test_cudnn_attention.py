@@ -287,24 +287,27 @@ def test_the_plan_holds_at_least_what_is_predicted(layout, of_grad):
 @pytest.mark.parametrize("first", [(mem_cudnn_attention_ex,), ()])
 @pytest.mark.parametrize("layout", ["BHTD", "BTHD", "fused", "BHDT"])
 @pytest.mark.parametrize("joined", [True, False])
-def test_the_plan_peaks_where_the_prediction_does(first, layout, joined):
+@pytest.mark.parametrize("size", [64, 20])
+def test_the_plan_peaks_where_the_prediction_does(first, layout, joined, size):
     """Results, copies and the kernel's own memory are those of how the operands lie."""
 
     def layer(qkv):
         if layout == "BHTD":
-            q, k, v = qkv.view(3, 2, 4, 256, 64).unbind(0)
+            q, k, v = qkv.view(3, 2, 4, 256, size).unbind(0)
         elif layout == "BTHD":
-            q, k, v = (t.transpose(1, 2) for t in qkv.view(3, 2, 256, 4, 64).unbind(0))
+            q, k, v = (t.transpose(1, 2) for t in qkv.view(3, 2, 256, 4, size).unbind(0))
         elif layout == "BHDT":
-            q, k, v = (t.transpose(2, 3) for t in qkv.view(3, 2, 4, 64, 256).unbind(0))
+            q, k, v = (t.transpose(2, 3) for t in qkv.view(3, 2, 4, size, 256).unbind(0))
         else:
-            q, k, v = (t.reshape(2, 256, 4, 64).transpose(1, 2) for t in qkv.view(2, 256, 3 * 256).split(256, -1))
+            q, k, v = (
+                t.reshape(2, 256, 4, size).transpose(1, 2) for t in qkv.view(2, 256, 12 * size).split(4 * size, -1)
+            )
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return (out.transpose(1, 2).reshape(2, 256, 256) if joined else out).float().square().mean()
+        return (out.transpose(1, 2).reshape(2, 256, 4 * size) if joined else out).float().square().mean()
 
     with simulate("H100-80GB"):
         jitted = compiled(layer, first=first, verify=True)
-        qkv = torch.zeros(3 * 2 * 256 * 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        qkv = torch.zeros(3 * 2 * 256 * 4 * size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         predicted = predict(jitted, qkv, keep_outputs=True)
     planned = last_plan(jitted).candidate
     peaks = [predicted.phase(half).peak_bytes for half in ("forward", "backward")]

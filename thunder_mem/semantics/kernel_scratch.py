@@ -18,7 +18,7 @@ from thunder.core.symbol import BoundSymbol, has_tags
 
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.memory.kernel_figures import KernelFigures
-from thunder_mem.semantics.layout import Layout
+from thunder_mem.semantics.layout import Layout, padded_head
 from thunder_mem.semantics.op_traits import traits_of
 
 __all__ = [
@@ -119,13 +119,17 @@ def attention_copies_bytes(bsym: BoundSymbol, layout: Layout) -> int:
     """Copies that attention on a GPU makes of operands that do not lie as its kernel reads them.
 
     A backward copies its output and that output's gradient, unless they lie as (B, T, H, D). The last dim of query, key
-    and value has to be dense.
+    and value has to be dense. For the flash kernel Thunder pads heads to a multiple of eight, in copies that lie as
+    (B, H, T, D).
 
     The source is `_flash_attention_backward` in PyTorch's
     `aten/src/ATen/native/transformers/cuda/attention_backward.cu`.
     """
     name, tensors = bsym.sym.name, [layout[a.name] if isinstance(a, TensorProxy) else None for a in bsym.args]
     copied: list[torch.Tensor | None] = []
+    if name in (FLASH_FORWARD, FLASH_BACKWARD) and (size := int(bsym.args[0].shape[-1])) % 8:
+        padded = [tensors[i] for i in ((0, 1, 2) if name == FLASH_FORWARD else (0, 0, 1, 2, 3, 4, 4))]
+        return sum(t.numel() // size * padded_head(size) * t.element_size() for t in padded if t is not None)
     if name in _BACKWARDS:
         copied += [t for t in (tensors[0], tensors[4]) if not t.transpose(1, 2).is_contiguous()]  # type: ignore[union-attr]
     elif _in_one_group(bsym):

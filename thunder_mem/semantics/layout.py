@@ -32,6 +32,7 @@ __all__ = [
     "is_dense_function",
     "is_view",
     "may_stand_in",
+    "padded_head",
     "region_steps",
     "torch_view",
 ]
@@ -66,6 +67,7 @@ _DENSE_NAMES = frozenset(
 )
 _NORMS = frozenset({"batch_norm", "group_norm", "instance_norm"})  # of images they keep the memory format
 _IMAGE_DIMS = 4
+_FLASH = "sdpafx_"  # as the names of a GPU's flash kernel begin in Thunder
 _CPU_ATTENTION = ("mem_attention_forward", "mem_attention_backward")
 # Claimed symbols without subsymbols, by the name of the torch function that runs.
 _VIEW_NAMES: dict[str, Callable] = {
@@ -293,6 +295,9 @@ class Layout:
         ]
         if bsym.sym.name in _CPU_ATTENTION:
             return self._of_cpu_attention(bsym, p)
+        if bsym.sym.name.startswith(_FLASH) and len(shape) == 4 and shape[-1] % 8:
+            padded = (*shape[:-1], padded_head(shape[-1]))
+            return torch.empty(padded, dtype=to_torch_dtype(p.dtype), device="meta")[..., : shape[-1]]
         if bsym.sym.name == "einsum" and bsym.sym.executor is None:  # no executor takes it whole
             for sub in bsym.subsymbols:
                 self.run(sub)
@@ -324,6 +329,11 @@ class Layout:
         batch, heads, rows, *size = map(int, p.shape)
         of_kernel = torch.empty((batch, rows, heads, *size), dtype=to_torch_dtype(p.dtype), device="meta")
         return of_kernel.transpose(1, 2)
+
+
+def padded_head(size: int) -> int:
+    """The size of a head as Thunder pads it for the flash kernel of a GPU, which makes results of that size."""
+    return -(-size // 8) * 8
 
 
 @lru_cache(10_000)
