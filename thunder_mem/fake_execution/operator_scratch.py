@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -19,6 +18,7 @@ from thunder_mem.runtime.scratch_cache import Probe
 from thunder_mem.semantics.kernel_scratch import (
     CUDNN_FORWARD_BYTES,
     cudnn_backward_bytes,
+    efficient_backward_bytes,
     flash_backward_bytes,
     flash_forward_bytes,
 )
@@ -60,13 +60,7 @@ def _flash_backward_bytes(
 
 
 def _efficient_backward_bytes(grad: torch.Tensor, query: torch.Tensor, *_: object) -> int:
-    """A float32 accumulator of dQ, or the product of the output and its gradient, and the row sums.
-
-    After PyTorch's `aten/src/ATen/native/transformers/cuda/attention_backward.cu`, which sizes it by the kernel that
-    the shapes choose: an estimate.
-    """
-    batch, heads, rows, size = query.shape
-    return 4 * batch * heads * (rows * size + math.ceil(rows / 32) * 32)
+    return efficient_backward_bytes(query.shape)
 
 
 OPERATOR_SCRATCH: dict[Any, Callable[..., int]] = {

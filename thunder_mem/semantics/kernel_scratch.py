@@ -11,14 +11,14 @@ from functools import cache
 from math import ceil, prod
 
 import torch
-from thunder.core.dtypes import bfloat16, float16
+from thunder.core.dtypes import bfloat16, bool8, float16
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, has_tags
 
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.memory.kernel_figures import KernelFigures
-from thunder_mem.semantics.layout import Layout, padded_head
+from thunder_mem.semantics.layout import Layout, dense_bytes, padded_head
 from thunder_mem.semantics.op_traits import traits_of
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "FLASH_FORWARD",
     "attention_copies_bytes",
     "cudnn_backward_bytes",
+    "efficient_backward_bytes",
     "empty_outputs",
     "estimated_scratch_bytes",
     "flash_backward_bytes",
@@ -57,6 +58,10 @@ _READ_BY_ROWS = {
     CUDNN_BACKWARD: slice(2, 4),
 }
 _GEMMS = {PrimIDs.MATMUL, PrimIDs.LINEAR, PrimIDs.CONVOLUTION}
+_EFFICIENT = (
+    "sdpaex_grad_forward_scaled_dot_product_efficient_attention",
+    "sdpaex_scaled_dot_product_efficient_attention_backward",
+)
 _FLOAT32_BYTES = 4
 
 
@@ -88,6 +93,8 @@ def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
     if bsym.sym.name == FLASH_BACKWARD:
         _, query, key, *_ = (p for p in bsym.flat_args if isinstance(p, TensorProxy))
         return flash_backward_bytes(query.shape, key.shape, key.dtype.bytes)
+    if bsym.sym.name in _EFFICIENT:
+        return _efficient_bytes(bsym, outs)
     on_cpu = outs[0].device.type == "cpu"
     is_attention_backward = "attention" in bsym.sym.name and "backward" in bsym.sym.name
     if is_attention_backward and on_cpu:
@@ -95,8 +102,6 @@ def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
         return score_blocks_bytes(query_grad.shape[-2], key_grad.shape[-2], query_grad.dtype.bytes)
     if outs[0].dtype not in (bfloat16, float16):
         return 0
-    if is_attention_backward:
-        return _float32_bytes(outs[0])
     if on_cpu and _is_gemm(bsym) and not (outs[0].dtype is bfloat16 and _multiplies_bfloat16()):
         return _float32_bytes(outs[0])
     return 0
@@ -251,6 +256,43 @@ def cudnn_backward_bytes(query: Sequence[int], key: Sequence[int], element_bytes
     if int(key[1]) == heads:
         return summed_bytes
     return summed_bytes + 2 * batch * heads * int(key[2]) * size * element_bytes
+
+
+def _efficient_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
+    """Of memory-efficient attention in Thunder, which expands and pads a mask for each call.
+
+    Results exist while the kernel runs, but not yet while the mask is made. The kernel makes a gradient of the expanded
+    mask, whether or not it is asked for.
+    """
+    backward = bsym.sym.name == _EFFICIENT[1]
+    query, key, _, mask = bsym.args[backward : backward + 4]
+    kernel_bytes = efficient_backward_bytes(query.shape) if backward else 0
+    if mask is None:
+        return kernel_bytes
+    (batch, heads, rows, size), columns, itemsize = map(int, query.shape), int(key.shape[2]), query.dtype.bytes
+    whole = batch * heads * rows * columns
+    given_bytes = 0 if mask.dtype is not bool8 else mask.numel * itemsize  # as numbers
+    # Thunder compares the columns with the size of a head, and makes no other copy of a whole mask where they agree.
+    copied = 0 if size == columns and mask.numel == whole else padded_head(columns) if size != columns else columns
+    copy_bytes = whole // columns * copied * itemsize
+    results_bytes = sum(map(dense_bytes, outs))
+    making_bytes = max(2 * given_bytes + mask.numel if given_bytes else 0, given_bytes + copy_bytes)
+    if backward:
+        kernel_bytes += whole // columns * ceil(columns / 16) * 16 * itemsize - dense_bytes(bsym.output[3])
+    return max(making_bytes - results_bytes, (copy_bytes or given_bytes) + kernel_bytes)
+
+
+def efficient_backward_bytes(query: Sequence[int]) -> int:
+    """A float32 accumulator of dQ, or the product of the output and its gradient, and the row sums.
+
+    After PyTorch's `aten/src/ATen/native/transformers/cuda/attention_backward.cu`, which sizes it by the kernel that
+    the shapes choose: an estimate.
+
+    Args:
+        query: shape (B, H, T, D).
+    """
+    batch, heads, rows, size = map(int, query)
+    return _FLOAT32_BYTES * batch * heads * (rows * size + ceil(rows / 32) * 32)
 
 
 def flash_backward_bytes(query: Sequence[int], key: Sequence[int], element_bytes: int) -> int:
