@@ -184,7 +184,7 @@ def test_options_of_mem_efficient(run, script):
         (
             ["--device", "t4", "--budget", "100KiB"],
             1,
-            ("fits into 13.96 GiB of T4", "16.25 MiB", "does NOT fit"),
+            ("fits into 13.97 GiB of T4", "8.12 MiB", "does NOT fit"),
         ),
     ],
 )

@@ -55,7 +55,11 @@ def test_inductor_takes_over_after_the_first_error(region):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(fusion(*given.values())[0], fn(x, y))
-    assert len(calls) == 1
+        strict = guarded(region, definition)
+        with pytest.raises(CompileWarning):
+            strict(*given.values())
+        torch.testing.assert_close(strict(*given.values())[0], fn(x, y))
+    assert len(calls) == 2 and copy.deepcopy(fusion) is fusion
 
 
 def test_without_an_error_it_is_nvfusers_result(region):

@@ -1,17 +1,32 @@
 """Plans for a GPU count what Thunder's memory-efficient attention holds, masks and their gradients included."""
 
+import contextlib
+
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 
 from thunder_mem import MemEfficient, last_plan, predict, simulate
+from thunder_mem.prediction.predict import PredictionError
 
 
 def mask_of(kind, rows, dtype):
     heads = 1 if kind.endswith("for all heads") else 4
     made = torch.bool if kind.startswith("bool") else dtype
     return torch.ones(2, heads, rows, rows, dtype=made, device="cuda")
+
+
+def test_a_mask_of_symbolic_sizes_can_be_planned():
+    def layer(q, mask):
+        return F.scaled_dot_product_attention(q, q, q, mask).square().mean()
+
+    with simulate("A100-80GB"):
+        jitted = thunder.jit(layer, cache="symbolic values", transforms=[MemEfficient(strict=True)])
+        q = torch.zeros(2, 4, 128, 64, device="cuda", requires_grad=True)
+        with contextlib.suppress(PredictionError):  # of predictions with symbolic sizes
+            predict(jitted, q, torch.ones(2, 1, 128, 128, dtype=torch.bool, device="cuda"))
+    assert last_plan(jitted).candidate.peak_bytes > 2 * q.nbytes
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Regions of nvFuser that Inductor takes over where nvFuser fails.
 
-nvFuser compiles a region at its first call, and one of its own assertions may fail there. On an H200 its segmenter gave
-up on a region of longchat's backward that is right in Thunder's operations. The program goes on all the same.
+nvFuser compiles a region at a call, and one of its own assertions may fail there. On an H200 its segmenter gave up on a
+region of longchat's backward that is right in Thunder's operations. The program goes on all the same, unless the region
+draws random numbers: another draw than nvFuser's would not be the one that the other half repeats.
 """
 
 from __future__ import annotations
@@ -52,12 +53,15 @@ class GuardedFusion:
                 other = region_function(*self._source)
                 results = other(*args)
             except Exception:
-                raise error  # noqa: B904 - Inductor's error is not the cause
+                raise error from None  # Inductor's error is not the cause
             cause = (str(error).strip().splitlines() or [""])[0][:200]
             message = f"nvFuser failed in a region ({type(error).__name__}: {cause}); Inductor runs it"
+            self._other = other  # before the warning, which may be an error
             warnings.warn(message, CompileWarning, stacklevel=3)
-            self._other = other
             return results
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GuardedFusion:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         """What `thunder.examine` asks of Thunder's function, such as `last_used`."""

@@ -133,8 +133,11 @@ def attention_copies_bytes(bsym: BoundSymbol, layout: Layout) -> int:
     name, tensors = bsym.sym.name, [layout[a.name] if isinstance(a, TensorProxy) else None for a in bsym.args]
     copied: list[torch.Tensor | None] = []
     if name in (FLASH_FORWARD, FLASH_BACKWARD) and (size := int(bsym.args[0].shape[-1])) % 8:
-        padded = [tensors[i] for i in ((0, 1, 2) if name == FLASH_FORWARD else (0, 0, 1, 2, 3, 4, 4))]
-        return sum(t.numel() // size * padded_head(size) * t.element_size() for t in padded if t is not None)
+        _, heads, rows, _ = map(int, bsym.args[0].shape)
+        # Of one head, or one row, a padded copy lies as (B, T, H, D), too.
+        padded = (0, 1, 2) if name == FLASH_FORWARD else (0, 1, 2, 3, 4) + ((0, 4) if heads > 1 and rows > 1 else ())
+        device, found = bsym.args[0].device.device_str(), [t for i in padded if (t := tensors[i]) is not None]
+        return sum(block_bytes(t.numel() // size * padded_head(size) * t.element_size(), device) for t in found)
     if name in _BACKWARDS:
         copied += [t for t in (tensors[0], tensors[4]) if not t.transpose(1, 2).is_contiguous()]  # type: ignore[union-attr]
     elif _in_one_group(bsym):
@@ -271,12 +274,13 @@ def _efficient_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
         return kernel_bytes
     (batch, heads, rows, size), columns, itemsize = map(int, query.shape), int(key.shape[2]), query.dtype.bytes
     whole = batch * heads * rows * columns
-    given_bytes = 0 if mask.dtype is not bool8 else mask.numel * itemsize  # as numbers
+    given = prod(map(int, mask.shape))
+    given_bytes = 0 if mask.dtype is not bool8 else given * itemsize  # as numbers
     # Thunder compares the columns with the size of a head, and makes no other copy of a whole mask where they agree.
-    copied = 0 if size == columns and mask.numel == whole else padded_head(columns) if size != columns else columns
+    copied = 0 if size == columns and given == whole else padded_head(columns) if size != columns else columns
     copy_bytes = whole // columns * copied * itemsize
     results_bytes = sum(map(dense_bytes, outs))
-    making_bytes = max(2 * given_bytes + mask.numel if given_bytes else 0, given_bytes + copy_bytes)
+    making_bytes = max(2 * given_bytes + given if given_bytes else 0, given_bytes + copy_bytes)
     if backward:
         kernel_bytes += whole // columns * ceil(columns / 16) * 16 * itemsize - dense_bytes(bsym.output[3])
     return max(making_bytes - results_bytes, (copy_bytes or given_bytes) + kernel_bytes)
