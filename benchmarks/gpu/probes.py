@@ -25,6 +25,7 @@ __all__ = [
     "executors_with",
     "head",
     "hidden_share",
+    "layers",
     "mean_square",
     "median_ms",
     "model_name",
@@ -220,8 +221,7 @@ def states_on_host(device: str) -> dict[str, Any]:
     x = torch.randn(rows, width, device=device, generator=torch.Generator(device).manual_seed(1))
     found: dict[str, list[torch.Tensor]] = {}
     for states in ("device", "host"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(width, width), nn.GELU()))).to(device)
+        model = layers(8, width, device)
         optimizer = StepInBackward(torch.optim.AdamW(model.parameters()), states=states)
         transform = MemEfficient(strict=True, verify=True, optimizer=optimizer)
         step = thunder.jit(model, executors=executors_with("mem_pointwise"), transforms=[transform])
@@ -241,6 +241,12 @@ def states_on_host(device: str) -> dict[str, Any]:
             "predicted_hidden_share": 1 - predicted.state_transfers.exposed_s / predicted.state_transfers.link_s,
         }
     return result
+
+
+def layers(count: int, width: int, device: str) -> nn.Sequential:
+    """Linear layers of one width, each with a GELU, the same at each call."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(count) for m in (nn.Linear(width, width), nn.GELU()))).to(device)
 
 
 def mean_square(y: torch.Tensor) -> torch.Tensor:
@@ -271,8 +277,7 @@ def hidden_share(copies: Sequence[tuple[float, float]], work: Sequence[tuple[flo
 
 def retain_graph(device: str) -> dict[str, Any]:
     """Two backwards of one graph, the second of which finds all that it needs, as the first did."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU()))).to(device)
+    model = layers(4, 256, device)
     x = torch.randn(512, 256, device=device)
     transform = MemEfficient(strict=True, verify=True, reuse=True)
     jitted = thunder.jit(model, executors=executors_with("mem_pointwise"), transforms=[transform])

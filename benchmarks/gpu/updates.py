@@ -8,9 +8,8 @@ from typing import Any
 
 import thunder
 import torch
-from torch import nn
 
-from benchmarks.gpu.probes import executors_with, mean_square, median_ms
+from benchmarks.gpu.probes import executors_with, layers, mean_square, median_ms
 from thunder_mem import MemEfficient, StepInBackward, measure_peak, predict_step
 from thunder_mem.prediction.training_step import training_step
 
@@ -39,15 +38,15 @@ def updates(name: str, device: str) -> dict[str, Any]:
     width, rows = (4096, 8192) if on_gpu else (64, 256)
     make, how = WAYS[name]
     x = torch.randn(rows, width, device=device, generator=torch.Generator(device).manual_seed(1))
-    exact = _layers(width, device).double()
+    exact = layers(8, width, device).double()
     plain = make(exact.parameters())
     for _ in range(_STEPS):
         training_step(exact, plain, mean_square, x.double())
     expected = [p.detach().float() for p in exact.parameters()]
-    started = [p.detach().clone() for p in _layers(width, device).parameters()]
+    started = [p.detach().clone() for p in layers(8, width, device).parameters()]
     del exact, plain
 
-    model = _layers(width, device)
+    model = layers(8, width, device)
     optimizer: Any = make(model.parameters())
     step: Any = model
     if how is not None:
@@ -66,8 +65,3 @@ def updates(name: str, device: str) -> dict[str, Any]:
         found["predicted_bytes"] = predict_step(step, optimizer, mean_square, x).measured_bytes
         found["right"] &= found.get("peak_bytes", found["predicted_bytes"]) == found["predicted_bytes"]
     return found
-
-
-def _layers(width: int, device: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(width, width), nn.GELU()))).to(device)

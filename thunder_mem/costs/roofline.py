@@ -133,7 +133,7 @@ def _convolution_flops(bsym: BoundSymbol) -> int:
 
 
 def _is_attention(name: str) -> bool:
-    return "scaled_dot_product" in name or "sdpa" in name or name.startswith(("attention", "cudnn_attention"))
+    return "scaled_dot_product" in name or "sdpa" in name or name.startswith("attention")
 
 
 def _attention_flops(bsym: BoundSymbol) -> int:

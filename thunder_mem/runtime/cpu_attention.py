@@ -23,7 +23,7 @@ from thunder.core.proxies import NumberProxy, TensorProxy, pyval
 from thunder.core.transforms import get_grad, put_grad, put_grads
 from thunder.extend import OperatorExecutor, register_executor
 
-__all__ = ["last_dim_dense", "mem_attention_ex", "statistics_dtype"]
+__all__ = ["last_dim_dense", "mem_attention_ex", "statistics_dtype", "value_of"]
 
 mem_attention_ex = OperatorExecutor("mem_attention", version="0.1")
 register_executor(mem_attention_ex)
@@ -155,7 +155,8 @@ attention_backward = mem_attention_ex.register_operator("mem_attention_backward"
 attention_mask_grad = mem_attention_ex.register_operator("mem_attention_mask_grad", meta=_mask_grad_meta, fn=_mask_grad)
 
 
-def _value(x: Any) -> Any:
+def value_of(x: Any) -> Any:
+    """The number of a proxy of one; anything else as it is."""
     return pyval(x) if isinstance(x, NumberProxy) else x
 
 
@@ -184,11 +185,11 @@ def _is_supported(
         return False
     if any(dtypes.to_strong_dtype(t.dtype) != dtypes.to_strong_dtype(query.dtype) for t in (key, value)):
         return False
-    if _value(dropout_p) != 0 or not (scale is None or isinstance(_value(scale), Number)):
+    if value_of(dropout_p) != 0 or not (scale is None or isinstance(value_of(scale), Number)):
         return False
     if attn_mask is None:
         return True
-    if _value(is_causal) or attn_mask.ndim > 4:
+    if value_of(is_causal) or attn_mask.ndim > 4:
         return False
     if not (dtypes.is_boolean_dtype(attn_mask.dtype) or dtypes.is_float_dtype(attn_mask.dtype)):
         return False

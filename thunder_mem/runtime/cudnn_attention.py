@@ -17,14 +17,14 @@ import torch
 from thunder.core import dtypes
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import OpTags
-from thunder.core.proxies import NumberProxy, TensorProxy, pyval
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.transforms import get_grad, put_grads
 from thunder.extend import OperatorExecutor, register_executor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from thunder_mem.runtime.attention_kernels import ATTENTION_KERNELS, CUDNN, eager_prefers_cudnn
-from thunder_mem.runtime.cpu_attention import last_dim_dense
+from thunder_mem.runtime.cpu_attention import last_dim_dense, value_of
 from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.semantics.kernel_scratch import CUDNN_BACKWARD, CUDNN_FORWARD
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
@@ -76,7 +76,7 @@ def _is_supported(
     scale: Any = None,
 ) -> bool:
     """Whether cuDNN computes exactly this call, and eager PyTorch would let it; if not, Thunder goes on without it."""
-    dropout, causal, factor = (pyval(x) if isinstance(x, NumberProxy) else x for x in (dropout_p, is_causal, scale))
+    dropout, causal, factor = map(value_of, (dropout_p, is_causal, scale))
     if attn_mask is not None or dropout != 0 or not isinstance(causal, bool):
         return False
     if not (factor is None or isinstance(factor, Number)):

@@ -42,7 +42,7 @@ __all__ = [
 FLASH_BACKWARD = "sdpafx_scaled_dot_product_efficient_attention_backward"
 """Thunder's name for the backward of flash attention on a GPU."""
 
-CUDNN_FORWARD, CUDNN_BACKWARD = "mem_cudnn_attention_forward", "mem_cudnn_attention_backward"
+CUDNN_FORWARD, CUDNN_BACKWARD = "mem_attention_cudnn_forward", "mem_attention_cudnn_backward"
 """Our names for attention by cuDNN."""
 CUDNN_FORWARD_BYTES = 256
 """What cuDNN's forward asks for; an H200 did so for 38 shapes."""
