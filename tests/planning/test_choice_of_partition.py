@@ -1,6 +1,10 @@
 """Partitions are compared by their arrangements before any of them is refined."""
 
 import copy
+from contextlib import contextmanager
+from dataclasses import replace
+from math import inf
+from types import SimpleNamespace
 
 import pytest
 import thunder
@@ -11,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fuzzing.configs import uncompiled_regions
 from thunder_mem import BudgetError, MemEfficient, last_plan
-from thunder_mem.fusion.arrangement import Arranged, arrange
-from thunder_mem.fusion.contraction import FusionCapabilities
-from thunder_mem.memory.graph import Op, Storage, make_graph
-from thunder_mem.planning import pipeline
+from thunder_mem.costs.plan_time import plan_seconds
+from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.planning import pipeline, tile_selection
 from thunder_mem.planning.budget_loop import within_budget
+from thunder_mem.planning.pipeline import TooSlowError, _in_time, _promising, choose_partition
 from thunder_mem.planning.program import Program
 
 
@@ -59,32 +63,61 @@ def plan_of(module):
 
 
 @pytest.mark.slow
-def test_a_partition_that_holds_no_less_is_not_refined_and_would_not_be_chosen(monkeypatch):
+def test_a_partition_that_starts_no_lower_is_not_refined_and_would_not_be_chosen(monkeypatch):
     module, calls = Checkpointed().bfloat16(), []
     for name in ("arrange", "refined"):
         counted(monkeypatch, name, calls)
     plan = plan_of(module)
-    assert (calls.count("arrange"), calls.count("refined")) == (3, 2)
-    monkeypatch.setattr(Arranged, "holds_no_less", lambda *_: False)
+    assert (calls.count("arrange"), calls.count("refined")) == (3, 1)
+    monkeypatch.setattr(pipeline, "_promising", lambda partitions, rank: partitions)
     assert plan_of(module) == plan
-    assert calls.count("refined") == 5
+    assert calls.count("refined") == 4
 
 
-def chain(*nbytes):
-    """The arrangement of ops one after the other, with results of so many bytes and nothing to fuse."""
-    storages = [Storage(i, size, held=i == 0) for i, size in enumerate((1, *nbytes))]
-    ops = [Op(i, reads=(i,), allocates=(i + 1,)) for i in range(len(nbytes))]
-    graph, none = make_graph(ops, storages, outputs=[len(nbytes)]), (0,) * len(nbytes)
-    operands = ((), *((i,) for i in range(len(nbytes) - 1)))
-    return arrange(graph, FusionCapabilities(none, none, 0, (False,) * len(nbytes), operands), [])
+@pytest.mark.parametrize(
+    ("ranks", "promising"),
+    [
+        ([(10, 5), (9, 9), (9, 8)], [0, 1, 2]),
+        ([(10, 5), (10, 5), (11, 1)], [0]),  # no lower than one before
+        ([(13, 0), (10, 5), (9, 9)], [1, 2]),  # the first is too far above the last
+        ([(125,), (100,)], [0, 1]),
+        ([(126,), (100,)], [1]),
+    ],
+)
+def test_partitions_that_are_refined(ranks, promising):
+    assert list(_promising(range(len(ranks)), ranks.__getitem__)) == promising
 
 
-def test_an_arrangement_holds_no_less_only_if_it_does_so_at_every_step():
-    small = chain(2, 2, 2)
-    assert small.holds_no_less(small)
-    assert chain(2, 3, 2).holds_no_less(small) and not small.holds_no_less(chain(2, 3, 2))
-    assert not chain(1, 9, 1).holds_no_less(small)
-    assert not chain(2, 2, 2, 2).holds_no_less(small)
+def test_partitions_that_take_too_long_do_not_count():
+    a, b, c = (SimpleNamespace(seconds=s) for s in (1.0, 1.001, 1.01))
+    assert _in_time([c, b, a], inf) == [c, b, a]
+    assert _in_time([c, b, a], 1.002) == [b, a]
+    assert _in_time([c, b, a], 1.0) == [a]
+    assert _in_time([c, b, a], 0.9995) == [b, a]  # which refinement may bring there
+    with pytest.raises(TooSlowError):
+        _in_time([c], 1.0)
+
+
+def test_the_time_of_a_partition_is_that_of_its_arrangement():
+    """Of its kernels by the roofline, before refinement: `most_s` is compared with it."""
+    matrix = torch.randn(256, 256, requires_grad=True)
+    with plans_made() as plans:
+        jitted = thunder.jit(lambda x: (x @ x).sin().sum(), executors=[], transforms=[MemEfficient(strict=True)])
+        jitted(matrix)
+    (planned,) = plans
+    model = device_model_of(torch.device("cpu"))
+    assert planned.arranged_seconds == plan_seconds(planned.plan, planned.source, model) > 3 * 2 * 256**3 / 1e12
+    program = replace(planned.program, options=replace(planned.program.options, most_s=planned.arranged_seconds / 2))
+    with pytest.raises(TooSlowError):
+        choose_partition(program)
+
+
+@contextmanager
+def plans_made():
+    plans, inner = [], tile_selection.planned_trace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tile_selection, "planned_trace", lambda *args: plans.append(inner(*args)) or plans[-1])
+        yield plans
 
 
 def test_a_budget_is_searched_again_without_the_inputs_that_stretches_keep(monkeypatch):

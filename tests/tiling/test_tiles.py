@@ -18,6 +18,7 @@ from thunder_mem.loop_body import block as blocks_of_rows
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning import tile_selection
 from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.planning.pipeline import TooSlowError
 from thunder_mem.planning.program import Planned
 from thunder_mem.planning.refine import TILES_AGAIN
 from thunder_mem.tiling.tiles import TilingError
@@ -308,6 +309,8 @@ def chosen_of(
         cost_ms = 1e3 * bought_s if trace == "whole" else 0
         outcome = None if budget is None else SimpleNamespace(budget_bytes=budget, cost_ms=cost_ms)
         candidate = SimpleNamespace(peak_bytes=figures[trace][0])
+        if figures[trace][1] > 1e3 * options.most_s:
+            raise TooSlowError
         plan = SimpleNamespace(budget=outcome, candidate=candidate, decisions=decisions)
         return Planned(program=trace, plan=plan, source=trace, fuse=None, trace=trace)
 
@@ -354,6 +357,7 @@ def test_by_default_tiles_run_once_more_where_the_time_has_room(monkeypatch, aga
         ([(600, 1.02), (700, 1.0), (600, 1.0)], "cheaper1"),  # the first that is in time
         ([(1000, 1.0), (700, 1.0)], "cheaper1"),  # and lower
         ([(600, 1.02)], "whole"),
+        ([(400, 99), (700, 1.0)], "cheaper1"),  # all partitions of the first take too long
         ([], "whole"),
     ],
 )
@@ -369,7 +373,8 @@ def test_by_default_tiles_that_take_too_long_become_cheaper(monkeypatch, cheaper
     [
         ((500, 1.0), None),
         ((1000, 1.5), None),
-        ((981, 1.5), None),
+        ((981, 1.011), None),
+        ((500, 1.5), None),  # nearly all of their time is to be saved
         ((500, 1.5), 2000),
         ((500, 1.5), 1000),
         ((9000, 1.5), 2000),

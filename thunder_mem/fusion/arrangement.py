@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from operator import ge, le
+from operator import le
 
 from thunder_mem.fusion.contraction import (
     FusionCapabilities,
@@ -31,7 +31,7 @@ from thunder_mem.memory.plan import Arrangement, Decision, Plan, PlannedRegion
 from thunder_mem.memory.shared_storages import in_order, with_shared_storages
 from thunder_mem.schedule.registry import SortFunction, SortResult, sort_graph
 
-__all__ = ["Arranged", "about_order", "about_regions", "arrange", "between_halves", "cannot_beat", "order_halves"]
+__all__ = ["Arranged", "about_order", "about_regions", "arrange", "between_halves", "order_halves"]
 
 
 THUNDERS_OWN = "neighbours, source order"
@@ -77,11 +77,6 @@ class Arranged:
     @cached_property
     def plan(self) -> Plan:
         return self.plan_of(self.best)
-
-    def holds_no_less(self, other: Arranged) -> bool:
-        """Whether it has as many steps as the other arrangement, and at each of them no fewer bytes are alive."""
-        own_bytes, other_bytes = self.best.timeline.live_bytes, other.best.timeline.live_bytes
-        return len(own_bytes) == len(other_bytes) and all(map(ge, own_bytes, other_bytes))
 
     def merged_for_reuse(self) -> Plan:
         """The plan without merges that prevent results from being written over what dies; see `_merged_for_reuse`."""
@@ -161,18 +156,6 @@ def _may_lower(chains: Mapping[int, tuple[int, ...]], best: _Arrangement) -> boo
     users = base.graph.users
     return any(
         region_of[user] != region_of[op] for op in replaced for s in base.graph.ops[op].allocates for user in users[s]
-    )
-
-
-def cannot_beat(graph: Graph, fuse: FusionCapabilities, peak_bytes: int) -> bool:
-    """Whether the saved values alone reach the peak, so that `arrange` cannot lower it.
-
-    All saved values are alive where the halves meet. The answer is true only if no order can gain with the present
-    values, nor with the values that remain once cheap chains are absorbed.
-    """
-    return (
-        between_halves(graph) >= peak_bytes
-        and between_halves(duplicate_cheap_producers(graph, fuse).graph) >= peak_bytes
     )
 
 
