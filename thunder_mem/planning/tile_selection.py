@@ -33,8 +33,8 @@ __all__ = ["TileVariants", "lower_plan"]
 # Tiles repeat no work, but every tile reads the weights again and adds to their gradients. By default they may take
 # this share of the program's modelled time.
 _FREE_TIME = 0.01
-# Planning with other tiles takes as long again. So they are planned only if all tiles lower the peak by this share, times
-# the part of their time that others may take. In small steps below it others gave at most 1.7 %, above it 2.6 to 13 %.
+# Planning with other tiles takes as long again. Therefore all tiles must lower the peak by this share, counting only
+# the part of their time that others may take. In small steps below it others gave at most 1.7 %, above it 2.6 to 13.
 _LEAST_GAIN = 0.02
 # Under a budget, what other tiles must be able to save of what would make them a percent faster than the best plan.
 _WORTH_TRYING = 0.5
