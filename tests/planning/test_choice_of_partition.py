@@ -3,7 +3,6 @@
 import copy
 from contextlib import contextmanager
 from dataclasses import replace
-from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +13,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzzing.configs import uncompiled_regions
-from thunder_mem import BudgetError, MemEfficient, last_plan
+from thunder_mem import BudgetError, MemEfficient, last_plan, predict, simulate
 from thunder_mem.costs.plan_time import plan_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.planning import pipeline, tile_selection
 from thunder_mem.planning.budget_loop import within_budget
-from thunder_mem.planning.pipeline import TooSlowError, _in_time, _promising, choose_partition
+from thunder_mem.planning.pipeline import TooSlowError, _lowest, _within_limits, choose_partition
 from thunder_mem.planning.program import Program
 
 
@@ -69,47 +68,70 @@ def test_a_partition_that_starts_no_lower_is_not_refined_and_would_not_be_chosen
         counted(monkeypatch, name, calls)
     plan = plan_of(module)
     assert (calls.count("arrange"), calls.count("refined")) == (3, 1)
-    monkeypatch.setattr(pipeline, "_promising", lambda partitions, rank: partitions)
+    monkeypatch.setattr(pipeline, "_lowest", lowest_of_all)
     assert plan_of(module) == plan
     assert calls.count("refined") == 4
 
 
+def lowest_of_all(ranks, refined, rank):
+    return min(((k, refined(k)) for k in range(len(ranks))), key=lambda found: rank(found[1]))
+
+
 @pytest.mark.parametrize(
-    ("ranks", "promising"),
+    ("starts", "ends", "order", "chosen"),
     [
-        ([(10, 5), (9, 9), (9, 8)], [0, 1, 2]),
-        ([(10, 5), (10, 5), (11, 1)], [0]),  # no lower than one before
-        ([(13, 0), (10, 5), (9, 9)], [1, 2]),  # the first is too far above the last
-        ([(125,), (100,)], [0, 1]),
-        ([(126,), (100,)], [1]),
+        ([(10, 5), (9, 9), (9, 8)], [(8, 5), (8, 5), (8, 6)], [2, 1, 0], 0),  # of equal ones the first
+        ([(10, 5), (10, 5), (11, 1)], [(9, 5), (1, 1), (1, 1)], [0], 0),  # no lower than one before
+        ([(110, 0), (100, 5)], [(80, 0), (90, 9)], [1, 0], 0),
+        ([(110, 0), (100, 5)], [(83, 0), (83, 9)], [1, 0], 0),
+        ([(13, 0), (10, 5)], [(1, 0), (9, 9)], [1], 1),  # too far above
+        ([(101,), (100,)], [(77,), (76,)], [1, 0], 1),
+        ([(100,), (80,)], [(74,), (75,)], [1], 1),
     ],
 )
-def test_partitions_that_are_refined(ranks, promising):
-    assert list(_promising(range(len(ranks)), ranks.__getitem__)) == promising
+def test_the_lowest_partition_is_refined_first_and_few_others(starts, ends, order, chosen):
+    refined = []
+
+    def refine(place):
+        refined.append(place)
+        return ends[place]
+
+    assert _lowest(starts, refine, lambda end: end) == (chosen, ends[chosen])
+    assert refined == order
 
 
 def test_partitions_that_take_too_long_do_not_count():
     a, b, c = (SimpleNamespace(seconds=s) for s in (1.0, 1.001, 1.01))
-    assert _in_time([c, b, a], inf) == [c, b, a]
-    assert _in_time([c, b, a], 1.002) == [b, a]
-    assert _in_time([c, b, a], 1.0) == [a]
-    assert _in_time([c, b, a], 0.9995) == [b, a]  # which refinement may bring there
+    assert _within_limits([c, b, a], ()) == [c, b, a]
+    assert _within_limits([c, b, a], (1.002, 2.0)) == [b, a]
+    assert _within_limits([c, b, a], (1.0, 2.0)) == [a]
+    assert _within_limits([c, b, a], (0.9, 1.001)) == [b, a]  # none keeps the first limit
     with pytest.raises(TooSlowError):
-        _in_time([c], 1.0)
+        _within_limits([c], (0.9, 1.0))
 
 
 def test_the_time_of_a_partition_is_that_of_its_arrangement():
-    """Of its kernels by the roofline, before refinement: `most_s` is compared with it."""
     matrix = torch.randn(256, 256, requires_grad=True)
     with plans_made() as plans:
         jitted = thunder.jit(lambda x: (x @ x).sin().sum(), executors=[], transforms=[MemEfficient(strict=True)])
         jitted(matrix)
     (planned,) = plans
-    model = device_model_of(torch.device("cpu"))
-    assert planned.arranged_seconds == plan_seconds(planned.plan, planned.source, model) > 3 * 2 * 256**3 / 1e12
-    program = replace(planned.program, options=replace(planned.program.options, most_s=planned.arranged_seconds / 2))
+    assert planned.arranged_seconds == planned.final_seconds  # nothing was refined, and a CPU does one after the other
+    program = replace(planned.program, options=replace(planned.program.options, limits_s=(planned.final_seconds / 2,)))
     with pytest.raises(TooSlowError):
         choose_partition(program)
+
+
+@pytest.mark.parametrize("width", [64, 4096])
+def test_the_time_of_a_partition_on_a_gpu_is_without_launches(width):
+    """Otherwise tiles whose launches are hidden would be refused."""
+    with simulate("H100-80GB", fusion="nvfuser"), plans_made() as plans:
+        x = torch.randn(width, width, device="cuda", requires_grad=True)
+        jitted = thunder.jit(lambda x: ((x @ x).sin() @ x).sum(), transforms=[MemEfficient(strict=True, tile=False)])
+        predict(jitted, x)
+        (planned,) = plans
+        serial_s = plan_seconds(planned.plan, planned.source, device_model_of(torch.device("cuda")))
+        assert planned.arranged_seconds <= planned.final_seconds < serial_s
 
 
 @contextmanager

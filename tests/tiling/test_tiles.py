@@ -285,6 +285,7 @@ def chosen_of(
     asked_with=None,
     checked=None,
     bought_s=0.0,
+    arranged_s=1.0,
     options_of=None,
     on_infeasible="error",
 ):
@@ -292,7 +293,8 @@ def chosen_of(
 
     `again` is the same for a plan that runs some tiles once more, `cheaper` for others with cheaper tiles, and
     `repeating` for those with tiles that repeat work; what others were asked with goes into `asked_with`. The plans
-    that are verified go into `checked`, and the options of all plans into `options_of`. Of the seconds of `whole`, a
+    that are verified go into `checked`, and the options of all plans into `options_of`. Before refinement each took
+    `arranged_s`; all partitions of one that takes infinitely long are too slow. Of the seconds of `whole`, a
     budget bought `bought_s`. Without `tiled` no tiles are free.
     """
     checked = [] if checked is None else checked
@@ -309,10 +311,10 @@ def chosen_of(
         cost_ms = 1e3 * bought_s if trace == "whole" else 0
         outcome = None if budget is None else SimpleNamespace(budget_bytes=budget, cost_ms=cost_ms)
         candidate = SimpleNamespace(peak_bytes=figures[trace][0])
-        if figures[trace][1] > 1e3 * options.most_s:
+        if figures[trace][1] == inf:
             raise TooSlowError
         plan = SimpleNamespace(budget=outcome, candidate=candidate, decisions=decisions)
-        return Planned(program=trace, plan=plan, source=trace, fuse=None, trace=trace)
+        return Planned(program=trace, plan=plan, source=trace, fuse=None, trace=trace, arranged_seconds=arranged_s)
 
     monkeypatch.setattr(tile_selection, "made", planned)
     monkeypatch.setattr(tile_selection, "checked", lambda plan: checked.append(plan.trace) or plan)
@@ -357,7 +359,7 @@ def test_by_default_tiles_run_once_more_where_the_time_has_room(monkeypatch, aga
         ([(600, 1.02), (700, 1.0), (600, 1.0)], "cheaper1"),  # the first that is in time
         ([(1000, 1.0), (700, 1.0)], "cheaper1"),  # and lower
         ([(600, 1.02)], "whole"),
-        ([(400, 99), (700, 1.0)], "cheaper1"),  # all partitions of the first take too long
+        ([(400, inf), (700, 1.0)], "cheaper1"),  # all partitions of the first take too long
         ([], "whole"),
     ],
 )
@@ -366,6 +368,12 @@ def test_by_default_tiles_that_take_too_long_become_cheaper(monkeypatch, cheaper
     found = chosen_of(monkeypatch, (500, 1.05), (1000, 1.0), cheaper=cheaper, asked_with=shares)
     assert found == chosen
     assert shares == [("cheaper", 0.8)]  # of 0.05 s, all but 0.01
+
+
+def test_partitions_of_cheaper_tiles_are_limited_by_the_time_of_the_arrangement_without_tiles(monkeypatch):
+    made = []
+    chosen_of(monkeypatch, (500, 1.05), (1000, 1.0), cheaper=[(600, 1.0)], options_of=made, arranged_s=0.99)
+    assert [options.limits_s for options in made] == [(), (), pytest.approx((1.0, 1.01))]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 
 from thunder_mem.memory.plan import Decision, Refusal
 from thunder_mem.rewrites.updates import Optimized
@@ -30,7 +29,7 @@ class PlanningOptions:
     verify: bool | None = None
     studied: bool = False  # operations keep the names that the program gives them, and the record keeps a study
     optimized: Optimized | None = None  # parameters that the backward updates
-    most_s: float = inf  # partitions that take longer count only if all do; before refinement, as modelled
+    limits_s: tuple[float, ...] = ()  # partitions beyond the first of these that any keeps do not count, nor if all are
     repeat_tiles: bool = True  # results of stretches in tiles may be computed once more
     smaller_heads: bool = True  # loss heads may become smaller to fit a budget
     refused: tuple[Refusal, ...] = ()  # by earlier passes

@@ -127,7 +127,7 @@ class Planned:
         program: what was planned; `verify` compares its trace with `arranged`.
         plan: regions and order.
         trace: with the chosen recomputation.
-        arranged_seconds: the modelled time before refinement.
+        arranged_seconds: the modelled time of its partition's kernels before refinement, without launches on a GPU.
         source: that trace read as a graph.
         fuse: the executors that take each of its operations.
         arranged: the fused trace in its order.
@@ -142,7 +142,7 @@ class Planned:
     source: TraceGraph
     fuse: FusionCapabilities
     trace: TraceCtx
-    arranged_seconds: float = 0.0
+    arranged_seconds: float | None = None
     arranged: TraceCtx | None = None
     lighter: TraceCtx | None = None
     final: TraceCtx | None = None

@@ -88,7 +88,7 @@ def lower_plan(
     def in_time(planned: Planned) -> bool:
         return planned.final_seconds <= most_s
 
-    with_tiles = _in_time(tiled, with_tiles, executors, options, most_s)
+    with_tiles = _once_in_time(tiled, with_tiles, executors, options, most_s)
     excess_s = with_tiles.final_seconds - most_s
     if excess_s <= 0:
         with_tiles = with_fewer_rows_at_peak(with_tiles, in_time)
@@ -100,11 +100,14 @@ def lower_plan(
     gain = (1 - share) * (1 - peak_with_loss_outside(with_tiles) / peak_with_loss_outside(without))
     if others is None or gain < _LEAST_GAIN:
         return checked(without)
-    timed = replace(options, most_s=without.arranged_seconds + _FREE_TIME * without.final_seconds)
+    assert without.arranged_seconds is not None
+    # Arrangements compare well with each other; the second limit is for those that the first would refuse too early.
+    limits_s = without.arranged_seconds + _FREE_TIME * without.final_seconds, most_s
+    timed = replace(options, limits_s=limits_s)
     for variant in others.cheaper(share, partial(_room, with_tiles)):
         trace, asked = _asked(variant, timed)
         try:
-            other = _in_time(trace, made(trace, executors, asked), executors, asked, most_s)
+            other = _once_in_time(trace, made(trace, executors, asked), executors, asked, most_s)
         except TooSlowError:
             continue
         if in_time(other) and _is_lower(other, without):
@@ -133,7 +136,7 @@ def _tidied(trace: TraceCtx, options: PlanningOptions) -> TraceCtx:
     return trace if tidied is trace else dce(tidied)
 
 
-def _in_time(
+def _once_in_time(
     trace: TraceCtx, planned: Planned, executors: Sequence[FusionExecutor], options: PlanningOptions, most_s: float
 ) -> Planned:
     """The plan of a trace; if it takes too long and runs some tiles once more, the plan that does not."""
