@@ -439,7 +439,10 @@ def zero3_budget() -> dict:
 
 
 def peaks() -> dict:
-    """Measured bytes of a step, of Thunder's and of both shardings, and what was planned."""
+    """Measured bytes of a step, of Thunder's and of both shardings, and what was planned.
+
+    The least of several steps, because threads of gloo let go of what they hold at any time.
+    """
     found = {}
     for name, transforms, strategy in (
         ("thunder", [], ZERO3),
@@ -455,11 +458,14 @@ def peaks() -> dict:
             compiled(tokens, targets).backward()
 
         run()
-        for parameter in compiled.parameters():
-            parameter.grad = None
         held = sum(t.nbytes for t in (tokens, targets, *compiled.parameters()))
-        with no_thread_holds_tensors():
-            found[name] = measure_peak(run) + held
+        measured = []
+        for _ in range(5):
+            for parameter in compiled.parameters():
+                parameter.grad = None
+            with no_thread_holds_tensors():
+                measured.append(measure_peak(run) + held)
+        found[name] = min(measured)
         if (plan := last_plan(compiled)) is not None:
             found[f"{name} planned"] = plan.candidate.peak_bytes
     return found

@@ -29,7 +29,7 @@ class PlanningOptions:
     verify: bool | None = None
     studied: bool = False  # operations keep the names that the program gives them, and the record keeps a study
     optimized: Optimized | None = None  # parameters that the backward updates
-    limits_s: tuple[float, ...] = ()  # partitions beyond the first of these that any keeps do not count, nor if all are
+    limits_s: tuple[float, ...] = ()  # seconds; only partitions within the first that any keeps count, see `made`
     repeat_tiles: bool = True  # results of stretches in tiles may be computed once more
     smaller_heads: bool = True  # loss heads may become smaller to fit a budget
     refused: tuple[Refusal, ...] = ()  # by earlier passes
