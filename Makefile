@@ -119,17 +119,18 @@ dist: $(STAMP)  ## sdist and wheel in dist/, checked, installed into a clean env
 	$(BIN)/python -m docs.python_blocks README.md > build/dist/readme.py
 	cd build/dist && env/bin/python -W ignore readme.py
 
-# torch first and alone, so that nothing resolves it to a version that Thunder does not know.
+# torch first and alone, so that nothing resolves it to a version that Thunder does not know. Modules are compiled when
+# they are first imported: most never are, and compiling all takes half a minute.
 $(DEMO_STAMP): pyproject.toml
 	@echo "Setting up $(VENV) with torch 2.11, Thunder and litgpt: two minutes, 5 GB, once."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==2.11.0
-	$(BIN)/python -m pip install --quiet -e ".[plot,litgpt]"
+	$(BIN)/python -m pip install --quiet --no-compile torch==2.11.0
+	$(BIN)/python -m pip install --quiet --no-compile -e ".[plot,litgpt]"
 	touch $@
 
 $(STAMP): $(DEMO_STAMP)
 	@echo "Adding what the tests and the docs need: less than a minute, once."
-	$(BIN)/python -m pip install --quiet -e ".[test,plot,docs]"
+	$(BIN)/python -m pip install --quiet --no-compile -e ".[test,plot,docs]"
 	touch $@
 
 $(NVFUSER)/.installed:

@@ -27,7 +27,7 @@ from thunder.core.trace import TraceCtx
 
 from benchmarks.models import Program, llama_step
 from thunder_mem import MemEfficient
-from thunder_mem.planning import executor, pipeline, refine, stages
+from thunder_mem.planning import executor, partition_choice, pipeline, refine, stages
 from thunder_mem.planning import program as programs
 from thunder_mem.planning.fallback import Original
 from thunder_mem.prediction.compiled_call import compiled_entry
@@ -81,7 +81,7 @@ def measure(program: Program) -> dict[str, float]:
         stack.enter_context(timed(Original, "unfused"))
         for room in (programs, refine, stages):
             stack.enter_context(timed(room, "read_trace"))
-        for room in (pipeline, refine):
+        for room in (partition_choice, refine):
             stack.enter_context(timed(room, "arrange"))
         stack.enter_context(timed(stages, "emit"))
         stack.enter_context(timed(pipeline, "verify_rewrite"))

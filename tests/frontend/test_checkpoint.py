@@ -279,12 +279,12 @@ def test_batch_norm_counts_a_step_once(executors: str):
 
 
 def test_a_plan_that_fails_leaves_the_checkpoint(monkeypatch):
-    from thunder_mem.planning import pipeline
+    from thunder_mem.planning import partition_choice
 
     def fails(*args, **kwargs):
         raise RuntimeError("no plan")
 
-    monkeypatch.setattr(pipeline, "arrange", fails)
+    monkeypatch.setattr(partition_choice, "arrange", fails)
     jitted = thunder.jit(lambda x, w: dropout(Ops(False), x, w), executors=[], transforms=[MemEfficient()])
     with pytest.warns(UserWarning, match="no plan"):
         got = run(jitted)

@@ -16,9 +16,9 @@ from tests.fuzzing.configs import uncompiled_regions
 from thunder_mem import BudgetError, MemEfficient, last_plan, predict, simulate
 from thunder_mem.costs.plan_time import plan_seconds
 from thunder_mem.costs.roofline import device_model_of
-from thunder_mem.planning import pipeline, tile_selection
+from thunder_mem.planning import partition_choice, pipeline, tile_selection
 from thunder_mem.planning.budget_loop import within_budget
-from thunder_mem.planning.pipeline import TooSlowError, _lowest, _within_limits, choose_partition
+from thunder_mem.planning.partition_choice import TooSlowError, _lowest, _within_limits, choose_partition
 from thunder_mem.planning.program import Program
 
 
@@ -43,13 +43,13 @@ class Checkpointed(nn.Module):
 
 
 def counted(monkeypatch, name, calls):
-    inner = getattr(pipeline, name)
+    inner = getattr(partition_choice, name)
 
     def call(*args, **options):
         calls.append(name)
         return inner(*args, **options)
 
-    monkeypatch.setattr(pipeline, name, call)
+    monkeypatch.setattr(partition_choice, name, call)
 
 
 def plan_of(module):
@@ -68,7 +68,7 @@ def test_a_partition_that_starts_no_lower_is_not_refined_and_would_not_be_chosen
         counted(monkeypatch, name, calls)
     plan = plan_of(module)
     assert (calls.count("arrange"), calls.count("refined")) == (3, 1)
-    monkeypatch.setattr(pipeline, "_lowest", lowest_of_all)
+    monkeypatch.setattr(partition_choice, "_lowest", lowest_of_all)
     assert plan_of(module) == plan
     assert calls.count("refined") == 4
 

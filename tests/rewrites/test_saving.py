@@ -28,7 +28,8 @@ from thunder_mem.memory.graph import Graph
 from thunder_mem.partition.constraints import Constraints
 from thunder_mem.partition.min_cut_partition import Exchange, min_cut_partition, saved_storages
 from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.pipeline import plan_joint_trace, with_loss_outside
+from thunder_mem.planning.loss_outside import rank_with_loss_outside
+from thunder_mem.planning.pipeline import plan_joint_trace
 from thunder_mem.regions.fusion_queries import fusibility
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.rewrites.recompute import recompute_in_backward
@@ -358,7 +359,7 @@ def test_what_waits_for_the_callers_loss_counts_as_much_as_the_halves(width):
     planned = plan_joint_trace(trace, (mem_pointwise_ex,), PlanningOptions())
     arguments = sum(t.nbytes for t in (x, w, v))
     waiting = arguments + 64 * 64 * 4 + 64 * width * 4  # what tanh made, and the logits
-    with_loss, peak = with_loss_outside(reuse=False)(planned)
+    with_loss, peak = rank_with_loss_outside(reuse=False)(planned)
     assert peak == planned.peak_bytes
     assert with_loss == max(peak, waiting + 3 * 64 * width * 4)
     assert (with_loss > peak) == (width == 4096)

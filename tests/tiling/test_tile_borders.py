@@ -14,7 +14,7 @@ from tests.tiling.test_head_groups import Layers, assert_right, compiled, few_bl
 from tests.tiling.test_tiles import made
 from thunder_mem import Tiles, last_plan
 from thunder_mem.partition.constraints import Constraints
-from thunder_mem.planning import pipeline, refine, tile_borders
+from thunder_mem.planning import partition_choice, refine, tile_borders
 from thunder_mem.planning import program as programs
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.program import Program, _only_offered
@@ -98,7 +98,7 @@ def test_gradients_are_right_if_the_forward_keeps_the_inputs_of_stretches(few_bl
         return [found or offered]
 
     monkeypatch.setattr(tile_borders, "_peak_bytes", lambda partitioned, rebuilt: len(rebuilt))
-    monkeypatch.setattr(pipeline, "free_partitions", with_borders_alone)
+    monkeypatch.setattr(partition_choice, "free_partitions", with_borders_alone)
     _, backward = compiled_tokens()
     ((offered, found, gathered),) = kept
     assert found is not None and found < offered

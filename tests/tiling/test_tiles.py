@@ -18,7 +18,7 @@ from thunder_mem.loop_body import block as blocks_of_rows
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning import tile_selection
 from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.pipeline import TooSlowError
+from thunder_mem.planning.partition_choice import TooSlowError
 from thunder_mem.planning.program import Planned
 from thunder_mem.planning.refine import TILES_AGAIN
 from thunder_mem.tiling.tiles import TilingError

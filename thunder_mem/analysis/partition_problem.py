@@ -12,7 +12,7 @@ import thunder
 
 from thunder_mem.partition.budget_search import PartitionProblem
 from thunder_mem.planning.executor import user_executors
-from thunder_mem.planning.pipeline import plan_partition
+from thunder_mem.planning.partition_choice import plan_partition
 from thunder_mem.planning.program import Planned, Program, partition_problem
 from thunder_mem.planning.record import Studied, studied
 from thunder_mem.planning.stages import carried_out

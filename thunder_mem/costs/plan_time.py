@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -85,9 +83,9 @@ def overlapped_seconds(source: TraceGraph, device: DeviceModel) -> float:
     A GPU waits for the host only where kernels are shorter than their launches, so many small kernels between large
     ones are free.
     """
-    if device.name == "cpu":
+    instant = device.without_launches
+    if instant == device:
         return _serial_seconds(source, device)
-    instant = replace(device, launch_s=0.0)
     host_s = device_s = 0.0
     for bsym in source.bsyms:
         serial_s, busy_s = (_final_seconds(bsym, source, model) for model in (device, instant))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from thunder_mem.memory.device_specs import DEVICES, DeviceSpec
@@ -52,6 +52,11 @@ class DeviceModel:
     def least_copy_bytes(self) -> int:
         """Below this size, starting a copy takes longer than the copy."""
         return int(self.copy_s * self.link_bytes_per_s)
+
+    @property
+    def without_launches(self) -> DeviceModel:
+        """A GPU whose host starts all kernels ahead; a CPU as it is, since it starts each one itself."""
+        return self if self.name == "cpu" else replace(self, launch_s=0.0)
 
     def copy_seconds(self, nbytes: int) -> float:
         """Seconds of a copy to the host or back."""

@@ -18,29 +18,25 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from itertools import chain
-from math import inf
 from operator import attrgetter
-from typing import TypeVar
 
-from thunder.core import prims
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor
 
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
-from thunder_mem.costs.plan_time import plan_seconds
 from thunder_mem.costs.roofline import device_model_of
-from thunder_mem.fusion.arrangement import Arranged, arrange, between_halves
 from thunder_mem.kernels.registered import without_unread_gradients
 from thunder_mem.loop_sizes.chunk_narrowing import narrow_sums
 from thunder_mem.loop_sizes.chunk_resizing import leanest_loops
 from thunder_mem.partition.budget import BudgetError, parse_budget
-from thunder_mem.partition.min_cut_partition import about_saving
 from thunder_mem.planning.budget_loop import with_nothing_bought, within_budget
 from thunder_mem.planning.collective_stages import buckets_not_built, prepared
+from thunder_mem.planning.loss_outside import bytes_at_loss_outside, peak_with_loss_outside
 from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.planning.partition_choice import choose_partition, plan_partition
 from thunder_mem.planning.peak_parts import peak_in_words
 from thunder_mem.planning.program import (
     Planned,
@@ -50,7 +46,6 @@ from thunder_mem.planning.program import (
     partition_problem,
     read_program,
 )
-from thunder_mem.planning.refine import refined
 from thunder_mem.planning.stages import carried_out, with_kernels, with_updates_beside
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.gradients_over_operands import is_written_over_operands
@@ -59,34 +54,10 @@ from thunder_mem.rewrites.updates import about_states, with_updates
 from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_words
 from thunder_mem.runtime.scratch_cache import save_tables
 from thunder_mem.trace.dead_halves import without_dead_halves
-from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.trace.verification import is_verified, verify_final, verify_rewrite
 from thunder_mem.user_choices.offload import moves_for
 
-__all__ = [
-    "TooSlowError",
-    "checked",
-    "choose_partition",
-    "made",
-    "peak_with_loss_outside",
-    "plan_joint_trace",
-    "plan_partition",
-    "planned_trace",
-]
-
-# While the caller computes a loss and its gradient, so many times the gradient's bytes are alive.
-_LOSS_COPIES = 3
-
-# Refinement lowers 95 of 100 partitions by this share at most. So one that starts further above is not refined.
-_MOST_LOWERED = 0.25
-
-Found = TypeVar("Found")
-Rank = tuple[int, ...]
-
-
-class TooSlowError(Exception):
-    """Every plan takes longer than allowed."""
-
+__all__ = ["checked", "made", "plan_joint_trace", "planned_trace"]
 
 Finish = Callable[[Planned], Planned]
 
@@ -151,10 +122,6 @@ def checked(planned: Planned) -> Planned:
     return replace(planned, plan=plan)
 
 
-def peak_with_loss_outside(planned: Planned) -> int:
-    return max(planned.peak_bytes, _outside_bytes(planned.source))
-
-
 def _fitting(
     trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions, given: TraceCtx, start: int
 ) -> Planned:
@@ -176,7 +143,7 @@ def _fitting(
     best = min(found, key=attrgetter("peak_bytes"))
     assert outcome is not None
     compiled = best
-    if options.on_infeasible == "warn" and _outside_bytes(best.source) > best.peak_bytes:
+    if options.on_infeasible == "warn" and bytes_at_loss_outside(best.source) > best.peak_bytes:
         program = read_program(trace, tuple(executors), replace(options, budget=None), given)
         default = plan_program(program, partial(carried_out, start=start))
         compiled = min(best, *found, with_nothing_bought(default, outcome.budget_bytes), key=peak_with_loss_outside)
@@ -262,110 +229,3 @@ def plan_program(program: Program, finish: Finish) -> Planned:
     if planned.fits or not kept:
         return planned
     return min(planned, found(frozenset()), key=lambda p: (not p.fits, p.peak_bytes))
-
-
-def choose_partition(program: Program) -> tuple[Planned, frozenset[int]]:
-    """The best plan without costly recomputation, and the storages that its backward recomputes.
-
-    Raises:
-        TooSlowError: no partition is within `options.limits_s`.
-    """
-    arranged = [_arranged(program, rebuilt) for rebuilt in free_partitions(program)]
-    within = _within_limits(arranged, program.options.limits_s)
-    rank = _rank(program.options)
-    place, best = _lowest([rank(p.planned) for p in within], lambda k: _refined(within[k]), rank)
-    return replace(best, arranged_seconds=within[place].seconds), within[place].rebuilt
-
-
-def plan_partition(program: Program, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Planned:
-    """The plan for given storages to recompute and to offload: its regions and their order."""
-    return _refined(_arranged(program, rebuilt, offloaded))
-
-
-@dataclass(frozen=True)
-class _Partition:
-    """A choice of storages that the backward recomputes, with its regions and their order, before refinement."""
-
-    rebuilt: frozenset[int]
-    planned: Planned
-    arranged: Arranged
-
-    @cached_property
-    def seconds(self) -> float:
-        """The modelled time of its kernels; without their launches on a GPU, whose host starts them ahead."""
-        source = self.planned.source
-        model = device_model_of(device_of(source))
-        busy = model if model.name == "cpu" else replace(model, launch_s=0.0)
-        return plan_seconds(self.planned.plan, source, busy)
-
-
-def _arranged(program: Program, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> _Partition:
-    trace, read, fuse = program.recomputing(rebuilt, offloaded)
-    arranged = arrange(read.graph, fuse, [str(e.name) for e in program.executors], sort=program.options.sort)
-    return _Partition(rebuilt, Planned(program, arranged.plan, read, fuse, trace), arranged)
-
-
-def _within_limits(partitions: Sequence[_Partition], limits_s: Sequence[float]) -> Sequence[_Partition]:
-    """The partitions within the first limit that any of them keeps; all without limits."""
-    for limit_s in limits_s:
-        if found := [p for p in partitions if p.seconds <= limit_s]:
-            return found
-    if limits_s:
-        raise TooSlowError
-    return partitions
-
-
-def _lowest(ranks: Sequence[Rank], refined: Callable[[int], Found], rank: Callable[[Found], Rank]) -> tuple[int, Found]:
-    """The partition, by its place, that is lowest once it is refined, and its plan.
-
-    Later partitions save more for the backward, so they must start lower than those before them. Of these the lowest is
-    refined first, and a higher one only if it may become lower than that.
-
-    Args:
-        ranks: of the partitions' arrangements.
-        refined: refines the partition at a place.
-        rank: of what that gives.
-    """
-    falling = [k for k, own in enumerate(ranks) if own < min(ranks[:k], default=(inf,))]
-    place, best = falling[-1], refined(falling[-1])
-    for k in reversed(falling[:-1]):
-        if (1 - _MOST_LOWERED) * ranks[k][0] < rank(best)[0] and rank(found := refined(k)) <= rank(best):
-            place, best = k, found
-    return place, best
-
-
-def _refined(partition: _Partition) -> Planned:
-    planned, program = partition.planned, partition.planned.program
-    found = refined(planned, partition.arranged, program.executors, program.options.sort, program.options.repeat_tiles)
-    decisions = (*program.asked, about_saving(program.source.graph, planned.source.graph), *found.plan.decisions)
-    return replace(found, plan=replace(found.plan, decisions=decisions))
-
-
-def _rank(options: PlanningOptions) -> Callable[[Planned], Rank]:
-    """What makes a plan without costly recomputation the better one: the smaller, the better.
-
-    A budget limits only the two halves, so under a budget only their peaks decide.
-    """
-    return with_loss_outside(options.reuse) if options.budget is None else lambda planned: (planned.peak_bytes,)
-
-
-def with_loss_outside(reuse: bool) -> Callable[[Planned], Rank]:
-    """The larger of the peak and the bytes alive while the caller computes a loss of the outputs; then the peak.
-
-    The caller's loss is unknown. The usual loss, a cross entropy of logits, holds a normalised copy, and in its
-    backward the gradients of the copy and of the logits: three times the bytes of the outputs' gradient. With
-    `reuse` the peak is the one with all results written over dying values.
-    """
-
-    def rank(planned: Planned) -> Rank:
-        peak_bytes = planned.plan.overwritten_peak_bytes if reuse else planned.peak_bytes
-        return max(peak_bytes, _outside_bytes(planned.source)), planned.peak_bytes
-
-    return rank
-
-
-def _outside_bytes(source: TraceGraph) -> int:
-    given = (b for b in source.bsyms if b.sym == prims.get_grad)
-    tangents = {source.storage_of[p.name] for b in given for p in b.flat_proxy_outs}
-    tangent_bytes = sum(source.graph.storages[s].nbytes for s in tangents)
-    return between_halves(source.graph) + _LOSS_COPIES * tangent_bytes

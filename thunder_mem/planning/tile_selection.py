@@ -21,8 +21,10 @@ from thunder.extend import FusionExecutor
 
 from thunder_mem.loop_sizes.tile_choice import room_bytes
 from thunder_mem.memory.plan import Decision
+from thunder_mem.planning.loss_outside import peak_with_loss_outside
 from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.pipeline import TooSlowError, checked, made, peak_with_loss_outside, planned_trace
+from thunder_mem.planning.partition_choice import TooSlowError
+from thunder_mem.planning.pipeline import checked, made, planned_trace
 from thunder_mem.planning.program import Planned
 from thunder_mem.planning.refine import TILES_AGAIN
 from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak

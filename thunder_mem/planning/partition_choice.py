@@ -1,0 +1,115 @@
+"""Which storages the backward recomputes at no price: the lowest of the free partitions.
+
+All of them are arranged. Then the lowest is refined, and those that may become lower than it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import TypeVar
+
+from thunder_mem.costs.plan_time import plan_seconds
+from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.fusion.arrangement import Arranged, arrange
+from thunder_mem.partition.min_cut_partition import about_saving
+from thunder_mem.planning.loss_outside import Rank, rank_with_loss_outside
+from thunder_mem.planning.options import PlanningOptions
+from thunder_mem.planning.program import Planned, Program, device_of, free_partitions
+from thunder_mem.planning.refine import refined
+
+__all__ = ["TooSlowError", "choose_partition", "plan_partition"]
+
+# Refinement lowers 95 of 100 partitions by this share at most. So one that starts further above is not refined.
+_MOST_LOWERED = 0.25
+
+Found = TypeVar("Found")
+
+
+class TooSlowError(Exception):
+    """Every plan takes longer than allowed."""
+
+
+def choose_partition(program: Program) -> tuple[Planned, frozenset[int]]:
+    """The best plan without costly recomputation, and the storages that its backward recomputes.
+
+    Raises:
+        TooSlowError: no partition is within `options.limits_s`.
+    """
+    arranged = [_arranged(program, rebuilt) for rebuilt in free_partitions(program)]
+    within = _within_limits(arranged, program.options.limits_s)
+    rank = _rank(program.options)
+    place, best = _lowest([rank(p.planned) for p in within], lambda k: _refined(within[k]), rank)
+    return replace(best, arranged_seconds=within[place].seconds), within[place].rebuilt
+
+
+def plan_partition(program: Program, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Planned:
+    """The plan for given storages to recompute and to offload: its regions and their order."""
+    return _refined(_arranged(program, rebuilt, offloaded))
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """A choice of storages that the backward recomputes, with its regions and their order, before refinement."""
+
+    rebuilt: frozenset[int]
+    planned: Planned
+    arranged: Arranged
+
+    @cached_property
+    def seconds(self) -> float:
+        """The modelled time of its kernels; without their launches on a GPU, whose host starts them ahead."""
+        source = self.planned.source
+        return plan_seconds(self.planned.plan, source, device_model_of(device_of(source)).without_launches)
+
+
+def _arranged(program: Program, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> _Partition:
+    trace, read, fuse = program.recomputing(rebuilt, offloaded)
+    arranged = arrange(read.graph, fuse, [str(e.name) for e in program.executors], sort=program.options.sort)
+    return _Partition(rebuilt, Planned(program, arranged.plan, read, fuse, trace), arranged)
+
+
+def _within_limits(partitions: Sequence[_Partition], limits_s: Sequence[float]) -> Sequence[_Partition]:
+    """The partitions within the first limit that any of them keeps; all without limits."""
+    for limit_s in limits_s:
+        if found := [p for p in partitions if p.seconds <= limit_s]:
+            return found
+    if limits_s:
+        raise TooSlowError
+    return partitions
+
+
+def _lowest(ranks: Sequence[Rank], refined: Callable[[int], Found], rank: Callable[[Found], Rank]) -> tuple[int, Found]:
+    """The partition, by its place, that is lowest once it is refined, and its plan.
+
+    Later partitions save more for the backward, so they must start lower than those before them. Of these the lowest is
+    refined first, and a higher one only if it may become lower than that.
+
+    Args:
+        ranks: of the partitions' arrangements.
+        refined: refines the partition at a place.
+        rank: of what that gives.
+    """
+    falling = [k for k, own in enumerate(ranks) if own < min(ranks[:k], default=(inf,))]
+    place, best = falling[-1], refined(falling[-1])
+    for k in reversed(falling[:-1]):
+        if (1 - _MOST_LOWERED) * ranks[k][0] < rank(best)[0] and rank(found := refined(k)) <= rank(best):
+            place, best = k, found
+    return place, best
+
+
+def _refined(partition: _Partition) -> Planned:
+    planned, program = partition.planned, partition.planned.program
+    found = refined(planned, partition.arranged, program.executors, program.options.sort, program.options.repeat_tiles)
+    decisions = (*program.asked, about_saving(program.source.graph, planned.source.graph), *found.plan.decisions)
+    return replace(found, plan=replace(found.plan, decisions=decisions))
+
+
+def _rank(options: PlanningOptions) -> Callable[[Planned], Rank]:
+    """What makes a plan without costly recomputation the better one: the smaller, the better.
+
+    A budget limits only the two halves, so under a budget only their peaks decide.
+    """
+    return rank_with_loss_outside(options.reuse) if options.budget is None else lambda planned: (planned.peak_bytes,)
