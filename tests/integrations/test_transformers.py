@@ -8,12 +8,13 @@ import pickle
 import warnings
 
 import pytest
+import thunder
 import torch
 
 pytest.importorskip("transformers")
 
-from tests.programs.hugging_face import FAMILIES, THROUGH_FX, gpt2, llama, tokens
-from thunder_mem import BudgetError, MemEfficient, StepInBackward, compare, measure_peak
+from tests.programs.hugging_face import FAMILIES, THROUGH_FX, bert, gpt2, llama, tokens
+from thunder_mem import BudgetError, MemEfficient, PredictionError, StepInBackward, compare, measure_peak, predict
 from thunder_mem.integrations.transformers import LossOutput, memory_efficient, programs
 
 
@@ -370,6 +371,13 @@ def test_bad_input_gets_one_sentence(small):
     patched.forward = patched.forward
     with pytest.raises(ValueError, match="another library has replaced this model's forward"):
         memory_efficient(patched)
+
+
+def test_a_prediction_names_what_compiles_a_model_that_thunder_cannot_trace():
+    model, batch = bert()
+    jitted = thunder.jit(model, executors=[], transforms=[MemEfficient()])
+    with pytest.raises(PredictionError, match=r"AssertionError; memory_efficient\(model\) of thunder_mem.integrations"):
+        predict(jitted, kwargs=batch)
 
 
 def test_the_loss_is_all_that_is_kept():

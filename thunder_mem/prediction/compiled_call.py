@@ -60,12 +60,21 @@ def compiled_entry(
             raise  # errors of this package explain themselves
         cause = re.sub(r"<function (\S+) at 0x[0-9a-f]+>", r"\1", str(error))
         cause = textwrap.shorten(cause, 300, placeholder=" …")  # Thunder's messages can go on for pages
-        where = _users_line(error)
-        raise PredictionError(f"the function cannot be traced{where}: {type(error).__name__}: {cause}") from error
+        what = f"{type(error).__name__}: {cause}" if cause else type(error).__name__
+        said = f"the function cannot be traced{_users_line(error)}: {what}{_way_for(jitted)}"
+        raise PredictionError(said) from error
     finally:
         torch.set_grad_enabled(grad_enabled)
     _check_simulated(inputs)
     return entry, list(inputs), []
+
+
+def _way_for(jitted: Callable[..., Any]) -> str:
+    """What compiles a Hugging Face model, which Thunder alone often cannot trace; "" for other functions."""
+    classes = type(getattr(jitted, "_model", None)).__mro__
+    if not any(base.__module__.startswith("transformers.") for base in classes):
+        return ""
+    return "; memory_efficient(model) of thunder_mem.integrations.transformers compiles Hugging Face's models"
 
 
 def splits_autograd(jitted: Callable[..., Any]) -> bool:
