@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from thunder_mem import estimate, predict_step
+from thunder_mem import StepInBackward, estimate, predict_step
 from thunder_mem.prediction.predict import PredictionError
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import training_step
@@ -124,6 +124,10 @@ def test_nothing_of_the_callers_changes():
     state = optimizer.state
     estimate(model, optimizer, mean, tokens())
     assert optimizer.state is state and type(state[model.up.weight]["exp_avg"]) is torch.Tensor
+    in_backward = StepInBackward(optimizer)
+    own = dict(vars(in_backward))
+    estimate(model, in_backward, mean, tokens())
+    assert dict(vars(in_backward)) == own and in_backward.state is state
 
 
 def test_it_fails_without_a_trace():

@@ -13,8 +13,8 @@ from tests.programs.report_cases import Stack, synthetic
 from thunder_mem import MemEfficient, StepInBackward, Tiles, explain, predict, predict_step
 from thunder_mem.memory.units import size
 from thunder_mem.prediction.predict import Prediction
-from thunder_mem.rendering.document import Section
-from thunder_mem.rendering.text import WIDTH, plain
+from thunder_mem.rendering.document import Document, Section
+from thunder_mem.rendering.text import WIDTH, to_text
 from thunder_mem.report import Report
 from thunder_mem.report.advice import advice
 from thunder_mem.report.brief import brief
@@ -57,7 +57,7 @@ def test_it_names_the_peak_beside_eagers_and_thunders(stack, report):
 
 def test_holders_are_modules_and_sum_to_the_peak(report):
     facts = Facts(report.prediction)
-    modules = modules_of(report.prediction, facts, report.paths)
+    modules = modules_of(facts, report.paths)
     storages = report.prediction.storages
     for i, storage in enumerate(storages):
         if storage.name in report.paths:
@@ -142,12 +142,12 @@ def test_tables_take_a_hundred_columns_and_lose_nothing(stack):
     words = " ".join(f"word{i}" for i in range(60))
     rows = tuple((f"{i}", words, "x" * 150, words[i:]) for i in range(3))
     section = Section("Wide", ("n", "one", "two", "three"), rows, (0,), words, stack)
-    text = plain(["a headline " + words], [section])
+    text = to_text(Document(("a headline " + words,), (section,)))
     assert max(map(len, text.splitlines())) == WIDTH
     kept = "".join(text.split())
     assert kept.count("x" * 10) >= 3
     for i in range(60):
         assert text.count(f"word{i}") >= 3
-    narrow = plain(["line"], [Section("Narrow", ("n", "one"), (("1", "a"),), (0,))])
+    narrow = to_text(Document(("line",), (Section("Narrow", ("n", "one"), (("1", "a"),), (0,)),)))
     assert narrow == "line\n\nNarrow\n  n  one\n  1  a"
-    assert plain(["code " * 40, "more"], []) == f"{'code ' * 40}\n  more"
+    assert to_text(Document(("code " * 40, "more"), ())) == f"{'code ' * 40}\n  more"

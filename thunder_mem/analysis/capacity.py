@@ -116,7 +116,7 @@ def fits(
     with simulate(device, fusion=fusion) as simulated:
         with torch.device("cuda"):
             model = model_fn()
-            batch = [_placeholder(shape, dtype) for shape, dtype in shapes]
+            batch = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         inputs, rest = batch[: len(batch) - targets], batch[len(batch) - targets :]
         stepper = None if optimizer is None else optimizer(model.parameters())
         jitted = thunder.jit(model, transforms=_stepping(transforms, stepper))
@@ -272,7 +272,3 @@ def _shape_and_dtype(entry: Any, sizes: Mapping[str, int]) -> tuple[tuple[int, .
     if missing:
         raise ValueError(f"the shape {tuple(shape)} names {missing[0]!r}, but sizes has only {sorted(sizes)}")
     return tuple(sizes[n] if isinstance(n, str) else n for n in shape), dtype
-
-
-def _placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)

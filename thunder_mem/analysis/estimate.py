@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import thunder
@@ -32,7 +33,7 @@ from thunder_mem.prediction.cuda_paths import cuda_paths
 from thunder_mem.prediction.fake_optimizer import hold_states, make_state, next_scalars, twin_optimizer
 from thunder_mem.prediction.predict import Prediction, PredictionError, finish
 from thunder_mem.prediction.simulate import attention_backend_for, simulate
-from thunder_mem.prediction.training_step import check_steps
+from thunder_mem.prediction.training_step import check_loss, check_steps
 from thunder_mem.runtime.simulated_device import SimulatedDevice, simulated_device
 
 __all__ = ["estimate", "follow"]
@@ -143,7 +144,7 @@ def follow(
         stack.enter_context(cuda_paths(attention_backend_for(spec)))
         stack.enter_context(watch)
         try:
-            run(lambda phase: _enter(watch, phase))
+            run(partial(setattr, watch, "phase"))
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
             last = ledger.events[-1].name if ledger.events else "the first operation"
             cause = f"{type(error).__name__}: {error}"
@@ -153,10 +154,6 @@ def follow(
     ledger.sweep()
     recurrent = [_RECURRENT] if any("rnn" in e.name or "lstm" in e.name for e in ledger.events) else []
     return finish(ledger, [_KERNELS, *notes, *recurrent], spec.capability)
-
-
-def _enter(watch: Watch, phase: str) -> None:
-    watch.phase = phase
 
 
 @contextlib.contextmanager
@@ -193,7 +190,9 @@ def _step(
         if output is None and loss_fn is None:
             return None
         enter("loss")
-        return _checked(output if loss_fn is None else loss_fn(output))
+        loss = output if loss_fn is None else loss_fn(output)
+        check_loss("estimate", loss)
+        return loss
 
     for _ in range(accumulate):
         enter("forward")
@@ -209,15 +208,6 @@ def _step(
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
-def _checked(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"the loss has to be a scalar tensor, but it is {what}: give estimate a loss_fn")
-    if not loss.requires_grad:
-        raise ValueError("the loss does not depend on anything that requires a gradient")
-    return loss
-
-
 def _check(model_or_step: Any, optimizer: Any, accumulate: Any) -> None:
     if not callable(model_or_step):
         raise TypeError(f"estimate takes a module or a function, not {type(model_or_step).__name__}")
@@ -228,15 +218,12 @@ def _check(model_or_step: Any, optimizer: Any, accumulate: Any) -> None:
     check_steps("estimate", optimizer, accumulate)
 
 
-@contextlib.contextmanager
-def _device(name: str | None) -> Iterator[SimulatedDevice]:
+def _device(name: str | None) -> contextlib.AbstractContextManager[SimulatedDevice]:
     """The running simulation, or a new one."""
     running = simulated_device()
     if running is not None and name in (None, running.name):
-        yield running
-        return
-    with simulate(name or _DEFAULT) as simulated:
-        yield simulated
+        return contextlib.nullcontext(running)
+    return simulate(name or _DEFAULT)
 
 
 def _twin(

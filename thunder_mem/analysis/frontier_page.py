@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from thunder_mem.memory.units import size
 from thunder_mem.rendering.curve import ticks
-from thunder_mem.rendering.document import Section
 from thunder_mem.rendering.html import fragment, page, picture
 
 if TYPE_CHECKING:
     from thunder_mem.analysis.frontier_points import Frontier, Point
 
-__all__ = ["frontier_page", "frontier_svg", "frontier_table"]
+__all__ = ["frontier_page", "frontier_svg"]
 
 _WIDTH, _HEIGHT = 1000, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 90, 30, 26, 46
@@ -25,14 +24,8 @@ _MARGIN = 0.06  # of each range, so that no point lies on the frame
 def frontier_page(frontier: Frontier, lines: Sequence[str] = ()) -> str:
     """The frontier as a whole HTML document; `lines` stand below its headline."""
     title = "<h2>Time of forward and backward against the peak</h2>"
-    body = fragment([frontier.headline, *lines], [title, picture(frontier_svg(frontier))], [frontier_table(frontier)])
+    body = fragment([frontier.headline, *lines], [title, picture(frontier_svg(frontier))], [frontier.table])
     return page(frontier.headline, f"{body}\n")
-
-
-def frontier_table(frontier: Frontier) -> Section:
-    """The plans as a table of a report."""
-    numbers = tuple(range(len(frontier.columns) - 1))
-    return Section("Memory against time", frontier.columns, frontier.rows(), numbers)
 
 
 def frontier_svg(frontier: Frontier) -> str:

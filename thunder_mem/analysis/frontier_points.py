@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pathlib
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from thunder_mem.memory.units import size
+from thunder_mem.rendering.document import Section
 from thunder_mem.rendering.endings import FRONTIER_ENDINGS
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from thunder_mem.rendering.matplotlib import blank, write
+from thunder_mem.rendering.text import aligned, rich_table
 
 __all__ = ["Frontier", "Point"]
-
-"""What `Frontier.save` writes."""
 
 _COLUMNS = ("peak", "forward", "received", "recompute ms", "step ms", "slower", "enabled by")
 
@@ -84,14 +85,11 @@ class Frontier:
         """Plain lists, dicts, strings and numbers."""
         return asdict(self)
 
-    def rows(self) -> tuple[tuple[str, ...], ...]:
-        """The table's cells as text, without its head (`columns`)."""
-        return tuple(self._cells(p) for p in (self.nothing_recomputed, *self.points))
-
     @property
-    def columns(self) -> tuple[str, ...]:
-        """The table's head."""
-        return _COLUMNS
+    def table(self) -> Section:
+        """The plans as a table."""
+        rows = tuple(self._cells(p) for p in (self.nothing_recomputed, *self.points))
+        return Section("Memory against time", _COLUMNS, rows, numeric=tuple(range(len(_COLUMNS) - 1)))
 
     @property
     def headline(self) -> str:
@@ -101,27 +99,10 @@ class Frontier:
         return f"{peaks} for {last.step_ms - first.step_ms:.3g} ms more a step; times for {self.device}."
 
     def __str__(self) -> str:
-        table = [_COLUMNS, *self.rows()]
-        widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
-        last = len(_COLUMNS) - 1
-        lines = [
-            "  ".join(c.ljust(w) if i == last else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-            for row in table
-        ]
-        return "\n".join([self.headline, *(line.rstrip() for line in lines)])
+        return "\n".join([self.headline, *aligned(self.table)])
 
     def __rich__(self) -> RenderableType:
-        from rich import box
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in _COLUMNS:
-            table.add_column(Text(column), justify="left" if column == _COLUMNS[-1] else "right", no_wrap=True)
-        for row in self.rows():
-            table.add_row(*map(Text, row))
-        return Group(Text(self.headline, style="bold"), table)
+        return Group(Text(self.headline, style="bold"), rich_table(self.table, figures_wrap=True))
 
     def save(self, path: str | pathlib.Path) -> None:
         """Draw the peak against the predicted time of a step, as .png, .svg or .pdf; or write a page, .html.
@@ -138,14 +119,7 @@ class Frontier:
 
             path.write_text(frontier_page(self), encoding="utf-8")
             return
-        try:
-            from matplotlib import rc_context
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("pictures need matplotlib: pip install 'thunder-mem[plot]'") from error
-        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = blank(6.4, 3.8)
         axes = figure.subplots()
         unit, name = _unit(max(p.peak_bytes for p in (self.nothing_recomputed, *self.points)))
         axes.plot(
@@ -158,8 +132,7 @@ class Frontier:
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-        with rc_context({"svg.hashsalt": "thunder_mem"}):
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
+        write(figure, path)
 
     def _cells(self, p: Point) -> tuple[str, ...]:
         whole = p is self.nothing_recomputed

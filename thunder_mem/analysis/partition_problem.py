@@ -106,8 +106,7 @@ def _jitted_anew(fn: Callable[..., Any], executors: Sequence[Any] | None, budget
     watching._options = replace(watching._options, strict=True, budget=budget, studied=True)
     others = [t for t in transforms if t is not own]
     if compiled is None:
-        given = {} if executors is None else {"executors": list(executors)}
-        return thunder.jit(fn, transforms=[watching], **given)
+        return thunder.jit(fn, executors=executors, transforms=[watching])
     inner = fn._model if isinstance(fn, thunder.ThunderModule) else compiled.fn
     listed = [e for e in user_executors(compiled.executors_list) if not isinstance(e, thunder.extend.TemporaryExecutor)]
     return thunder.jit(inner, executors=listed, transforms=[*others, watching], **compiled.compile_options)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from thunder_mem.memory.units import size
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from thunder_mem.rendering.document import Section
+from thunder_mem.rendering.html import fragment
+from thunder_mem.rendering.text import aligned, rich_table
 
 __all__ = ["Kept", "RecomputeTable", "Row"]
 
@@ -71,7 +73,7 @@ class Kept:
 
 
 _COLUMNS = ("pattern", "now", "shapes", "count", "each", "saved", "peak", "ms", "ms/GiB", "where", "config")
-_NUMERIC = frozenset({3, 4, 5, 6, 7, 8})
+_NUMERIC = (3, 4, 5, 6, 7, 8)
 
 
 @dataclass(frozen=True)
@@ -115,39 +117,21 @@ class RecomputeTable:
         return found
 
     def __str__(self) -> str:
-        table = [_COLUMNS, *map(_cells, self.rows)]
-        widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
-        lines = [self._headline()]
-        for row in table:
-            cells = [
-                cell.rjust(w) if i in _NUMERIC else cell.ljust(w)
-                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, *map(_why, self.kept)])
+        return "\n".join([self._headline, *aligned(self.table), *map(_why, self.kept)])
 
     def __rich__(self) -> RenderableType:
-        from rich import box
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for i, column in enumerate(_COLUMNS):
-            table.add_column(Text(column), justify="right" if i in _NUMERIC else "left", overflow="fold")
-        for row in self.rows:
-            table.add_row(*map(Text, _cells(row)))
-        return Group(Text(self._headline(), style="bold"), table, *(Text(_why(k), style="dim") for k in self.kept))
+        kept = (Text(_why(k), style="dim") for k in self.kept)
+        return Group(Text(self._headline, style="bold"), rich_table(self.table, figures_wrap=True), *kept)
 
     def _repr_html_(self) -> str:
-        def line(tag: str, cells: tuple[str, ...]) -> str:
-            return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+        return fragment([self._headline, *map(_why, self.kept)], [], [self.table])
 
-        rows = "".join(line("td", _cells(row)) for row in self.rows)
-        kept = "".join(f"<li>{escape(_why(k))}</li>" for k in self.kept)
-        table = f"<table>{line('th', _COLUMNS)}{rows}</table>"
-        return f"<div><p>{escape(self._headline())}</p>{table}<ul>{kept}</ul></div>"
+    @property
+    def table(self) -> Section:
+        """The rows as a table."""
+        return Section("Candidates for recomputation", _COLUMNS, tuple(map(_cells, self.rows)), _NUMERIC)
 
+    @property
     def _headline(self) -> str:
         received = f"the backward receives {size(self.received_bytes)}"
         return f"Peak {size(self.peak_bytes)}, {received}; times for {self.device}."

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from thunder.core.dtypes import to_strong_dtype
 from thunder.core.proxies import ProxyTag, TensorProxy
 
@@ -24,7 +23,7 @@ from thunder_mem.memory.device_models import DeviceModel
 from thunder_mem.partition.budget_search import PartitionProblem
 from thunder_mem.partition.constraints import RecomputeError
 from thunder_mem.partition.min_cut_partition import min_cut_partition, saved_storages
-from thunder_mem.planning.program import Planned
+from thunder_mem.planning.program import Planned, device_of
 from thunder_mem.trace.origins import alike, origin_of, source_of
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.user_choices.config import choices_of
@@ -61,6 +60,7 @@ def recompute_table(
         TypeError: `fn` is none of the above.
 
     Example:
+        >>> import torch
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
         >>> table = recompute_table(mlp, torch.zeros(5, 8), dims={"B": 5}, executors=[])
         >>> table["Linear"].shapes, table["Linear"].config
@@ -154,10 +154,7 @@ class _Tabulation:
 
     @property
     def _model(self) -> DeviceModel:
-        nbytes: dict[str, int] = {}
-        for s in self.problem.graph.storages:
-            nbytes[s.device] = nbytes.get(s.device, 0) + s.nbytes
-        return device_model_of(torch.device(max(nbytes, key=lambda d: (nbytes[d], d)) if nbytes else "cpu"))
+        return device_model_of(device_of(self.source))
 
     def _ms(self, storages: frozenset[int]) -> float:
         """Milliseconds of recomputation; elementwise ops inside a region cost their reads from outside it."""

@@ -38,11 +38,10 @@ from thunder_mem.comparison.result import OURS
 from thunder_mem.frontend.thunderfx import is_fx
 from thunder_mem.memory.device_specs import DeviceSpec, device_spec
 from thunder_mem.prediction.library_memory import cublas_workspace_bytes
-from thunder_mem.rendering.document import Section
+from thunder_mem.rendering.document import Document, Section
 from thunder_mem.rendering.html import fragment, page
 from thunder_mem.rendering.progress import Progress, showing, stage, wanted
-from thunder_mem.rendering.text import plain as as_text
-from thunder_mem.rendering.text import wrapped
+from thunder_mem.rendering.text import to_rich, to_text
 from thunder_mem.report import explain
 from thunder_mem.report.brief import brief
 from thunder_mem.report.sections import headline, sections
@@ -229,8 +228,8 @@ def _show(options: argparse.Namespace, answer: _Answer) -> None:
     if options.json:
         print(json.dumps({"command": options.command, "target": options.target, **answer.data}, indent=1))
         return
-    console = rich.console.Console()
+    console, document = rich.console.Console(), Document(answer.lines, answer.tables)
     if console.is_terminal:
-        console.print(wrapped(answer.lines, answer.tables))
+        console.print(to_rich(document))
     else:
-        print(as_text(answer.lines, answer.tables))
+        print(to_text(document))

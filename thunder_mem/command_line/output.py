@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from thunder_mem.analysis.frontier_page import frontier_table
 from thunder_mem.analysis.frontier_points import Frontier
 from thunder_mem.command_line.questions import Outcome
 from thunder_mem.memory.units import change, size
@@ -161,7 +160,7 @@ def frontier_tables(
             lines.append(
                 f"fits into {size(limit_bytes)} of {name}: at {size(point.peak_bytes)}, {point.step_ms:.4g} ms"
             )
-    return tuple(lines), (frontier_table(frontier),)
+    return tuple(lines), (frontier.table,)
 
 
 def frontier_json(frontier: Frontier, limits: Sequence[tuple[str, int]]) -> dict[str, Any]:

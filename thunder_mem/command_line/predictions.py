@@ -79,9 +79,8 @@ def survey(
     model: Any = program.model
     if not program.is_jitted:
         executors = None if simulated else _executors(fusion)
-        given: dict[str, Any] = {} if executors is None else {"executors": executors}
-        alone = thunder.jit(model, **given)
-        model = thunder.jit(model, transforms=[_mem_efficient(options or {})], **given)
+        alone = thunder.jit(model, executors=executors)
+        model = thunder.jit(model, executors=executors, transforms=[_mem_efficient(options or {})])
         with _telling_whose_fault(lambda: predict(alone, *program.args, kwargs=program.kwargs)):
             return memory_time_frontier(model, *program.args, kwargs=program.kwargs, points=points, offload=offload)
     return memory_time_frontier(model, *program.args, kwargs=program.kwargs, points=points, offload=offload)
@@ -226,10 +225,8 @@ def _through_fx(program: Program, question: Question, budget_bytes: int | None) 
         raise UsageError("a program of ThunderFX is predicted without its optimizer: leave the optimizer out")
     compiled = program.model
     if not program.is_fx:
-        executors = _executors(question.fusion)
-        given: dict[str, Any] = {} if executors is None else {"executors": executors}
         transforms = [] if question.plain else [_mem_efficient(question.options, budget_bytes)]
-        compiled = by_thunderfx(compiled, transforms=transforms, **given)
+        compiled = by_thunderfx(compiled, executors=_executors(question.fusion), transforms=transforms)
     compiled(*program.args, **program.kwargs)
     shown = highest_peak(compiled) if question.parts else None
     try:
@@ -248,11 +245,8 @@ def _compiled(program: Program, question: Question, budget_bytes: int | None) ->
     if not program.is_jitted:
         in_backward = stepper if isinstance(stepper, StepInBackward) else None
         plan = _mem_efficient(question.options, budget_bytes).with_optimizer(in_backward)
-        options: dict[str, Any] = {"transforms": [] if question.plain else [plan]}
         executors = _executors(question.fusion) if question.spec is None else None
-        if executors is not None:
-            options["executors"] = executors
-        jitted = thunder.jit(program.model, **options)
+        jitted = thunder.jit(program.model, executors=executors, transforms=[] if question.plain else [plan])
     if stepper is None:
         prediction = predict(jitted, *program.args, kwargs=program.kwargs, keep_outputs=True)
     else:

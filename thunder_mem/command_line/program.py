@@ -9,7 +9,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import thunder
@@ -115,13 +115,8 @@ def make_program(target: str, found: Any, inputs: Sequence[str], *, grad: bool) 
         if program.args or program.kwargs:
             raise UsageError(f"{target} brings its arguments itself, so there is no use for --input")
         named = [parse_input(text, grad=grad) for text in inputs]
-        program = Program(
-            program.model,
-            tuple(t for name, t in named if not name),
-            {name: t for name, t in named if name},
-            program.loss,
-            program.optimizer,
-        )
+        args = tuple(t for name, t in named if not name)
+        program = replace(program, args=args, kwargs={name: t for name, t in named if name})
     if not program.args and not program.kwargs:
         signature = f" {_signature(program.model)}" if _signature(program.model) else ""
         raise UsageError(
@@ -170,10 +165,7 @@ def _is_factory(found: Any) -> bool:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):
         return False
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(p.default is not inspect.Parameter.empty or p.kind in kinds for p in parameters) and not any(
-        p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters
-    )
+    return all(p.kind is p.VAR_KEYWORD or p.default is not p.empty for p in parameters)
 
 
 def _from_result(target: str, result: Any) -> Program:

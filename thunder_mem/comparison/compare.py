@@ -20,7 +20,7 @@ from thunder_mem.comparison.result import EAGER, OURS, TORCH_COMPILE, Comparison
 from thunder_mem.comparison.step import Step, compiles_itself, step_of
 from thunder_mem.frontend.thunderfx import is_fx
 from thunder_mem.memory.outside_input import quoted, shortened
-from thunder_mem.prediction.training_step import instead_of_optimizer
+from thunder_mem.prediction.training_step import check_steps
 from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.transforms import MemEfficient
@@ -81,15 +81,17 @@ def compare(
     """
     _check(model, loss_fn, optimizer, mem_efficient, executors, repeats)
     step = step_of(model, args, kwargs or {}, loss_fn, optimizer)
-    given: dict[str, Any] = {} if executors is None else {"executors": list(executors)}
     itself = compiles_itself(model)
     if itself is None:
-        plain, ours = model, thunder.jit(model, transforms=[mem_efficient or MemEfficient()], **given)
+        plain, ours = model, thunder.jit(model, executors=executors, transforms=[mem_efficient or MemEfficient()])
     else:
         plain, ours = itself.plain, itself.ours
         if mem_efficient is not None:
             raise TypeError("the model has a MemEfficient already: give its options to memory_efficient")
-    compilers: dict[str, Callable[[], Any]] = {EAGER: lambda: plain, "Thunder": lambda: thunder.jit(plain, **given)}
+    compilers: dict[str, Callable[[], Any]] = {
+        EAGER: lambda: plain,
+        "Thunder": lambda: thunder.jit(plain, executors=executors),
+    }
     if torch_compile:
         compilers[TORCH_COMPILE] = lambda: torch.compile(plain)
     compilers[OURS] = lambda: ours
@@ -136,10 +138,7 @@ def _check(model: Any, loss_fn: Any, optimizer: Any, mem_efficient: Any, executo
         raise TypeError(f"loss_fn is a function from the model's result to the loss, not {type(loss_fn).__name__}")
     if isinstance(executors, str):
         raise TypeError(f"executors is a list: write executors=[{quoted(executors)}]")
-    if not isinstance(optimizer, torch.optim.Optimizer | None):
-        raise TypeError(f"compare takes a torch.optim optimizer or None, {instead_of_optimizer(optimizer)}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError("LBFGS calls the model from a closure, as often as it likes: compare cannot step it")
+    check_steps("compare", optimizer)
     if not isinstance(mem_efficient, MemEfficient | None):
         raise TypeError(f"mem_efficient is a MemEfficient(...), not {quoted(mem_efficient)}")
     if not isinstance(repeats, int) or repeats < 1:

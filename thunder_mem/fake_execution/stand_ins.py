@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -94,15 +94,9 @@ def in_place_of(twins: Twins, modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def stepping(optimizer: Optimizer, twin: Optimizer) -> Iterator[None]:
+def stepping(optimizer: Optimizer, twin: Optimizer) -> AbstractContextManager[object]:
     """Let the optimizer step over its twin's parameters, with the twin's state."""
-    before = optimizer.param_groups, optimizer.state
-    optimizer.param_groups, optimizer.state = twin.param_groups, twin.state
-    try:
-        yield
-    finally:
-        optimizer.param_groups, optimizer.state = before
+    return mock.patch.multiple(optimizer, param_groups=twin.param_groups, state=twin.state)
 
 
 def _hook_as(t: Tensor, twin: Tensor) -> None:

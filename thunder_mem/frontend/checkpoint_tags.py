@@ -97,9 +97,6 @@ def checkpointed_storages(source: TraceGraph) -> frozenset[int]:
     return frozenset(
         s
         for op, bsym in zip(source.graph.ops, source.bsyms, strict=True)
-        if not op.backward
-        and CHECKPOINTED in bsym.tags
-        and op.allocates
-        and recompute_obstacle(source, op.index) is None
+        if not op.backward and CHECKPOINTED in bsym.tags and recompute_obstacle(source, op.index) is None
         for s in op.allocates
     )

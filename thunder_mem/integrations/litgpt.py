@@ -61,8 +61,7 @@ def memory_efficient(*, executors: Sequence[Executor | str] | None = None, **opt
     transform = MemEfficient(**options)  # type: ignore[arg-type]
 
     def compiled(module: nn.Module) -> Callable[..., Tensor]:
-        given = {} if executors is None else {"executors": list(executors)}
-        return thunder.jit(module, transforms=[transform], **given)
+        return thunder.jit(module, executors=executors, transforms=[transform])
 
     with ExitStack() as stack:
         for module, where, model_is_at in (

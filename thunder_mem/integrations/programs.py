@@ -100,10 +100,9 @@ def first_program(
 
 
 def _compile(whole: nn.Module, way: str, how: Compilation) -> Callable[..., dict[str, Tensor]]:
-    options: dict[str, object] = {} if how.executors is None else {"executors": list(how.executors)}
     if way == "thunder.jit":
-        return thunder.jit(whole, transforms=[how.transform], **options)
-    return by_thunderfx(whole, transforms=[how.transform], dynamic=False, **options)
+        return thunder.jit(whole, executors=how.executors, transforms=[how.transform])
+    return by_thunderfx(whole, executors=how.executors, transforms=[how.transform], dynamic=False)
 
 
 def _is_of_tracing(error: BaseException) -> bool:

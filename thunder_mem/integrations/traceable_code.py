@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import RLock
 from types import ModuleType
 
@@ -42,16 +42,11 @@ def traceable(model: nn.Module, *, packed: bool) -> Iterator[None]:
         model: whose modules' code may make losses.
         packed: rows hold several sequences, told apart by `position_ids`. Without this, none are looked for.
     """
-    with _LOCK:
-        replaced = []
-        try:
-            for namespace, name, new in _replacements(model, packed):
-                replaced.append((namespace, name, namespace[name]))
-                namespace[name] = new
-            yield
-        finally:
-            for namespace, name, old in reversed(replaced):
-                namespace[name] = old
+    with _LOCK, ExitStack() as stack:
+        for namespace, name, new in _replacements(model, packed):
+            stack.callback(namespace.__setitem__, name, namespace[name])
+            namespace[name] = new
+        yield
 
 
 def _replacements(model: nn.Module, packed: bool) -> Iterator[tuple[dict[str, object], str, object]]:

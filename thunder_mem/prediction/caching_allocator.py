@@ -146,15 +146,12 @@ class CachingAllocator:
 
     def _release(self) -> None:
         for pool in self._free.values():
-            whole = [entry for entry in pool if _is_segment(self._chunks[entry[1]])]
-            for nbytes, address in whole:
-                pool.remove((nbytes, address))
-                del self._chunks[address]
-                self.reserved_bytes -= nbytes
-
-
-def _is_segment(chunk: _Chunk) -> bool:
-    return chunk.before is None and chunk.after is None
+            for nbytes, address in tuple(pool):
+                chunk = self._chunks[address]
+                if chunk.before is None and chunk.after is None:
+                    pool.remove((nbytes, address))
+                    del self._chunks[address]
+                    self.reserved_bytes -= nbytes
 
 
 def allocate(prediction: Prediction, limit_bytes: int | None = None) -> Allocation:

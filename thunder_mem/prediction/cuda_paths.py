@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -63,25 +63,11 @@ def _never_runs(*args: Any) -> Any:
 
 
 def _kernels(choose_attention: ChooseAttention) -> dict[str, Callable[..., Any]]:
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        mask = _to_add(attn_mask, query) if attn_mask is not None and attn_mask.dtype is torch.bool else attn_mask
-        return _attention(choose_attention, query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
-
     return {
         "dropout": lambda x, p, train: _aten.native_dropout(x, p, train)[0] if train and p and x.numel() else x,
         "softmax.int": _softmax(_aten._softmax),
         "log_softmax.int": _softmax(_aten._log_softmax),
-        "scaled_dot_product_attention": attention,
+        "scaled_dot_product_attention": _attention(choose_attention),
     }
 
 
@@ -97,55 +83,50 @@ def _softmax(kernel: Any) -> Callable[..., Tensor]:
 # --- attention: `scaled_dot_product_attention` in PyTorch's `aten/src/ATen/native/transformers/attention.cpp`
 
 
-def _attention(
-    choose: ChooseAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    grouped: bool,
-) -> Tensor:
-    heads = query.shape[-3] if grouped else None
-    kernel = choose(query, _Looks.of(key, heads), _Looks.of(value, heads), mask, dropout, causal, scale)
-    if grouped and kernel is not SpdaBackend.FLASH_ATTENTION:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    if kernel is SpdaBackend.FLASH_ATTENTION:
-        size = query.shape[-1]
-        padded = [_padded(t, 8) for t in (query, key, value)]
-        scale = 1 / math.sqrt(size) if scale is None else scale
-        if not dropout and eager_prefers_cudnn(torch.device("cuda"), size, key.shape[-2]) and size % 8 == 0:
-            return _aten._scaled_dot_product_cudnn_attention(*padded, None, True, 0.0, causal, False, scale=scale)[0]
-        out = _aten._scaled_dot_product_flash_attention(*padded, dropout, causal, False, scale=scale)[0]
-        return out if out.shape[-1] == size else out[..., :size]
-    if kernel is SpdaBackend.MEMORY_EFFICIENT:
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        if mask is not None:
-            mask = _padded(mask, 16)[..., : mask.shape[-1]]
-            mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        given = (query, key, value, mask, needs_grad, dropout, causal)
-        return _aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]
-    return _aten._scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, scale=scale)[0]
+def _attention(choose: ChooseAttention) -> Callable[..., Tensor]:
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        mask, dropout, causal = attn_mask, dropout_p, is_causal
+        if mask is not None and mask.dtype is torch.bool:
+            mask = _to_add(mask, query)
+        heads = query.shape[-3] if enable_gqa else None
+        kernel = choose(query, _looks(key, heads), _looks(value, heads), mask, dropout, causal, scale)
+        if enable_gqa and kernel is not SpdaBackend.FLASH_ATTENTION:
+            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        if kernel is SpdaBackend.FLASH_ATTENTION:
+            size = query.shape[-1]
+            padded = [_padded(t, 8) for t in (query, key, value)]
+            scale = 1 / math.sqrt(size) if scale is None else scale
+            if not dropout and eager_prefers_cudnn(torch.device("cuda"), size, key.shape[-2]) and size % 8 == 0:
+                cudnn = _aten._scaled_dot_product_cudnn_attention
+                return cudnn(*padded, None, True, 0.0, causal, False, scale=scale)[0]
+            out = _aten._scaled_dot_product_flash_attention(*padded, dropout, causal, False, scale=scale)[0]
+            return out if out.shape[-1] == size else out[..., :size]
+        if kernel is SpdaBackend.MEMORY_EFFICIENT:
+            needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+            if mask is not None:
+                mask = _padded(mask, 16)[..., : mask.shape[-1]]
+                mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+            given = (query, key, value, mask, needs_grad, dropout, causal)
+            return _aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]
+        return _aten._scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, scale=scale)[0]
+
+    return attention
 
 
-@dataclass(frozen=True)
-class _Looks:
-    """The inputs of the choice of a kernel: keys and values with as many heads as the query."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @staticmethod
-    def of(t: Tensor, heads: int | None) -> _Looks:
-        shape = t.shape if heads is None else (*t.shape[:-3], heads, *t.shape[-2:])
-        return _Looks(tuple(shape), t.dtype, t.requires_grad)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
+def _looks(t: Tensor, heads: int | None) -> SimpleNamespace:
+    """What the choice of a kernel asks about keys or values: with as many heads as the query, if any are given."""
+    shape = tuple(t.shape if heads is None else (*t.shape[:-3], heads, *t.shape[-2:]))
+    return SimpleNamespace(shape=shape, ndim=len(shape), dtype=t.dtype, requires_grad=t.requires_grad)
 
 
 def _to_add(mask: Tensor, query: Tensor) -> Tensor:

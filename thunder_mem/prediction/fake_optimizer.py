@@ -108,9 +108,7 @@ def _rehearse(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]
             if "capturable" in options:
                 options["capturable"] = False  # which is for GPUs, and changes no scalar
             small = bare_copy(optimizer)
-            small.param_groups = [
-                {**options, "params": [p], **({"capturable": False} if "capturable" in group else {})}
-            ]
+            small.param_groups = [{**options, "params": [p]}]
             small.state = defaultdict(dict)
             try:
                 small.step()

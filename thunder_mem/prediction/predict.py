@@ -14,10 +14,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thunder_mem.fake_execution.grad_accumulation import accumulate
-from thunder_mem.fake_execution.replay import Block, Event, Ledger, PredictionError, Runner, replay
+from thunder_mem.fake_execution.replay import Block, Event, Ledger, PredictionError, replay
 from thunder_mem.fake_execution.scratch import ProbingRunner, SimulatedRunner
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.optimizer.state_transfers import StateTransfers
@@ -313,7 +312,7 @@ def run_prediction(
     ledger.sweep()
     caller_holds = (outputs, theirs)
     del outputs, theirs
-    grads = list(run_backward(backward, saved, given, mode, ledger, runner))
+    grads = list(replay(backward, [saved, given], mode, ledger, "backward", runner))
     kept = accumulate(inputs, grads, mode, ledger, direct=direct, probe=device_type == "cpu")
     del caller_holds, kept
     return ledger, runner, assumptions
@@ -326,11 +325,3 @@ def _add_all(ledger: Ledger, names: Sequence[str], values: Sequence[Any], kind: 
             ledger.add(name, value, kind, held=kind == "argument")
             if kind == "argument" and value.is_leaf and value.grad is not None:
                 ledger.add(f"{name}.grad", value.grad, "gradient", held=True)
-
-
-def run_backward(
-    trace: Any, saved: list[Any], tangents: list[Any], mode: FakeTensorMode, ledger: Ledger, runner: Runner
-) -> Any:
-    """Replay a backward trace, with `saved` and `tangents` as the lists that it empties."""
-    with mode:
-        return replay(trace, [saved, tangents], mode, ledger, "backward", runner)

@@ -47,13 +47,14 @@ class RehearsedUpdates(Rehearsal):
         self.twin, self.twins, self.first = twin, twins, first
         self.simulated, self.states, self.waits = simulated, states, waits
         self._spent: torch.Tensor | None = None
-        self._look: _Look | None = None
+        self._look: AllGradients | None = None  # of a first pass: the gradients that it has looked at
+        self._summed = False
         self._scale: torch.Tensor | None = None  # what a first pass found
 
     @property
     def kind(self) -> str:
         if self._look is not None:
-            return "look at sum" if self._look.summed else "look"
+            return "look at sum" if self._summed else "look"
         return "first" if self.first and not self.waits else "step"
 
     @contextmanager
@@ -61,10 +62,11 @@ class RehearsedUpdates(Rehearsal):
         """Updates inside only look at their gradients, and keep one number for each."""
         assert self.twin is not None
         parameters = [p for group in self.twin.param_groups for p in group["params"]]
-        self._look = _Look(summed=any(p.grad is not None for p in parameters))
+        self._summed = any(p.grad is not None for p in parameters)
+        self._look = AllGradients(1.0, None)  # which find the norm: a scaler's check would need numbers
         yield
         with self.twins.paused(), torch.no_grad():
-            self._scale = self._look.gradients.verdict().scale
+            self._scale = self._look.verdict().scale
             self.twins.ledger.add("scale", self._scale, "computed")
             self._look = None
             self.twins.ledger.sweep()
@@ -78,7 +80,7 @@ class RehearsedUpdates(Rehearsal):
         twin = self.twins.of(update.parameter)
         with self.twins.paused(), torch.no_grad():
             if self._look is not None:
-                self._look.gradients.add(update.index, grad)
+                self._look.add(update.index, grad)
             elif self.waits:
                 self._wait(twin)
             else:
@@ -88,7 +90,7 @@ class RehearsedUpdates(Rehearsal):
 
     def finish(self) -> None:
         if self._look is not None:
-            for norm in self._look.gradients.found:
+            for norm in self._look.found:
                 self.twins.ledger.add("norm", norm, "computed")
         if self._spent is not None:
             self._spent.grad = None
@@ -108,11 +110,3 @@ class RehearsedUpdates(Rehearsal):
         p.grad = waiting
         made = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else None, self.twin.state[p])
         hold_states(self.twins.ledger, p, made, group, self.simulated, self.states, held=False)
-
-
-class _Look:
-    """A first pass on fake tensors, which finds the norm: a scaler's check would need numbers."""
-
-    def __init__(self, summed: bool) -> None:
-        self.summed = summed
-        self.gradients = AllGradients(1.0, None)

@@ -8,10 +8,11 @@ simulated GPU all code outside the traces works on CPU twins, and a block of mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from thunder.executors.torch_autograd import connect_to_autograd
@@ -33,7 +34,7 @@ from thunder_mem.prediction.rehearsed_updates import RehearsedUpdates
 from thunder_mem.trace.missing_tangents import makes_missing_tangents, without_zeros_for
 from thunder_mem.trace.rebuilding import rebuilt
 
-__all__ = ["check_steps", "instead_of_optimizer", "predict_step", "training_step"]
+__all__ = ["check_loss", "check_steps", "instead_of_optimizer", "predict_step", "training_step"]
 
 
 def training_step(
@@ -156,11 +157,7 @@ def predict_step(
     def watched_loss(output: Any) -> torch.Tensor:
         with Leaves(twins):
             loss = output if loss_fn is None else loss_fn(output)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(f"the loss has to be a scalar tensor, but it is {what}: give predict_step a loss_fn")
-        if not loss.requires_grad:
-            raise ValueError("the loss does not depend on anything that requires a gradient")
+        check_loss("predict_step", loss)
         watch.phase = "backward"
         return loss
 
@@ -194,8 +191,8 @@ def predict_step(
     )
 
 
-def check_steps(asked: str, optimizer: object, accumulate: object) -> None:
-    """Refuse what no prediction of a step can follow.
+def check_steps(asked: str, optimizer: object, accumulate: object = 1) -> None:
+    """Check the optimizer and the number of microbatches of a step.
 
     Args:
         asked: the function that the user called, which messages name.
@@ -208,9 +205,26 @@ def check_steps(asked: str, optimizer: object, accumulate: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer | None):
         raise TypeError(f"{asked} takes a torch.optim optimizer or None, {instead_of_optimizer(optimizer)}")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError("LBFGS calls the model from a closure, as often as it likes: its step cannot be predicted")
+        raise TypeError(f"LBFGS calls the model from a closure, as often as it likes: {asked} cannot follow its step")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate is the number of microbatches, an int from 1 up, not {accumulate!r}")
+
+
+def check_loss(asked: str, loss: Any) -> None:
+    """Refuse a loss that cannot be differentiated.
+
+    Args:
+        asked: the function that the user called, which the message names.
+        loss: the result of the model or of its loss function.
+
+    Raises:
+        ValueError: it is no scalar tensor, or depends on nothing that requires a gradient.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"the loss has to be a scalar tensor, but it is {what}: give {asked} a loss_fn")
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on anything that requires a gradient")
 
 
 def instead_of_optimizer(optimizer: Any) -> str:
@@ -327,18 +341,11 @@ class _Phases:
         self.optimizer, self.watch, self.rehearsal, self.ours = optimizer, watch, rehearsal, ours
         self.two_pass = ours is not None and ours.two_pass
 
-    @contextmanager
-    def first_pass(self) -> Iterator[None]:
-        with self.rehearsal.first_pass():
-            yield
+    def first_pass(self) -> AbstractContextManager[None]:
+        return self.rehearsal.first_pass()
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        before, self.rehearsal.waits = self.rehearsal.waits, True
-        try:
-            yield
-        finally:
-            self.rehearsal.waits = before
+    def accumulate(self) -> AbstractContextManager[object]:
+        return mock.patch.object(self.rehearsal, "waits", True)
 
     def step(self) -> None:
         self.watch.phase = "optimizer"

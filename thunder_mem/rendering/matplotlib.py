@@ -11,13 +11,37 @@ from thunder_mem.memory.units import size
 from thunder_mem.rendering.curve import columns, labelled, ticks, whole_numbers
 from thunder_mem.rendering.document import Life, TimelineView
 
-__all__ = ["COLOURS", "draw"]
+__all__ = ["COLOURS", "blank", "draw", "write"]
 
 # Distinguishable without red or green, and in grey (Okabe and Ito's palette).
 COLOURS = ("#9aa5b1", "#0072b2", "#009e73", "#e69f00", "#cc79a7")
 _COLUMNS = 2000
 _LIVES = 16
 _LABEL_WIDTH = 0.015  # of a label that stands upright, as a share of the picture's width
+
+
+def blank(width: float, height: float) -> Any:
+    """An empty figure of that size in inches.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'thunder-mem[plot]'") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write(figure: Any, path: pathlib.Path) -> None:
+    """Save a figure, without a date or random names inside, so that equal reports give equal files."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": "thunder_mem"}):
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
 
 
 def draw(view: TimelineView | None, path: pathlib.Path) -> None:
@@ -27,25 +51,14 @@ def draw(view: TimelineView | None, path: pathlib.Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: nothing runs, so there is nothing to draw.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'thunder-mem[plot]'") from error
     if view is None:
         raise ValueError("nothing runs in this program, so there is nothing to draw")
     lives = view.lives[:_LIVES]
-    figure = Figure(figsize=(11, 4.8 + 0.24 * len(lives)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(11, 4.8 + 0.24 * len(lives))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 0.8 + 0.24 * len(lives)))
     _timeline(view, top)
     _lives(view, lives, bottom)
-    # No date and no random names inside, so that equal reports give equal files.
-    metadata = {"Date": None} if path.suffix == ".svg" else {}
-    from matplotlib import rc_context
-
-    with rc_context({"svg.hashsalt": "thunder_mem"}):
-        figure.savefig(path, dpi=150, metadata=metadata)
+    write(figure, path)
 
 
 def _timeline(view: TimelineView, axes: Any) -> None:

@@ -1,9 +1,9 @@
-"""A document as plain text and for a terminal: the one layouter of tables."""
+"""Documents and tables as plain text and for a terminal."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from thunder_mem.rendering.document import Document, Section
 
-__all__ = ["WIDTH", "plain", "to_rich", "to_text", "wrapped"]
+__all__ = ["WIDTH", "aligned", "rich_table", "to_rich", "to_text"]
 
 WIDTH = 100
 """The most columns of plain text."""
@@ -25,21 +25,15 @@ _WRAPPER = partial(textwrap.TextWrapper, break_on_hyphens=False)  # which paths 
 
 
 def to_text(document: Document) -> str:
-    """A document in plain text: the headline, then one table per section."""
-    return plain(document.lines, document.tables)
-
-
-def plain(lines: Sequence[str], tables: Iterable[Section]) -> str:
-    """Lines, all but the first indented, and tables, as text of at most 100 columns.
+    """A document's lines, all but the first indented, and its tables, as text of at most 100 columns.
 
     Lines without tables stay whole: they may hold code to paste.
     """
-    first, *rest = lines
-    tables = tuple(tables)
-    if not tables:
-        return "\n  ".join(lines)
+    first, *rest = document.lines
+    if not document.tables:
+        return "\n  ".join(document.lines)
     parts = [*_filled(first, ""), *(part for line in rest for part in _filled(line, "  "))]
-    for section in tables:
+    for section in document.tables:
         parts += ["", section.title, *_plain_table(section)]
         if section.note:
             parts += _filled(section.note, "  ")
@@ -56,15 +50,26 @@ def _plain_table(section: Section) -> list[str]:
     if sum(widths) > _room(widths):
         section = _stacked(section) if section.stack is not None else section
         widths = _narrowed(section)
+    return [f"  {line}".rstrip() for line in aligned(section, widths)]
+
+
+def aligned(section: Section, widths: Sequence[int] = ()) -> list[str]:
+    """A table in plain text, with its columns as wide as their cells.
+
+    Args:
+        section: the table; neither its title nor its note is printed.
+        widths: of the columns instead; a longer cell continues below.
+    """
+    widths = widths or _widths(section)
     lines = []
     for row in (section.columns, *section.rows):
         cells = [_cell(cell, width) for cell, width in zip(row, widths, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
-            aligned = (
+            padded = (
                 part.rjust(width) if i in section.numeric else part.ljust(width)
                 for i, (part, width) in enumerate(zip(parts, widths, strict=True))
             )
-            lines.append(f"  {'  '.join(aligned)}".rstrip())
+            lines.append("  ".join(padded).rstrip())
     return lines
 
 
@@ -100,28 +105,27 @@ _INDENTED = 20
 
 def to_rich(document: Document) -> RenderableType:
     """A document for rich: the same content, with names and reasons wrapped to the width at hand."""
-    return wrapped(document.lines, document.tables)
-
-
-def wrapped(lines: Sequence[str], tables: Iterable[Section]) -> RenderableType:
-    """The content of `plain`, for a terminal."""
-    first, *rest = lines
+    first, *rest = document.lines
     parts: list[RenderableType] = [Text(first, style="bold"), *(Text(f"  {line}") for line in rest)]
-    for section in tables:
-        # Text throughout: a name such as "t[0]" is not markup.
-        section = _stacked(section) if section.stack is not None else section
-        table = Table(
-            box=box.SIMPLE_HEAD, title=Text(section.title, style="bold"), title_justify="left", pad_edge=False
-        )
-        for i, column in enumerate(section.columns):
-            numeric = i in section.numeric
-            table.add_column(Text(column), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
-        for row in section.rows:
-            table.add_row(*map(Text, row))
-        parts.append(table)
+    for section in document.tables:
+        parts.append(rich_table(section))
         if section.note:
             parts += [Padding(Text(section.note, style="dim"), (0, 0, 1, 2))]
     return Group(*parts)
+
+
+def rich_table(section: Section, *, figures_wrap: bool = False) -> Table:
+    """A table with its title for rich; `figures_wrap` lets figures give way, too, where a table is mostly figures."""
+    # Text throughout: a name such as "t[0]" is not markup.
+    section = _stacked(section) if section.stack is not None else section
+    table = Table(box=box.SIMPLE_HEAD, title=Text(section.title, style="bold"), title_justify="left", pad_edge=False)
+    for i, column in enumerate(section.columns):
+        numeric = i in section.numeric
+        whole = numeric and not figures_wrap
+        table.add_column(Text(column), justify="right" if numeric else "left", no_wrap=whole, overflow="fold")
+    for row in section.rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def _stacked(section: Section) -> Section:

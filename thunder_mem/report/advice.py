@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from thunder_mem.memory.units import ranges, size
@@ -131,13 +132,13 @@ def _optimizer(report: Report) -> Iterator[Advice]:
     if report.peak.phase == "optimizer":
         variants = report.prediction.step_variants
         used = next((v for v in variants if v.is_used), None)
-        less = sorted((v for v in variants if used and v.temporary_bytes < used.temporary_bytes), key=_held_bytes)
-        if used is not None and less:
+        least = min(variants, key=attrgetter("temporary_bytes"), default=None)
+        if used is not None and least is not None and least.temporary_bytes < used.temporary_bytes:
             yield Advice(
-                used.temporary_bytes - less[0].temporary_bytes,
+                used.temporary_bytes - least.temporary_bytes,
                 about_step(variants),
-                f"torch.optim.{used.kind}(model.parameters(), {less[0].option})",
-                f"{_temporaries(less[0])} temporaries",
+                f"torch.optim.{used.kind}(model.parameters(), {least.option})",
+                f"{_temporaries(least)} temporaries",
             )
 
 
@@ -146,12 +147,9 @@ def about_step(variants: Sequence[StepVariant]) -> str:
     used = next((v for v in variants if v.is_used), None)
     if used is None:
         return ""
-    others = ", ".join(f"{v.option} {_temporaries(v)}" for v in sorted(variants, key=_held_bytes) if v is not used)
+    ranked = sorted(variants, key=attrgetter("temporary_bytes"))
+    others = ", ".join(f"{v.option} {_temporaries(v)}" for v in ranked if v is not used)
     return f"the step of {used.kind}({used.option}) holds {_temporaries(used)} temporaries: {others}"
-
-
-def _held_bytes(variant: StepVariant) -> int:
-    return variant.temporary_bytes
 
 
 def _temporaries(variant: StepVariant) -> str:

@@ -79,7 +79,7 @@ def _mostly(of: dict[str, int]) -> str:
 def _storages(report: Report) -> Iterator[tuple[str, str, int]]:
     """Whose, which category, and how many bytes: of each storage alive at the peak, and of its scratch."""
     prediction, facts = report.prediction, Facts(report.prediction)
-    modules = modules_of(prediction, facts, report.paths)
+    modules = modules_of(facts, report.paths)
     number = {id(storage): i for i, storage in enumerate(prediction.storages)}
     for storage in prediction.held_at_peak:
         module = modules.get(number[id(storage)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from thunder_mem.fake_execution.replay import Event
@@ -190,14 +191,10 @@ def _box(report: Report, position: int, colour: int, is_peak: bool, layout: _Lay
 
 def _members(event: Event) -> list[str]:
     """The operations of a fusion region, equal neighbours counted."""
-    found: list[list[str | int]] = []
-    if event.bsym is not None and event.bsym.sym.is_fusion:
-        for b in event.bsym.subsymbols:
-            if found and found[-1][0] == b.sym.name:
-                found[-1][1] = int(found[-1][1]) + 1
-            else:
-                found.append([b.sym.name, 1])
-    return [f"{name} ×{count}" if count != 1 else str(name) for name, count in found]
+    if event.bsym is None or not event.bsym.sym.is_fusion:
+        return []
+    counted = [(name, len(list(equal))) for name, equal in groupby(b.sym.name for b in event.bsym.subsymbols)]
+    return [f"{name} ×{count}" if count > 1 else name for name, count in counted]
 
 
 def _document(width: int, height: int, parts: list[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import thunder
 import torch
 
-from thunder_mem.frontend.thunderfx import highest_peak, is_fx, left_to_others, why_no_subgraphs
+from thunder_mem.frontend.thunderfx import highest_peak, is_fx
 from thunder_mem.kernels.registered import mem_kernels_ex
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.partition.budget import parse_budget
@@ -31,6 +31,7 @@ from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.runtime.cudnn_attention import mem_cudnn_attention_ex
 from thunder_mem.runtime.device_memory import device_memory_bytes
 from thunder_mem.transforms import ChunkLossHead, MemEfficient
+from thunder_mem.transforms.last_compilation import why_no_plan
 
 __all__ = ["explain"]
 
@@ -93,10 +94,8 @@ def explain(
         if args or kwargs:
             raise ValueError(f"{LATE}, then explain it without arguments")
         shown = highest_peak(jitted)
-        if shown is None and (others := left_to_others(jitted)):
-            raise ValueError(f"Thunder compiles nothing of this program: {'; '.join(others)}")
         if shown is None:
-            raise ValueError(why_no_subgraphs(jitted))
+            raise ValueError(why_no_plan(jitted))
         report = explain(shown, prediction=prediction, budget=budget, bounds=bounds, detail=detail)
         about_all = (*report.notes, *about_subgraphs(jitted))
         return replace(report, notes=about_all, compiled_by=_compiled_by(jitted, "thunderfx"))

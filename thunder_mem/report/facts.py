@@ -11,12 +11,13 @@ import linecache
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from typing import TypeVar
 
 from thunder_mem.fake_execution.grad_accumulation import ACCUMULATE
 from thunder_mem.fake_execution.replay import Event
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.prediction.predict import Held, Prediction
-from thunder_mem.report.layers import layers_of
 from thunder_mem.report.lines import (
     gradient_inside,
     is_library,
@@ -27,8 +28,11 @@ from thunder_mem.report.lines import (
     shorten,
     sources,
 )
+from thunder_mem.trace.origins import layer_numbers
 
 __all__ = ["CATEGORIES", "NO_PLAN", "Facts", "Place"]
+
+_Known = TypeVar("_Known", int, tuple[int, str])
 
 NO_PLAN = "MemEfficient made no plan for this function: this is the memory of what Thunder alone compiled"
 
@@ -170,9 +174,28 @@ class Facts:
 
     @cached_property
     def layer_of(self) -> dict[int, int]:
-        """Storage -> number of its layer in the model; storages without a layer are missing."""
-        reads, results = ([tuple(of.values()) for of in side] for side in (self.reads, self.results))
-        return layers_of(self.prediction, reads, results)
+        """Storage -> its layer's number, from the names of parameters; storages without a layer are missing."""
+        held = {i: s.name for i, s in enumerate(self.prediction.storages) if s.born < 0}
+        by_name = layer_numbers(held.values(), from_zero=True)
+        return self.spread({i: by_name[name] for i, name in held.items() if name in by_name})
+
+    def spread(self, given: Mapping[int, _Known]) -> dict[int, _Known]:
+        """What is known of storages, and the same of those that operations make from them.
+
+        A result gets the value of the given storages that its operation reads. Without any, it gets the highest of its
+        operands' values in the forward, and the lowest in the backward.
+        """
+        found = dict(given)
+        for event, reads, results in zip(self.prediction.timeline, self.reads, self.results, strict=True):
+            read = [s for s in reads.values() if s in found]
+            values = [found[s] for s in read if s in given] or [found[s] for s in read]
+            if not values:
+                continue
+            chosen = min(values) if event.phase == "backward" else max(values)
+            for s in results.values():
+                if self.prediction.storages[s].born == event.index:
+                    found.setdefault(s, chosen)
+        return found
 
     def layers_of_storage(self, storage: Held) -> tuple[int, ...]:
         """The number of its layer, or nothing."""
@@ -221,13 +244,7 @@ class Facts:
                 layer = steps[CATEGORIES.index(self.category(storage))]
                 layer[first] += self.device_bytes(storage)
                 layer[end + 1] -= self.device_bytes(storage)
-        layers = []
-        for layer in steps[:-1]:
-            total, live = 0, []
-            for step in layer[:count]:
-                total += step
-                live.append(total)
-            layers.append(tuple(live))
+        layers = [tuple(accumulate(layer[:count])) for layer in steps[:-1]]
         scratch = tuple(block_bytes(e.scratch_bytes, device_type) for e in self.prediction.timeline)
         return (*layers, scratch)
 

@@ -9,7 +9,7 @@ from thunder_mem.fake_execution.replay import Event
 from thunder_mem.memory.units import counted, size
 from thunder_mem.rendering.document import Document, Life, TimelineView
 from thunder_mem.report.dataflow import dataflow_svg
-from thunder_mem.report.facts import CATEGORIES
+from thunder_mem.report.facts import CATEGORIES, label
 from thunder_mem.report.sections import headline, sections
 from thunder_mem.runtime.head_groups import groups_of, runs_in_groups
 
@@ -41,10 +41,6 @@ def timeline_view(report: Report) -> TimelineView | None:
         return None
     timeline = report.prediction.timeline
     first, end = timeline[0].index, len(timeline) - 1
-
-    def label(position: int) -> str:
-        return f"{timeline[position].name} #{timeline[position].index}"
-
     lives = tuple(
         Life(
             nbytes=t.nbytes,
@@ -65,7 +61,7 @@ def timeline_view(report: Report) -> TimelineView | None:
         phases=tuple((phase.name, phase.ops) for phase in report.phases),
         peak=report.peak.index - first,
         peak_phase=report.peak.phase,
-        label=label,
+        label=lambda position: label(timeline[position]),
         place=lambda position: str(report.moment(position).place),
         lives=lives,
         loops=tuple((p, parts) for p, event in enumerate(timeline) if (parts := _parts_of(event))),

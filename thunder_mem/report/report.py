@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +23,7 @@ from thunder_mem.report.dataflow import dataflow_svg
 from thunder_mem.report.facts import CATEGORIES, Facts, Place, label
 from thunder_mem.report.layout import document, timeline_view
 from thunder_mem.report.optimality import Optimality
-from thunder_mem.report.snapshot import snapshot_bytes
+from thunder_mem.report.snapshot import snapshot
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -311,15 +312,20 @@ class Report:
         path = pathlib.Path(path)
         if path.suffix not in REPORT_ENDINGS:
             raise ValueError(f"cannot save a report as {path.name!r}: the ending is one of {', '.join(REPORT_ENDINGS)}")
-        writers = {
-            ".html": self._save_page,
-            ".txt": self._save_text,
-            ".json": self._save_json,
-            ".pickle": self._save_snapshot,
+        if path.suffix == ".pickle":
+            path.write_bytes(pickle.dumps(snapshot(self.prediction), protocol=4))  # the viewer reads no later protocol
+            return
+        texts: dict[str, Callable[[], str]] = {
+            ".html": self.to_page,
+            ".txt": lambda: to_text(document(self)) + "\n",
+            ".json": lambda: json.dumps(self.to_json(), indent=1) + "\n",
         }
         if path.name.endswith(".flow.svg"):
-            writers[".svg"] = self._save_dataflow
-        writers.get(path.suffix, self.plot)(path)
+            texts[".svg"] = self.dataflow_svg
+        if path.suffix in texts:
+            path.write_text(texts[path.suffix](), encoding="utf-8")
+        else:
+            self.plot(path)
 
     def plot(self, path: str | pathlib.Path) -> None:
         """Draw the timeline, and the storages alive at its peak, as a `.png` or `.svg`.
@@ -333,40 +339,16 @@ class Report:
             raise ValueError(f"cannot plot {path.name!r}: the ending is .png or .svg")
         draw(timeline_view(self), path)
 
-    def _save_page(self, path: pathlib.Path) -> None:
-        path.write_text(self.to_page(), encoding="utf-8")
-
-    def _save_text(self, path: pathlib.Path) -> None:
-        path.write_text(to_text(document(self)) + "\n", encoding="utf-8")
-
-    def _save_dataflow(self, path: pathlib.Path) -> None:
-        path.write_text(self.dataflow_svg(), encoding="utf-8")
-
-    def _save_json(self, path: pathlib.Path) -> None:
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-
-    def _save_snapshot(self, path: pathlib.Path) -> None:
-        path.write_bytes(snapshot_bytes(self.prediction))
-
 
 def _fold(alike: list[Tenant]) -> Tenant:
-    if len(alike) == 1:
-        return alike[0]
     alike = sorted(alike, key=lambda t: (t.born, t.layers, t.names))
     first = alike[0]
-    return Tenant(
+    return replace(
+        first,
         count=len(alike),
         nbytes=sum(t.nbytes for t in alike),
         share=sum(t.share for t in alike),
         names=tuple(t.names[0] for t in alike[:8]),
-        aliases=first.aliases,
-        shape=first.shape,
-        dtype=first.dtype,
-        device=first.device,
-        category=first.category,
-        kind=first.kind,
-        producer=first.producer,
-        place=first.place,
         born=min(t.born for t in alike),
         last=max(t.last for t in alike),
         why=first.why if all(t.why == first.why for t in alike) else f"e.g. {first.why}",

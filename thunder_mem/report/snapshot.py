@@ -7,7 +7,6 @@ highest point of the viewer's timeline is the prediction's total peak. Addresses
 
 from __future__ import annotations
 
-import pickle
 from bisect import bisect
 from typing import Any
 
@@ -15,7 +14,7 @@ from thunder_mem.memory.device_bytes import rounded
 from thunder_mem.prediction.predict import Prediction
 from thunder_mem.report.facts import CATEGORIES, Facts, Place
 
-__all__ = ["snapshot", "snapshot_bytes"]
+__all__ = ["snapshot"]
 
 # The viewer's own names; it fails on a file with categories but without "unknown".
 _VIEWER_CATEGORY = dict(zip(CATEGORIES[:-1], ("parameter", "activation", "gradient", "unknown"), strict=True))
@@ -52,11 +51,6 @@ class _Addresses:
             i -= 1
             start = self._free.pop(i)[0]
         self._free.insert(i, (start, end - start))
-
-
-def snapshot_bytes(prediction: Prediction) -> bytes:
-    """`snapshot`, pickled as the viewer expects it (it reads protocol 4 at most)."""
-    return pickle.dumps(snapshot(prediction), protocol=4)
 
 
 def snapshot(prediction: Prediction) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.user_choices.layerwise import layerwise_choices
 from thunder_mem.user_choices.patterns import (
     Occurrence,
-    RecomputeCandidate,
     candidates,
     leaves_nothing,
     names_empty_values,
@@ -136,12 +135,9 @@ def choices_of(entry: Entry, chosen: Sequence[Occurrence]) -> Constraints:
             must_recompute=frozenset(c.storage for c in parts),
             may_recompute=frozenset(s for c in parts for s in c.inner),
         )
-    if not any(c.compromise for c in parts):
+    parts = [c for c in parts if c.compromise]
+    if not parts:
         raise RecomputeError(f"{entry}: nothing there is cast from a smaller value, so there is no compromise")
-    return _compromised([c for c in parts if c.compromise])
-
-
-def _compromised(parts: Sequence[RecomputeCandidate]) -> Constraints:
     return Constraints(
         must_save=frozenset(c.compromise[0] for c in parts),
         must_recompute=frozenset(c.storage for c in parts),

@@ -43,22 +43,18 @@ class RecomputeCandidate:
         pattern: its name, such as "Gelu+".
         storage: the value, as a storage of the joint graph.
         maker: the op that makes it.
-        ops: the operations to repeat, in source order, without views; `maker` is one of them.
-        inner: their other results on the way.
-        receives: the additional storages that the backward would have to receive for it.
+        inner: the other results of the operations to repeat.
         nbytes: bytes of the value.
         free: the backward recomputes it anyway, in fused code or by a checkpoint.
         compromise: storages along casts, from a smaller one that could be received instead, to the value;
             () if there is none.
-        origins: of `ops`, each once.
+        origins: of the operations to repeat, each once.
     """
 
     pattern: str
     storage: int
     maker: int
-    ops: tuple[int, ...]
     inner: frozenset[int]
-    receives: frozenset[int]
     nbytes: int
     free: bool
     compromise: tuple[int, ...]
@@ -83,7 +79,6 @@ class Single:
 
     pattern: str
     storage: int
-    op: int
     nbytes: int
     reason: str
 
@@ -107,7 +102,7 @@ def candidates(
         if maker is None or not nbytes:
             continue
         if (reason := refusals[maker]) is not None:
-            refused.append(Single(_name(source, [maker]), s, maker, nbytes, reason))
+            refused.append(Single(_name(source, [maker]), s, nbytes, reason))
             continue
         free = s not in received
         alive = needed if free else received
@@ -117,15 +112,11 @@ def candidates(
         if extra >= nbytes and not compromise:
             names = ", ".join(graph.storages[r].name for r in sorted(receives))
             reason = f"for that the backward would have to receive {names} of {extra:,} bytes"
-            refused.append(Single(_name(source, ops), s, maker, nbytes, reason))
+            refused.append(Single(_name(source, ops), s, nbytes, reason))
             continue
         inner = frozenset(made for op in ops for made in graph.ops[op].allocates) - {s}
         origins = tuple(dict.fromkeys(o for op in ops if (o := origin_of(source.bsyms[op])) is not None))
-        found.append(
-            RecomputeCandidate(
-                _name(source, ops), s, maker, tuple(ops), inner, receives, nbytes, free, compromise, origins
-            )
-        )  # fmt: skip
+        found.append(RecomputeCandidate(_name(source, ops), s, maker, inner, nbytes, free, compromise, origins))
     return tuple(found), tuple(refused)
 
 
