@@ -64,7 +64,7 @@ _MOST = 10_000
 def _stepwise_regions() -> Iterator[None]:
     from thunder_mem.regions import compiled_region
 
-    whole = compiled_region._python_function
+    whole = compiled_region.python_function
 
     def step(leaf: BoundSymbol) -> tuple[Callable, list[str], list[str]]:
         flat, spec = pytree.tree_flatten((leaf.args, leaf.kwargs))
@@ -79,10 +79,10 @@ def _stepwise_regions() -> Iterator[None]:
         if key not in _functions:
             if len(_functions) > _MOST:
                 _functions.clear()
-            _functions[key] = whole([leaf], list(proxies.values()), leaf.flat_outs)
+            _functions[key] = whole([leaf], list(proxies.values()), tuple(leaf.flat_outs), "region")
         return _functions[key], names, outputs
 
-    def stepwise(leaves: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy]) -> Callable:
+    def stepwise(leaves: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy], _: str) -> Callable:
         steps = [step(leaf) for leaf in leaves]
 
         def region(*args: Any) -> tuple:
@@ -93,11 +93,11 @@ def _stepwise_regions() -> Iterator[None]:
 
         return region
 
-    compiled_region._python_function = stepwise
+    compiled_region.python_function = stepwise
     try:
         yield
     finally:
-        compiled_region._python_function = whole
+        compiled_region.python_function = whole
 
 
 def _kind(x: Proxy) -> Hashable:

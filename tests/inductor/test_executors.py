@@ -343,7 +343,7 @@ def test_functions_live_as_long_as_the_traces_that_call_them():
 
 def test_fuse_is_lazy_and_prints_its_body(monkeypatch):
     monkeypatch.setattr(compiled_region, "_compile", lambda *_: pytest.fail("compiled before the first call"))
-    monkeypatch.setattr(compiled_region, "_python_function", lambda *_: pytest.fail("built before the first call"))
+    monkeypatch.setattr(compiled_region, "python_function", lambda *_: pytest.fail("built before the first call"))
     trace = TraceCtx(None)
     with tracectx(trace):
         x = TensorProxy("x", shape=(4,), dtype=dtypes.float32, device=devices.cpu, requires_grad=False)

@@ -27,8 +27,8 @@ from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.graph import Graph
 from thunder_mem.partition.constraints import Constraints
 from thunder_mem.partition.min_cut_partition import Exchange, min_cut_partition, saved_storages
-from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.loss_outside import rank_with_loss_outside
+from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.pipeline import plan_joint_trace
 from thunder_mem.regions.fusion_queries import fusibility
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex

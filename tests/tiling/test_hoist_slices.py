@@ -19,7 +19,7 @@ def picked_first(fn, *beside):
     """
     operands = torch.ones(ROWS, WIDTH), torch.ones(WIDE, WIDTH)
     program = program_of(lambda x, w, *beside: fn(F.linear(x, w), *beside), *operands, *beside)
-    ((product, rows),) = amplifying_products(program, 1.0, 1)
+    ((product, rows),) = amplifying_products(program)
     picker = next(leaf for leaf in program.leaves if leaf.name.startswith("slice"))
     hoisted = hoist_rows(program, picker, product, rows)
     return hoisted, list(read_program(hoisted.trace).leaves) if hoisted else []

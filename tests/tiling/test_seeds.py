@@ -11,7 +11,7 @@ def test_the_largest_result_comes_first():
     x, narrow, wide = torch.ones(6, 4), torch.ones(8, 4), torch.ones(16, 4)
     program = program_of(lambda x, a, b: (F.linear(x, a), F.linear(x, b)), x, narrow, wide)
     made = [leaf.outputs[0].name for leaf in program.leaves if leaf.name == "linear"]
-    assert [seed.key for seed in seeds_of(program, 1.0, 1)] == [(name, 0, (0,)) for name in reversed(made)]
+    assert [seed.key for seed in seeds_of(program, 1.0)] == [(name, 0, (0,)) for name in reversed(made)]
 
 
 def test_a_convolution_whose_weight_depends_on_no_argument_only_pools():
@@ -20,4 +20,4 @@ def test_a_convolution_whose_weight_depends_on_no_argument_only_pools():
 
     program = program_of(fn, torch.ones(3, 2, 5), torch.ones(8, 2, 1))
     of_argument, _ = (leaf.outputs[0].name for leaf in program.leaves if leaf.name == "convolution")
-    assert {seed.leaf.outputs[0].name for seed in seeds_of(program, 1.0, 1)} == {of_argument}
+    assert {seed.leaf.outputs[0].name for seed in seeds_of(program, 1.0)} == {of_argument}

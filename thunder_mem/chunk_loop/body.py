@@ -25,7 +25,7 @@ class Body:
         rows: rows in the block.
         outputs: its number of outputs.
         tangents: indices of the region's outputs whose tangents it takes.
-        peak_bytes: the most bytes that it holds beyond its inputs, by the sizes of its tensors.
+        peak_bytes: the most bytes that it holds beyond its inputs (`loop_body/gradients_in_place.py`).
         adding_bytes: the most bytes of its own tensors that exist while gradients are added to sums.
         over: the logits, by number, that their gradients overwrite (`loop_body/gradients_in_place.py`).
         pairs: the sides, by number, whose gradients are matrix products that it lets the loop add, each with the
@@ -39,7 +39,7 @@ class Body:
     rows: int
     outputs: int
     tangents: tuple[int, ...]
-    peak_bytes: int
+    peak_bytes: int = 0
     adding_bytes: int = 0
     over: tuple[int, ...] = ()
     launches: int = 0

@@ -108,7 +108,7 @@ class Opening:
     backward_row_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopPlan:
     """A chunk loop: a loss head in chunks, or a stretch of the program in tiles.
 
@@ -153,15 +153,15 @@ class LoopPlan:
     why: str
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[Gemm, ...] = ()
     sides: tuple[int, ...]
     grads: tuple[int, ...]
     grad_dtypes: tuple[torch.dtype, ...]
     sums_asked: bool
-    over: tuple[int, ...]
+    over: tuple[int, ...] = ()
     differentiable: tuple[int, ...]
-    forward_block_bytes: int
-    backward_block_bytes: int
+    forward_block_bytes: int = 0
+    backward_block_bytes: int = 0
     forward_block_calls: int = 0
     backward_block_calls: int = 0
     backward_adding_bytes: int = 0

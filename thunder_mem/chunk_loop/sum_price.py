@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from thunder_mem.chunk_loop.matmul import multiplies
-from thunder_mem.chunk_loop.plan import LoopPlan, Spec
+from thunder_mem.chunk_loop.plan import LoopPlan
 from thunder_mem.memory.device_models import DeviceModel
 
 __all__ = ["product_seconds", "product_sum_seconds", "sum_bytes"]
@@ -29,7 +29,7 @@ def product_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel, mor
     spec = plan.inputs[i]
     flops = 2 * depth * math.prod(spec.shape)
     moved_s = (depth * sum(spec.shape) * spec.dtype.itemsize + more_bytes) / device.bandwidth_bytes_per_s
-    return max(flops / _rate(spec, device), moved_s)
+    return max(flops / device.matmul_flops(str(spec.dtype).removeprefix("torch.")), moved_s)
 
 
 def product_sum_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel) -> float:
@@ -42,10 +42,6 @@ def product_sum_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel)
     if finer:
         return added_bytes / device.bandwidth_bytes_per_s
     return product_seconds(plan, i, depth, device, added_bytes) - product_seconds(plan, i, depth, device)
-
-
-def _rate(spec: Spec, device: DeviceModel) -> float:
-    return device.matmul_flops(str(spec.dtype).removeprefix("torch."))
 
 
 def sum_bytes(plan: LoopPlan, i: int) -> int:

@@ -80,8 +80,8 @@ def saved_proxies(plan: LoopPlan) -> list[TensorProxy]:
     return saved
 
 
-def _grad_proxies(plan: LoopPlan) -> list[TensorProxy]:
-    return [_proxy(plan.inputs[i]) for i in plan.grads]
+def _grads_meta(loop: ChunkLoop, *args: TensorProxy) -> tuple[TensorProxy, ...]:
+    return tuple(_proxy(loop.plan.inputs[i]) for i in loop.plan.grads)
 
 
 def _print_loop(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[str]:
@@ -127,17 +127,13 @@ def _register(name: str, meta: Any, fn: Any, tags: Sequence[OpTags] = ()) -> Any
 # --- forward alone ---------------------------------------------------------------------------------
 
 
-def _loop_meta(loop: ChunkLoop, *inputs: TensorProxy) -> tuple[TensorProxy, ...]:
-    return tuple(_output_proxies(loop.plan))
-
-
 def _loop_impl(loop: ChunkLoop, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not loop.forward:  # planned for gradients in the forward, which turn out not to be needed
         return _with_grads_impl(loop, *inputs)[: len(loop.plan.outputs)]
     return tuple(run(loop, inputs, None, True)[0])
 
 
-chunk_loop = _register("chunk_loop", _loop_meta, _loop_impl)
+chunk_loop = _register("chunk_loop", lambda loop, *inputs: tuple(_output_proxies(loop.plan)), _loop_impl)
 
 
 # --- gradients in the forward ----------------------------------------------------------------------
@@ -159,22 +155,14 @@ _ONCE = (OpTags.DONT_RECOMPUTE_IN_BACKWARD,)
 chunk_loop_with_grads = _register("chunk_loop_with_grads", _with_grads_meta, _with_grads_impl, _ONCE)
 
 
-def _finish_meta(loop: ChunkLoop, tangent: TensorProxy, *saved: TensorProxy) -> tuple[TensorProxy, ...]:
-    return tuple(_grad_proxies(loop.plan))
-
-
-def _finish_impl(loop: ChunkLoop, tangent: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(finish(loop.plan, tangent.reshape(()), saved))
-
-
-chunk_loop_finish = _register("chunk_loop_finish", _finish_meta, _finish_impl)
+chunk_loop_finish = _register(
+    "chunk_loop_finish",
+    _grads_meta,
+    lambda loop, tangent, *saved: tuple(finish(loop.plan, tangent.reshape(()), saved)),
+)
 
 
 # --- recompute in the backward ---------------------------------------------------------------------
-
-
-def _backward_meta(loop: ChunkLoop, *args: TensorProxy) -> tuple[TensorProxy, ...]:
-    return tuple(_grad_proxies(loop.plan))
 
 
 def _backward_impl(loop: ChunkLoop, *args: torch.Tensor, over: tuple[int, ...] = ()) -> tuple[torch.Tensor, ...]:
@@ -185,18 +173,13 @@ def _backward_impl(loop: ChunkLoop, *args: torch.Tensor, over: tuple[int, ...] =
     return tuple(finish(loop.plan, None, parts))
 
 
-chunk_loop_backward = _register("chunk_loop_backward", _backward_meta, _backward_impl)
+chunk_loop_backward = _register("chunk_loop_backward", _grads_meta, _backward_impl)
 
-
-def _backward_over_meta(loop: ChunkLoop, over: tuple[int, ...], *args: TensorProxy) -> tuple[TensorProxy, ...]:
-    return _backward_meta(loop, *args)
-
-
-def _backward_over_impl(loop: ChunkLoop, over: tuple[int, ...], *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return _backward_impl(loop, *args, over=over)
-
-
-_backward_over = _register("chunk_loop_backward_over", _backward_over_meta, _backward_over_impl)
+_backward_over = _register(
+    "chunk_loop_backward_over",
+    lambda loop, over, *args: _grads_meta(loop, *args),
+    lambda loop, over, *args: _backward_impl(loop, *args, over=over),
+)
 
 
 def _chunk_loop_grad(loop: ChunkLoop, *inputs: TensorProxy) -> tuple[TensorProxy, ...]:
@@ -261,14 +244,10 @@ def bind_loop(loop: ChunkLoop, inputs: Sequence[TensorProxy], outputs: Sequence[
     gradients is marked so; its plan knows which of them have gradients.
     """
     if loop.plan.differentiable:
-        outputs = list(map(_not_detached, outputs))
+        outputs = [under(out, out.name) for out in outputs]
+        for out in outputs:
+            out.tags.discard(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     return chunk_loop.bind(loop, *inputs, output=tuple(outputs))
-
-
-def _not_detached(out: TensorProxy) -> TensorProxy:
-    new = under(out, out.name)
-    new.tags.discard(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-    return new
 
 
 def is_chunk_loop(bsym: BoundSymbol) -> bool:
@@ -391,10 +370,6 @@ def scratch_bytes_under(plan: LoopPlan, bsym: BoundSymbol) -> int:
     return plan.backward_scratch_bytes + sums
 
 
-def _group(bsym: BoundSymbol) -> torch.distributed.ProcessGroup | None:
-    return loop_of(bsym).group if bsym.sym.name != "chunk_loop_finish" else None
-
-
 def _seconds(bsym: BoundSymbol, device: DeviceModel) -> float | None:
     """Seconds of the loop itself; its finish only scales the forward's results."""
     if bsym.sym.name == "chunk_loop_finish":
@@ -407,7 +382,7 @@ _TRAITS = MemoryTraits(
     shares=shared_memory,
     scratch_bytes=scratch_bytes,
     seconds=_seconds,
-    group=_group,
+    group=lambda bsym: loop_of(bsym).group if bsym.sym.name != "chunk_loop_finish" else None,
     products=True,
 )
 _TRAITS_OVER_ROWS = replace(_TRAITS, last_write=True, in_place=True, runs=_without_over)

@@ -17,16 +17,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from thunder.core import prims
-from thunder.core.codeutils import SigInfo
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, pyval
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, tracectx
-from thunder.executors.passes import transform_for_execution
-from thunder.executors.pythonex import ex as python_ex
-from thunder.executors.torchex import ex as torch_ex
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -34,6 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from thunder_mem.costs.roofline import cost_s, is_free
 from thunder_mem.memory.device_models import DeviceModel
 from thunder_mem.memory.outside_input import quoted, read_json, replace_file
+from thunder_mem.trace.python_function import python_function
 
 __all__ = [
     "COSTS",
@@ -177,19 +172,7 @@ def _inputs(bsym: BoundSymbol) -> list[Proxy]:
 
 def _function(bsym: BoundSymbol) -> Callable[..., Any]:
     """The bound symbol as a function of its proxy arguments, run by its executor, or else by torch."""
-    inputs = _inputs(bsym)
-    trace: Any = TraceCtx(None)
-    trace.args, trace.kwargs = inputs, {}
-    trace.names = {p.name for p in (*inputs, *bsym.flat_proxy_outs)}
-    with tracectx(trace):
-        for p in inputs:
-            prims.unpack_trivial(p, name=p.name)
-    trace.bound_symbols += [bsym, prims.python_return.bind(bsym.output, output=None)]
-    trace._siginfo = SigInfo("measured")
-    trace._siginfo.args = [(p.name, None) for p in inputs]
-    return transform_for_execution(trace, executors_list=(torch_ex, python_ex)).python_callable(
-        include_decorators=False
-    )
+    return python_function([bsym], _inputs(bsym), bsym.output, "measured")
 
 
 def _sample(proxy: Proxy) -> Any:

@@ -31,7 +31,7 @@ from thunder_mem.memory.plan import Arrangement, Decision, Plan, PlannedRegion
 from thunder_mem.memory.shared_storages import in_order, with_shared_storages
 from thunder_mem.schedule.registry import SortFunction, SortResult, sort_graph
 
-__all__ = ["Arranged", "about_order", "about_regions", "arrange", "between_halves", "order_halves"]
+__all__ = ["Arranged", "about_regions", "arrange", "between_halves", "order_halves"]
 
 
 THUNDERS_OWN = "neighbours, source order"
@@ -108,7 +108,8 @@ def arrange(
         second = _propose(duplicate_cheap_producers(graph, fuse, fused_late=True), sort)
         if (other := _choose([*second.arrangements, own])) is not own:
             proposed, best = second, other
-    elif any(fuse.takes) and _may_lower(joined := _joined(graph, fuse), best):
+    elif any(fuse.takes) and _may_lower(joined := cheap_chains(graph, fuse, fused_late=True, joining=True), best):
+        # The most that copies can replace: GELU's backward then keeps only its gradient and its argument.
         second = _propose(with_copies(graph, fuse, joined), sort)
         other = _choose([best, *second.arrangements])
         if other is not best and other.overwritten_peak_bytes <= best.overwritten_peak_bytes:
@@ -131,14 +132,9 @@ def _plan(program: str, executors: Sequence[str], proposed: _Proposal, own: _Arr
         overwritten_peak_bytes=best.overwritten_peak_bytes,
         decisions=(
             about_regions(planned, own.peaks, in_source_order),
-            about_order(algorithm, in_source_order, best.peaks),
+            Decision("order", f"by {algorithm}, then neighbours merged", "peak", max(in_source_order), max(best.peaks)),
         ),
     )
-
-
-def _joined(graph: Graph, fuse: FusionCapabilities) -> Mapping[int, tuple[int, ...]]:
-    """The most that copies can replace: GELU's backward then keeps only its gradient and its argument."""
-    return cheap_chains(graph, fuse, fused_late=True, joining=True)
 
 
 def _may_lower(chains: Mapping[int, tuple[int, ...]], best: _Arrangement) -> bool:
@@ -322,8 +318,3 @@ def about_regions(regions: Sequence[PlannedRegion], before: Sequence[int], after
     where = "1 region" if len(fused) == 1 else f"{len(fused)} regions"
     how = f"{inside} operations in {where}, {copies} of them copies" if fused else "nothing is fused"
     return Decision("regions", how, "peak", max(before), max(after))
-
-
-def about_order(algorithm: str, before: Sequence[int], after: Sequence[int]) -> Decision:
-    """The decision about order; peaks are (forward, backward), of the source order and of this order."""
-    return Decision("order", f"by {algorithm}, then neighbours merged", "peak", max(before), max(after))

@@ -8,8 +8,8 @@ inputs, at the best time. The functions here propose; the planner prices their p
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -74,6 +74,21 @@ class FusionCapabilities:
             for p in operands:
                 consumers[p].append(op)
         return tuple(map(tuple, consumers))
+
+    def repeated(self, origin: Sequence[int | None], operands: Iterable[tuple[int, ...]]) -> FusionCapabilities:
+        """The answers for a graph whose ops repeat ops of this one.
+
+        Args:
+            origin: per op, the op that it repeats; None for an op that no executor takes.
+            operands: per op, the ops that produce its arguments.
+        """
+        return replace(
+            self,
+            takes=tuple([0 if o is None else self.takes[o] for o in origin]),
+            required=tuple([0 if o is None else self.required[o] for o in origin]),
+            cheap=tuple([o is not None and self.cheap[o] for o in origin]),
+            operands=tuple(operands),
+        )
 
     def traits(self, ops: Iterable[int]) -> Traits:
         """The traits of these ops as one region."""

@@ -42,11 +42,9 @@ class WithDuplicates:
     groups: Groups
 
 
-def duplicate_cheap_producers(
-    graph: Graph, fuse: FusionCapabilities, *, fused_late: bool = False, joining: bool = False
-) -> WithDuplicates:
+def duplicate_cheap_producers(graph: Graph, fuse: FusionCapabilities, *, fused_late: bool = False) -> WithDuplicates:
     """Give every fusible op its own copies of the cheap chains that feed it; see `cheap_chains`."""
-    return with_copies(graph, fuse, cheap_chains(graph, fuse, fused_late=fused_late, joining=joining))
+    return with_copies(graph, fuse, cheap_chains(graph, fuse, fused_late=fused_late))
 
 
 def cheap_chains(
@@ -245,14 +243,6 @@ def with_copies(graph: Graph, fuse: FusionCapabilities, chains: Mapping[int, tup
         if fuse.takes[op.index]:
             groups.append((*copied, new))
 
-    new_fuse = replace(
-        fuse,
-        takes=tuple(fuse.takes[o] for o in origin),
-        required=tuple(fuse.required[o] for o in origin),
-        cheap=tuple(fuse.cheap[o] for o in origin),
-        operands=tuple(operands),
-        copies=frozenset(copies),
-        kept=frozenset(),
-    )
+    new_fuse = replace(fuse.repeated(origin, operands), copies=frozenset(copies), kept=frozenset())
     new_graph = make_graph(ops, storages, edges, [storage_here[s] for s in graph.outputs])
     return WithDuplicates(new_graph, new_fuse, tuple(origin), tuple(groups))

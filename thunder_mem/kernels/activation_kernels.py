@@ -141,12 +141,10 @@ mem_kernels_ex.register_implementation(
 )
 
 
-def _softmax_gradient(grad: torch.Tensor, out: torch.Tensor, dim: int) -> torch.Tensor:
-    return _aten._softmax_backward_data(grad, out, dim, out.dtype)
-
-
 _softmax_backward = mem_kernels_ex.register_operator(
-    "mem_softmax_backward", meta=lambda grad, out, dim: _like_kept(grad, out), fn=_softmax_gradient
+    "mem_softmax_backward",
+    meta=lambda grad, out, dim: _like_kept(grad, out),
+    fn=lambda grad, out, dim: _aten._softmax_backward_data(grad, out, dim, out.dtype),
 )
 
 

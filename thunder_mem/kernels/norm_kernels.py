@@ -59,24 +59,13 @@ def _layer_norm_meta(
     return _like(a), _statistic(a, *rows), _statistic(a, *rows)
 
 
-def _layer_norm_backward_meta(
-    grad: TensorProxy,
-    a: TensorProxy,
-    shape: Sequence[int],
-    mean: TensorProxy,
-    rstd: TensorProxy,
-    weight: _Maybe,
-    bias: _Maybe,
-    mask: Mask,
-) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
-    return _like(a), _of_shape(a, *shape), _of_shape(a, *shape)
-
-
 _layer_norm = mem_kernels_ex.register_operator(
     "mem_layer_norm", meta=_layer_norm_meta, fn=_aten.native_layer_norm.default
 )
 _layer_norm_backward = register_several(
-    "mem_layer_norm_backward", _layer_norm_backward_meta, _aten.native_layer_norm_backward.default
+    "mem_layer_norm_backward",
+    lambda grad, a, shape, *_: (_like(a), _of_shape(a, *shape), _of_shape(a, *shape)),
+    _aten.native_layer_norm_backward.default,
 )
 
 
@@ -105,15 +94,7 @@ def _group_norm_meta(
     return _like(a), _statistic(a, a.shape[0], groups), _statistic(a, a.shape[0], groups)
 
 
-def _group_norm_backward_meta(
-    grad: TensorProxy,
-    a: TensorProxy,
-    mean: TensorProxy,
-    rstd: TensorProxy,
-    weight: _Maybe,
-    groups: int,
-    mask: Mask,
-) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
+def _of_channels_meta(grad: TensorProxy, a: TensorProxy, *_: Any) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
     return _like(a), _of_shape(a, a.shape[1]), _of_shape(a, a.shape[1])
 
 
@@ -148,7 +129,7 @@ def _run_group_norm_backward(
 
 
 _group_norm = mem_kernels_ex.register_operator("mem_group_norm", meta=_group_norm_meta, fn=_run_group_norm)
-_group_norm_backward = register_several("mem_group_norm_backward", _group_norm_backward_meta, _run_group_norm_backward)
+_group_norm_backward = register_several("mem_group_norm_backward", _of_channels_meta, _run_group_norm_backward)
 
 
 def _is_group_norm(a: Any, num_groups: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5) -> bool:
@@ -184,26 +165,11 @@ def _run_batch_norm(
     return out, mean, rstd, variance
 
 
-def _batch_norm_backward_meta(
-    grad: TensorProxy,
-    a: TensorProxy,
-    weight: _Maybe,
-    running_mean: _Maybe,
-    running_var: _Maybe,
-    mean: _Maybe,
-    rstd: _Maybe,
-    training: bool,
-    eps: float,
-    mask: Mask,
-) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
-    return _like(a), _of_shape(a, a.shape[1]), _of_shape(a, a.shape[1])
-
-
 batch_norm_training = mem_kernels_ex.register_operator("mem_batch_norm", meta=_batch_norm_meta, fn=_run_batch_norm)
 """`(a, weight, bias, eps)` to the normalised (B, C, ...), and of the batch its mean, its reciprocal standard
 deviation and its unbiased variance (C,): what is done with these is not part of it."""
 _batch_norm_backward = register_several(
-    "mem_batch_norm_backward", _batch_norm_backward_meta, _aten.native_batch_norm_backward.default
+    "mem_batch_norm_backward", _of_channels_meta, _aten.native_batch_norm_backward.default
 )
 
 

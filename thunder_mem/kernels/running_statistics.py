@@ -10,7 +10,6 @@ from inspect import signature
 from typing import Any
 
 import thunder.torch as ltorch
-import torch
 from thunder.core.proxies import ProxyTag, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -28,11 +27,11 @@ def _average_meta(running: TensorProxy, batch: TensorProxy, momentum: float) -> 
     return TensorProxy(like=running, requires_grad=False, tags={ProxyTag.DETACHED_AUTOGRAD_GRAPH})
 
 
-def _average(running: torch.Tensor, batch: torch.Tensor, momentum: float) -> torch.Tensor:
-    return (1 - momentum) * running + momentum * batch.to(running.dtype)
-
-
-_running_average = mem_kernels_ex.register_operator("mem_running_average", meta=_average_meta, fn=_average)
+_running_average = mem_kernels_ex.register_operator(
+    "mem_running_average",
+    meta=_average_meta,
+    fn=lambda running, batch, momentum: (1 - momentum) * running + momentum * batch.to(running.dtype),
+)
 
 
 def with_statistics_apart(trace: TraceCtx) -> TraceCtx:

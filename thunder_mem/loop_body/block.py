@@ -6,7 +6,6 @@ so an executor's `cross_entropy` runs here too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import thunder.torch as ltorch
-from thunder.core import dtypes, prims
+from thunder.core import prims
 from thunder.core.codeutils import SigInfo
 from thunder.core.compile_data import get_compile_data
 from thunder.core.prims import PrimIDs
@@ -32,8 +31,9 @@ from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.fusible_gathers import fusible_picks
 from thunder_mem.loop_body.leaves import walk
 from thunder_mem.loop_body.region import Region, Value
-from thunder_mem.loop_body.sums_in_block import adds_to_sum, with_sums
+from thunder_mem.loop_body.sums_in_block import with_sums
 from thunder_mem.regions.nvfuser_fallback import with_guarded_fusions
+from thunder_mem.semantics.effects import everything
 from thunder_mem.sharding.propagation import RuleError
 from thunder_mem.trace.equal_views import without_equal_views
 from thunder_mem.trace.rebuilding import recorded
@@ -183,14 +183,8 @@ def _compile(
     trace.args = tuple(args)
     trace._siginfo = SigInfo("block")
     trace._siginfo.args = [(a.name, None) for a in args]
-    for b in bsyms:
-        for sub in _all(b):
-            for o in sub.flat_proxy_outs:
-                if o.name not in trace.names:
-                    trace.add_name(o.name)
-    for a in args:
-        if a.name not in trace.names:
-            trace.add_name(a.name)
+    made = (o for top in bsyms for b in everything(top) for o in b.flat_proxy_outs)
+    trace.names = {p.name for p in (*args, *made)}
     trace.bound_symbols = [prims.unpack_trivial.bind(a, name=a.name, output=a) for a in args]
     trace.bound_symbols += [b for b in bsyms if b.sym.id != PrimIDs.UNPACK_TRIVIAL]
     with tracectx(trace):
@@ -200,9 +194,8 @@ def _compile(
     trace = with_guarded_fusions(with_sums(transform_for_execution(trace, executors), list(products)))
     trace = del_last_used(trace)
     fn = trace.python_callable(include_decorators=False)
-    peak_bytes, adding_bytes = _bytes_of(trace)
     depths = {side: right.shape[0] for side, (_, right) in products.items()}
-    return Body(fn, trace, rows, outputs, tangents, peak_bytes, adding_bytes, pairs=depths)
+    return Body(fn, trace, rows, outputs, tangents, pairs=depths)
 
 
 def _check_defined(trace: TraceCtx) -> None:
@@ -212,66 +205,3 @@ def _check_defined(trace: TraceCtx) -> None:
         if missing:
             raise RuleError(f"{b.sym.name} needs the gradient of a result that has none ({missing[0]})")
         known.update(o.name for o in b.flat_proxy_outs)
-
-
-def _all(bsym: BoundSymbol):
-    yield bsym
-    for sub in bsym.subsymbols:
-        yield from _all(sub)
-
-
-_VIEWS = {
-    PrimIDs.SHALLOW_COPY, PrimIDs.BROADCAST_IN_DIM, PrimIDs.SQUEEZE, PrimIDs.TRANSPOSE, PrimIDs.RESHAPE, PrimIDs.SLICE,
-}  # fmt: skip
-_VIEW_NAMES = {
-    "reshape",
-    "permute",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "view",
-    "shallow_copy",
-    "broadcast_in_dim",
-    "detach",
-}
-
-
-def _bytes_of(trace: TraceCtx) -> tuple[int, int]:
-    """Bytes of the block's own tensors at its peak, and while it adds to sums; a view counts with its base."""
-    args = {a.name for a in trace.args}
-    owner: dict[str, str] = {}
-    users: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    live = peak = adding = 0
-    for bsym in trace.bound_symbols:
-        if bsym.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN):
-            continue
-        if bsym.sym.id == PrimIDs.DEL:
-            for p in bsym.flat_proxy_args:
-                base = owner.get(p.name, p.name)
-                if base in args or base not in users:
-                    continue
-                users[base] -= 1
-                if not users[base]:
-                    live -= sizes[base]
-            continue
-        inputs = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
-        is_view = bsym.sym.id in _VIEWS or bsym.sym.name in _VIEW_NAMES
-        for o in bsym.flat_proxy_outs:
-            if not isinstance(o, TensorProxy) or o.name in users or o.name in owner:
-                continue
-            if is_view and inputs:
-                base = owner.get(inputs[0].name, inputs[0].name)
-                owner[o.name] = base
-                if base in users:
-                    users[base] += 1
-                continue
-            users[o.name] = 1
-            sizes[o.name] = math.prod(o.shape) * dtypes.to_dtype(o.dtype).bytes
-            live += sizes[o.name]
-        peak = max(peak, live)
-        if adds_to_sum(bsym):
-            adding = max(adding, live)
-    results = {p.name for p in trace.bound_symbols[-1].flat_proxy_args}
-    result_bytes = sum(sizes[base] for base in {owner.get(name, name) for name in results} - args if base in sizes)
-    return peak, max(adding, result_bytes)

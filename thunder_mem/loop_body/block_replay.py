@@ -10,13 +10,13 @@ import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.codeutils import SigInfo
 from thunder.core.proxies import ProxyTag, TensorProxy
-from thunder.core.pytree import tree_flatten, tree_map, tree_unflatten
+from thunder.core.pytree import tree_flatten, tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from thunder_mem.loop_body.leaves import is_cut, walk
 from thunder_mem.loop_body.log_sums import share_of_log_sum, unpack_log_sums
-from thunder_mem.loop_body.region import Refused, Region, Value, relation
+from thunder_mem.loop_body.region import Refused, Region, Value, arguments, relation
 from thunder_mem.sharding.propagation import RuleError, Sharding, local_shape
 from thunder_mem.trace.rebuilding import recorded
 
@@ -94,17 +94,7 @@ class _Replay:
         """The arguments of a leaf with the block's tensors."""
         leaf = self.members[id(bsym)]
         shardings = self.region.shardings[leaf.index]
-        slots = iter(range(len(leaf.inputs)))
-
-        def local(x: Any) -> Any:
-            if not isinstance(x, TensorProxy):
-                return x
-            return self.env[x.name, shardings[next(slots)]]
-
-        flat, spec = tree_flatten((bsym.args, bsym.kwargs))
-        args, kwargs = tree_unflatten([local(x) for x in flat], spec)
-        localise = relation(leaf).localise
-        return localise(args, kwargs, self._shapes(bsym)) if localise else (args, kwargs)
+        return arguments(leaf, lambda slot, t: self.env[t.name, shardings[slot]], self._shapes(bsym))
 
     def _shapes(self, bsym: BoundSymbol) -> list[tuple[int, ...]]:
         leaf = self.members[id(bsym)]

@@ -195,13 +195,10 @@ class _Rewriter:
             operand, shape, dims = leaf.args
             if dim in dims or value.dtype not in dtypes.float_dtypes or operand.name not in self.visible:
                 return None
-            narrow = prims.broadcast_in_dim(operand, _without(shape, dim), [d - (d > dim) for d in dims])
+            without = (*shape[:dim], *shape[dim + 1 :])
+            narrow = prims.broadcast_in_dim(operand, without, [d - (d > dim) for d in dims])
             return prims.mul(narrow, float(shape[dim]))
         return None
-
-
-def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    return (*shape[:dim], *shape[dim + 1 :])
 
 
 def _one_a_row(source: TensorProxy, index: TensorProxy, dim: int) -> bool:

@@ -9,12 +9,14 @@ teacher's logits) are pulled in.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
+from thunder.core.pytree import tree_flatten, tree_unflatten
 
 from thunder_mem.loop_body.leaves import PRODUCTS, Leaf, Program, effects, numel, size_bytes, symbolic
 from thunder_mem.sharding.propagation import RULES, Relation, RowDim, RuleError, Sharding, propagate
@@ -26,6 +28,7 @@ __all__ = [
     "Region",
     "Value",
     "amplifying_products",
+    "arguments",
     "escapes",
     "grow",
     "propagate_leaf",
@@ -164,25 +167,17 @@ def escapes(program: Program, name: str, inside: frozenset[int] | set[int]) -> b
     return name in program.returned or any(r.index not in inside for r in program.consumers.get(name, ()))
 
 
-def amplifying_products(program: Program, ratio: float, min_bytes: int) -> list[tuple[Leaf, int]]:
-    """Matrix products worth growing a region from, with the operand that carries rows; largest first.
-
-    Args:
-        program: the flattened trace.
-        ratio: the least ratio of the result's size to the row operand's size.
-        min_bytes: the least size of the result.
-    """
+def amplifying_products(program: Program) -> list[tuple[Leaf, int]]:
+    """Matrix products whose result is larger than the operand that carries rows, with that operand; largest first."""
     found = []
     for leaf in program.leaves:
         if leaf.bsym.sym.id not in PRODUCTS:
             continue
         (out,) = leaf.outputs
-        if size_bytes(out) < min_bytes or not numel(out):
-            continue
         operands = (0,) if leaf.bsym.sym.id == PrimIDs.LINEAR else (0, 1)
         for rows in operands:
             x, w = leaf.inputs[rows], leaf.inputs[1 - rows]
-            if w.ndim == 2 and (x.ndim == 2 or rows == 0) and numel(out) > ratio * numel(x):
+            if w.ndim == 2 and (x.ndim == 2 or rows == 0) and numel(out) > numel(x):
                 found.append((leaf, rows))
     return sorted(found, key=lambda c: (-size_bytes(c[0].outputs[0]), c[0].index, c[1]))
 
@@ -235,6 +230,17 @@ def relation(leaf: Leaf) -> Relation:
         if at >= len(shapes) or not 0 <= dim < shapes[at].ndim:
             raise RuleError(f"the rule of {leaf.name} speaks of the axis ({slot}, {dim}), which it does not have")
     return found
+
+
+def arguments(
+    leaf: Leaf, operand: Callable[[int, TensorProxy], TensorProxy], shapes: Sequence[tuple[int, ...]]
+) -> tuple[tuple, dict]:
+    """The arguments of a leaf with `operand(slot, tensor)` instead of each tensor, for results of these shapes."""
+    flat, spec = tree_flatten((leaf.bsym.args, leaf.bsym.kwargs))
+    slots = count()
+    args, kwargs = tree_unflatten([operand(next(slots), x) if isinstance(x, TensorProxy) else x for x in flat], spec)
+    localise = relation(leaf).localise
+    return localise(args, kwargs, shapes) if localise else (args, kwargs)
 
 
 def propagate_leaf(leaf: Leaf, known: Mapping[int, Sharding], n: int) -> dict[int, Sharding]:
@@ -390,7 +396,7 @@ def grow(program: Program, leaf: Leaf, rows: int) -> Region:
         for i, (r, _) in sorted(seeds.items())
     )
     members = tuple(growth.members[i] for i in sorted(growth.members))
-    values = _in_order(program, growth.values)
+    values = dict(sorted(growth.values.items(), key=lambda item: program.producer[item[0]].index))
     region = Region(program, n, amplifiers, members, growth.shardings, values, frozenset(growth.derived))
     for value in region.outputs:
         if growth.wide(value.proxy):
@@ -400,7 +406,3 @@ def grow(program: Program, leaf: Leaf, rows: int) -> Region:
             reader = next(r for r in program.consumers[name] if r.index not in region.inside)
             raise Refused(reader, f"it needs {name}, one large value a row, whole")
     return region
-
-
-def _in_order(program: Program, values: Mapping[str, Value]) -> dict[str, Value]:
-    return dict(sorted(values.items(), key=lambda item: program.producer[item[0]].index))

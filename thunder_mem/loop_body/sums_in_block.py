@@ -7,9 +7,8 @@ the gradients of two others. Where each product is added as soon as its operands
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from thunder.core import prims
 from thunder.core.codeutils import SigInfo
 from thunder.core.prims import OpTags
@@ -22,20 +21,13 @@ from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["adds_to_sum", "with_sums"]
 
-Add = Callable[[int, torch.Tensor, torch.Tensor], None]
-
 _executor = OperatorExecutor("mem_block_sums")
-
-
-def _meta(add: AnyProxy, side: int, left: TensorProxy, right: TensorProxy) -> None:
-    return None
-
-
-def _add(add: Add, side: int, left: torch.Tensor, right: torch.Tensor) -> None:
-    add(side, left, right)
-
-
-_add_product = _executor.register_operator("add_product", meta=_meta, fn=_add, tags=(OpTags.DONT_DCE,))
+_add_product = _executor.register_operator(
+    "add_product",
+    meta=lambda *_: None,
+    fn=lambda add, side, left, right: add(side, left, right),
+    tags=(OpTags.DONT_DCE,),
+)
 
 
 def with_sums(trace: TraceCtx, sides: Sequence[int]) -> TraceCtx:

@@ -8,12 +8,12 @@ so that one algorithm serves both levels.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 
-__all__ = ["Graph", "GraphError", "Op", "Storage", "make_graph"]
+__all__ = ["Graph", "GraphError", "Op", "Storage", "earliest_first", "make_graph"]
 
 
 class GraphError(ValueError):
@@ -269,25 +269,10 @@ class Graph:
 
     def _order_groups(self, groups: Sequence[tuple[int, ...]], before: Sequence[set[int]]) -> list[int]:
         """The topological order of the groups, forward first, that follows the source order of their last members."""
-        after: list[list[int]] = [[] for _ in groups]
-        waiting = [len(b) for b in before]
-        for g, predecessors in enumerate(before):
-            for p in predecessors:
-                after[p].append(g)
-        rank = [(self.ops[group[0]].backward, group[-1], g) for g, group in enumerate(groups)]
-        ready = [rank[g] for g in range(len(groups)) if not waiting[g]]
-        heapq.heapify(ready)
-        order = []
-        while ready:
-            *_, g = heapq.heappop(ready)
-            order.append(g)
-            for succ in after[g]:
-                waiting[succ] -= 1
-                if not waiting[succ]:
-                    heapq.heappush(ready, rank[succ])
+        order = earliest_first(before, [group[-1] + len(self.ops) * self.ops[group[0]].backward for group in groups])
         if len(order) < len(groups):
-            stuck = min((g for g in range(len(groups)) if waiting[g]), key=lambda g: groups[g])
-            raise GraphError(f"the regions depend on each other in a cycle through {self._label(groups[stuck][0])}")
+            stuck = min(groups[g] for g in set(range(len(groups))).difference(order))
+            raise GraphError(f"the regions depend on each other in a cycle through {self._label(stuck[0])}")
         return order
 
     def _merge(self, index: int, group: tuple[int, ...], renumber: dict[int, int]) -> Op:
@@ -312,6 +297,31 @@ class Graph:
 
     def _label(self, op: int) -> str:
         return f"{self.ops[op].name or 'op'}#{op}"
+
+
+def earliest_first(before: Sequence[Collection[int]], rank: Sequence[int]) -> list[int]:
+    """The topological order that takes the least rank that is ready. It lacks all that a cycle keeps from ready.
+
+    Args:
+        before: for each element, those that must precede it.
+        rank: for each element.
+    """
+    after: list[list[int]] = [[] for _ in before]
+    for c, earlier in enumerate(before):
+        for p in earlier:
+            after[p].append(c)
+    waits = [len(earlier) for earlier in before]
+    ready = [(rank[c], c) for c, count in enumerate(waits) if not count]
+    heapify(ready)
+    order = []
+    while ready:
+        c = heappop(ready)[1]
+        order.append(c)
+        for then in after[c]:
+            waits[then] -= 1
+            if not waits[then]:
+                heappush(ready, (rank[then], then))
+    return order
 
 
 def make_graph(

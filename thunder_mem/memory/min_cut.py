@@ -19,10 +19,10 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from thunder_mem.memory.running_set import Liveness
 
-__all__ = ["CutNetwork"]
+__all__ = ["INFINITE", "CutNetwork", "flow_through"]
 
 # scipy's maximum_flow takes int32 capacities: larger ones are solved in two digits.
-_INFINITE = 2**31 - 1
+INFINITE = 2**31 - 1
 _DIGIT_BITS = 15
 
 
@@ -75,8 +75,8 @@ class CutNetwork:
         finite = [size for size in sizes if size > 0]
         self._unit = gcd(*finite) if finite else 1
         total = sum(finite) // self._unit
-        self._digits = 1 if total < _INFINITE else 2
-        if total >> _DIGIT_BITS >= _INFINITE:
+        self._digits = 1 if total < INFINITE else 2
+        if total >> _DIGIT_BITS >= INFINITE:
             # Beyond 2**46 units even two digits overflow: round down, which keeps the bound valid.
             self._unit <<= (total >> _DIGIT_BITS).bit_length() - 30
         self._tails = np.array(tails, dtype=np.int32)
@@ -93,14 +93,14 @@ class CutNetwork:
         nodes = int(names.max()) + 1
         infinite = units < 0
         if self._digits == 1:
-            residual, value = _flow(nodes, tails, heads, np.where(infinite, _INFINITE, units))
+            residual, value = flow_through(nodes, tails, heads, np.where(infinite, INFINITE, units))
         else:
-            high = np.where(infinite, _INFINITE, units >> _DIGIT_BITS)
-            residual, value = _flow(nodes, tails, heads, high)
+            high = np.where(infinite, INFINITE, units >> _DIGIT_BITS)
+            residual, value = flow_through(nodes, tails, heads, high)
             low = _matrix(nodes, tails, heads, np.where(infinite, 0, units & ((1 << _DIGIT_BITS) - 1)))
             remaining = (residual * (1 << _DIGIT_BITS) + low).tocoo()
-            capacity = np.minimum(remaining.data, _INFINITE)
-            residual, rest = _flow(nodes, remaining.row, remaining.col, capacity)
+            capacity = np.minimum(remaining.data, INFINITE)
+            residual, rest = flow_through(nodes, remaining.row, remaining.col, capacity)
             value = (value << _DIGIT_BITS) + rest
         ran = np.zeros(nodes, dtype=bool)
         ran[breadth_first_order(residual, 0, return_predecessors=False)] = True
@@ -141,10 +141,10 @@ def _matrix(nodes: int, tails: np.ndarray, heads: np.ndarray, capacity: np.ndarr
     return csr_array((capacity.astype(np.int64), (tails, heads)), shape=(nodes, nodes))
 
 
-def _flow(nodes: int, tails: np.ndarray, heads: np.ndarray, capacity: np.ndarray) -> tuple[csr_array, int]:
+def flow_through(nodes: int, tails: np.ndarray, heads: np.ndarray, capacity: np.ndarray) -> tuple[csr_array, int]:
     """The residual capacities after a maximum flow from node 0 to node 1, and its value."""
     matrix = _matrix(nodes, tails, heads, capacity)
-    matrix.data = np.minimum(matrix.data, _INFINITE)
+    matrix.data = np.minimum(matrix.data, INFINITE)
     result = maximum_flow(matrix.astype(np.int32), 0, 1)
     residual = (matrix - result.flow.astype(np.int64)).tocsr()
     residual.eliminate_zeros()

@@ -75,14 +75,12 @@ def step_alone(
         compiled: the step is one kernel, if it updates each element by itself.
     """
     options, clip = single_tensor(group), Clip(clip_value, scale)
-    if compiled and is_compilable(optimizer, p):
-        _step_by_slices(optimizer, options, p, grad, [whole(p, grad)], clip, compiled=True)
-        return
-    parts = slices_of(optimizer, options, p, grad, device_type or p.device.type)
+    compiled = compiled and is_compilable(optimizer, p)
+    parts = [whole(p, grad)] if compiled else slices_of(optimizer, options, p, grad, device_type or p.device.type)
     if parts:
-        _step_by_slices(optimizer, options, p, grad, parts, clip)
-        return
-    step_part(optimizer, options, p, own_gradient(optimizer, p, grad), optimizer.state, clip)
+        _step_by_slices(optimizer, options, p, grad, parts, clip, compiled=compiled)
+    else:
+        step_part(optimizer, options, p, own_gradient(optimizer, p, grad), optimizer.state, clip)
 
 
 class Part(NamedTuple):

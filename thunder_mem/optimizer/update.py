@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -15,7 +15,7 @@ from thunder.core import dtypes
 from thunder.core.dtypes import to_dtype, to_torch_dtype
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -238,10 +238,6 @@ def rehearsal_now() -> Rehearsal:
     return _rehearsal.get() or Rehearsal()
 
 
-def _update_meta(update: Update, p: TensorProxy, grad: TensorProxy, scale: TensorProxy | None = None) -> None:
-    return None
-
-
 def _update(update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor | None = None) -> None:
     if (rehearsal := _rehearsal.get()) is not None:
         rehearsal.update(update, p, grad, scale)
@@ -250,7 +246,7 @@ def _update(update: Update, p: torch.Tensor, grad: torch.Tensor, scale: torch.Te
 
 
 update_parameter = executor.register_operator(
-    "update_parameter", meta=_update_meta, fn=_update, tags=(OpTags.DONT_DCE,)
+    "update_parameter", meta=lambda update, p, grad, scale=None: None, fn=_update, tags=(OpTags.DONT_DCE,)
 )
 
 
@@ -281,15 +277,9 @@ start_update = executor.register_operator("start_update", meta=_start_meta, fn=_
 """`flight = start_update(update, p, grad)`: the update has begun, beside what is asked of the device later."""
 
 
-def _end_meta(update: Update, flight: TensorProxy, p: TensorProxy, grad: TensorProxy) -> None:
-    return None
-
-
-def _end(update: Update, flight: torch.Tensor, p: torch.Tensor, grad: torch.Tensor) -> None:
-    wait_for(flight)
-
-
-end_update = executor.register_operator("end_update", meta=_end_meta, fn=_end, tags=(OpTags.DONT_DCE,))
+end_update = executor.register_operator(
+    "end_update", meta=lambda *_: None, fn=lambda update, flight, *_: wait_for(flight), tags=(OpTags.DONT_DCE,)
+)
 """`end_update(update, flight, p, grad)`: the update has ended, as far as what is asked of the device later can tell."""
 
 
@@ -316,40 +306,19 @@ clip_scale = executor.register_operator("clip_scale", meta=_scale_meta, fn=_scal
 """The number by which all gradients are multiplied: it clips their norm, and takes back a scaler's scale."""
 
 
-def _check_meta(updates: Updates, found: Sequence[TensorProxy], inputs: Sequence[TensorProxy]) -> None:
-    return None
+def _telling(name: str, tell: Callable[..., None]) -> Symbol:
+    """An operation that tells the optimizer its arguments, the first of which are the updates; not in a rehearsal."""
+
+    def run(*args: Any) -> None:
+        if _rehearsal.get() is None:
+            tell(*args)
+
+    return executor.register_operator(name, meta=lambda *_: None, fn=run, tags=(OpTags.DONT_DCE,))
 
 
-def _check(updates: Updates, found: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    if _rehearsal.get() is None:
-        updates.optimizer.check_arguments(updates, found, inputs)
-
-
-check_arguments = executor.register_operator("check_arguments", meta=_check_meta, fn=_check, tags=(OpTags.DONT_DCE,))
-
-
-def _note_meta(updates: Updates) -> None:
-    return None
-
-
-def _note(updates: Updates) -> None:
-    if _rehearsal.get() is None:
-        updates.optimizer.note_forward(updates)
-
-
-note_forward = executor.register_operator("note_forward", meta=_note_meta, fn=_note, tags=(OpTags.DONT_DCE,))
-
-
-def _see_meta(updates: Updates, tangents: Sequence[TensorProxy]) -> None:
-    return None
-
-
-def _see(updates: Updates, tangents: Sequence[torch.Tensor | None]) -> None:
-    if _rehearsal.get() is None:
-        updates.optimizer.see_tangents(tangents)
-
-
-see_tangents = executor.register_operator("see_tangents", meta=_see_meta, fn=_see, tags=(OpTags.DONT_DCE,))
+check_arguments = _telling("check_arguments", lambda updates, *args: updates.optimizer.check_arguments(updates, *args))
+note_forward = _telling("note_forward", lambda updates: updates.optimizer.note_forward(updates))
+see_tangents = _telling("see_tangents", lambda updates, tangents: updates.optimizer.see_tangents(tangents))
 
 
 def is_update(bsym: BoundSymbol) -> bool:

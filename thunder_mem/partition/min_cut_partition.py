@@ -12,17 +12,16 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+from scipy.sparse.csgraph import breadth_first_order
 
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.graph import Graph
+from thunder_mem.memory.min_cut import INFINITE, flow_through
 from thunder_mem.memory.plan import Decision
 from thunder_mem.partition.constraints import UNDECIDED, Constraints
 
 __all__ = ["Exchange", "about_recompute", "about_saving", "min_cut_partition", "saved_storages"]
 
-_INFINITE = 2**31 - 1
 _MOST_UNITS = 2**30
 
 
@@ -105,13 +104,9 @@ def _sink_side(nodes: int, arcs: list[tuple[int, int, float]]) -> np.ndarray:
     tails, heads, worths = (np.array(column) for column in zip(*arcs, strict=True))
     finite = np.isfinite(worths)
     unit = max(worths[finite].sum() / _MOST_UNITS, np.finfo(float).tiny)
-    capacities = np.full(len(arcs), _INFINITE, dtype=np.int64)
+    capacities = np.full(len(arcs), INFINITE, dtype=np.int64)
     capacities[finite] = np.ceil(worths[finite] / unit)
-    matrix = csr_array((capacities, (tails, heads)), shape=(nodes, nodes))
-    matrix.data = np.minimum(matrix.data, _INFINITE)
-    flow = maximum_flow(matrix.astype(np.int32), 0, 1).flow
-    residual = (matrix - flow.astype(np.int64)).tocsr()
-    residual.eliminate_zeros()
+    residual, _ = flow_through(nodes, tails, heads, capacities)
     reaches = np.zeros(nodes, dtype=bool)
     reaches[breadth_first_order(residual.T.tocsr(), 1, return_predecessors=False)] = True
     return reaches
@@ -136,12 +131,5 @@ def about_recompute(asked: str, graph: Graph, free: frozenset[int], chosen: froz
 
 
 def _saved(graph: Graph) -> tuple[set[str], int]:
-    allocator = graph.allocator
-    saved = {
-        s
-        for op in graph.ops
-        if op.backward
-        for s in (*op.reads, *op.writes)
-        if (made := allocator[s]) is not None and not graph.ops[made].backward
-    }
-    return {graph.storages[s].name for s in saved}, sum(graph.storages[s].nbytes for s in saved)
+    saved = [graph.storages[s] for s in saved_storages(graph)]
+    return {s.name for s in saved}, sum(s.nbytes for s in saved)

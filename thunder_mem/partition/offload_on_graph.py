@@ -51,16 +51,9 @@ class _GraphMoves:
             for s in last.get(op.index, ()):
                 maker = self.place[self.old.allocator[s]]  # type: ignore[index]
                 self.left[s] = self._append_copy("offload", s, maker, reads=(s,), operands=(maker,))
-        fuse = self.repeated.fuse
-        moved_fuse = replace(
-            fuse,
-            takes=tuple(0 if o is None else fuse.takes[o] for o in self.origin),
-            required=tuple(0 if o is None else fuse.required[o] for o in self.origin),
-            cheap=tuple(o is not None and fuse.cheap[o] for o in self.origin),
-            operands=tuple(self.operands),
-        )
+        fuse = self.repeated.fuse.repeated(self.origin, self.operands)
         graph = make_graph(self.ops, self.storages, self.edges, self.old.outputs)
-        return WithRecompute(graph, moved_fuse, tuple(self.source), self.moves)
+        return WithRecompute(graph, fuse, tuple(self.source), self.moves)
 
     def _takes_fetched(self, op: Op, operand: int) -> bool:
         """Whether backward `op` reads the result of `operand` from the host."""

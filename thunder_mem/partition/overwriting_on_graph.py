@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from thunder_mem.memory.graph import Graph, Op, make_graph
+from thunder_mem.memory.graph import Graph, Op
+from thunder_mem.memory.shared_storages import with_shared_storages
 from thunder_mem.partition.recompute_on_graph import WithRecompute
 
 __all__ = ["Overwritable", "overwrite_operands"]
@@ -43,15 +44,7 @@ def overwrite_operands(repeated: WithRecompute, old: Graph, over: Mapping[int, O
             reads = dict(zip(old.ops[repeated.source[op.index]].reads, op.reads, strict=True))
             pairs = ((reads[operand], gradient) for operand, gradient in found.gradients.items())
             into |= {g: s for s, g in pairs if _dies_in(graph, s, op, found.from_forward)}
-    if not into:
-        return repeated
-    memory = {s: s for s in range(len(graph.storages))}
-    for op in graph.ops:  # a gradient's operand may be a gradient that lies over an earlier operand
-        memory |= {g: memory[into[g]] for g in op.allocates if g in into}
-    storages = [replace(s, nbytes=0) if s.index in into else s for s in graph.storages]
-    edges = [(p, op.index) for op in graph.ops for p in graph.predecessors[op.index]]
-    ops = [_with_memory(op, memory, into) for op in graph.ops]
-    return replace(repeated, graph=make_graph(ops, storages, edges, {memory[s] for s in graph.outputs}))
+    return replace(repeated, graph=with_shared_storages(graph, into)) if into else repeated
 
 
 def _dies_in(graph: Graph, s: int, op: Op, from_forward: bool) -> bool:
@@ -59,13 +52,3 @@ def _dies_in(graph: Graph, s: int, op: Op, from_forward: bool) -> bool:
     if maker is None or s in graph.outputs or not (from_forward or graph.ops[maker].backward):
         return False
     return set(graph.users[s]) - {op.index} <= graph.ancestors(op.index)
-
-
-def _with_memory(op: Op, memory: Mapping[int, int], into: Mapping[int, int]) -> Op:
-    over = [memory[s] for s in op.allocates if s in into]
-    return replace(
-        op,
-        reads=tuple(dict.fromkeys(memory[s] for s in op.reads)),
-        writes=tuple(dict.fromkeys((*(memory[s] for s in op.writes), *over))),
-        allocates=tuple(s for s in op.allocates if s not in into),
-    )

@@ -6,7 +6,7 @@ A trial on the graph costs far less than rewriting and reading the trace.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.graph import Graph, Op, Storage, make_graph
@@ -59,13 +59,7 @@ class _Repetition:
             if op.backward:
                 self._repeat([p for p in self.fuse.operands[op.index] if self._takes_again(op, p)])
             self._append(op, op.backward)
-        fuse = replace(
-            self.fuse,
-            takes=tuple(self.fuse.takes[o] for o in self.source),
-            required=tuple(self.fuse.required[o] for o in self.source),
-            cheap=tuple(self.fuse.cheap[o] for o in self.source),
-            operands=tuple(self.operands),
-        )
+        fuse = self.fuse.repeated(self.source, self.operands)
         graph = make_graph(self.ops, self.storages, self.edges, self.graph.outputs)
         return WithRecompute(graph, fuse, tuple(self.source))
 

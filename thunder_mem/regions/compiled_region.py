@@ -23,14 +23,8 @@ from weakref import WeakSet
 
 import torch
 from thunder.core import devices, dtypes
-from thunder.core import prims as P
-from thunder.core.codeutils import SigInfo
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, tracectx
-from thunder.executors.passes import transform_for_execution
-from thunder.executors.pythonex import ex as python_ex
-from thunder.executors.torchex import ex as torch_ex
 from thunder.executors.torchex import no_autocast
 from torch._guards import TracingContext, active_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -51,6 +45,7 @@ from thunder_mem.regions.region_outputs import return_whole_results
 from thunder_mem.rendering.progress import stage
 from thunder_mem.semantics.fusible_prims import VIEWS
 from thunder_mem.semantics.op_traits import MemoryTraits
+from thunder_mem.trace.python_function import python_function
 
 __all__ = ["MAX_VARIANTS", "CompileWarning", "RegionFunction", "literal"]
 
@@ -203,10 +198,10 @@ class RegionFunction:
     def _build_unfused(self) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
         assert self._source is not None
         leaves, inputs, outputs = self._source
-        self._unfused, self._source = _boxed(_python_function(leaves, inputs, outputs)), None
+        self._unfused, self._source = _boxed(python_function(leaves, inputs, tuple(outputs), "region")), None
         if reuse := self.reuse:
             leaves, outputs = interleave(leaves, inputs, outputs, reuse)
-            with_early = _boxed(_python_function(leaves, inputs, outputs))
+            with_early = _boxed(python_function(leaves, inputs, tuple(outputs), "region"))
 
             def writing(boxed: list[Any]) -> Sequence[torch.Tensor]:
                 *args, flag = boxed
@@ -229,24 +224,6 @@ def _runtime_key(x: Any) -> Hashable:
     if isinstance(x, torch.Tensor):
         return (x.shape, x.stride(), x.dtype, type(x) is FakeTensor)
     return literal(x)
-
-
-def _python_function(
-    leaves: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy]
-) -> Callable[..., Sequence[torch.Tensor]]:
-    """The region as Python code over torch, as Thunder's torch executor has it."""
-    trace: Any = TraceCtx(None)
-    trace.args, trace.kwargs = list(inputs), {}
-    trace.names = {x.name for x in (*inputs, *(o for leaf in leaves for o in leaf.flat_proxy_outs))}
-    with tracectx(trace):
-        for x in inputs:
-            P.unpack_trivial(x, name=x.name)
-    trace.bound_symbols += [*leaves, P.python_return.bind(tuple(outputs), output=None)]
-    trace._siginfo = SigInfo("region")
-    trace._siginfo.args = [(x.name, None) for x in inputs]
-    return transform_for_execution(trace, executors_list=(torch_ex, python_ex)).python_callable(
-        include_decorators=False
-    )
 
 
 def _compile(

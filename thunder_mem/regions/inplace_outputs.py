@@ -89,12 +89,8 @@ def _write_over(value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return (memory if memory.shape == value.shape else memory.view(value.shape)).copy_(value)
 
 
-def _meta(value: TensorProxy, memory: TensorProxy) -> TensorProxy:
-    return TensorProxy(like=value)
-
-
 _write_over_symbol = OperatorExecutor("thunder_mem_reuse", version="0.1").register_operator(
-    "write_over", meta=_meta, fn=_write_over
+    "write_over", meta=lambda value, memory: TensorProxy(like=value), fn=_write_over
 )
 
 

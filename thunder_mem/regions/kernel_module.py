@@ -10,6 +10,7 @@ import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -115,14 +116,6 @@ class SimpleCompiler:
         """Do nothing: there is nothing to wait for."""
 
 
-class _Kernel:
-    def __init__(self, name: str, launched: Callable[[str, Sequence[Any]], None]) -> None:
-        self._name, self._launched = name, launched
-
-    def run(self, *args: Any, stream: Any = None, **kwargs: Any) -> None:
-        self._launched(self._name, args)
-
-
 class _Watch(TorchDispatchMode):
     """Follows storages from their birth, and records operators that start a kernel."""
 
@@ -136,8 +129,8 @@ class _Watch(TorchDispatchMode):
             self._see(t, given=True)
         self._born = len(inputs)
 
-    def kernel(self, name: str, source: str) -> _Kernel:
-        return _Kernel(name, self.launched)
+    def kernel(self, name: str, source: str) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda *args, **_: self.launched(name, args))
 
     def launched(self, name: str, args: Sequence[Any]) -> None:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -173,17 +166,9 @@ class _Watch(TorchDispatchMode):
 _ALLOCATIONS = {torch.ops.aten.empty_strided.default, torch.ops.aten.empty.memory_format}
 
 
-def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
-
-
-def _reinterpret(t: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> torch.Tensor:
-    return torch.as_strided(t, size, stride, t.storage_offset() + offset)
-
-
 IN_PLACE_OF: dict[str, Callable[..., Any]] = {
-    "empty_strided_cuda": _empty_strided,
-    "reinterpret_tensor": _reinterpret,
+    "empty_strided_cuda": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="meta"),
+    "reinterpret_tensor": lambda t, size, stride, offset=0: t.as_strided(size, stride, t.storage_offset() + offset),
     "assert_size_stride": lambda *args: None,
     "assert_alignment": lambda *args: None,
     "get_raw_stream": lambda device: 0,

@@ -157,6 +157,7 @@ _WRITERS = (
     "inductor_target",
     "kernel_module",
     "region_kernels",
+    "../trace/python_function",
 )
 
 RegionFunction.traits = replace(RegionFunction.traits, kernels=kernel_figures)

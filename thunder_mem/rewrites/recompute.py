@@ -6,7 +6,7 @@ recompute chosen values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from thunder.core.prims import OpTags, PrimIDs
@@ -17,7 +17,7 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.rewrites.regathered_values import second_gathers
 from thunder_mem.runtime.repeatability import recompute_obstacle
 from thunder_mem.runtime.rng_replay import run_with_rng_state, save_rng_state
-from thunder_mem.semantics.effects import Effects, effects_of, leaves
+from thunder_mem.semantics.effects import Effects, effects_of, everything, leaves
 from thunder_mem.trace.reading import BACKWARD, TraceGraph
 from thunder_mem.trace.rebuilding import rebuilt, with_body
 from thunder_mem.trace.renaming import named, renamed
@@ -128,7 +128,8 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
             bsym = source.bsyms[op]
             taken = {p.name for p in bsym.flat_proxy_args}
             outs = [p for p in bsym.flat_proxy_outs if p.name not in taken]
-            results = {p.name: p for p in (*outs, *_made_inside(bsym)) if p.name not in taken}
+            # Results of its subsymbols need other names too: two values of one name seem to share memory.
+            results = {p.name: p for b in everything(bsym) for p in b.flat_proxy_outs if p.name not in taken}
             new = {name: named(p, f"bw_{name}" if backward else f"again_{name}") for name, p in results.items()}
             here = {p.name: gathered[p.name] for p in bsym.flat_proxy_args if backward and p.name in gathered}
             copy = renamed(bsym, {n: p for n, (made, p) in here.items() if made < before} | again | new)
@@ -145,13 +146,6 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
         placed[op.index] = len(body)
         body.append(renamed(bsym, second, outputs=False) if wanted else bsym)
     return _without_unread(body, {placed[op] for op in repeated}, source.result)
-
-
-def _made_inside(bsym: BoundSymbol) -> Iterator[Proxy]:
-    """The results of its subsymbols, which need other names too: two values of one name seem to share memory."""
-    for part in bsym.subsymbols:
-        yield from part.flat_proxy_outs
-        yield from _made_inside(part)
 
 
 def _without_unread(body: Sequence[BoundSymbol], firsts: Collection[int], result: BoundSymbol) -> list[BoundSymbol]:

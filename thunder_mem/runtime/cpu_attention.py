@@ -12,7 +12,7 @@ Shapes: query and output (B, H, T, D), key and value (B, H, S, D), log-sum-exp (
 from __future__ import annotations
 
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
 import torch
@@ -23,7 +23,7 @@ from thunder.core.proxies import NumberProxy, TensorProxy, pyval
 from thunder.core.transforms import get_grad, put_grad, put_grads
 from thunder.extend import OperatorExecutor, register_executor
 
-__all__ = ["last_dim_dense", "mem_attention_ex", "statistics_dtype", "value_of"]
+__all__ = ["AttentionCall", "backward_meta", "last_dim_dense", "log_sums_like", "mem_attention_ex", "value_of"]
 
 mem_attention_ex = OperatorExecutor("mem_attention", version="0.1")
 register_executor(mem_attention_ex)
@@ -36,22 +36,9 @@ def last_dim_dense(a: torch.Tensor) -> torch.Tensor:
     return a if a.stride(-1) == 1 else a.contiguous()
 
 
-def statistics_dtype(query_dtype: dtypes.dtype) -> dtypes.dtype:
-    return dtypes.float64 if dtypes.to_strong_dtype(query_dtype) is dtypes.float64 else dtypes.float32
-
-
-def _forward_meta(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    attn_mask: TensorProxy | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[TensorProxy, TensorProxy]:
-    logsumexp = TensorProxy(
-        shape=query.shape[:3], dtype=statistics_dtype(query.dtype), device=query.device, requires_grad=False
-    )
-    return TensorProxy(like=query), logsumexp
+def log_sums_like(query: TensorProxy) -> TensorProxy:
+    wide = dtypes.float64 if dtypes.to_strong_dtype(query.dtype) is dtypes.float64 else dtypes.float32
+    return TensorProxy(shape=query.shape[:3], dtype=wide, device=query.device, requires_grad=False)
 
 
 def _forward(
@@ -74,16 +61,8 @@ def _forward(
     return out, logsumexp.to(torch.float64) if query.dtype == torch.float64 else logsumexp
 
 
-def _backward_meta(
-    grad_out: TensorProxy,
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    out: TensorProxy,
-    logsumexp: TensorProxy,
-    attn_mask: TensorProxy | None,
-    is_causal: bool,
-    scale: float | None,
+def backward_meta(
+    grad_out: TensorProxy, query: TensorProxy, key: TensorProxy, value: TensorProxy, *_: Any
 ) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
     return TensorProxy(like=query), TensorProxy(like=key), TensorProxy(like=value)
 
@@ -107,19 +86,6 @@ def _backward(
         attn_mask=None if attn_mask is None else last_dim_dense(attn_mask),
         scale=scale,
     )
-
-
-def _mask_grad_meta(
-    grad_out: TensorProxy,
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    out: TensorProxy,
-    logsumexp: TensorProxy,
-    attn_mask: TensorProxy,
-    scale: float | None,
-) -> TensorProxy:
-    return TensorProxy(like=attn_mask)
 
 
 def _mask_grad(
@@ -147,12 +113,14 @@ def _mask_grad(
 
 attention_forward = mem_attention_ex.register_operator(
     "mem_attention_forward",
-    meta=_forward_meta,
+    meta=lambda query, *_: (TensorProxy(like=query), log_sums_like(query)),
     fn=_forward,
     tags=(OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,),  # a symbol is hashed: no list
 )
-attention_backward = mem_attention_ex.register_operator("mem_attention_backward", meta=_backward_meta, fn=_backward)
-attention_mask_grad = mem_attention_ex.register_operator("mem_attention_mask_grad", meta=_mask_grad_meta, fn=_mask_grad)
+attention_backward = mem_attention_ex.register_operator("mem_attention_backward", meta=backward_meta, fn=_backward)
+attention_mask_grad = mem_attention_ex.register_operator(
+    "mem_attention_mask_grad", meta=lambda *args: TensorProxy(like=args[6]), fn=_mask_grad
+)
 
 
 def value_of(x: Any) -> Any:
@@ -160,17 +128,21 @@ def value_of(x: Any) -> Any:
     return pyval(x) if isinstance(x, NumberProxy) else x
 
 
-def _is_supported(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    *,
-    scale: Any = None,
-) -> bool:
+class AttentionCall(NamedTuple):
+    """The arguments of `scaled_dot_product_attention`."""
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any = None
+    dropout_p: Any = 0.0
+    is_causal: Any = False
+    scale: Any = None
+
+
+def _is_supported(*args: Any, **kwargs: Any) -> bool:
     """Whether the kernel computes exactly this call; if not, Thunder continues without this executor."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale = AttentionCall(*args, **kwargs)
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if not all(isinstance(t, TensorProxy) and t.device.devicetype is DeviceType.CPU for t in tensors):
         return False
@@ -212,30 +184,14 @@ def _additive_mask(attn_mask: TensorProxy | None, query: TensorProxy) -> TensorP
     return ltorch.reshape(mask, (1,) * (4 - mask.ndim) + tuple(mask.shape)) if mask.ndim < 4 else mask
 
 
-def _execute(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    attn_mask: TensorProxy | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> TensorProxy:
+def _execute(*args: Any, **kwargs: Any) -> TensorProxy:
+    query, key, value, attn_mask, _, is_causal, scale = AttentionCall(*args, **kwargs)
     out, _ = attention_forward(query, key, value, _additive_mask(attn_mask, query), is_causal, scale)
     return out
 
 
-def _differentiate(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    attn_mask: TensorProxy | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> TensorProxy:
+def _differentiate(*args: Any, **kwargs: Any) -> TensorProxy:
+    query, key, value, attn_mask, _, is_causal, scale = AttentionCall(*args, **kwargs)
     mask = _additive_mask(attn_mask, query)
     out, logsumexp = attention_forward(query, key, value, mask, is_causal, scale)
     grad_out = get_grad(out)

@@ -24,7 +24,7 @@ from thunder.extend import OperatorExecutor, register_executor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from thunder_mem.runtime.attention_kernels import ATTENTION_KERNELS, CUDNN, eager_prefers_cudnn
-from thunder_mem.runtime.cpu_attention import last_dim_dense, value_of
+from thunder_mem.runtime.cpu_attention import AttentionCall, backward_meta, last_dim_dense, log_sums_like, value_of
 from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.semantics.kernel_scratch import CUDNN_BACKWARD, CUDNN_FORWARD
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
@@ -39,43 +39,18 @@ _KERNEL = ATTENTION_KERNELS[CUDNN]
 _LEAST_VERSION = 91501  # earlier ones fail for some lengths, and eager PyTorch does not prefer them
 
 
-def _forward_meta(
-    query: TensorProxy, key: TensorProxy, value: TensorProxy, is_causal: bool, scale: float | None
-) -> tuple[TensorProxy, TensorProxy]:
-    log_sums = TensorProxy(shape=query.shape[:3], dtype=dtypes.float32, device=query.device, requires_grad=False)
-    return TensorProxy(like=query), log_sums
-
-
-def _backward_meta(
-    grad_out: TensorProxy,
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    out: TensorProxy,
-    log_sums: TensorProxy,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
-    return TensorProxy(like=query), TensorProxy(like=key), TensorProxy(like=value)
-
-
 _forward = mem_cudnn_attention_ex.register_operator(
-    _FORWARD, meta=_forward_meta, fn=_KERNEL.forward, tags=(OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,)
+    _FORWARD,
+    meta=lambda query, *_: (TensorProxy(like=query), log_sums_like(query)),
+    fn=_KERNEL.forward,
+    tags=(OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,),
 )
-_backward = mem_cudnn_attention_ex.register_operator(_BACKWARD, meta=_backward_meta, fn=_KERNEL.backward)
+_backward = mem_cudnn_attention_ex.register_operator(_BACKWARD, meta=backward_meta, fn=_KERNEL.backward)
 
 
-def _is_supported(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    *,
-    scale: Any = None,
-) -> bool:
+def _is_supported(*args: Any, **kwargs: Any) -> bool:
     """Whether cuDNN computes exactly this call, and eager PyTorch would let it; if not, Thunder goes on without it."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale = AttentionCall(*args, **kwargs)
     dropout, causal, factor = map(value_of, (dropout_p, is_causal, scale))
     if attn_mask is not None or dropout != 0 or not isinstance(causal, bool):
         return False
@@ -121,30 +96,14 @@ def _fake(mode: FakeTensorMode, p: TensorProxy) -> FakeTensor:
     return FakeTensor(mode, shown, device=torch.device(p.device.device_str()))
 
 
-def _execute(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    attn_mask: None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> TensorProxy:
+def _execute(*args: Any, **kwargs: Any) -> TensorProxy:
+    query, key, value, _, _, is_causal, scale = AttentionCall(*args, **kwargs)
     out, _ = _forward(query, key, value, is_causal, scale)
     return out
 
 
-def _differentiate(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    attn_mask: None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> TensorProxy:
+def _differentiate(*args: Any, **kwargs: Any) -> TensorProxy:
+    query, key, value, _, _, is_causal, scale = AttentionCall(*args, **kwargs)
     out, log_sums = _forward(query, key, value, is_causal, scale)
     put_grads((query, key, value), _backward(get_grad(out), query, key, value, out, log_sums, is_causal, scale))
     return out

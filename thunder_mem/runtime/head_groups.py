@@ -12,6 +12,7 @@ multiplies for one group at a time (`rewrites/projection_in_groups.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from thunder.core.prims import OpTags
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.runtime.attention_kernels import ATTENTION_KERNELS, CPU
-from thunder_mem.runtime.cpu_attention import last_dim_dense, mem_attention_ex, statistics_dtype
+from thunder_mem.runtime.cpu_attention import backward_meta, last_dim_dense, log_sums_like, mem_attention_ex
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
 __all__ = [
@@ -86,20 +87,9 @@ def _forward_groups(keys: int, groups: int, on_cpu: bool) -> int:
 # --- forward ---------------------------------------------------------------------------------------
 
 
-def _forward_meta(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    is_causal: bool,
-    scale: float | None,
-    groups: int,
-    kernel: str,
-) -> tuple[TensorProxy, TensorProxy]:
+def _output_meta(query: TensorProxy, *_: Any) -> TensorProxy:
     batch, heads, rows, size = query.shape
-    out = TensorProxy(like=query, shape=(batch, rows, heads, size))
-    return out, TensorProxy(
-        shape=(batch, heads, rows), dtype=statistics_dtype(query.dtype), device=query.device, requires_grad=False
-    )
+    return TensorProxy(like=query, shape=(batch, rows, heads, size))
 
 
 def _forward(
@@ -120,28 +110,14 @@ def _forward(
 
 
 _forward_in_groups = mem_attention_ex.register_operator(
-    _FORWARD, meta=_forward_meta, fn=_forward, tags=(OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,)
+    _FORWARD,
+    meta=lambda query, *_: (_output_meta(query), log_sums_like(query)),
+    fn=_forward,
+    tags=(OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,),
 )
 
 
 # --- backward --------------------------------------------------------------------------------------
-
-
-def _backward_meta(
-    grad_out: TensorProxy,
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    out: TensorProxy,
-    log_sums: TensorProxy,
-    is_causal: bool,
-    scale: float | None,
-    groups: int,
-    kernel: str,
-    weight: TensorProxy | None,
-    over: tuple[int, ...],
-) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
-    return TensorProxy(like=query), TensorProxy(like=key), TensorProxy(like=value)
 
 
 def _backward(
@@ -204,8 +180,8 @@ def _fills_its_memory(t: Tensor) -> bool:
     return t.untyped_storage().nbytes() == t.nbytes
 
 
-_backward_in_groups = mem_attention_ex.register_operator(_BACKWARD, meta=_backward_meta, fn=_backward)
-_backward_over_operands = mem_attention_ex.register_operator(f"{_BACKWARD}_over", meta=_backward_meta, fn=_backward)
+_backward_in_groups = mem_attention_ex.register_operator(_BACKWARD, meta=backward_meta, fn=_backward)
+_backward_over_operands = mem_attention_ex.register_operator(f"{_BACKWARD}_over", meta=backward_meta, fn=_backward)
 
 
 def runs_in_groups(bsym: BoundSymbol) -> bool:
@@ -247,37 +223,15 @@ def projecting(bsym: BoundSymbol, grad_result: TensorProxy, weight: TensorProxy)
 # --- before autograd -------------------------------------------------------------------------------
 
 
-def _meta(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    is_causal: bool,
-    scale: float | None,
-    groups: int,
-    kernel: str,
-) -> TensorProxy:
-    batch, heads, rows, size = query.shape
-    return TensorProxy(like=query, shape=(batch, rows, heads, size))
-
-
 attention_in_groups = mem_attention_ex.register_operator(
-    "mem_attention_groups", meta=_meta, fn=lambda *args: _forward(*args)[0]
+    "mem_attention_groups", meta=_output_meta, fn=lambda *args: _forward(*args)[0]
 )
 """Attention without a mask: (query, key, value, is_causal, scale, groups, kernel) -> output."""
 
 
-def _differentiate(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    is_causal: bool,
-    scale: float | None,
-    groups: int,
-    kernel: str,
-) -> TensorProxy:
-    out, log_sums = _forward_in_groups(query, key, value, is_causal, scale, groups, kernel)
-    given = (query, key, value, out, log_sums, is_causal, scale, groups, kernel)
-    grads = _backward_in_groups(get_grad(out), *given, None, ())
+def _differentiate(query: TensorProxy, key: TensorProxy, value: TensorProxy, *how: Any) -> TensorProxy:
+    out, log_sums = _forward_in_groups(query, key, value, *how)
+    grads = _backward_in_groups(get_grad(out), query, key, value, out, log_sums, *how, None, ())
     put_grads((query, key, value), grads)
     return out
 

@@ -12,8 +12,7 @@ nothing, but they are real, into memory that is not PyTorch's. So all of this is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -143,21 +142,15 @@ def is_host_memory_now() -> bool:
     return _making_host_memory.get()
 
 
-@contextmanager
-def _now_host_memory() -> Iterator[None]:
-    token = _making_host_memory.set(True)
-    try:
-        yield
-    finally:
-        _making_host_memory.reset(token)
-
-
 def host_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Host memory for a tensor, with the tensor's layout if it is dense, and another dtype if one is given."""
     dtype = dtype or t.dtype
     if isinstance(t, FakeTensor) or t.is_meta:
-        with _now_host_memory():
+        token = _making_host_memory.set(True)
+        try:
             return torch.empty_like(t, dtype=dtype, device="meta" if t.is_meta else "cpu", requires_grad=False)
+        finally:
+            _making_host_memory.reset(token)
     if t.is_cuda:
         return torch.empty_like(t, dtype=dtype, device="cpu", pin_memory=True, requires_grad=False)
     # Not PyTorch's memory, which counts on a CPU.
@@ -230,22 +223,18 @@ def _source(bsym: BoundSymbol) -> dict[str, TensorProxy]:
     return {bsym.flat_proxy_outs[0].name: bsym.args[0]}
 
 
-def _host_of_offload(bsym: BoundSymbol) -> dict[str, str]:
-    return {bsym.output.name: bsym.args[0].device.device_str()}
-
-
-def _host_of_offload_wait(bsym: BoundSymbol) -> dict[str, str]:
-    return dict.fromkeys((bsym.args[0].name, bsym.output[0].name), bsym.args[1].device.device_str())
-
-
-def _host_of_prefetch(bsym: BoundSymbol) -> dict[str, str]:
-    return {bsym.args[0].name: bsym.args[1]}
-
-
 _TRAITS = {
-    "offload": MemoryTraits(transfers=True, laid_out_as=_source, on_host=_host_of_offload),
-    "offload_wait": MemoryTraits(transfers=True, shares=_source, on_host=_host_of_offload_wait),
-    "prefetch": MemoryTraits(transfers=True, laid_out_as=_source, on_host=_host_of_prefetch),
+    "offload": MemoryTraits(
+        transfers=True, laid_out_as=_source, on_host=lambda bsym: {bsym.output.name: bsym.args[0].device.device_str()}
+    ),
+    "offload_wait": MemoryTraits(
+        transfers=True,
+        shares=_source,
+        on_host=lambda bsym: dict.fromkeys((bsym.args[0].name, bsym.output[0].name), bsym.args[1].device.device_str()),
+    ),
+    "prefetch": MemoryTraits(
+        transfers=True, laid_out_as=_source, on_host=lambda bsym: {bsym.args[0].name: bsym.args[1]}
+    ),
     "prefetch_wait": MemoryTraits(transfers=True, shares=_source),
 }
 declare(mem_offload_ex, lambda name: _TRAITS.get(name, PLAIN))

@@ -26,8 +26,8 @@ import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
+from thunder_mem.memory.graph import earliest_first
 from thunder_mem.memory.running_set import Liveness
 from thunder_mem.schedule.hill_valley import Part, Segments
 
@@ -61,7 +61,7 @@ class Collapsed:
         place = [0] * len(order)
         for step, op in enumerate(order):
             place[op] = step
-        return _nearest(self.live.predecessors, [max([place[op] for op in ops]) for ops in self.members])
+        return earliest_first(self.live.predecessors, [max([place[op] for op in ops]) for ops in self.members])
 
 
 def collapse(live: Liveness) -> Collapsed:
@@ -257,7 +257,7 @@ class _Modules:
                     hills.append(segment.hill)
                     members.append(tuple(self._segments.ops(segment)))
             end[m] = len(hills) - 1
-        order = _nearest(before, [max(ops) for ops in members])
+        order = earliest_first(before, [max(ops) for ops in members])
         place = [0] * len(order)
         for step, c in enumerate(order):
             place[c] = step
@@ -266,26 +266,6 @@ class _Modules:
             live, members, [hills[c] for c in order], [[place[p] for p in before[c]] for c in order], self._last
         )
         return Collapsed(smaller, tuple(members), len(modules) == 1)
-
-
-def _nearest(before: Sequence[Sequence[int]], rank: Sequence[int]) -> list[int]:
-    """The topological order that takes the least rank that is ready."""
-    after: list[list[int]] = [[] for _ in before]
-    for c, earlier in enumerate(before):
-        for p in earlier:
-            after[p].append(c)
-    waits = [len(earlier) for earlier in before]
-    ready = [(rank[c], c) for c, count in enumerate(waits) if not count]
-    heapify(ready)
-    order = []
-    while ready:
-        c = heappop(ready)[1]
-        order.append(c)
-        for then in after[c]:
-            waits[then] -= 1
-            if not waits[then]:
-                heappush(ready, (rank[then], then))
-    return order
 
 
 def _smaller(

@@ -103,7 +103,7 @@ def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
     if outs[0].dtype not in (bfloat16, float16):
         return 0
     if on_cpu and _is_gemm(bsym) and not (outs[0].dtype is bfloat16 and _multiplies_bfloat16()):
-        return _float32_bytes(outs[0])
+        return prod(map(int, outs[0].shape)) * _FLOAT32_BYTES
     return 0
 
 
@@ -316,7 +316,3 @@ def flash_backward_bytes(query: Sequence[int], key: Sequence[int], element_bytes
     if int(key[1]) == heads:
         return accumulated_bytes
     return accumulated_bytes + 2 * batch * heads * int(key[2]) * size * element_bytes
-
-
-def _float32_bytes(p: TensorProxy) -> int:
-    return prod(map(int, p.shape)) * _FLOAT32_BYTES

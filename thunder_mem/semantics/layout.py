@@ -218,7 +218,8 @@ class Layout:
         outs = [
             p for p in bsym.flat_proxy_outs if p.name not in known and isinstance(p, TensorProxy | FutureTensorProxy)
         ]
-        written = _in_place_target(bsym)
+        is_copy = bsym.sym.id is PrimIDs.COPY_ or bsym.sym.name == "copy_"
+        written = bsym.args[1] if is_copy else overwritten_by(bsym)
         traits = traits_of(bsym)
         shared, copied = traits.shares(bsym), traits.laid_out_as(bsym)
         self.define((*shared.values(), *copied.values()))
@@ -340,12 +341,6 @@ def padded_head(size: int) -> int:
 def _elementwise_strides(shape: tuple[int, ...], operands: tuple[tuple[int, ...], ...]) -> Sequence[int]:
     """The strides of an elementwise result, by those of its operands; PyTorch's own answer takes a while."""
     return compute_elementwise_output_strides(*[torch.empty_strided(shape, s, device="meta") for s in operands])
-
-
-def _in_place_target(bsym: BoundSymbol) -> TensorProxy | None:
-    if bsym.sym.id is PrimIDs.COPY_ or bsym.sym.name == "copy_":
-        return bsym.args[1]
-    return overwritten_by(bsym)
 
 
 def dense_bytes(p: TensorProxy | FutureTensorProxy) -> int:

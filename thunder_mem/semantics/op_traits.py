@@ -22,42 +22,6 @@ from thunder_mem.memory.kernel_figures import KernelFigures, NotWritten
 __all__ = ["PLAIN", "MemoryTraits", "declare", "region_function", "traits_of"]
 
 
-def _no_proxies(bsym: BoundSymbol) -> tuple[TensorProxy, ...]:
-    return ()
-
-
-def _no_memory(bsym: BoundSymbol) -> Mapping[str, TensorProxy]:
-    return {}
-
-
-def _no_layouts(bsym: BoundSymbol, arguments: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    return {}
-
-
-def _no_host(bsym: BoundSymbol) -> Mapping[str, str]:
-    return {}
-
-
-def _no_group(bsym: BoundSymbol) -> None:
-    return None
-
-
-def _no_kernels(bsym: BoundSymbol, tensors: Any) -> None:
-    return None
-
-
-def _not_said(bsym: BoundSymbol, device: DeviceModel) -> None:
-    return None
-
-
-def _flash(bsym: BoundSymbol) -> str:
-    return "flash"
-
-
-def _itself(bsym: BoundSymbol) -> BoundSymbol:
-    return bsym
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryTraits:
     """The memory traits of a symbol; functions take the bound symbol.
@@ -84,19 +48,19 @@ class MemoryTraits:
         takes_apart: the region runs the operations of a composite one by one.
     """
 
-    writes: Callable[[BoundSymbol], tuple[TensorProxy, ...]] = _no_proxies
+    writes: Callable[[BoundSymbol], tuple[TensorProxy, ...]] = lambda bsym: ()
     last_write: bool = False
     in_place: bool = False
-    shares: Callable[[BoundSymbol], Mapping[str, TensorProxy]] = _no_memory
-    laid_out_as: Callable[[BoundSymbol], Mapping[str, TensorProxy]] = _no_memory
-    result_layouts: Callable[[BoundSymbol, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = _no_layouts
-    on_host: Callable[[BoundSymbol], Mapping[str, str]] = _no_host
+    shares: Callable[[BoundSymbol], Mapping[str, TensorProxy]] = lambda bsym: {}
+    laid_out_as: Callable[[BoundSymbol], Mapping[str, TensorProxy]] = lambda bsym: {}
+    result_layouts: Callable[[BoundSymbol, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = lambda *_: {}
+    on_host: Callable[[BoundSymbol], Mapping[str, str]] = lambda bsym: {}
     scratch_bytes: Callable[[BoundSymbol], int] | None = None
-    kernels: Callable[[BoundSymbol, Any], KernelFigures | NotWritten | None] = _no_kernels
-    seconds: Callable[[BoundSymbol, DeviceModel], float | None] = _not_said
-    group: Callable[[BoundSymbol], Any] = _no_group
-    runs: Callable[[BoundSymbol], BoundSymbol] = _itself
-    attention_kernel: Callable[[BoundSymbol], str] = _flash
+    kernels: Callable[[BoundSymbol, Any], KernelFigures | NotWritten | None] = lambda *_: None
+    seconds: Callable[[BoundSymbol, DeviceModel], float | None] = lambda *_: None
+    group: Callable[[BoundSymbol], Any] = lambda bsym: None
+    runs: Callable[[BoundSymbol], BoundSymbol] = lambda bsym: bsym
+    attention_kernel: Callable[[BoundSymbol], str] = lambda bsym: "flash"
     products: bool = False
     random: Literal["", "saves", "replays"] = ""
     transfers: bool = False

@@ -7,6 +7,7 @@ which dims of inputs and results go together; it does not depend on the split.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from thunder.core import dtypes
@@ -144,14 +145,18 @@ def _reshape(a: TensorProxy, shape: Sequence[int]) -> Relation:
 
 @rule(PrimIDs.SQUEEZE)
 def _squeeze(a: TensorProxy, dims: Sequence[int]) -> Relation:
-    gone = {d % a.ndim for d in dims}
+    gone, links = _dropping(a, dims)
+    blocked = {(0, d): "it squeezes the row dim away" for d in gone}
+    return Relation(links=links, blocked=blocked, linear=(frozenset({0}),), monotone=True)
+
+
+def _dropping(
+    a: TensorProxy, dims: Sequence[int] | None, outputs: int = 1
+) -> tuple[list[int], tuple[tuple[Axis, ...], ...]]:
+    """The dims that results lack, all for None, and the links of the others."""
+    gone = sorted({d % a.ndim for d in dims}) if dims is not None else list(range(a.ndim))
     kept = [d for d in range(a.ndim) if d not in gone]
-    return Relation(
-        links=tuple(((0, d), (-1, i)) for i, d in enumerate(kept)),
-        blocked={(0, d): "it squeezes the row dim away" for d in gone},
-        linear=(frozenset({0}),),
-        monotone=True,
-    )
+    return gone, tuple(((0, d), *((-1 - j, i) for j in range(outputs))) for i, d in enumerate(kept))
 
 
 @rule(PrimIDs.TRANSPOSE)
@@ -196,11 +201,8 @@ def _slice(
 @rule(PrimIDs.PAD)
 def _pad(a: TensorProxy, padding_value: Any, padding_config: Sequence[tuple[int, int, int]]) -> Relation:
     blocked = {d: "it pads the row dim" for d, cfg in enumerate(padding_config) if tuple(cfg) != (0, 0, 0)}
-    return _through(a, blocked) if padding_value == 0 else _not_linear(_through(a, blocked))
-
-
-def _not_linear(r: Relation) -> Relation:
-    return Relation(links=r.links, reduced=r.reduced, blocked=r.blocked, localise=r.localise)
+    through = _through(a, blocked)
+    return through if padding_value == 0 else replace(through, linear=())
 
 
 @rule(PrimIDs.CAT)
@@ -217,13 +219,9 @@ def _cat(parts: Sequence[TensorProxy], dim: int) -> Relation:
 
 def _reduction(kind: str) -> RuleFn:
     def reduction(a: TensorProxy, dims: Sequence[int] | None = None, **_: Any) -> Relation:
-        gone = {d % a.ndim for d in dims} if dims is not None else set(range(a.ndim))
-        kept = [d for d in range(a.ndim) if d not in gone]
-        return Relation(
-            links=tuple(((0, d), (-1, i)) for i, d in enumerate(kept)),
-            reduced=tuple(((0, d), kind) for d in sorted(gone)),
-            linear=(frozenset({0}),) if kind == "sum" else (),
-        )
+        gone, links = _dropping(a, dims)
+        linear = (frozenset({0}),) if kind == "sum" else ()
+        return Relation(links=links, reduced=tuple(((0, d), kind) for d in gone), linear=linear)
 
     return reduction
 
@@ -245,12 +243,9 @@ def _logsumexp(a: TensorProxy, dim: int | Sequence[int], keepdim: bool = False) 
 
 @rule(PrimIDs.PROD, PrimIDs.VAR, PrimIDs.STD)
 def _inner_reduction(a: TensorProxy, dims: Sequence[int] | None = None, *, outputs: int = 1, **_: Any) -> Relation:
-    gone = {d % a.ndim for d in dims} if dims is not None else set(range(a.ndim))
-    kept = [d for d in range(a.ndim) if d not in gone]
-    return Relation(
-        links=tuple(((0, d), *((-1 - j, i) for j in range(outputs))) for i, d in enumerate(kept)),
-        blocked={(0, d): "it reduces over rows in a way that chunks cannot be combined" for d in gone},
-    )
+    gone, links = _dropping(a, dims, outputs)
+    why = "it reduces over rows in a way that chunks cannot be combined"
+    return Relation(links=links, blocked={(0, d): why for d in gone})
 
 
 @rule(PrimIDs.VAR_MEAN)
@@ -260,12 +255,8 @@ def _var_mean(a: TensorProxy, dims: Sequence[int] | None = None, **_: Any) -> Re
 
 @rule(PrimIDs.ARGMAX, PrimIDs.ARGMIN)
 def _arg_reduction(a: TensorProxy, dim: int | None = None) -> Relation:
-    gone = {dim % a.ndim} if dim is not None else set(range(a.ndim))
-    kept = [d for d in range(a.ndim) if d not in gone]
-    return Relation(
-        links=tuple(((0, d), (-1, i)) for i, d in enumerate(kept)),
-        blocked={(0, d): "it looks for an index over all rows" for d in gone},
-    )
+    gone, links = _dropping(a, None if dim is None else (dim,))
+    return Relation(links=links, blocked={(0, d): "it looks for an index over all rows" for d in gone})
 
 
 @rule(PrimIDs.TOPK)

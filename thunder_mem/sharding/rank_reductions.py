@@ -85,9 +85,7 @@ register_grad(of_all_ranks, _of_all_ranks_grad)
 # --- rows pass through all of them -----------------------------------------------------------------
 
 
-@rule(sum_over_ranks.id, log_sum_over_ranks.id, of_all_ranks.id)
-def _each_alone(a: TensorProxy, group: ProcessGroup) -> Relation:
-    return pointwise(a)
+rule(sum_over_ranks.id, log_sum_over_ranks.id, of_all_ranks.id)(lambda a, group: pointwise(a))
 
 
 @rule(PrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_OUTPUT)

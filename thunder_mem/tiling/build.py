@@ -103,10 +103,7 @@ def build_loop(
         grads=grads,
         grad_dtypes=sums(2),
         sums_asked=accumulate is not None,
-        over=(),
         differentiable=differentiable,
-        forward_block_bytes=0,
-        backward_block_bytes=0,
     )
     head = Head(
         op=plan.op,

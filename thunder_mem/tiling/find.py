@@ -8,7 +8,7 @@ Each obstacle to a head becomes a `HeadRefusal`, and the trace stays unchanged t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ from thunder_mem.loop_body.leaves import Leaf, Program, numel, read_program, siz
 from thunder_mem.loop_body.region import Refused, Region, amplifying_products, grow
 from thunder_mem.loop_body.region_trimming import trim
 from thunder_mem.loop_sizes.rows_per_chunk import default_rows
+from thunder_mem.semantics.effects import everything
 from thunder_mem.tiling.build import build_loop, differentiable_of, head_label
 from thunder_mem.tiling.hoist_slices import hoist_beside, hoist_rows
 from thunder_mem.tiling.marks import Mark, strip_marks, with_products
@@ -235,10 +236,8 @@ def _heads(trace: TraceCtx, refusals: Mapping[str, HeadRefusal]) -> dict[str, He
     return {name: r for name, r in refusals.items() if largest.get(name, 0) <= bytes_of.get(name, 0)}
 
 
-def _tensors_made(bsym: BoundSymbol) -> Iterator[TensorProxy]:
-    yield from (o for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy))
-    for sub in bsym.subsymbols:
-        yield from _tensors_made(sub)
+def _tensors_made(bsym: BoundSymbol) -> list[TensorProxy]:
+    return [o for b in everything(bsym) for o in b.flat_proxy_outs if isinstance(o, TensorProxy)]
 
 
 def _check_marks(marks: Sequence[Mark], done: set[str], refusals: Mapping[str, HeadRefusal]) -> None:
@@ -255,7 +254,7 @@ def _next_head(
     program: Program, explicit: bool, marked: frozenset[str], tried: set[str], refusals: dict[str, HeadRefusal]
 ) -> _Grown | None:
     """The largest amplifier not yet tried that has a region. Refusals are noted on the way."""
-    for leaf, rows in amplifying_products(program, 1.0, 1):
+    for leaf, rows in amplifying_products(program):
         out = leaf.outputs[0]
         ratio = numel(out) / max(1, numel(leaf.inputs[rows]))
         large = ratio > AUTO_RATIO and size_bytes(out) >= AUTO_MIN_BYTES

@@ -17,13 +17,12 @@ from thunder.core import prims
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import ProxyTag, TensorProxy, variableify
-from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import dce
 
 from thunder_mem.loop_body.leaves import PRODUCTS, Leaf, Program, is_cut, numel, rewritten
-from thunder_mem.loop_body.region import Region, amplifying_products, escapes, relation
+from thunder_mem.loop_body.region import Region, amplifying_products, arguments, escapes, relation
 from thunder_mem.semantics.effects import effects_of
 from thunder_mem.sharding.propagation import RuleError
 from thunder_mem.sharding.row_cuts import Cut, apply_cut, cut_of, kept_shape, operand_cuts, through_reshape
@@ -88,7 +87,7 @@ def hoist_beside(region: Region) -> Hoisted | None:
         picker = program.producer.get(value.proxy.name)
         if picker is None or picker.bsym.sym.id not in _PICKERS or numel(value.proxy) < wide:
             continue
-        for product, rows in amplifying_products(program, 1.0, 1):
+        for product, rows in amplifying_products(program):
             if product.index in region.inside or picker.inputs[0].name not in _derived(program, product):
                 continue
             if (moved := hoist_rows(program, picker, product, rows)) is not None:
@@ -260,15 +259,11 @@ class _Writer:
             spreads = bsym.sym.id == PrimIDs.BROADCAST_IN_DIM or not leaf.inputs
             cuts = operand_cuts(rule, out, cut, spreads)
         self._check_product(leaf, cuts)
-        flat, spec = tree_flatten((bsym.args, bsym.kwargs))
-        slots = iter(range(len(leaf.inputs)))
-        left = [
-            self._of(x, found, leaf) if isinstance(x, TensorProxy) and (found := cuts.get(next(slots))) else x
-            for x in flat
-        ]
-        args, kwargs = tree_unflatten(left, spec)
-        if rule.localise is not None:
-            args, kwargs = rule.localise(args, kwargs, [shape])
+
+        def left(slot: int, t: TensorProxy) -> TensorProxy:
+            return self._of(t, cuts[slot], leaf) if cuts.get(slot) else t
+
+        args, kwargs = arguments(leaf, left, [shape])
         result = bsym.sym(*args, **kwargs)
         if (tuple(result.shape), result.dtype) != (shape, out.dtype):
             raise RuleError(f"{leaf.name} gives another shape or dtype of some rows")

@@ -16,6 +16,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.symbols import executor
+from thunder_mem.semantics.effects import everything
 from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.source_lines import place_of
 
@@ -38,13 +39,9 @@ def _end_tiles() -> None:
     """Outside a trace: nothing."""
 
 
-def _no_result() -> None:
-    return None
-
-
 def _register(name: str, fn: Any) -> Symbol:
     """The symbol that a call of `fn` becomes in a trace."""
-    symbol = executor.register_operator(name, meta=_no_result, fn=fn, tags=[OpTags.DONT_DCE])
+    symbol = executor.register_operator(name, meta=lambda: None, fn=fn, tags=[OpTags.DONT_DCE])
     _general_jit_lookaside_map[fn] = interpreter_needs_wrap(record_source_loc_in_symbol_header(symbol))
     return symbol
 
@@ -132,16 +129,10 @@ def _strip(trace: TraceCtx, begin: Symbol, end: Symbol) -> tuple[TraceCtx, tuple
             if opened:
                 inside = opened.pop()
                 source = next(filter(None, map(place_of, inside)), "")
-                marks.append(Mark(source, frozenset().union(*map(_made, inside))))
+                names = frozenset(p.name for top in inside for b in everything(top) for p in b.flat_proxy_outs)
+                marks.append(Mark(source, names))
         else:
             kept.append(b)
             for inside in opened:
                 inside.append(b)
     return rebuilt(trace, kept), tuple(marks)
-
-
-def _made(bsym: BoundSymbol) -> set[str]:
-    names = {o.name for o in bsym.flat_proxy_outs}
-    for sub in bsym.subsymbols:
-        names |= _made(sub)
-    return names

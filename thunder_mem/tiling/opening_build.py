@@ -42,7 +42,10 @@ def with_opening(loop: ChunkLoop, region: Region, executors: Sequence[Any]) -> C
     gpu = plan.device.startswith("cuda")
     blocks = Blocks(region, region.inputs, executors)
     wanted = [i in plan.grads for i in sides]
-    rows = _gpu_rows(plan) if gpu else _cpu_rows(plan, blocks([plan.block_rows], wanted, False)[plan.block_rows])
+    if gpu:
+        rows = _GPU_ROWS if plan.block_rows % _GPU_ROWS == 0 else plan.block_rows
+    else:
+        rows = _cpu_rows(plan, blocks([plan.block_rows], wanted, False)[plan.block_rows])
     sizes = block_sizes(plan.n, plan.chunk_rows, rows)
     forward = blocks(sizes, [False] * len(sides), True)
     backward = blocks(sizes, wanted, False)
@@ -90,10 +93,6 @@ def _opening(
         forward_row_s=_row_seconds(plan, forward),
         backward_row_s=_row_seconds(plan, backward),
     )
-
-
-def _gpu_rows(plan: LoopPlan) -> int:
-    return _GPU_ROWS if plan.block_rows % _GPU_ROWS == 0 else plan.block_rows
 
 
 def _cpu_rows(plan: LoopPlan, probe: Body) -> int:

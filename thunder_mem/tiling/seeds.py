@@ -51,19 +51,18 @@ class Seed:
         return math.prod(size for d, size in space if d > 1 and d not in self.dims)
 
 
-def seeds_of(program: Program, ratio: float, min_bytes: int) -> list[Seed]:
+def seeds_of(program: Program, ratio: float) -> list[Seed]:
     """All seeds, the largest results first; of one product, the smallest rows first.
 
     Args:
         program: the flattened trace.
         ratio: the least ratio of the result's size to the row operand's size.
-        min_bytes: the least size of the result.
     """
     found = [
         seed
         for leaf in program.leaves
         for seed in _seeds_at(program, leaf)
-        if size_bytes(out := leaf.outputs[0]) >= min_bytes and numel(out) > ratio * numel(leaf.inputs[seed.rows])
+        if numel(leaf.outputs[0]) > ratio * numel(leaf.inputs[seed.rows])
     ]
     return sorted(found, key=lambda s: -size_bytes(s.leaf.outputs[0]))
 

@@ -190,7 +190,7 @@ class _Tiler:
             raise TilingError(f"a stretch marked by thunder_mem.tiled(){at} stays whole: {reason}")
 
     def _candidates(self, program: Program) -> Iterator[Seed]:
-        for seed in seeds_of(program, WIDE_RATIO, 1):
+        for seed in seeds_of(program, WIDE_RATIO):
             name = seed.leaf.outputs[0].name
             large = size_bytes(seed.leaf.outputs[0]) >= AUTO_MIN_BYTES
             if seed.key not in self.tried and name not in self.done and (self._is_asked(name) or large):

@@ -17,7 +17,6 @@ from thunder.core import prims
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import ProxyTag, TensorProxy, variableify
-from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import dce
@@ -26,7 +25,7 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from thunder_mem.loop_body.leaves import Leaf, Program, is_cut, read_program, walk
-from thunder_mem.loop_body.region import relation
+from thunder_mem.loop_body.region import arguments, relation
 from thunder_mem.sharding.op_rules import pointwise_ids
 from thunder_mem.sharding.propagation import RowDim, RuleError, Sharding, propagate
 from thunder_mem.sharding.rank_reductions import GATHERS_LAST_DIM, log_sum_over_ranks, of_all_ranks, sum_over_ranks
@@ -172,12 +171,8 @@ class _Rewriting:
         return propagate(relation(leaf), *shapes, known, size)
 
     def _call(self, leaf: Leaf, shardings: Mapping[int, Sharding], part: _Part) -> TensorProxy:
-        flat, spec = tree_flatten((leaf.bsym.args, leaf.bsym.kwargs))
-        slots = iter(range(len(leaf.inputs)))
-        given = [self._operand(x, shardings[next(slots)], part) if isinstance(x, TensorProxy) else x for x in flat]
-        args, kwargs = tree_unflatten(given, spec)
-        if localise := relation(leaf).localise:
-            args, kwargs = localise(args, kwargs, [_local_shape(leaf.outputs[0], shardings[-1], part.group)])
+        shape = _local_shape(leaf.outputs[0], shardings[-1], part.group)
+        args, kwargs = arguments(leaf, lambda slot, t: self._operand(t, shardings[slot], part), [shape])
         return leaf.bsym.sym(*args, **kwargs)
 
     def _operand(self, t: TensorProxy, sharding: Sharding, part: _Part) -> TensorProxy:

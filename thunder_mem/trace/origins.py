@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 import thunder
 from thunder.core.prims import PrimIDs
@@ -173,15 +173,11 @@ def _own(bsym: BoundSymbol, paths: Mapping[str, str]) -> Iterator[str]:
 
 
 def _modules(trace: TraceCtx, paths: Mapping[str, str], layers: Sequence[int | None]) -> list[str]:
+    def latest(last: str, module: str) -> str:
+        return module or last
+
     own = [next(_own(b, paths), "").rpartition(".")[0] for b in trace.bound_symbols]
-    before, after, last = [], [], ""
-    for module in own:
-        last = module or last
-        before.append(last)
-    last = ""
-    for module in reversed(own):
-        last = module or last
-        after.append(last)
+    before, after = list(accumulate(own, latest)), list(accumulate(reversed(own), latest))
     sides = zip(own, before, reversed(after), layers, strict=True)
     return [module or max(_common(a, b), _layer_of(a, layer), key=len) for module, a, b, layer in sides]
 

@@ -93,7 +93,9 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
     Raises:
         ValueError: the trace has no return statement, or uses a proxy that no op produces.
     """
-    symbols: list[BoundSymbol] = [b for b in trace.bound_symbols if not _is_release(b)]
+    symbols: list[BoundSymbol] = [
+        b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL and b.sym.name != "clear_mutable_collection"
+    ]
     if not symbols or symbols[-1].sym.id is not PrimIDs.RETURN:
         raise ValueError("the trace does not end with a return statement")
     *body, result = symbols
@@ -124,7 +126,7 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
             if name not in taken:
                 producer_of.setdefault(name, i)
 
-    returned_names = frozenset(p.name for p in _returned(result))
+    returned_names = frozenset(p.name for p in proxies_in((result.args, result.kwargs)))
     known = {id(op.payload): op for op in earlier.graph.ops} if earlier else {}
     ops = _ops(body, names, effects, forward_count, arguments, storage_of, layout, known)
     if zeros:
@@ -190,10 +192,6 @@ def _forward_half(body: Sequence[BoundSymbol], names_of: Mapping[int, _Names], r
             needed.update(taken)
             needed.update(made)
     return in_forward
-
-
-def _is_release(bsym: BoundSymbol) -> bool:
-    return bsym.sym.id is PrimIDs.DEL or bsym.sym.name == "clear_mutable_collection"
 
 
 def _held(trace: TraceCtx, arguments: Sequence[Proxy]) -> set[str]:
@@ -390,7 +388,3 @@ def proxies_in(tree: object) -> list[Proxy]:
     """The proxies in a tree of arguments or results, in order."""
     flat, _ = tree_flatten_with_dataclass(tree)
     return [x for x in flat if isinstance(x, Proxy)]
-
-
-def _returned(result: BoundSymbol) -> list[Proxy]:
-    return proxies_in((result.args, result.kwargs))

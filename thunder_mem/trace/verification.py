@@ -17,18 +17,15 @@ from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import CollectionProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.trace.reading import joint_results
+from thunder_mem.trace.reading import BACKWARD, joint_results
 from thunder_mem.trace.value_numbers import Numbers, VerificationError, outcome_of
 
 __all__ = ["VerificationError", "is_verified", "verify_final", "verify_rewrite"]
 
 ALWAYS_UP_TO_OPS = 2_000
 """Traces of at most so many bound symbols are always verified, of longer ones that share which has this size."""
-
-_BACKWARD = BoundSymbolTag.BACKWARD
 
 
 def is_verified(trace: TraceCtx, fingerprint: str, asked: bool | None) -> bool:
@@ -100,9 +97,9 @@ def _verify_halves(trace: TraceCtx) -> None:
                 raise VerificationError(f"the forward needs {early[0]}, the gradient of one of its results")
         elif made & needed or any(bsym.sym.name == "copy_" and p.name in needed for p in bsym.flat_proxy_args[1:2]):
             needed.update(p.name for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs))
-            if _BACKWARD in bsym.tags and bsym.sym.is_fusion:
+            if BACKWARD in bsym.tags and bsym.sym.is_fusion:
                 raise VerificationError(f"the forward needs {sorted(made & needed)[0]} of {bsym.sym.name}, a backward")
-        elif made and bsym.sym.is_fusion and _BACKWARD not in bsym.tags:
+        elif made and bsym.sym.is_fusion and BACKWARD not in bsym.tags:
             raise VerificationError(f"{bsym.sym.name} runs in the backward and does not say so")
 
 
