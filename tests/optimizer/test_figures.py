@@ -6,6 +6,7 @@ import pytest
 import thunder
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_mem import MemEfficient, StepInBackward, measure_peak, predict_step, simulate
 from thunder_mem.optimizer import one_parameter
@@ -166,3 +167,16 @@ def test_steps_for_graphs_of_a_gpu_are_simulated(name, wrap, first):
             peaks.append(predict_step(step, optimizer, loss_of, torch.zeros(8, 1024), first=first).peak_bytes)
     # The count of steps is on the device. A first step() makes it within the step, where either kind counts.
     assert peaks[1] - peaks[0] == (512 if wrap is StepInBackward or not first else 0)
+
+
+def test_a_first_step_is_predicted_from_one_slice_of_a_parameter(monkeypatch):
+    parts, inner = [], one_parameter.step_part
+    monkeypatch.setattr(one_parameter, "step_part", lambda *args, **how: parts.append(args[2]) or inner(*args, **how))
+    model = nn.Linear(64, 256, bias=False)
+    optimizer = StepInBackward(torch.optim.AdamW(model.parameters()))
+    step = thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True, optimizer=optimizer)])
+    x = torch.zeros(8, 64)
+    predicted = predict_step(step, optimizer, loss_of, x, first=True)
+    assert [part.numel() for part in parts if isinstance(part, FakeTensor)] == [4096]
+    measured = measure_peak(lambda: training_step(step, optimizer, loss_of, x))
+    assert predicted.measured_bytes == measured and [part.numel() for part in parts[-4:]] == [4096] * 4

@@ -64,8 +64,8 @@ def mixtral() -> tuple[hf.PreTrainedModel, Batch]:
     return hf.MixtralForCausalLM(config), text()
 
 
-def bert() -> tuple[hf.PreTrainedModel, Batch]:
-    return hf.BertForMaskedLM(hf.BertConfig(**SIZES, **NO_DROPOUT)), text()
+def bert(layers: int = 2) -> tuple[hf.PreTrainedModel, Batch]:
+    return hf.BertForMaskedLM(hf.BertConfig(**{**SIZES, "num_hidden_layers": layers}, **NO_DROPOUT)), text()
 
 
 def t5() -> tuple[hf.PreTrainedModel, Batch]:

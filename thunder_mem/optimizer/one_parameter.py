@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_mem.optimizer.compiled_step import compiled_options, is_compilable, run_compiled
 from thunder_mem.optimizer.elementwise import BY_ELEMENT, Clip
@@ -187,6 +188,8 @@ def _step_by_slices(
                 state[name] = torch.empty_like(p, dtype=v.dtype, requires_grad=False)
             if v.untyped_storage()._cdata != (target := part(state[name])).untyped_storage()._cdata:
                 target.copy_(v)
+        if isinstance(p, FakeTensor):  # every slice takes the same memory and makes the same kind of state
+            break
     state.update({name: in_place_of(before.get(name), v) for name, v in numbers.items()})
 
 
