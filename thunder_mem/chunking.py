@@ -5,7 +5,7 @@ stand in `thunder_mem.sharding`.
 """
 
 from thunder_mem.chunk_loop.plan import ChunkRecord, Head, HeadRefusal, LoopPlan
-from thunder_mem.sharding.propagation import Relation, register_rule
+from thunder_mem.sharding.propagation import Relation, RuleError, register_rule
 from thunder_mem.tiling.find import ChunkingError, chunk_trace
 from thunder_mem.tiling.marks import chunked
 
@@ -16,6 +16,7 @@ __all__ = [
     "HeadRefusal",
     "LoopPlan",
     "Relation",
+    "RuleError",
     "chunk_trace",
     "chunked",
     "register_rule",

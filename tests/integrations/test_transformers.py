@@ -376,7 +376,7 @@ def test_bad_input_gets_one_sentence(small):
 def test_a_prediction_names_what_compiles_a_model_that_thunder_cannot_trace():
     model, batch = bert(layers=0)
     jitted = thunder.jit(model, executors=[], transforms=[MemEfficient()])
-    with pytest.raises(PredictionError, match=r"AssertionError; memory_efficient\(model\) of thunder_mem.integrations"):
+    with pytest.raises(PredictionError, match=r"AssertionError; .*memory_efficient\(model\) of thunder_mem"):
         predict(jitted, kwargs=batch)
 
 

@@ -128,6 +128,22 @@ def test_nothing_of_the_callers_changes():
     own = dict(vars(in_backward))
     estimate(model, in_backward, mean, tokens())
     assert dict(vars(in_backward)) == own and in_backward.state is state
+    wrapped = SharedState(model.parameters(), lr=0.1)
+    wrapped.state = state
+    estimate(model, wrapped, mean, tokens())
+    assert wrapped.state is state
+
+
+class SharedState(torch.optim.SGD):
+    """Its state is a property, as optimizers have it that wrap another one."""
+
+    @property
+    def state(self):
+        return self.shared
+
+    @state.setter
+    def state(self, value):
+        self.shared = value
 
 
 def test_it_fails_without_a_trace():

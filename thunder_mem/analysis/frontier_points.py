@@ -12,7 +12,7 @@ from rich.text import Text
 from thunder_mem.memory.units import size
 from thunder_mem.rendering.document import Section
 from thunder_mem.rendering.endings import FRONTIER_ENDINGS
-from thunder_mem.rendering.matplotlib import blank, write
+from thunder_mem.rendering.matplotlib import blank_figure, write_figure
 from thunder_mem.rendering.text import aligned, rich_table
 
 __all__ = ["Frontier", "Point"]
@@ -119,7 +119,7 @@ class Frontier:
 
             path.write_text(frontier_page(self), encoding="utf-8")
             return
-        figure = blank(6.4, 3.8)
+        figure = blank_figure(6.4, 3.8)
         axes = figure.subplots()
         unit, name = _unit(max(p.peak_bytes for p in (self.nothing_recomputed, *self.points)))
         axes.plot(
@@ -132,7 +132,7 @@ class Frontier:
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-        write(figure, path)
+        write_figure(figure, path)
 
     def _cells(self, p: Point) -> tuple[str, ...]:
         whole = p is self.nothing_recomputed

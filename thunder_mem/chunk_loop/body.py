@@ -25,8 +25,8 @@ class Body:
         rows: rows in the block.
         outputs: its number of outputs.
         tangents: indices of the region's outputs whose tangents it takes.
-        peak_bytes: the most bytes that it holds beyond its inputs (`loop_body/gradients_in_place.py`).
-        adding_bytes: the most bytes of its own tensors that exist while gradients are added to sums.
+        peak_bytes: the most bytes that it holds beyond its inputs; 0 until `loop_body/gradients_in_place.py` counts.
+        adding_bytes: the most bytes of its own tensors that exist while gradients are added to sums; counted there.
         over: the logits, by number, that their gradients overwrite (`loop_body/gradients_in_place.py`).
         pairs: the sides, by number, whose gradients are matrix products that it lets the loop add, each with the
             product's depth.

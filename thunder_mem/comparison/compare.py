@@ -80,6 +80,7 @@ def compare(
         ('MemEfficient', ['eager', 'Thunder', 'MemEfficient'], True)
     """
     _check(model, loss_fn, optimizer, mem_efficient, executors, repeats)
+    executors = None if executors is None else tuple(executors)  # for two compilations
     step = step_of(model, args, kwargs or {}, loss_fn, optimizer)
     itself = compiles_itself(model)
     if itself is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -94,9 +94,18 @@ def in_place_of(twins: Twins, modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def stepping(optimizer: Optimizer, twin: Optimizer) -> AbstractContextManager[object]:
+@contextmanager
+def stepping(optimizer: Optimizer, twin: Optimizer) -> Iterator[None]:
     """Let the optimizer step over its twin's parameters, with the twin's state."""
-    return mock.patch.multiple(optimizer, param_groups=twin.param_groups, state=twin.state)
+    before = optimizer.param_groups, optimizer.state
+    inherited = {"param_groups", "state"} - vars(optimizer).keys()
+    optimizer.param_groups, optimizer.state = twin.param_groups, twin.state
+    try:
+        yield
+    finally:
+        optimizer.param_groups, optimizer.state = before
+        for name in inherited & vars(optimizer).keys():  # `StepInBackward` asks the optimizer that it wraps
+            delattr(optimizer, name)
 
 
 def _hook_as(t: Tensor, twin: Tensor) -> None:

@@ -76,7 +76,7 @@ class FusionCapabilities:
         return tuple(map(tuple, consumers))
 
     def repeated(self, origin: Sequence[int | None], operands: Iterable[tuple[int, ...]]) -> FusionCapabilities:
-        """The answers for a graph whose ops repeat ops of this one.
+        """The answers for a graph whose ops repeat ops of this one; `copies` and `kept` still number this graph's.
 
         Args:
             origin: per op, the op that it repeats; None for an op that no executor takes.

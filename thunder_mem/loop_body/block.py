@@ -33,7 +33,7 @@ from thunder_mem.loop_body.leaves import walk
 from thunder_mem.loop_body.region import Region, Value
 from thunder_mem.loop_body.sums_in_block import with_sums
 from thunder_mem.regions.nvfuser_fallback import with_guarded_fusions
-from thunder_mem.semantics.effects import everything
+from thunder_mem.semantics.effects import with_subsymbols
 from thunder_mem.sharding.propagation import RuleError
 from thunder_mem.trace.equal_views import without_equal_views
 from thunder_mem.trace.rebuilding import recorded
@@ -52,7 +52,7 @@ def build_body(
     products: bool = False,
     equal: EqualBlocks | None = None,
 ) -> Body:
-    """Trace, differentiate and compile the region for a block of `rows` rows.
+    """Trace, differentiate and compile the region for a block of `rows` rows; `gradients_in_place.py` counts its bytes.
 
     Args:
         region: the region to replay.
@@ -183,7 +183,7 @@ def _compile(
     trace.args = tuple(args)
     trace._siginfo = SigInfo("block")
     trace._siginfo.args = [(a.name, None) for a in args]
-    made = (o for top in bsyms for b in everything(top) for o in b.flat_proxy_outs)
+    made = (o for top in bsyms for b in with_subsymbols(top) for o in b.flat_proxy_outs)
     trace.names = {p.name for p in (*args, *made)}
     trace.bound_symbols = [prims.unpack_trivial.bind(a, name=a.name, output=a) for a in args]
     trace.bound_symbols += [b for b in bsyms if b.sym.id != PrimIDs.UNPACK_TRIVIAL]

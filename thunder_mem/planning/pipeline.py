@@ -3,7 +3,7 @@
     read the trace                         what may be saved, recomputed, fused
     arrange each free partition            the user's checkpoints, the least cut, and between;
                                            duplicate, regions, order, merge
-    refine the lowest                      and those that may become lower
+    refine the lowest                      and those that may become lower (`partition_choice.py`)
     within a budget                        recompute the cheapest, until the final trace fits
     carry the best one out                 emit, reuse buffers, overlap, schedule copies, fit chunks
     verify it                              the same program, without asking the planner

@@ -74,7 +74,7 @@ def _way_for(jitted: Callable[..., Any]) -> str:
     classes = type(getattr(jitted, "_model", None)).__mro__
     if not any(base.__module__.startswith("transformers.") for base in classes):
         return ""
-    return "; memory_efficient(model) of thunder_mem.integrations.transformers compiles Hugging Face's models"
+    return "; if it runs without Thunder, memory_efficient(model) of thunder_mem.integrations.transformers compiles it"
 
 
 def splits_autograd(jitted: Callable[..., Any]) -> bool:

@@ -20,7 +20,7 @@ from thunder.core.symbol import BoundSymbol
 
 from thunder_mem.fake_execution.replay import Event
 from thunder_mem.semantics.collectives import starts
-from thunder_mem.semantics.effects import everything
+from thunder_mem.semantics.effects import with_subsymbols
 from thunder_mem.semantics.op_traits import traits_of
 
 __all__ = ["LibraryMemory", "cublas_workspace_bytes", "library_memory", "unknown_library_memory"]
@@ -124,7 +124,7 @@ def _is_product(event: Event) -> bool:
 
 def _inside(bsym: BoundSymbol | None, names: set[str]) -> bool:
     """Whether the bound symbol or one of its parts is among `names`."""
-    return bsym is not None and any(_short(b.sym.name) in names for b in everything(bsym))
+    return bsym is not None and any(_short(b.sym.name) in names for b in with_subsymbols(bsym))
 
 
 def _short(name: str) -> str:

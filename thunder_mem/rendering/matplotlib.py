@@ -11,7 +11,7 @@ from thunder_mem.memory.units import size
 from thunder_mem.rendering.curve import columns, labelled, ticks, whole_numbers
 from thunder_mem.rendering.document import Life, TimelineView
 
-__all__ = ["COLOURS", "blank", "draw", "write"]
+__all__ = ["COLOURS", "blank_figure", "draw", "write_figure"]
 
 # Distinguishable without red or green, and in grey (Okabe and Ito's palette).
 COLOURS = ("#9aa5b1", "#0072b2", "#009e73", "#e69f00", "#cc79a7")
@@ -20,7 +20,7 @@ _LIVES = 16
 _LABEL_WIDTH = 0.015  # of a label that stands upright, as a share of the picture's width
 
 
-def blank(width: float, height: float) -> Any:
+def blank_figure(width: float, height: float) -> Any:
     """An empty figure of that size in inches.
 
     Raises:
@@ -36,12 +36,13 @@ def blank(width: float, height: float) -> Any:
     return figure
 
 
-def write(figure: Any, path: pathlib.Path) -> None:
+def write_figure(figure: Any, path: pathlib.Path) -> None:
     """Save a figure, without a date or random names inside, so that equal reports give equal files."""
     from matplotlib import rc_context
 
+    date = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix)
     with rc_context({"svg.hashsalt": "thunder_mem"}):
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
+        figure.savefig(path, dpi=150, metadata={date: None} if date else {})
 
 
 def draw(view: TimelineView | None, path: pathlib.Path) -> None:
@@ -54,11 +55,11 @@ def draw(view: TimelineView | None, path: pathlib.Path) -> None:
     if view is None:
         raise ValueError("nothing runs in this program, so there is nothing to draw")
     lives = view.lives[:_LIVES]
-    figure = blank(11, 4.8 + 0.24 * len(lives))
+    figure = blank_figure(11, 4.8 + 0.24 * len(lives))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 0.8 + 0.24 * len(lives)))
     _timeline(view, top)
     _lives(view, lives, bottom)
-    write(figure, path)
+    write_figure(figure, path)
 
 
 def _timeline(view: TimelineView, axes: Any) -> None:

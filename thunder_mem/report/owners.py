@@ -36,4 +36,4 @@ def modules_of(facts: Facts, paths: Mapping[str, str]) -> dict[int, str]:
             if s in own:
                 first.setdefault(own[s], position)
     seats = {s: (first[module], module) for s, module in own.items() if module in first}
-    return {**own, **{s: module for s, (_, module) in facts.spread(seats).items()}}
+    return {**{s: module for s, (_, module) in facts.spread(seats).items()}, **own}

@@ -17,7 +17,7 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.rewrites.regathered_values import second_gathers
 from thunder_mem.runtime.repeatability import recompute_obstacle
 from thunder_mem.runtime.rng_replay import run_with_rng_state, save_rng_state
-from thunder_mem.semantics.effects import Effects, effects_of, everything, leaves
+from thunder_mem.semantics.effects import Effects, effects_of, leaves, with_subsymbols
 from thunder_mem.trace.reading import BACKWARD, TraceGraph
 from thunder_mem.trace.rebuilding import rebuilt, with_body
 from thunder_mem.trace.renaming import named, renamed
@@ -129,7 +129,7 @@ def _body(source: TraceGraph, late: Mapping[int, Collection[int]], storages: fro
             taken = {p.name for p in bsym.flat_proxy_args}
             outs = [p for p in bsym.flat_proxy_outs if p.name not in taken]
             # Results of its subsymbols need other names too: two values of one name seem to share memory.
-            results = {p.name: p for b in everything(bsym) for p in b.flat_proxy_outs if p.name not in taken}
+            results = {p.name: p for b in with_subsymbols(bsym) for p in b.flat_proxy_outs if p.name not in taken}
             new = {name: named(p, f"bw_{name}" if backward else f"again_{name}") for name, p in results.items()}
             here = {p.name: gathered[p.name] for p in bsym.flat_proxy_args if backward and p.name in gathered}
             copy = renamed(bsym, {n: p for n, (made, p) in here.items() if made < before} | again | new)

@@ -23,7 +23,15 @@ from thunder.core.proxies import NumberProxy, TensorProxy, pyval
 from thunder.core.transforms import get_grad, put_grad, put_grads
 from thunder.extend import OperatorExecutor, register_executor
 
-__all__ = ["AttentionCall", "backward_meta", "last_dim_dense", "log_sums_like", "mem_attention_ex", "value_of"]
+__all__ = [
+    "AttentionCall",
+    "backward_meta",
+    "forward_meta",
+    "last_dim_dense",
+    "log_sums_like",
+    "mem_attention_ex",
+    "value_of",
+]
 
 mem_attention_ex = OperatorExecutor("mem_attention", version="0.1")
 register_executor(mem_attention_ex)
@@ -36,7 +44,14 @@ def last_dim_dense(a: torch.Tensor) -> torch.Tensor:
     return a if a.stride(-1) == 1 else a.contiguous()
 
 
+def forward_meta(query: TensorProxy, *_: Any) -> tuple[TensorProxy, TensorProxy]:
+    """The output and its log-sums, in both kernels' forward."""
+    log_sums = log_sums_like(query)
+    return TensorProxy(like=query), log_sums
+
+
 def log_sums_like(query: TensorProxy) -> TensorProxy:
+    """The logarithm of each row's sum of weights: (B, H, T), at least float32."""
     wide = dtypes.float64 if dtypes.to_strong_dtype(query.dtype) is dtypes.float64 else dtypes.float32
     return TensorProxy(shape=query.shape[:3], dtype=wide, device=query.device, requires_grad=False)
 
@@ -64,6 +79,7 @@ def _forward(
 def backward_meta(
     grad_out: TensorProxy, query: TensorProxy, key: TensorProxy, value: TensorProxy, *_: Any
 ) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
+    """The gradients of query, key and value."""
     return TensorProxy(like=query), TensorProxy(like=key), TensorProxy(like=value)
 
 
@@ -113,13 +129,15 @@ def _mask_grad(
 
 attention_forward = mem_attention_ex.register_operator(
     "mem_attention_forward",
-    meta=lambda query, *_: (TensorProxy(like=query), log_sums_like(query)),
+    meta=forward_meta,
     fn=_forward,
     tags=(OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,),  # a symbol is hashed: no list
 )
 attention_backward = mem_attention_ex.register_operator("mem_attention_backward", meta=backward_meta, fn=_backward)
 attention_mask_grad = mem_attention_ex.register_operator(
-    "mem_attention_mask_grad", meta=lambda *args: TensorProxy(like=args[6]), fn=_mask_grad
+    "mem_attention_mask_grad",
+    meta=lambda grad_out, query, key, value, out, logsumexp, attn_mask, scale: TensorProxy(like=attn_mask),
+    fn=_mask_grad,
 )
 
 

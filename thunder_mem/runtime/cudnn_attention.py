@@ -24,7 +24,7 @@ from thunder.extend import OperatorExecutor, register_executor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from thunder_mem.runtime.attention_kernels import ATTENTION_KERNELS, CUDNN, eager_prefers_cudnn
-from thunder_mem.runtime.cpu_attention import AttentionCall, backward_meta, last_dim_dense, log_sums_like, value_of
+from thunder_mem.runtime.cpu_attention import AttentionCall, backward_meta, forward_meta, last_dim_dense, value_of
 from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.semantics.kernel_scratch import CUDNN_BACKWARD, CUDNN_FORWARD
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
@@ -41,7 +41,7 @@ _LEAST_VERSION = 91501  # earlier ones fail for some lengths, and eager PyTorch 
 
 _forward = mem_cudnn_attention_ex.register_operator(
     _FORWARD,
-    meta=lambda query, *_: (TensorProxy(like=query), log_sums_like(query)),
+    meta=forward_meta,
     fn=_KERNEL.forward,
     tags=(OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,),
 )

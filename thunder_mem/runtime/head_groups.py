@@ -224,7 +224,10 @@ def projecting(bsym: BoundSymbol, grad_result: TensorProxy, weight: TensorProxy)
 
 
 attention_in_groups = mem_attention_ex.register_operator(
-    "mem_attention_groups", meta=_output_meta, fn=lambda *args: _forward(*args)[0]
+    "mem_attention_groups",
+    # Thunder's own transforms take the arguments' names from here.
+    meta=lambda query, key, value, is_causal, scale, groups, kernel: _output_meta(query),
+    fn=lambda *args: _forward(*args)[0],
 )
 """Attention without a mask: (query, key, value, is_causal, scale, groups, kernel) -> output."""
 

@@ -20,7 +20,7 @@ from thunder.distributed.prims import PrimIDs as DistributedPrimIDs
 from thunder_mem.semantics.collectives import START_NAMES, awaited_futures, overwritten_by, starts
 from thunder_mem.semantics.op_traits import traits_of
 
-__all__ = ["COMMUNICATION", "Effects", "effects_of", "everything", "is_copy", "is_random", "leaves"]
+__all__ = ["COMMUNICATION", "Effects", "effects_of", "is_copy", "is_random", "leaves", "with_subsymbols"]
 
 # The channel of all collectives' starts, whatever their group: with two communicators in use, an order of each
 # that ranks agree on does not suffice (NCCL's guide, "Using multiple NCCL communicators concurrently"). A wait
@@ -63,11 +63,11 @@ class Effects:
 _NONE = Effects()
 
 
-def everything(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+def with_subsymbols(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
     """The bound symbol and all subsymbols in it, outer ones first."""
     yield bsym
     for sub in bsym.subsymbols:
-        yield from everything(sub)
+        yield from with_subsymbols(sub)
 
 
 def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:

@@ -27,7 +27,7 @@ from thunder_mem.loop_body.leaves import Leaf, Program, numel, read_program, siz
 from thunder_mem.loop_body.region import Refused, Region, amplifying_products, grow
 from thunder_mem.loop_body.region_trimming import trim
 from thunder_mem.loop_sizes.rows_per_chunk import default_rows
-from thunder_mem.semantics.effects import everything
+from thunder_mem.semantics.effects import with_subsymbols
 from thunder_mem.tiling.build import build_loop, differentiable_of, head_label
 from thunder_mem.tiling.hoist_slices import hoist_beside, hoist_rows
 from thunder_mem.tiling.marks import Mark, strip_marks, with_products
@@ -237,7 +237,7 @@ def _heads(trace: TraceCtx, refusals: Mapping[str, HeadRefusal]) -> dict[str, He
 
 
 def _tensors_made(bsym: BoundSymbol) -> list[TensorProxy]:
-    return [o for b in everything(bsym) for o in b.flat_proxy_outs if isinstance(o, TensorProxy)]
+    return [o for b in with_subsymbols(bsym) for o in b.flat_proxy_outs if isinstance(o, TensorProxy)]
 
 
 def _check_marks(marks: Sequence[Mark], done: set[str], refusals: Mapping[str, HeadRefusal]) -> None:

@@ -16,7 +16,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.symbols import executor
-from thunder_mem.semantics.effects import everything
+from thunder_mem.semantics.effects import with_subsymbols
 from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.source_lines import place_of
 
@@ -129,7 +129,7 @@ def _strip(trace: TraceCtx, begin: Symbol, end: Symbol) -> tuple[TraceCtx, tuple
             if opened:
                 inside = opened.pop()
                 source = next(filter(None, map(place_of, inside)), "")
-                names = frozenset(p.name for top in inside for b in everything(top) for p in b.flat_proxy_outs)
+                names = frozenset(p.name for top in inside for b in with_subsymbols(top) for p in b.flat_proxy_outs)
                 marks.append(Mark(source, names))
         else:
             kept.append(b)
