@@ -111,7 +111,9 @@ class MeasuredCosts:
             devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
             try:
                 with torch.random.fork_rng(devices):  # the program's own draws stay as they are
-                    self._seconds[key] = self._timer(_function(bsym), [_sample(p) for p in _inputs(bsym)])
+                    inputs = _inputs(bsym)
+                    function = python_function([bsym], inputs, bsym.output, "measured")
+                    self._seconds[key] = self._timer(function, [_sample(p) for p in inputs])
             except Exception as error:
                 raise MeasuringError(f"{bsym.sym.name} cannot be measured: {type(error).__name__}: {error}") from error
             _save(self.path, self._seconds)
@@ -168,11 +170,6 @@ def _key(bsym: BoundSymbol) -> str:
 def _inputs(bsym: BoundSymbol) -> list[Proxy]:
     """Its proxy arguments, each name once."""
     return list({p.name: p for p in bsym.flat_proxy_args}.values())
-
-
-def _function(bsym: BoundSymbol) -> Callable[..., Any]:
-    """The bound symbol as a function of its proxy arguments, run by its executor, or else by torch."""
-    return python_function([bsym], _inputs(bsym), bsym.output, "measured")
 
 
 def _sample(proxy: Proxy) -> Any:

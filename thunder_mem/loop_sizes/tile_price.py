@@ -60,7 +60,7 @@ def tile_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> float:
 
 def kernel_seconds(body: Body, device: DeviceModel) -> float:
     """Seconds of the device for the kernels of a block; on a GPU the host's calls are counted apart."""
-    return trace_seconds(body.trace, device if device.name == "cpu" else replace(device, launch_s=0.0))
+    return trace_seconds(body.trace, device.without_launches)
 
 
 def extra_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> tuple[float, float]:

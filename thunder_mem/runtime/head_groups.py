@@ -87,7 +87,7 @@ def _forward_groups(keys: int, groups: int, on_cpu: bool) -> int:
 # --- forward ---------------------------------------------------------------------------------------
 
 
-def _output_meta(query: TensorProxy, *_: Any) -> TensorProxy:
+def _output_meta(query: TensorProxy) -> TensorProxy:
     batch, heads, rows, size = query.shape
     return TensorProxy(like=query, shape=(batch, rows, heads, size))
 
