@@ -18,7 +18,7 @@ from thunder_mem.costs.plan_time import plan_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.planning import partition_choice, pipeline, tile_selection
 from thunder_mem.planning.budget_loop import within_budget
-from thunder_mem.planning.partition_choice import TooSlowError, _lowest, _within_limits, choose_partition
+from thunder_mem.planning.partition_choice import TooSlowError, _lowest, _within_limits, arranged_partitions
 from thunder_mem.planning.program import Program
 
 
@@ -119,7 +119,7 @@ def test_the_time_of_a_partition_is_that_of_its_arrangement():
     assert planned.arranged_seconds == planned.final_seconds  # nothing was refined, and a CPU does one after the other
     program = replace(planned.program, options=replace(planned.program.options, limits_s=(planned.final_seconds / 2,)))
     with pytest.raises(TooSlowError):
-        choose_partition(program)
+        arranged_partitions(program)
 
 
 @pytest.mark.parametrize("width", [64, 4096])

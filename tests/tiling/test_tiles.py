@@ -288,6 +288,7 @@ def chosen_of(
     arranged_s=1.0,
     options_of=None,
     on_infeasible="error",
+    likely_bytes=0,
 ):
     """The plan that `lower_plan` takes of two, each given by its peak in bytes and its time.
 
@@ -295,7 +296,7 @@ def chosen_of(
     `repeating` for those with tiles that repeat work; what others were asked with goes into `asked_with`. The plans
     that are verified go into `checked`, and the options of all plans into `options_of`. Before refinement each took
     `arranged_s`; all partitions of one that takes infinitely long are too slow. Of the seconds of `whole`, a
-    budget bought `bought_s`. Without `tiled` no tiles are free.
+    budget bought `bought_s`. Without `tiled` no tiles are free. Refinement brings `whole` to `likely_bytes` at best.
     """
     checked = [] if checked is None else checked
     others = {"cheaper": cheaper, "repeating": repeating}
@@ -316,7 +317,12 @@ def chosen_of(
         plan = SimpleNamespace(budget=outcome, candidate=candidate, decisions=decisions)
         return Planned(program=trace, plan=plan, source=trace, fuse=None, trace=trace, arranged_seconds=arranged_s)
 
+    def drafted(*given):
+        partitions = SimpleNamespace(likely_bytes=likely_bytes, least_seconds=arranged_s)
+        return SimpleNamespace(partitions=partitions, made=lambda: planned(*given))
+
     monkeypatch.setattr(tile_selection, "made", planned)
+    monkeypatch.setattr(tile_selection, "drafted", drafted)
     monkeypatch.setattr(tile_selection, "checked", lambda plan: checked.append(plan.trace) or plan)
     monkeypatch.setattr(Planned, "final_seconds", property(lambda plan: figures[plan.trace][1]))
     monkeypatch.setattr(tile_selection, "peak_with_loss_outside", lambda plan: plan.peak_bytes)
@@ -342,6 +348,15 @@ def chosen_of(
 )
 def test_by_default_tiles_lower_the_peak_and_take_one_percent_of_time_at_most(monkeypatch, tiled, chosen):
     assert chosen_of(monkeypatch, tiled, (1000, 1.0)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("tiled", "plans"), [((799, 1.0), 1), ((799, 1.01), 1), ((800, 1.0), 2), ((799, 1.011), 2), ((799, 1.2), 2)]
+)
+def test_a_program_whose_tiles_are_clearly_better_is_not_refined_without_them(monkeypatch, tiled, plans):
+    made = []
+    found = chosen_of(monkeypatch, tiled, (1000, 1.1), options_of=made, likely_bytes=800)
+    assert (found, len(made)) == ("whole" if tiled == (799, 1.2) else "tiled", plans)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.program import Planned, Program, device_of, free_partitions
 from thunder_mem.planning.refine import refined
 
-__all__ = ["TooSlowError", "choose_partition", "plan_partition"]
+__all__ = ["FreePartitions", "TooSlowError", "arranged_partitions", "plan_partition"]
 
 # Refinement lowers 95 of 100 partitions by this share at most. So one that starts further above is not refined.
 _MOST_LOWERED = 0.25
@@ -32,17 +32,14 @@ class TooSlowError(Exception):
     """Every plan takes longer than allowed."""
 
 
-def choose_partition(program: Program) -> tuple[Planned, frozenset[int]]:
-    """The best plan without costly recomputation, and the storages that its backward recomputes.
+def arranged_partitions(program: Program) -> FreePartitions:
+    """The free partitions of a program.
 
     Raises:
-        TooSlowError: no partition is within `options.limits_s`.
+        TooSlowError: none is within `options.limits_s`.
     """
     arranged = [_arranged(program, rebuilt) for rebuilt in free_partitions(program)]
-    within = _within_limits(arranged, program.options.limits_s)
-    rank = _rank(program.options)
-    place, best = _lowest([rank(p.planned) for p in within], lambda k: _refined(within[k]), rank)
-    return replace(best, arranged_seconds=within[place].seconds), within[place].rebuilt
+    return FreePartitions(program, tuple(_within_limits(arranged, program.options.limits_s)))
 
 
 def plan_partition(program: Program, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Planned:
@@ -63,6 +60,30 @@ class _Partition:
         """The modelled time of its kernels; without their launches on a GPU, whose host starts them ahead."""
         source = self.planned.source
         return plan_seconds(self.planned.plan, source, device_model_of(device_of(source)).without_launches)
+
+
+@dataclass(frozen=True)
+class FreePartitions:
+    """The free partitions of a program, arranged and not yet refined, which takes as long again."""
+
+    program: Program
+    arranged: tuple[_Partition, ...]
+
+    @cached_property
+    def likely_bytes(self) -> float:
+        """What the best plan's peak, with all results written over dying values, is seldom below."""
+        return (1 - _MOST_LOWERED) * min(p.planned.plan.overwritten_peak_bytes for p in self.arranged)
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """The modelled time of the fastest; refinement takes no time away."""
+        return min(p.seconds for p in self.arranged)
+
+    def chosen(self) -> tuple[Planned, frozenset[int]]:
+        """The best plan without costly recomputation, and the storages that its backward recomputes."""
+        partitions, rank = self.arranged, _rank(self.program.options)
+        place, best = _lowest([rank(p.planned) for p in partitions], lambda k: _refined(partitions[k]), rank)
+        return replace(best, arranged_seconds=partitions[place].seconds), partitions[place].rebuilt
 
 
 def _arranged(program: Program, rebuilt: frozenset[int], offloaded: frozenset[int] = frozenset()) -> _Partition:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -36,7 +36,7 @@ from thunder_mem.planning.budget_loop import with_nothing_bought, within_budget
 from thunder_mem.planning.collective_stages import buckets_not_built, prepared
 from thunder_mem.planning.loss_outside import bytes_at_loss_outside, peak_with_loss_outside
 from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.partition_choice import choose_partition, plan_partition
+from thunder_mem.planning.partition_choice import FreePartitions, arranged_partitions, plan_partition
 from thunder_mem.planning.peak_parts import peak_in_words
 from thunder_mem.planning.program import (
     Planned,
@@ -57,7 +57,7 @@ from thunder_mem.trace.dead_halves import without_dead_halves
 from thunder_mem.trace.verification import is_verified, verify_final, verify_rewrite
 from thunder_mem.user_choices.offload import moves_for
 
-__all__ = ["checked", "made", "plan_joint_trace", "planned_trace"]
+__all__ = ["Draft", "checked", "drafted", "made", "plan_joint_trace", "planned_trace"]
 
 Finish = Callable[[Planned], Planned]
 
@@ -85,13 +85,45 @@ def made(given: TraceCtx, executors: Sequence[FusionExecutor], options: Planning
         TooSlowError: no partition is within `options.limits_s`.
     """
     start = time.perf_counter_ns()
+    return _fitting(_prepared(given, executors, options), executors, options, given, start)
+
+
+def drafted(given: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Draft:
+    """A joint trace without a budget, with its free partitions; arguments and errors as for `made`."""
+    assert options.budget is None
+    start = time.perf_counter_ns()
+    program = read_program(_prepared(given, executors, options), tuple(executors), options, given)
+    with stage("planning: what to save"):
+        return Draft(program, arranged_partitions(program), start)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A program without a budget before one of its partitions is refined and carried out.
+
+    Attributes:
+        program: the program.
+        partitions: its free partitions.
+        start: the start of planning, by `time.perf_counter_ns`.
+    """
+
+    program: Program
+    partitions: FreePartitions
+    start: int
+
+    def made(self) -> Planned:
+        """What `made` gives."""
+        return plan_program(self.program, partial(carried_out, start=self.start), self.partitions)
+
+
+def _prepared(given: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> TraceCtx:
+    """The trace to plan."""
     if any(type(executor).__name__ == "nvFuserExecutor" for executor in executors):
         from thunder.core.rematerialization import replace_uniform
 
         given = replace_uniform(given)
     optimized = given if options.optimized is None else with_updates(given, options.optimized)
-    trace = prepared(with_projections_in_groups(without_dead_halves(without_unread_gradients(optimized))))
-    return _fitting(trace, executors, options, given, start)
+    return prepared(with_projections_in_groups(without_dead_halves(without_unread_gradients(optimized))))
 
 
 def checked(planned: Planned) -> Planned:
@@ -201,16 +233,17 @@ def plan_joint_trace(trace: TraceCtx, executors: Sequence[FusionExecutor], optio
     return plan_program(read_program(trace, tuple(executors), options), lambda planned: planned)
 
 
-def plan_program(program: Program, finish: Finish) -> Planned:
+def plan_program(program: Program, finish: Finish, partitions: FreePartitions | None = None) -> Planned:
     """The best plan of a program within the budget, if there is one; else the smallest plan found.
 
     Args:
         program: the program to plan.
         finish: gives a plan its final trace and that trace's peaks, which decide about a budget.
+        partitions: the arranged partitions of the program, if they are known.
     """
     options, source = program.options, program.source
     with stage("planning: what to save"):
-        best, chosen = choose_partition(program)
+        best, chosen = (partitions or arranged_partitions(program)).chosen()
     if options.budget is None:
         return finish(best)
     device, moves = device_of(source), None

@@ -3,7 +3,8 @@
 Under a budget, tiles compete with recomputation and offload by price: of the programs that fit, the fastest runs. All
 stretches in tiles take more time than some, but buy less. Outside of a checkpoint a tile's backward repeats the
 forward, as recomputation does. Studying another program costs as much as planning it. So others are planned only while
-the best plan takes longer than the program without tiles that buys nothing.
+the best plan takes longer than the program without tiles that buys nothing. Without a budget, the program without tiles
+is only arranged if tiles are in time and clearly lower.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from thunder_mem.loop_sizes.tile_choice import room_bytes
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning.loss_outside import peak_with_loss_outside
 from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.partition_choice import TooSlowError
-from thunder_mem.planning.pipeline import checked, made, planned_trace
+from thunder_mem.planning.partition_choice import FreePartitions, TooSlowError
+from thunder_mem.planning.pipeline import checked, drafted, made, planned_trace
 from thunder_mem.planning.program import Planned
 from thunder_mem.planning.refine import TILES_AGAIN
 from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
@@ -81,27 +82,40 @@ def lower_plan(
     if options.budget is not None and others is not None:
         plans = _plans_in_budget(tiled, whole, executors, options, others)
         return checked(_best_in_budget(plans, options))
-    if whole is None:
+    if whole is None or others is None:
         return planned_trace(tiled, executors, options)
     with_tiles = made(tiled, executors, options)
-    without = _untiled(whole(), executors, options)
+    untiled, asked = _untiled(whole(), options)
+    draft = drafted(untiled, executors, asked)
+    if _is_clearly_better(with_tiles, draft.partitions):
+        in_time = partial(_in_time, (1 + _FREE_TIME) * draft.partitions.least_seconds)
+        return checked(with_fewer_rows_at_peak(with_tiles, in_time))
+    return checked(_lower_in_time(tiled, with_tiles, draft.made(), executors, options, others))
+
+
+def _lower_in_time(
+    tiled: TraceCtx,
+    with_tiles: Planned,
+    without: Planned,
+    executors: Sequence[FusionExecutor],
+    options: PlanningOptions,
+    others: TileVariants,
+) -> Planned:
+    """The plan of `tiled`, or of a variant with cheaper tiles, if it is lower than the plan without and in time."""
     most_s = (1 + _FREE_TIME) * without.final_seconds
-
-    def in_time(planned: Planned) -> bool:
-        return planned.final_seconds <= most_s
-
+    in_time = partial(_in_time, most_s)
     with_tiles = _once_in_time(tiled, with_tiles, executors, options, most_s)
     excess_s = with_tiles.final_seconds - most_s
     if excess_s <= 0:
         with_tiles = with_fewer_rows_at_peak(with_tiles, in_time)
     if not _is_lower(with_tiles, without):
-        return checked(without)
+        return without
     if excess_s <= 0:
-        return checked(with_tiles)
+        return with_tiles
     share = excess_s / (with_tiles.final_seconds - without.final_seconds)
     gain = (1 - share) * (1 - peak_with_loss_outside(with_tiles) / peak_with_loss_outside(without))
-    if others is None or gain < _LEAST_GAIN:
-        return checked(without)
+    if gain < _LEAST_GAIN:
+        return without
     assert without.arranged_seconds is not None
     # Arrangements compare well with each other; the second limit is for those that the first would refuse too early.
     limits_s = without.arranged_seconds + _FREE_TIME * without.final_seconds, most_s
@@ -113,14 +127,23 @@ def lower_plan(
         except TooSlowError:
             continue
         if in_time(other) and _is_lower(other, without):
-            return checked(with_fewer_rows_at_peak(other, in_time))
-    return checked(without)
+            return with_fewer_rows_at_peak(other, in_time)
+    return without
 
 
-def _untiled(trace: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> Planned:
-    """The plan of the program with whole stretches."""
-    options = replace(options, decisions=tuple(d for d in options.decisions if d.what not in ("tiles", "heads")))
-    return made(_tidied(trace, options), executors, options)
+def _untiled(trace: TraceCtx, options: PlanningOptions) -> tuple[TraceCtx, PlanningOptions]:
+    """The trace of the program with whole stretches to plan, and the options with the decisions about it."""
+    return _asked((trace, tuple(d for d in options.decisions if d.what not in ("tiles", "heads"))), options)
+
+
+def _is_clearly_better(with_tiles: Planned, without: FreePartitions) -> bool:
+    """Whether a plan is in time and lower than what refinement is likely to make of the partitions without tiles."""
+    lower = peak_with_loss_outside(with_tiles) < without.likely_bytes
+    return lower and _in_time((1 + _FREE_TIME) * without.least_seconds, with_tiles)
+
+
+def _in_time(most_s: float, planned: Planned) -> bool:
+    return planned.final_seconds <= most_s
 
 
 def _asked(variant: Variant, options: PlanningOptions) -> tuple[TraceCtx, PlanningOptions]:
@@ -186,7 +209,8 @@ def _plans_in_budget(
     # A few percent of time are not worth the digits that smaller loss heads may cost.
     in_time = replace(options, smaller_heads=False)
     with_tiles = None if whole is None else made(tiled, executors, options)
-    without = _untiled(tiled if whole is None else whole(), executors, options)
+    untiled, asked = _untiled(tiled if whole is None else whole(), options)
+    without = made(untiled, executors, asked)
     return plans_in_budget(without, with_tiles, faster, repeating)
 
 
