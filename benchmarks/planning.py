@@ -4,9 +4,10 @@ litgpt LLaMA-style training steps of 2 to 80 layers (small widths; the joint tra
 counts), compiled by Thunder with MemEfficient, nothing run. Splits the planner's time into reading
 traces, deciding, and emitting, beside the verifier's, that of the fusion pass of Thunder's that planning
 replaces, on the same trace, and the whole of Thunder's compile time. So for the small steps of `benchmarks.models`
-with checkpoints, whose stretches may run in tiles: then two programs are planned, and Thunder's autograd runs
+with checkpoints, whose stretches may run in tiles: then two programs are arranged, and Thunder's autograd runs
 once more for the second, which is not the planner's time. All in seconds of this process' CPU.
-Writes ``benchmarks/results/planning.json`` and ``planning.png``.
+``python -m benchmarks.planning steps`` measures only the small steps again. Writes
+``benchmarks/results/planning.json`` and ``planning.png``.
 """
 
 from __future__ import annotations
@@ -103,21 +104,17 @@ def deep(layers: int) -> Program:
     return llama_step(layers=layers, tokens=64, width=32, heads=2, mlp_width=64, checkpointing=False)
 
 
-def main(layers: tuple[int, ...]) -> None:
-    torch.set_num_threads(1)
-    measure(deep(1))  # imports and caches
-    rows = []
-    for count in layers:
-        rows.append({"layers": count, **measure(deep(count))})
-        Console().print(rows[-1])
-    steps = []
+def steps() -> list[dict[str, float | str]]:
+    """The two small steps with checkpoints."""
+    rows: list[dict[str, float | str]] = []
     for inside in (True, False):
         program = llama_step(vocab=8000 if inside else 256, loss_inside=inside)
-        steps.append({"program": program.name, **measure(program)})
-        Console().print(steps[-1])
-    RESULTS.mkdir(exist_ok=True)
-    record = {"command": "python -m benchmarks.planning", "torch": torch.__version__, "rows": rows, "steps": steps}
-    (RESULTS / "planning.json").write_text(json.dumps(record, indent=1) + "\n")
+        rows.append({"program": program.name, **measure(program)})
+        Console().print(rows[-1])
+    return rows
+
+
+def draw(rows: list[dict[str, float]]) -> None:
     figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
     ops = [row["ops"] for row in rows]
     for name, label in LINES:
@@ -130,5 +127,24 @@ def main(layers: tuple[int, ...]) -> None:
     figure.savefig(RESULTS / "planning.png", dpi=130)
 
 
+def main() -> None:
+    torch.set_num_threads(1)
+    measure(deep(1))  # imports and caches
+    record = {"command": "python -m benchmarks.planning", "torch": torch.__version__}
+    if sys.argv[1:] == ["steps"]:
+        old = json.loads((RESULTS / "planning.json").read_text())
+        record = old | {"steps_command": f"{record['command']} steps", "steps": steps()}
+    elif sys.argv[1:]:
+        sys.exit("usage: python -m benchmarks.planning [steps]")
+    else:
+        rows = []
+        for count in LAYERS:
+            rows.append({"layers": count, **measure(deep(count))})
+            Console().print(rows[-1])
+        record |= {"rows": rows, "steps": steps()}
+        draw(rows)
+    (RESULTS / "planning.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    main(tuple(map(int, sys.argv[1:])) or LAYERS)
+    main()

@@ -18,7 +18,13 @@ from thunder_mem.costs.plan_time import plan_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.planning import partition_choice, pipeline, tile_selection
 from thunder_mem.planning.budget_loop import within_budget
-from thunder_mem.planning.partition_choice import TooSlowError, _lowest, _within_limits, arranged_partitions
+from thunder_mem.planning.partition_choice import (
+    FreePartitions,
+    TooSlowError,
+    _lowest,
+    _within_limits,
+    arranged_partitions,
+)
 from thunder_mem.planning.program import Program
 
 
@@ -108,6 +114,16 @@ def test_partitions_that_take_too_long_do_not_count():
     assert _within_limits([c, b, a], (0.9, 1.001)) == [b, a]  # none keeps the first limit
     with pytest.raises(TooSlowError):
         _within_limits([c], (0.9, 1.0))
+
+
+def test_free_partitions_are_bounded_by_the_lowest_and_by_the_fastest():
+    figures = ((400, 3.0), (200, 2.0), (300, 1.0))
+    arranged = [
+        SimpleNamespace(planned=SimpleNamespace(plan=SimpleNamespace(overwritten_peak_bytes=nbytes)), seconds=seconds)
+        for nbytes, seconds in figures
+    ]
+    partitions = FreePartitions(program=None, arranged=tuple(arranged))
+    assert (partitions.least_likely_bytes, partitions.least_seconds) == (150, 1.0)
 
 
 def test_the_time_of_a_partition_is_that_of_its_arrangement():

@@ -288,7 +288,8 @@ def chosen_of(
     arranged_s=1.0,
     options_of=None,
     on_infeasible="error",
-    likely_bytes=0,
+    least_likely_bytes=0,
+    device="cpu",
 ):
     """The plan that `lower_plan` takes of two, each given by its peak in bytes and its time.
 
@@ -296,7 +297,8 @@ def chosen_of(
     `repeating` for those with tiles that repeat work; what others were asked with goes into `asked_with`. The plans
     that are verified go into `checked`, and the options of all plans into `options_of`. Before refinement each took
     `arranged_s`; all partitions of one that takes infinitely long are too slow. Of the seconds of `whole`, a
-    budget bought `bought_s`. Without `tiled` no tiles are free. Refinement brings `whole` to `likely_bytes` at best.
+    budget bought `bought_s`. Without `tiled` no tiles are free. Refinement brings `whole` to
+    `least_likely_bytes` at best.
     """
     checked = [] if checked is None else checked
     others = {"cheaper": cheaper, "repeating": repeating}
@@ -318,11 +320,12 @@ def chosen_of(
         return Planned(program=trace, plan=plan, source=trace, fuse=None, trace=trace, arranged_seconds=arranged_s)
 
     def drafted(*given):
-        partitions = SimpleNamespace(likely_bytes=likely_bytes, least_seconds=arranged_s)
+        partitions = SimpleNamespace(least_likely_bytes=least_likely_bytes, least_seconds=arranged_s)
         return SimpleNamespace(partitions=partitions, made=lambda: planned(*given))
 
     monkeypatch.setattr(tile_selection, "made", planned)
     monkeypatch.setattr(tile_selection, "drafted", drafted)
+    monkeypatch.setattr(tile_selection, "device_of", lambda source: torch.device(device))
     monkeypatch.setattr(tile_selection, "checked", lambda plan: checked.append(plan.trace) or plan)
     monkeypatch.setattr(Planned, "final_seconds", property(lambda plan: figures[plan.trace][1]))
     monkeypatch.setattr(tile_selection, "peak_with_loss_outside", lambda plan: plan.peak_bytes)
@@ -355,8 +358,21 @@ def test_by_default_tiles_lower_the_peak_and_take_one_percent_of_time_at_most(mo
 )
 def test_a_program_whose_tiles_are_clearly_better_is_not_refined_without_them(monkeypatch, tiled, plans):
     made = []
-    found = chosen_of(monkeypatch, tiled, (1000, 1.1), options_of=made, likely_bytes=800)
+    found = chosen_of(monkeypatch, tiled, (1000, 1.1), options_of=made, least_likely_bytes=800)
     assert (found, len(made)) == ("whole" if tiled == (799, 1.2) else "tiled", plans)
+
+
+def test_on_a_gpu_tiles_are_compared_with_the_whole_plan_without_tiles(monkeypatch):
+    made = []
+    found = chosen_of(monkeypatch, (500, 1.0), (1000, 1.0), options_of=made, least_likely_bytes=800, device="cuda")
+    assert (found, len(made)) == ("tiled", 2)
+
+
+def test_tiles_that_run_once_more_are_compared_with_the_whole_plan_without_tiles(monkeypatch):
+    made = []
+    again, tiled = (400, 1.01), (500, 1.0)
+    found = chosen_of(monkeypatch, tiled, (1000, 1.0), again=again, options_of=made, least_likely_bytes=800)
+    assert (found, len(made)) == ("again", 2)
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,13 @@ class FreePartitions:
     arranged: tuple[_Partition, ...]
 
     @cached_property
-    def likely_bytes(self) -> float:
-        """What the best plan's peak, with all results written over dying values, is seldom below."""
-        return (1 - _MOST_LOWERED) * min(p.planned.plan.overwritten_peak_bytes for p in self.arranged)
+    def least_likely_bytes(self) -> int:
+        """A peak that the best plan is seldom below, once it is refined and its results overwrite dying values."""
+        return int((1 - _MOST_LOWERED) * min(p.planned.plan.overwritten_peak_bytes for p in self.arranged))
 
     @cached_property
     def least_seconds(self) -> float:
-        """The modelled time of the fastest; refinement takes no time away."""
+        """The modelled time of the fastest, as arranged."""
         return min(p.seconds for p in self.arranged)
 
     def chosen(self) -> tuple[Planned, frozenset[int]]:

@@ -94,7 +94,7 @@ def drafted(given: TraceCtx, executors: Sequence[FusionExecutor], options: Plann
     start = time.perf_counter_ns()
     program = read_program(_prepared(given, executors, options), tuple(executors), options, given)
     with stage("planning: what to save"):
-        return Draft(program, arranged_partitions(program), start)
+        return Draft(arranged_partitions(program), start)
 
 
 @dataclass(frozen=True)
@@ -102,18 +102,16 @@ class Draft:
     """A program without a budget before one of its partitions is refined and carried out.
 
     Attributes:
-        program: the program.
         partitions: its free partitions.
         start: the start of planning, by `time.perf_counter_ns`.
     """
 
-    program: Program
     partitions: FreePartitions
     start: int
 
     def made(self) -> Planned:
-        """What `made` gives."""
-        return plan_program(self.program, partial(carried_out, start=self.start), self.partitions)
+        """The plan, carried out, as `made` gives it."""
+        return plan_program(self.partitions.program, partial(carried_out, start=self.start), self.partitions)
 
 
 def _prepared(given: TraceCtx, executors: Sequence[FusionExecutor], options: PlanningOptions) -> TraceCtx:

@@ -3,8 +3,10 @@
 Under a budget, tiles compete with recomputation and offload by price: of the programs that fit, the fastest runs. All
 stretches in tiles take more time than some, but buy less. Outside of a checkpoint a tile's backward repeats the
 forward, as recomputation does. Studying another program costs as much as planning it. So others are planned only while
-the best plan takes longer than the program without tiles that buys nothing. Without a budget, the program without tiles
-is only arranged if tiles are in time and clearly lower.
+the best plan takes longer than the program without tiles that buys nothing.
+
+Without a budget, on a CPU, a program whose tiles are in time and clearly lower is only arranged without tiles, and not
+refined.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from thunder_mem.planning.loss_outside import peak_with_loss_outside
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.partition_choice import FreePartitions, TooSlowError
 from thunder_mem.planning.pipeline import checked, drafted, made, planned_trace
-from thunder_mem.planning.program import Planned
+from thunder_mem.planning.program import Planned, device_of
 from thunder_mem.planning.refine import TILES_AGAIN
 from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
 from thunder_mem.trace.round_trips import without_round_trips
@@ -69,14 +71,15 @@ def lower_plan(
     """The plan of a joint trace with tiles if its peak is lower and it takes as good as no time, else without tiles.
 
     The peak may be in a loss outside, for which only what the forward leaves alive counts. Tiles are no gain there, but
-    take time. Under a budget the fastest plan that fits is chosen.
+    take time. On a CPU, arrangements without tiles are not refined if tiles are clearly better. Under a budget the
+    fastest plan that fits is chosen.
 
     Args:
         tiled: the trace as Thunder has it, before fusion.
         whole: gives the same program with whole stretches, which takes autograd once more. None if `tiled` has no
             tiles, or if there is no choice.
         executors, options: as for `planned_trace`, and so are the errors.
-        others: gives the same program with other tiles; None if there is no choice.
+        others: gives the same program with other tiles; None if there is no choice, and then `tiled` is planned.
     """
     tiled = _tidied(tiled, options)
     if options.budget is not None and others is not None:
@@ -137,8 +140,15 @@ def _untiled(trace: TraceCtx, options: PlanningOptions) -> tuple[TraceCtx, Plann
 
 
 def _is_clearly_better(with_tiles: Planned, without: FreePartitions) -> bool:
-    """Whether a plan is in time and lower than what refinement is likely to make of the partitions without tiles."""
-    lower = peak_with_loss_outside(with_tiles) < without.likely_bytes
+    """Whether a plan on a CPU is in time and lower than what refinement is likely to make of the others.
+
+    On a GPU the final trace takes up to 0.63 % less time than its arrangement, because regions merge and launches are
+    hidden. That is too much beside `_FREE_TIME`. Tiles that run once more need not, so they are compared with the whole
+    plan.
+    """
+    if device_of(with_tiles.source).type != "cpu" or _repeats_tiles(with_tiles):
+        return False
+    lower = peak_with_loss_outside(with_tiles) < without.least_likely_bytes
     return lower and _in_time((1 + _FREE_TIME) * without.least_seconds, with_tiles)
 
 
