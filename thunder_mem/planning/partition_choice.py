@@ -64,7 +64,12 @@ class _Partition:
 
 @dataclass(frozen=True)
 class FreePartitions:
-    """The free partitions of a program, arranged and not yet refined, which takes as long again."""
+    """The free partitions of a program, arranged and not yet refined, which takes as long again.
+
+    Attributes:
+        program: the program.
+        arranged: its partitions; those that save more for the backward come later.
+    """
 
     program: Program
     arranged: tuple[_Partition, ...]
