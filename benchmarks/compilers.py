@@ -1,0 +1,119 @@
+"""Step times of all compilers, in turn in one process: ``python -m benchmarks.compilers``.
+
+The small litgpt step and the scaled models of the benchmark's matrix, all with the loss inside, in float32 on one
+thread: eager, torch.compile, Thunder with the package's executors, and MemEfficient as `thunder.jit` has it by
+default. Every round runs each once, so that what else the machine does falls on all. A step's time is that of its
+process, without others that share the core. The median of the rounds' ratios counts; the ratio of the shortest steps
+stands beside it, and where the two lie on different sides of 1, the difference is within the noise.
+Each program runs in a process of its own. Writes ``benchmarks/results/compilers.json`` after each program; names of
+programs (``"gpt2-124m, checkpointing on"``) measure these again. With ``one`` before a name, prints what one process
+finds.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import thunder
+import torch
+from rich.console import Console
+
+from benchmarks.litgpt.matrix import MODELS
+from benchmarks.models import Program, llama_step
+from benchmarks.step_time import EXECUTORS, scaled_model
+from thunder_mem import MemEfficient
+
+RESULT = Path(__file__).parent / "results" / "compilers.json"
+OURS = "MemEfficient"
+FEWEST_ROUNDS, MOST_ROUNDS, SECONDS = 9, 41, 60  # as many as fill these seconds
+
+
+def compilers() -> dict[str, Callable[[Any], Callable[..., Any]]]:
+    return {
+        "eager": lambda fn: fn,
+        "torch.compile": torch.compile,
+        "Thunder": lambda fn: thunder.jit(fn, executors=EXECUTORS),
+        OURS: lambda fn: thunder.jit(fn, transforms=[MemEfficient(strict=True)]),
+    }
+
+
+def programs() -> dict[str, Callable[[], Program]]:
+    """How to make each program."""
+    made: dict[str, Callable[[], Program]] = {}
+    for on in ("on", "off"):
+        checkpointing = on == "on"
+        made[f"llama V=8000, checkpointing {on}"] = lambda checkpointing=checkpointing: llama_step(
+            vocab=8000, loss_inside=True, checkpointing=checkpointing, dtype=torch.float32
+        )
+        for name in MODELS:
+            made[f"{name}, checkpointing {on}"] = lambda name=name, checkpointing=checkpointing: scaled_model(
+                name, checkpointing, dtype=torch.float32
+            )
+    return made
+
+
+def compare(program: Program) -> dict[str, object]:
+    """A program under each compiler that takes it: median milliseconds, and ratios of our steps to theirs."""
+    compiled, failed = {}, {}
+    for name, compiler in compilers().items():
+        try:
+            compiled[name] = compiler(program.fn)
+            for _ in range(2):
+                seconds = _step_seconds(program, compiled[name])
+        except Exception as error:  # which compilers take a program is part of the result
+            compiled.pop(name, None)
+            failed[name] = type(error).__name__
+    rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, int(SECONDS / (len(compiled) * seconds))))
+    times: dict[str, list[float]] = {name: [] for name in compiled}
+    for _ in range(rounds):
+        for name, fn in compiled.items():
+            times[name].append(_step_seconds(program, fn))
+    peers = [name for name in compiled if name != OURS]
+    paired = {peer: [a / b for a, b in zip(times[OURS], times[peer], strict=True)] for peer in peers}
+    return {
+        "rounds": rounds,
+        "median_ms": {name: round(statistics.median(found) * 1e3, 1) for name, found in times.items()},
+        "median_ratio": {peer: round(statistics.median(paired[peer]), 3) for peer in peers},
+        "ratio_of_minima": {peer: round(min(times[OURS]) / min(times[peer]), 3) for peer in peers},
+        "failed": failed,
+    }
+
+
+def _step_seconds(program: Program, fn: Callable[..., Any]) -> float:
+    start = time.process_time()
+    program.step(fn)
+    return time.process_time() - start
+
+
+def main(*names: str) -> None:
+    torch.set_num_threads(1)
+    if names[:1] == ("one",):
+        print(json.dumps(compare(programs()[names[1]]())))
+        return
+    record = {
+        "command": "python -m benchmarks.compilers",
+        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "dtype": "float32",
+        "threads": 1,
+        "torch": torch.__version__,
+    }
+    before = json.loads(RESULT.read_text())["rows"] if names and RESULT.exists() else []
+    rows = {row["program"]: row for row in before}
+    for name in names or programs():
+        command = [sys.executable, "-m", "benchmarks.compilers", "one", name]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        rows[name] = {"program": name, **json.loads(output.splitlines()[-1])}
+        Console().print(rows[name])
+        RESULT.write_text(json.dumps(record | {"rows": list(rows.values())}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
