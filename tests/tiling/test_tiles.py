@@ -1,6 +1,7 @@
 """Stretches in tiles: values and gradients against float64 eager, peaks, and what must not run in tiles."""
 
 import copy
+from contextlib import nullcontext
 from math import inf
 from types import SimpleNamespace
 
@@ -9,10 +10,12 @@ import thunder
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
 from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, memory_time_frontier, predict, tiled
+from thunder_mem.chunk_loop import gradient_sums
 from thunder_mem.chunk_loop.gradient_sums import sole_owner
 from thunder_mem.loop_body import block as blocks_of_rows
 from thunder_mem.memory.plan import Decision
@@ -195,6 +198,22 @@ def test_asking_who_holds_memory_does_not_hold_it():
         assert torch._C._storage_Use_Count(torch._C._storage_address(t)) == holders
         t.untyped_storage()
         assert sole_owner(t)
+
+
+@pytest.mark.parametrize("fake_first", [False, True])
+def test_views_without_numbers_are_counted_apart(fake_first):
+    """A prediction may ask before a program runs. A fake view's base has one more holder than a real one's."""
+    gradient_sums._held_by_a_view_alone.cache_clear()
+    for fake in (fake_first, not fake_first):
+        with FakeTensorMode() if fake else nullcontext():
+            flat = torch.zeros(6, 4)
+            view = flat.view(2, 3, 4)
+            assert not sole_owner(view)
+            kept = flat.detach()
+            del flat
+            assert not sole_owner(view)
+            del kept
+            assert sole_owner(view)
 
 
 def test_who_holds_the_memory_of_a_view():

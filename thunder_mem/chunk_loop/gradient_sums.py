@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.chunk_loop.matmul import gemm
 from thunder_mem.chunk_loop.plan import ALIGNED_ROWS, LoopPlan, Spec
@@ -163,7 +165,7 @@ def sole_owner(t: Tensor) -> bool:
         return False
     if t._base is None:
         return _are_holders(1, t)
-    return _are_holders(2, t) and _holders_of_base(t) == _held_by_a_view_alone()
+    return _are_holders(2, t) and _holders_of_base(t) == _held_by_a_view_alone(isinstance(t, FakeTensor))
 
 
 def _are_holders(count: int, t: Tensor) -> bool:
@@ -185,9 +187,14 @@ def _holders_of_base(view: Tensor) -> tuple[int, int]:
 
 
 @cache
-def _held_by_a_view_alone() -> tuple[int, int]:
-    """`_holders_of_base` of a view whose base nobody else holds; versions of PyTorch count differently."""
-    return _holders_of_base(torch.empty(2)[:1])
+def _held_by_a_view_alone(fake: bool) -> tuple[int, int]:
+    """`_holders_of_base` of a view whose base nobody else holds; versions of PyTorch and fake tensors count otherwise.
+
+    The first call may be inside a fake mode, so no mode of the caller counts.
+    """
+    mode = FakeTensorMode() if fake else nullcontext()
+    with _disable_current_modes(), torch.inference_mode(False), mode:
+        return _holders_of_base(torch.empty(2)[:1])
 
 
 def _finish_one(spec: Spec, scale: Tensor | None, parts: list[Tensor]) -> Tensor:
