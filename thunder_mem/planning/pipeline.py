@@ -6,6 +6,7 @@
     refine the lowest                      and those that may become lower (`partition_choice.py`)
     within a budget                        recompute the cheapest, until the final trace fits
     carry the best one out                 emit, reuse buffers, overlap, schedule copies, fit chunks
+    spare repetitions                      keep values of checkpoints where the peak has room
     verify it                              the same program, without asking the planner
 
 Free partitions come first: the user's checkpoints, those plus all values that fused code can recompute, and the
@@ -34,6 +35,7 @@ from thunder_mem.loop_sizes.chunk_resizing import leanest_loops
 from thunder_mem.partition.budget import BudgetError, parse_budget
 from thunder_mem.planning.budget_loop import with_nothing_bought, within_budget
 from thunder_mem.planning.collective_stages import buckets_not_built, prepared
+from thunder_mem.planning.kept_results import with_kept_results
 from thunder_mem.planning.loss_outside import bytes_at_loss_outside, peak_with_loss_outside
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.partition_choice import FreePartitions, arranged_partitions, plan_partition
@@ -132,7 +134,7 @@ def checked(planned: Planned) -> Planned:
         VerificationError: the planned trace is another program.
     """
     _told(planned)
-    planned = with_updates_beside(planned)
+    planned = with_kept_results(with_updates_beside(planned))
     assert planned.arranged is not None and planned.final is not None
     program, options = planned.program, planned.program.options
     over = options.verify is None and any(map(is_written_over_operands, planned.arranged.bound_symbols))

@@ -66,7 +66,7 @@ class Outcome:
         returned: per returned leaf, the value and the state of its memory.
         arguments: per argument that may have been overwritten, the state of its memory.
         channels: per hidden state, all of its events, in order.
-        values: per name, its value.
+        values: per name, its value, even if its memory has another content since.
     """
 
     returned: tuple[Hashable, ...]
@@ -108,6 +108,7 @@ class _Run:
         self.channels: dict[str, list[int]] = {}
         self.barriers = self.contexts = 0
         self.overwritten: dict[str, str] = {}  # names whose memory has another content, and what wrote it
+        self.lost: dict[str, int] = {}  # their values
         self.noted: dict[int, tuple[Hashable, int]] = {}  # a generator's state: the draw from it, and its number
         self.away: dict[str, str] = {}  # names that only one transfer may use, and that transfer
         self.beside: dict[str, BoundSymbol] = {}  # handles of work that runs beside, and what it is
@@ -130,7 +131,7 @@ class _Run:
             returned=tuple(self._content(x) for x in tree_flatten_with_dataclass((result.args, result.kwargs))[0]),
             arguments={p.name: self._state(p.name) for p in arguments if self.aliases(p.name) in self.written},
             channels={name: tuple(numbers) for name, numbers in self.channels.items()},
-            values=self.values,
+            values=self.values | self.lost,
         )
 
     def _take(self, bsym: BoundSymbol) -> None:
@@ -164,8 +165,8 @@ class _Run:
             return
         for p in traits.writes(bsym):
             for name in self._names_of_memory(p.name):
-                if self.values.pop(name, None) is not None:
-                    self.overwritten[name] = bsym.sym.name
+                if (value := self.values.pop(name, None)) is not None:
+                    self.overwritten[name], self.lost[name] = bsym.sym.name, value
 
     @cached_property
     def _names_of_memory(self) -> Callable[[str], list[str]]:

@@ -88,7 +88,8 @@ class MemEfficient(ListedTransform):
         budget: the most bytes that may be alive at once in the forward or the backward: an int, a size such
             as "40GiB", or "80%" of the device's memory. It includes arguments and results, but nothing
             outside the compiled function, such as an optimizer's state. If the free decisions do not
-            suffice, the plan trades time for memory, cheapest first.
+            suffice, the plan trades time for memory, cheapest first. If they leave room, and the loss is inside,
+            the backward receives values of checkpoints instead of repeating them.
         recompute: values to recompute or to keep, beside the free decisions. Either a configuration
             ("Pattern:strategy:count,..." or "layerwise", a list, a dict, or the path of a JSON file; see
             `thunder_mem.user_choices.config.parse_config`), or a policy `(op, graph) -> "keep" | "recompute" |

@@ -1,0 +1,163 @@
+"""Values of checkpoints that the backward receives where the peak has room, instead of repeating them."""
+
+import copy
+
+import thunder
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict
+from thunder_mem.planning import pipeline
+from thunder_mem.planning.kept_results import KEPT
+
+WIDTH, WIDE, TOKENS = 64, 256, 128
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH), dropout
+
+    def forward(self, x):
+        x = x - x.softmax(-1)
+        return x + F.dropout(self.down(F.relu(self.up(x))), self.dropout)
+
+
+class Model(nn.Module):
+    """Layers in checkpoints, whose weights are larger than their values: the backward peaks beside all gradients."""
+
+    def __init__(self, layers=3, dropout=0.0, loss_inside=True):
+        super().__init__()
+        self.layers, self.loss_inside = nn.ModuleList(Layer(dropout) for _ in range(layers)), loss_inside
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x.square().mean() if self.loss_inside else x
+
+
+def seeded(*args, **options):
+    torch.manual_seed(0)
+    return Model(*args, **options), torch.randn(TOKENS, WIDTH)
+
+
+def compiled(module, **options):
+    options = {"tile": False} | options
+    return thunder.jit(copy.deepcopy(module), executors=[], transforms=[MemEfficient(strict=True, **options)])
+
+
+def repeating(monkeypatch, module, **options):
+    """The same, without values that are kept."""
+    jitted = compiled(module, **options)
+
+    def without(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline, "with_kept_results", lambda planned: planned)
+            return jitted(*args)
+
+    return jitted, without
+
+
+def kept(jitted):
+    return [d for d in last_plan(jitted).decisions if d.what == KEPT]
+
+
+def products(jitted):
+    """The products that the backward runs."""
+    return sum(b.sym.name in ("linear", "matmul") for b in thunder.last_backward_traces(jitted)[-1].bound_symbols)
+
+
+def gradients(module, loss, **options):
+    loss.backward(**options)
+    return [p.grad for p in module.parameters()]
+
+
+def assert_like_float64(module, jitted, x):
+    exact = copy.deepcopy(module).double()
+    expected = gradients(exact, exact(x.double()))
+    for grad, want in zip(gradients(jitted, jitted(x)), expected, strict=True):
+        torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-6)
+
+
+def test_values_are_received_up_to_the_peak(monkeypatch):
+    module, x = seeded()
+    jitted, (plain, call) = compiled(module), repeating(monkeypatch, module)
+    assert_like_float64(module, jitted, x)
+    call(x)
+    (said,) = kept(jitted)
+    assert not kept(plain) and said.before_bytes == said.after_bytes == last_plan(jitted).candidate.peak_bytes
+    assert last_plan(plain).candidate.peak_bytes == last_plan(jitted).candidate.peak_bytes
+    # Each repetition makes one product: all but the first layer's backward have room for its result.
+    assert (products(plain), products(jitted)) == (11 + 3, 11 + 1)
+    assert len(last_plan(jitted).regions) < len(last_plan(plain).regions)
+
+
+def test_the_predicted_peak_is_the_measured_one():
+    module, x = seeded()
+    jitted = compiled(module)
+
+    def step():
+        loss = jitted(x)
+        torch.autograd.backward(loss, torch.ones(()))
+
+    step()
+    jitted.zero_grad()
+    assert kept(jitted)
+    assert predict(jitted, x, tangents=[torch.ones(())], keep_outputs=True).measured_bytes == measure_peak(step)
+
+
+def test_what_the_backward_receives_waits_for_no_loss_outside():
+    module, x = seeded(loss_inside=False)
+    jitted = compiled(module)
+    jitted(x)
+    assert not kept(jitted)
+
+
+def test_what_the_user_asks_to_recompute_is_recomputed():
+    module, x = seeded()
+    jitted, asked = compiled(module), compiled(module, recompute="layerwise")
+    jitted(x), asked(x)
+    assert kept(jitted) and not kept(asked)
+
+
+def test_a_budget_is_the_limit():
+    module, x = seeded()
+    free = compiled(module)
+    free(x)
+    least_bytes = last_plan(free).candidate.peak_bytes
+    budgets = [least_bytes + more for more in (0, 10_000, 60_000, 10**6)]
+    found = [compiled(module, budget=budget) for budget in budgets]
+    for jitted, budget in zip(found, budgets, strict=True):
+        jitted(x)
+        assert last_plan(jitted).budget.peak_bytes == last_plan(jitted).candidate.peak_bytes <= budget
+    assert [products(jitted) for jitted in found] == sorted((products(j) for j in found), reverse=True)
+    assert products(found[-1]) == 11  # nothing is repeated
+    assert_like_float64(module, found[-1], x)
+
+
+def test_random_numbers_stay(monkeypatch):
+    module, x = seeded(dropout=0.3)
+    jitted, (plain, call) = compiled(module), repeating(monkeypatch, module)
+    torch.manual_seed(1)
+    ours = gradients(jitted, jitted(x))
+    torch.manual_seed(1)
+    theirs = gradients(plain, call(x))
+    assert kept(jitted)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_graph_may_be_kept_for_a_second_backward():
+    """A stretch in tiles writes its gradient over its rows, unless autograd keeps them."""
+    module, x = seeded()
+    jitted = compiled(module, tile=Tiles(rows=16))
+    loss = jitted(x)
+    assert kept(jitted)
+    first = [g.clone() for g in gradients(jitted, loss, retain_graph=True)]
+    for twice, once in zip(gradients(jitted, loss), first, strict=True):
+        torch.testing.assert_close(twice, 2 * once)
+    for p in jitted.parameters():
+        p.grad = None
+    assert_like_float64(module, jitted, x)

@@ -1,0 +1,248 @@
+"""Results inside checkpoints that the backward receives after all, because the peak has room for them.
+
+A checkpoint trades time for memory. But the peak of a step is seldom where all checkpoints are alive: mostly it is at
+the backward's end, beside the gradients of all layers. So a layer whose backward runs early may keep a few results
+without a higher peak, and the backward need not repeat what makes them. On the exact timeline of the final trace, the
+results that save the most time a byte are kept first.
+
+Only programs with their loss inside are changed. Otherwise another program may run between the halves, such as a loss
+or the next part of a model, and what the backward receives adds to its peak.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from thunder.core import prims
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from thunder_mem.chunk_loop.symbols import is_chunk_loop
+from thunder_mem.costs.plan_time import bound_symbol_seconds
+from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.memory.plan import BudgetOutcome, Decision, PlannedRegion
+from thunder_mem.memory.units import counted
+from thunder_mem.planning.program import Planned, device_of
+from thunder_mem.trace.reading import TraceGraph, read_trace
+from thunder_mem.trace.rebuilding import rebuilt
+from thunder_mem.trace.renaming import renamed
+from thunder_mem.trace.value_numbers import Numbers, outcome_of
+
+__all__ = ["KEPT", "with_kept_results"]
+
+KEPT = "kept"
+"""Names the decision about results inside checkpoints that the backward receives."""
+
+# The share of the program's modelled time that keeping a result must save.
+_LEAST_SAVED = 1e-3
+
+
+def with_kept_results(planned: Planned) -> Planned:
+    """The plan whose backward receives results of checkpoints instead of repeating them, where its peak has room.
+
+    The limit is the budget, or the plan's own peak without one. What the user or a budget chose to recompute is
+    repeated.
+
+    Args:
+        planned: a plan that was carried out.
+    """
+    assert planned.arranged is not None and planned.final is not None
+    budget, before = planned.plan.budget, planned.final_source
+    decided = planned.program.options.recompute is not None or (budget is not None and _buys(budget))
+    if decided or not planned.fits or not _offered(planned) or not _has_loss_inside(before):
+        return planned
+    limit_bytes = planned.peak_bytes if budget is None else budget.budget_bytes
+    spared = _Search(planned).spared(limit_bytes)
+    final = spared.applied(planned.final)
+    timeline = price_order(read_trace(final, earlier=before).graph)
+    if not spared.received or timeline.peak_bytes > limit_bytes:
+        return planned
+    what = f"{counted(len(spared.received), 'value')} of checkpoints received where the peak has room"
+    how = f"{what}, which saves {1e3 * spared.seconds:.3g} ms"
+    said = Decision(KEPT, how, "peak", planned.peak_bytes, timeline.peak_bytes)
+    regions = tuple(left for r in planned.plan.regions if (left := spared.left_of(r, planned.source)).ops)
+    plan = replace(planned.plan, regions=regions).after(said, peaks=timeline.peaks)
+    return replace(planned, plan=plan, arranged=spared.applied(planned.arranged), final=final, fused=before)
+
+
+def _buys(budget: BudgetOutcome) -> bool:
+    return budget.cost_ms > 0 or bool(budget.offloaded)
+
+
+def _offered(planned: Planned) -> frozenset[int]:
+    """The program's storages that its checkpoints let the backward recompute."""
+    return planned.program.constraints.may_recompute - planned.program.gathered
+
+
+def _has_loss_inside(source: TraceGraph) -> bool:
+    """Whether the backward starts from single numbers."""
+    given = [p for b in source.bsyms if b.sym == prims.get_grad for p in b.flat_proxy_outs]
+    return bool(given) and all(isinstance(p, TensorProxy) and p.numel == 1 for p in given)
+
+
+@dataclass(frozen=True)
+class _Repetition:
+    """An operation of the backward that repeats one of the forward.
+
+    Attributes:
+        op: its index.
+        results: the forward's results, by the names of the repeated ones.
+        storages: of the forward's results.
+    """
+
+    op: int
+    results: Mapping[str, Proxy]
+    storages: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Spared:
+    """Operations of the backward that need not run.
+
+    Attributes:
+        received: the values of the forward that the backward receives in their place, by the names of the repeated.
+        gone: the names that the backward no longer makes.
+        seconds: the modelled time of the operations.
+    """
+
+    received: Mapping[str, Proxy]
+    gone: frozenset[str]
+    seconds: float
+
+    def applied(self, trace: TraceCtx) -> TraceCtx:
+        """The trace without these operations."""
+        bsyms = [renamed(b, self.received, outputs=False) for b in trace.bound_symbols if not self._omits(b)]
+        return rebuilt(trace, bsyms, "Values of checkpoints that the backward receives, as the peak has room")
+
+    def left_of(self, region: PlannedRegion, source: TraceGraph) -> PlannedRegion:
+        """What still runs of a step of the plan, a region of `source`: nothing, or all that is fused."""
+        own = [op for op in region.ops if op not in region.copies]
+        left = tuple(op for op in own if self.gone.isdisjoint(p.name for p in source.bsyms[op].flat_proxy_outs))
+        return region if len(left) == len(own) else replace(region, ops=left if region.executor is None else ())
+
+    def _omits(self, bsym: BoundSymbol) -> bool:
+        return any(p.name in self.gone for p in bsym.flat_proxy_outs)
+
+
+class _Search:
+    """The choice of repetitions that a plan can spare.
+
+    Attributes:
+        source: the final trace.
+        first_of: the first name of each value that was computed before, by its name.
+        kept_to: the last step of each storage, with the repetitions spared so far.
+        live_bytes: at each step, with them.
+        seconds: the modelled time of each operation.
+        gone: the operations of the backward that need not run.
+        readers: the number of each name's readers, without these.
+    """
+
+    def __init__(self, planned: Planned) -> None:
+        self.program, self.offered = planned.program.source, _offered(planned)
+        self.source, graph = planned.final_source, planned.final_source.graph
+        device = device_model_of(device_of(planned.source))
+        values = outcome_of(planned.trace, Numbers()).values
+        first = {value: name for name, value in reversed(values.items())}
+        self.first_of = {name: first[value] for name, value in values.items() if first[value] != name}
+        timeline = price_order(graph)
+        self.live_bytes = np.array(timeline.live_bytes)
+        self.kept_to = [timeline.live_range(s.index)[1] for s in graph.storages]
+        self.seconds = [bound_symbol_seconds(b, device) for b in self.source.bsyms]
+        self.gone = frozenset[int]()
+        self.readers = Counter(name for b in self.source.bsyms for name in _taken(b))
+        self.readers.update(self.source.returned_names)
+
+    def spared(self, limit_bytes: int) -> _Spared:
+        """The repetitions to spare within a limit: first those that save the most time a byte."""
+        least_s = _LEAST_SAVED * sum(self.seconds)
+        found = [(r, 1 + sum(map(self._nbytes, r.storages))) for r in self._repetitions()]
+        worth = [(self._seconds(self._needless(r)) / nbytes, r) for r, nbytes in found]
+        received = dict[str, Proxy]()
+        for _, repetition in sorted(worth, key=lambda w: (-w[0], w[1].op)):
+            needless = self._needless(repetition)
+            if self._seconds(needless) < least_s or not self._keep(repetition, limit_bytes):
+                continue
+            self.gone |= needless
+            self.readers.subtract(name for op in needless for name in _taken(self.source.bsyms[op]))
+            received |= repetition.results
+        names = {p.name for op in self.gone for p in self.source.bsyms[op].flat_proxy_outs}
+        return _Spared(received, frozenset(names), self._seconds(self.gone))
+
+    def _repetitions(self) -> Iterator[_Repetition]:
+        """The operations of the backward whose results the forward makes and may keep."""
+        source = self.source
+        ops = source.graph.ops
+        written = {s for op in ops for s in op.writes}
+        # Rows that autograd keeps for another backward stay: a stretch asks, and writes their gradient elsewhere.
+        lost = {s for op in ops for s in op.writes if not is_chunk_loop(source.bsyms[op.index])}
+        for op, bsym in zip(ops, source.bsyms, strict=True):
+            if not op.backward or not op.allocates or not source.effects[op.index].pure:
+                continue
+            read = [p.name for p in bsym.flat_proxy_outs if self.readers[p.name]]
+            results = {name: first for name in read if (first := self._first(name)) is not None}
+            storages = {source.storage_of[p.name] for p in results.values()}
+            own = {source.storage_of[name] for name in read}
+            if len(results) == len(read) and not storages & written and not own & lost:
+                yield _Repetition(op.index, results, frozenset(storages))
+
+    def _first(self, name: str) -> Proxy | None:
+        """The forward's result of which a value is the repetition, if a checkpoint let the backward repeat it."""
+        source, first = self.source, self.first_of.get(name, "")
+        maker = source.producer_of.get(first)
+        if maker is None or source.graph.ops[maker].backward or not _lie_alike(source, first, name):
+            return None
+        if self.program.storage_of.get(first) not in self.offered:
+            return None
+        return next(p for p in source.bsyms[maker].flat_proxy_outs if p.name == first)
+
+    def _seconds(self, ops: Collection[int]) -> float:
+        return sum(self.seconds[op] for op in ops)
+
+    def _needless(self, repetition: _Repetition) -> frozenset[int]:
+        """The operations of the backward that nobody needs without a repetition, itself included."""
+        source, needless, unread = self.source, {repetition.op} - self.gone, Counter[str]()
+        waiting = list(needless)
+        while waiting:
+            for name in _taken(source.bsyms[waiting.pop()]):
+                unread[name] += 1
+                maker = source.producer_of.get(name)
+                if maker is None or maker in needless | self.gone or not source.graph.ops[maker].backward:
+                    continue
+                made = source.bsyms[maker].flat_proxy_outs
+                if source.effects[maker].pure and all(self.readers[p.name] == unread[p.name] for p in made):
+                    needless.add(maker)
+                    waiting.append(maker)
+        return frozenset(needless)
+
+    def _keep(self, repetition: _Repetition, limit_bytes: int) -> bool:
+        """Whether the results can stay alive until the backward reads them; if so, they do."""
+        live_bytes = self.live_bytes.copy()
+        for s in repetition.storages:
+            live_bytes[self.kept_to[s] + 1 : repetition.op] += self._nbytes(s)
+        if live_bytes.max() > limit_bytes:
+            return False
+        self.live_bytes = live_bytes
+        for s in repetition.storages:
+            self.kept_to[s] = max(self.kept_to[s], repetition.op)
+        return True
+
+    def _nbytes(self, storage: int) -> int:
+        return self.source.graph.storages[storage].nbytes
+
+
+def _taken(bsym: BoundSymbol) -> set[str]:
+    return {p.name for p in bsym.flat_proxy_args}
+
+
+def _lie_alike(source: TraceGraph, one: str, other: str) -> bool:
+    """Whether two values have one layout, in memory that is alike."""
+    layout = source.layout
+    if one not in layout or other not in layout:
+        return False
+    a, b = layout[one], layout[other]
+    return (a.shape, a.stride(), a.dtype, a.storage_offset()) == (b.shape, b.stride(), b.dtype, b.storage_offset())
