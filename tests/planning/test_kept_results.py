@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import thunder
 import torch
 import torch.nn.functional as F
@@ -28,11 +29,13 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Layers in checkpoints, whose weights are larger than their values: the backward peaks beside all gradients."""
 
-    def __init__(self, layers=3, dropout=0.0, loss_inside=True):
+    def __init__(self, layers=3, dropout=0.0, loss_inside=True, before=0):
         super().__init__()
+        self.before = nn.Sequential(*(Layer() for _ in range(before)))
         self.layers, self.loss_inside = nn.ModuleList(Layer(dropout) for _ in range(layers)), loss_inside
 
     def forward(self, x):
+        x = self.before(x)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return x.square().mean() if self.loss_inside else x
@@ -135,6 +138,20 @@ def test_a_budget_is_the_limit():
     assert [products(jitted) for jitted in found] == sorted((products(j) for j in found), reverse=True)
     assert products(found[-1]) == 11  # nothing is repeated
     assert_like_float64(module, found[-1], x)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_a_budget_buys_stays_bought(offload):
+    """Layers before the checkpoints recompute values or wait for them from the host, whatever checkpoints keep."""
+    module, x = seeded(before=2)
+    free = compiled(module)
+    free(x)
+    budget = last_plan(free).candidate.peak_bytes - 100_000
+    jitted = compiled(module, budget=budget, offload=offload)
+    assert_like_float64(module, jitted, x)
+    outcome = last_plan(jitted).budget
+    assert outcome.peak_bytes <= budget
+    assert outcome.offloaded if offload else outcome.cost_ms > 0
 
 
 def test_random_numbers_stay(monkeypatch):

@@ -25,9 +25,10 @@ from thunder_mem.chunk_loop.symbols import is_chunk_loop
 from thunder_mem.costs.plan_time import bound_symbol_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.memory.live_ranges import price_order
-from thunder_mem.memory.plan import BudgetOutcome, Decision, PlannedRegion
+from thunder_mem.memory.plan import Decision, PlannedRegion
 from thunder_mem.memory.units import counted
 from thunder_mem.planning.program import Planned, device_of
+from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.reading import TraceGraph, read_trace
 from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.renaming import renamed
@@ -53,14 +54,16 @@ def with_kept_results(planned: Planned) -> Planned:
     """
     assert planned.arranged is not None and planned.final is not None
     budget, before = planned.plan.budget, planned.final_source
-    decided = planned.program.options.recompute is not None or (budget is not None and _buys(budget))
-    if decided or not planned.fits or not _offered(planned) or not _has_loss_inside(before):
+    chosen = planned.program.options.recompute is not None
+    if chosen or not planned.fits or not _offered(planned) or not _has_loss_inside(before):
         return planned
     limit_bytes = planned.peak_bytes if budget is None else budget.budget_bytes
     spared = _Search(planned).spared(limit_bytes)
+    if not spared.received:
+        return planned
     final = spared.applied(planned.final)
     timeline = price_order(read_trace(final, earlier=before).graph)
-    if not spared.received or timeline.peak_bytes > limit_bytes:
+    if timeline.peak_bytes > limit_bytes:
         return planned
     what = f"{counted(len(spared.received), 'value')} of checkpoints received where the peak has room"
     how = f"{what}, which saves {1e3 * spared.seconds:.3g} ms"
@@ -68,10 +71,6 @@ def with_kept_results(planned: Planned) -> Planned:
     regions = tuple(left for r in planned.plan.regions if (left := spared.left_of(r, planned.source)).ops)
     plan = replace(planned.plan, regions=regions).after(said, peaks=timeline.peaks)
     return replace(planned, plan=plan, arranged=spared.applied(planned.arranged), final=final, fused=before)
-
-
-def _buys(budget: BudgetOutcome) -> bool:
-    return budget.cost_ms > 0 or bool(budget.offloaded)
 
 
 def _offered(planned: Planned) -> frozenset[int]:
@@ -82,7 +81,8 @@ def _offered(planned: Planned) -> frozenset[int]:
 def _has_loss_inside(source: TraceGraph) -> bool:
     """Whether the backward starts from single numbers."""
     given = [p for b in source.bsyms if b.sym == prims.get_grad for p in b.flat_proxy_outs]
-    return bool(given) and all(isinstance(p, TensorProxy) and p.numel == 1 for p in given)
+    sizes = [n for p in given if isinstance(p, TensorProxy) for n in p.shape]
+    return bool(given) and all(isinstance(n, int) and n == 1 for n in sizes)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class _Search:
         # Rows that autograd keeps for another backward stay: a stretch asks, and writes their gradient elsewhere.
         lost = {s for op in ops for s in op.writes if not is_chunk_loop(source.bsyms[op.index])}
         for op, bsym in zip(ops, source.bsyms, strict=True):
-            if not op.backward or not op.allocates or not source.effects[op.index].pure:
+            if not op.allocates or not self._may_go(op.index):
                 continue
             read = [p.name for p in bsym.flat_proxy_outs if self.readers[p.name]]
             results = {name: first for name in read if (first := self._first(name)) is not None}
@@ -211,13 +211,17 @@ class _Search:
             for name in _taken(source.bsyms[waiting.pop()]):
                 unread[name] += 1
                 maker = source.producer_of.get(name)
-                if maker is None or maker in needless | self.gone or not source.graph.ops[maker].backward:
+                if maker is None or maker in needless or maker in self.gone or not self._may_go(maker):
                     continue
-                made = source.bsyms[maker].flat_proxy_outs
-                if source.effects[maker].pure and all(self.readers[p.name] == unread[p.name] for p in made):
+                if all(self.readers[p.name] == unread[p.name] for p in source.bsyms[maker].flat_proxy_outs):
                     needless.add(maker)
                     waiting.append(maker)
         return frozenset(needless)
+
+    def _may_go(self, op: int) -> bool:
+        """Whether nothing is lost without an operation of the backward but its results."""
+        source = self.source
+        return source.graph.ops[op].backward and source.effects[op].pure and not traits_of(source.bsyms[op]).transfers
 
     def _keep(self, repetition: _Repetition, limit_bytes: int) -> bool:
         """Whether the results can stay alive until the backward reads them; if so, they do."""
