@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict
-from thunder_mem.planning import pipeline
 from thunder_mem.planning.kept_results import KEPT
 
 WIDTH, WIDE, TOKENS = 64, 256, 128
@@ -51,18 +50,6 @@ def compiled(module, **options):
     return thunder.jit(copy.deepcopy(module), executors=[], transforms=[MemEfficient(strict=True, **options)])
 
 
-def repeating(monkeypatch, module, **options):
-    """The same, without values that are kept."""
-    jitted = compiled(module, **options)
-
-    def without(*args):
-        with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "with_kept_results", lambda planned: planned)
-            return jitted(*args)
-
-    return jitted, without
-
-
 def kept(jitted):
     return [d for d in last_plan(jitted).decisions if d.what == KEPT]
 
@@ -84,17 +71,18 @@ def assert_like_float64(module, jitted, x):
         torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-6)
 
 
-def test_values_are_received_up_to_the_peak(monkeypatch):
+def test_values_are_received_up_to_the_peak():
     module, x = seeded()
-    jitted, (plain, call) = compiled(module), repeating(monkeypatch, module)
+    jitted, plain = compiled(module), compiled(module, keep=False)
     assert_like_float64(module, jitted, x)
-    call(x)
+    plain(x)
     (said,) = kept(jitted)
     assert not kept(plain) and said.before_bytes == said.after_bytes == last_plan(jitted).candidate.peak_bytes
     assert last_plan(plain).candidate.peak_bytes == last_plan(jitted).candidate.peak_bytes
     # Each repetition makes one product: all but the first layer's backward have room for its result.
     assert (products(plain), products(jitted)) == (11 + 3, 11 + 1)
-    assert len(last_plan(jitted).regions) < len(last_plan(plain).regions)
+    ours, theirs = last_plan(jitted), last_plan(plain)
+    assert ours.candidate.regions == len(ours.regions) < len(theirs.regions) == theirs.candidate.regions
 
 
 def test_the_predicted_peak_is_the_measured_one():
@@ -109,6 +97,11 @@ def test_the_predicted_peak_is_the_measured_one():
     jitted.zero_grad()
     assert kept(jitted)
     assert predict(jitted, x, tangents=[torch.ones(())], keep_outputs=True).measured_bytes == measure_peak(step)
+
+
+def test_only_true_or_false_says_whether_values_are_kept():
+    with pytest.raises(TypeError, match="keep is True or False, not 1"):
+        MemEfficient(keep=1)
 
 
 def test_what_the_backward_receives_waits_for_no_loss_outside():
@@ -154,14 +147,14 @@ def test_what_a_budget_buys_stays_bought(offload):
     assert outcome.offloaded if offload else outcome.cost_ms > 0
 
 
-def test_random_numbers_stay(monkeypatch):
+def test_random_numbers_stay():
     module, x = seeded(dropout=0.3)
-    jitted, (plain, call) = compiled(module), repeating(monkeypatch, module)
+    jitted, plain = compiled(module), compiled(module, keep=False)
     torch.manual_seed(1)
     ours = gradients(jitted, jitted(x))
     torch.manual_seed(1)
-    theirs = gradients(plain, call(x))
-    assert kept(jitted)
+    theirs = gradients(plain, plain(x))
+    assert kept(jitted) and not kept(plain)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
 

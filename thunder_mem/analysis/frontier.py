@@ -103,7 +103,7 @@ def _smallest_peak_bytes(study: Studied, option: OffloadOption | None) -> int:
 
 def _point(planned: Planned, option: OffloadOption | None = None) -> Point:
     """What a plan costs; `option` says what a budget could offload."""
-    candidate, bought, graph = planned.plan.candidate, planned.plan.budget, planned.source.graph
+    candidate, bought, graph = planned.plan.candidate, planned.plan.budget, planned.final_source.graph
     device = str(device_of(planned.program.source))
     received = (graph.storages[s] for s in saved_storages(graph))
     return Point(

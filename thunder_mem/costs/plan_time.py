@@ -14,7 +14,7 @@ from thunder_mem.memory.plan import Plan
 from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.reading import TraceGraph, read_trace
 
-__all__ = ["bound_symbol_seconds", "overlapped_seconds", "plan_seconds", "trace_seconds"]
+__all__ = ["bound_symbol_seconds", "final_seconds", "overlapped_seconds", "plan_seconds", "trace_seconds"]
 
 
 def plan_seconds(plan: Plan, source: TraceGraph, device: DeviceModel) -> float:
@@ -59,10 +59,11 @@ def trace_seconds(trace: TraceCtx, device: DeviceModel) -> float:
 
 
 def _serial_seconds(source: TraceGraph, device: DeviceModel) -> float:
-    return sum(_final_seconds(bsym, source, device) for bsym in source.bsyms)
+    return sum(final_seconds(bsym, source, device) for bsym in source.bsyms)
 
 
-def _final_seconds(bsym: BoundSymbol, source: TraceGraph, device: DeviceModel) -> float:
+def final_seconds(bsym: BoundSymbol, source: TraceGraph, device: DeviceModel) -> float:
+    """Seconds of one bound symbol of a final trace, read as `source`, by its region's kernels if they are known."""
     figures = traits_of(bsym).kernels(bsym, source.layout)
     if isinstance(figures, KernelFigures):
         return kernels_cost_s([bsym], figures.moved_bytes, figures.launches, device)
@@ -88,7 +89,7 @@ def overlapped_seconds(source: TraceGraph, device: DeviceModel) -> float:
         return _serial_seconds(source, device)
     host_s = device_s = 0.0
     for bsym in source.bsyms:
-        serial_s, busy_s = (_final_seconds(bsym, source, model) for model in (device, instant))
+        serial_s, busy_s = (final_seconds(bsym, source, model) for model in (device, instant))
         if serial_s:
             begins_s, host_s = max(device_s, host_s + device.launch_s), host_s + serial_s - busy_s
             device_s = max(begins_s + busy_s, host_s)

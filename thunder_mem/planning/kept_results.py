@@ -5,8 +5,8 @@ the backward's end, beside the gradients of all layers. So a layer whose backwar
 without a higher peak, and the backward need not repeat what makes them. On the exact timeline of the final trace, the
 results that save the most time a byte are kept first.
 
-Only programs with their loss inside are changed. Otherwise another program may run between the halves, such as a loss
-or the next part of a model, and what the backward receives adds to its peak.
+Only programs with their loss inside are changed. Otherwise another program runs between the halves, such as a loss or
+the next part of a model, and what the backward receives adds to its peak. With `MemEfficient(keep=False)` none is.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.symbols import is_chunk_loop
-from thunder_mem.costs.plan_time import bound_symbol_seconds
+from thunder_mem.costs.plan_time import final_seconds
 from thunder_mem.costs.roofline import device_model_of
-from thunder_mem.memory.live_ranges import price_order
+from thunder_mem.memory.live_ranges import peaks_of, price_order
 from thunder_mem.memory.plan import Decision, PlannedRegion
 from thunder_mem.memory.units import counted
 from thunder_mem.planning.program import Planned, device_of
@@ -32,7 +32,7 @@ from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.reading import TraceGraph, read_trace
 from thunder_mem.trace.rebuilding import rebuilt
 from thunder_mem.trace.renaming import renamed
-from thunder_mem.trace.value_numbers import Numbers, outcome_of
+from thunder_mem.trace.value_numbers import Numbers, VerificationError, outcome_of
 
 __all__ = ["KEPT", "with_kept_results"]
 
@@ -46,31 +46,38 @@ _LEAST_SAVED = 1e-3
 def with_kept_results(planned: Planned) -> Planned:
     """The plan whose backward receives results of checkpoints instead of repeating them, where its peak has room.
 
-    The limit is the budget, or the plan's own peak without one. What the user or a budget chose to recompute is
-    repeated.
+    The limit is the budget, or the plan's own peak without one. A plan stays as it is if the user chose what to
+    recompute.
 
     Args:
         planned: a plan that was carried out.
     """
     assert planned.arranged is not None and planned.final is not None
     budget, before = planned.plan.budget, planned.final_source
-    chosen = planned.program.options.recompute is not None
-    if chosen or not planned.fits or not _offered(planned) or not _has_loss_inside(before):
+    options = planned.program.options
+    asked = options.keep and options.recompute is None
+    if not asked or not planned.fits or not _offered(planned) or not _has_loss_inside(before):
         return planned
     limit_bytes = planned.peak_bytes if budget is None else budget.budget_bytes
-    spared = _Search(planned).spared(limit_bytes)
+    try:
+        spared = _Search(planned).spared(limit_bytes)
+    except VerificationError:  # which values are equal is unknown; `checked` raises if it verifies this plan
+        return planned
     if not spared.received:
         return planned
     final = spared.applied(planned.final)
-    timeline = price_order(read_trace(final, earlier=before).graph)
-    if timeline.peak_bytes > limit_bytes:
+    peaks = peaks_of(read_trace(final, earlier=before).graph)
+    if max(peaks) > limit_bytes:
         return planned
-    what = f"{counted(len(spared.received), 'value')} of checkpoints received where the peak has room"
-    how = f"{what}, which saves {1e3 * spared.seconds:.3g} ms"
-    said = Decision(KEPT, how, "peak", planned.peak_bytes, timeline.peak_bytes)
     regions = tuple(left for r in planned.plan.regions if (left := spared.left_of(r, planned.source)).ops)
-    plan = replace(planned.plan, regions=regions).after(said, peaks=timeline.peaks)
-    return replace(planned, plan=plan, arranged=spared.applied(planned.arranged), final=final, fused=before)
+    candidates = tuple(
+        replace(c, regions=len(regions)) if c.name == planned.plan.chosen else c for c in planned.plan.candidates
+    )
+    plan = replace(planned.plan, regions=regions, candidates=candidates).after(peaks=peaks)
+    found = replace(planned, plan=plan, arranged=spared.applied(planned.arranged), final=final, fused=before)
+    what = f"{counted(len(spared.received), 'value')} of checkpoints received where the peak has room"
+    how = f"{what}, which saves {1e3 * (planned.final_seconds - found.final_seconds):.3g} ms"
+    return replace(found, plan=plan.after(Decision(KEPT, how, "peak", planned.peak_bytes, max(peaks))))
 
 
 def _offered(planned: Planned) -> frozenset[int]:
@@ -91,7 +98,7 @@ class _Repetition:
 
     Attributes:
         op: its index.
-        results: the forward's results, by the names of the repeated ones.
+        results: for each repeated name, the forward's result.
         storages: of the forward's results.
     """
 
@@ -105,14 +112,12 @@ class _Spared:
     """Operations of the backward that need not run.
 
     Attributes:
-        received: the values of the forward that the backward receives in their place, by the names of the repeated.
+        received: for each repeated name, the value of the forward that the backward receives.
         gone: the names that the backward no longer makes.
-        seconds: the modelled time of the operations.
     """
 
     received: Mapping[str, Proxy]
     gone: frozenset[str]
-    seconds: float
 
     def applied(self, trace: TraceCtx) -> TraceCtx:
         """The trace without these operations."""
@@ -135,8 +140,9 @@ class _Search:
     Attributes:
         source: the final trace.
         first_of: the first name of each value that was computed before, by its name.
-        kept_to: the last step of each storage, with the repetitions spared so far.
-        live_bytes: at each step, with them.
+        dies: the last step of each storage.
+        received: the storages that the backward receives, of repetitions spared so far.
+        live_bytes: at each step, with these.
         seconds: the modelled time of each operation.
         gone: the operations of the backward that need not run.
         readers: the number of each name's readers, without these.
@@ -145,15 +151,16 @@ class _Search:
     def __init__(self, planned: Planned) -> None:
         self.program, self.offered = planned.program.source, _offered(planned)
         self.source, graph = planned.final_source, planned.final_source.graph
-        device = device_model_of(device_of(planned.source))
+        device = device_model_of(device_of(planned.source)).without_launches
         values = outcome_of(planned.trace, Numbers()).values
         first = {value: name for name, value in reversed(values.items())}
         self.first_of = {name: first[value] for name, value in values.items() if first[value] != name}
         timeline = price_order(graph)
         self.live_bytes = np.array(timeline.live_bytes)
-        self.kept_to = [timeline.live_range(s.index)[1] for s in graph.storages]
-        self.seconds = [bound_symbol_seconds(b, device) for b in self.source.bsyms]
+        self.dies = [timeline.live_range(s.index)[1] for s in graph.storages]
+        self.seconds = [final_seconds(b, self.source, device) for b in self.source.bsyms]
         self.gone = frozenset[int]()
+        self.received = frozenset[int]()
         self.readers = Counter(name for b in self.source.bsyms for name in _taken(b))
         self.readers.update(self.source.returned_names)
 
@@ -171,23 +178,27 @@ class _Search:
             self.readers.subtract(name for op in needless for name in _taken(self.source.bsyms[op]))
             received |= repetition.results
         names = {p.name for op in self.gone for p in self.source.bsyms[op].flat_proxy_outs}
-        return _Spared(received, frozenset(names), self._seconds(self.gone))
+        return _Spared(received, frozenset(names))
 
     def _repetitions(self) -> Iterator[_Repetition]:
         """The operations of the backward whose results the forward makes and may keep."""
         source = self.source
         ops = source.graph.ops
         written = {s for op in ops for s in op.writes}
-        # Rows that autograd keeps for another backward stay: a stretch asks, and writes their gradient elsewhere.
+        # A stretch may write a gradient over its rows. It asks first whether autograd holds them.
         lost = {s for op in ops for s in op.writes if not is_chunk_loop(source.bsyms[op.index])}
+        in_backward = {s for op in ops if op.backward for s in op.reads} | source.graph.outputs
         for op, bsym in zip(ops, source.bsyms, strict=True):
             if not op.allocates or not self._may_go(op.index):
                 continue
             read = [p.name for p in bsym.flat_proxy_outs if self.readers[p.name]]
             results = {name: first for name in read if (first := self._first(name)) is not None}
+            if not results or len(results) < len(read) or not source.returned_names.isdisjoint(read):
+                continue
             storages = {source.storage_of[p.name] for p in results.values()}
             own = {source.storage_of[name] for name in read}
-            if len(results) == len(read) and not storages & written and not own & lost:
+            # Nobody else may read what a stretch overwrites.
+            if not storages & written and not own & lost and not (own & written and storages & in_backward):
                 yield _Repetition(op.index, results, frozenset(storages))
 
     def _first(self, name: str) -> Proxy | None:
@@ -224,15 +235,19 @@ class _Search:
         return source.graph.ops[op].backward and source.effects[op].pure and not traits_of(source.bsyms[op]).transfers
 
     def _keep(self, repetition: _Repetition, limit_bytes: int) -> bool:
-        """Whether the results can stay alive until the backward reads them; if so, they do."""
+        """Whether the results can stay alive until the backward reads them; if so, they do.
+
+        A second repetition of one operation stays, because a stretch may overwrite what the backward receives once.
+        """
+        if repetition.storages & self.received:
+            return False
         live_bytes = self.live_bytes.copy()
         for s in repetition.storages:
-            live_bytes[self.kept_to[s] + 1 : repetition.op] += self._nbytes(s)
+            live_bytes[self.dies[s] + 1 : repetition.op] += self._nbytes(s)
         if live_bytes.max() > limit_bytes:
             return False
         self.live_bytes = live_bytes
-        for s in repetition.storages:
-            self.kept_to[s] = max(self.kept_to[s], repetition.op)
+        self.received |= repetition.storages
         return True
 
     def _nbytes(self, storage: int) -> int:

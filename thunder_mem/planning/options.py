@@ -25,6 +25,7 @@ class PlanningOptions:
     recompute: PartitionPolicy | None = None
     offload: OffloadOption | None = None
     reuse: bool = True
+    keep: bool = True
     redraw: bool = True
     verify: bool | None = None
     studied: bool = False  # operations keep the names that the program gives them, and the record keeps a study

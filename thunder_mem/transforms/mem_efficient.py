@@ -88,8 +88,7 @@ class MemEfficient(ListedTransform):
         budget: the most bytes that may be alive at once in the forward or the backward: an int, a size such
             as "40GiB", or "80%" of the device's memory. It includes arguments and results, but nothing
             outside the compiled function, such as an optimizer's state. If the free decisions do not
-            suffice, the plan trades time for memory, cheapest first. If they leave room, and the loss is inside,
-            the backward receives values of checkpoints instead of repeating them.
+            suffice, the plan trades time for memory, cheapest first.
         recompute: values to recompute or to keep, beside the free decisions. Either a configuration
             ("Pattern:strategy:count,..." or "layerwise", a list, a dict, or the path of a JSON file; see
             `thunder_mem.user_choices.config.parse_config`), or a policy `(op, graph) -> "keep" | "recompute" |
@@ -105,6 +104,9 @@ class MemEfficient(ListedTransform):
             user's cache folder. Copies to the host are modelled in both.
         reuse: let `mem_pointwise` regions write results over values that nobody reads any more.
             Under ``retain_graph=True`` values that autograd keeps are copied first.
+        keep: with the loss inside, let the backward receive values of checkpoints instead of repeating them, where
+            the program's peak or the budget has room. False where several forwards run before a backward: each adds
+            what its backward receives.
         verify: check every plan (True) or none (False): the planned trace must compute the same values, with
             the same effects, as the original. By default all programs of up to 2,000 operations are
             verified, and a share of longer ones. A plan that fails is a failure of planning.
@@ -145,6 +147,7 @@ class MemEfficient(ListedTransform):
         on_infeasible: str = "error",
         costs: str = "roofline",
         reuse: bool = True,
+        keep: bool = True,
         verify: bool | None = None,
         strict: bool = False,
         plan: str | os.PathLike[str] | None = None,
@@ -161,6 +164,8 @@ class MemEfficient(ListedTransform):
             raise TypeError(f"strict is True or False, not {quoted(strict)}")
         if not isinstance(reuse, bool):
             raise TypeError(f"reuse is True or False, not {quoted(reuse)}")
+        if not isinstance(keep, bool):
+            raise TypeError(f"keep is True or False, not {quoted(keep)}")
         if not isinstance(verify, bool | None):
             raise TypeError(f"verify is True, False or None, not {quoted(verify)}")
         if budget is not None:
@@ -184,6 +189,7 @@ class MemEfficient(ListedTransform):
             on_infeasible=on_infeasible,
             costs=costs,
             reuse=reuse,
+            keep=keep,
             verify=verify,
         )
         self._chunk = chunk
@@ -308,6 +314,7 @@ class MemEfficient(ListedTransform):
             "offload": repr(self._offload),
             "costs": options.costs,
             "reuse": repr(options.reuse),
+            "keep": repr(options.keep),
             "executors": ", ".join(str(e.name) for e in given),
             "optimizer": "None" if self._optimizer is None else type(self._optimizer.wrapped).__qualname__,
         }
@@ -321,8 +328,8 @@ class MemEfficient(ListedTransform):
         return (
             f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, tile={self._tile}, "
             f"budget={self._options.budget!r}, recompute={self._recompute!r}, offload={self._offload!r}, "
-            f"costs={self._options.costs!r}, reuse={self._options.reuse}, verify={self._options.verify}, "
-            f"strict={self._options.strict}, optimizer={self._optimizer}"
+            f"costs={self._options.costs!r}, reuse={self._options.reuse}, keep={self._options.keep}, "
+            f"verify={self._options.verify}, strict={self._options.strict}, optimizer={self._optimizer}"
             + (f", plan={self._plan.path!r})" if self._plan else ")")
         )
 
