@@ -6,7 +6,8 @@ without a higher peak, and the backward need not repeat what makes them. On the 
 results that save the most time a byte are kept first.
 
 Only programs with their loss inside are changed. Otherwise another program runs between the halves, such as a loss or
-the next part of a model, and what the backward receives adds to its peak. With `MemEfficient(keep=False)` none is.
+the next part of a model, and what the backward receives adds to its peak. With `MemEfficient(keep=False)`
+no program is changed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-from thunder.core import prims
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
@@ -27,6 +27,7 @@ from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.memory.live_ranges import peaks_of, price_order
 from thunder_mem.memory.plan import Decision, PlannedRegion
 from thunder_mem.memory.units import counted
+from thunder_mem.planning.loss_outside import has_loss_inside
 from thunder_mem.planning.program import Planned, device_of
 from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.reading import TraceGraph, read_trace
@@ -56,7 +57,7 @@ def with_kept_results(planned: Planned) -> Planned:
     budget, before = planned.plan.budget, planned.final_source
     options = planned.program.options
     asked = options.keep and options.recompute is None
-    if not asked or not planned.fits or not _offered(planned) or not _has_loss_inside(before):
+    if not asked or not planned.fits or not _offered(planned) or not has_loss_inside(before):
         return planned
     limit_bytes = planned.peak_bytes if budget is None else budget.budget_bytes
     try:
@@ -66,7 +67,8 @@ def with_kept_results(planned: Planned) -> Planned:
     if not spared.received:
         return planned
     final = spared.applied(planned.final)
-    peaks = peaks_of(read_trace(final, earlier=before).graph)
+    read = read_trace(final, earlier=before)
+    peaks = peaks_of(read.graph)
     if max(peaks) > limit_bytes:
         return planned
     regions = tuple(left for r in planned.plan.regions if (left := spared.left_of(r, planned.source)).ops)
@@ -74,7 +76,7 @@ def with_kept_results(planned: Planned) -> Planned:
         replace(c, regions=len(regions)) if c.name == planned.plan.chosen else c for c in planned.plan.candidates
     )
     plan = replace(planned.plan, regions=regions, candidates=candidates).after(peaks=peaks)
-    found = replace(planned, plan=plan, arranged=spared.applied(planned.arranged), final=final, fused=before)
+    found = replace(planned, plan=plan, arranged=spared.applied(planned.arranged), final=final, fused=read)
     what = f"{counted(len(spared.received), 'value')} of checkpoints received where the peak has room"
     how = f"{what}, which saves {1e3 * (planned.final_seconds - found.final_seconds):.3g} ms"
     return replace(found, plan=plan.after(Decision(KEPT, how, "peak", planned.peak_bytes, max(peaks))))
@@ -83,13 +85,6 @@ def with_kept_results(planned: Planned) -> Planned:
 def _offered(planned: Planned) -> frozenset[int]:
     """The program's storages that its checkpoints let the backward recompute."""
     return planned.program.constraints.may_recompute - planned.program.gathered
-
-
-def _has_loss_inside(source: TraceGraph) -> bool:
-    """Whether the backward starts from single numbers."""
-    given = [p for b in source.bsyms if b.sym == prims.get_grad for p in b.flat_proxy_outs]
-    sizes = [n for p in given if isinstance(p, TensorProxy) for n in p.shape]
-    return bool(given) and all(isinstance(n, int) and n == 1 for n in sizes)
 
 
 @dataclass(frozen=True)
