@@ -25,13 +25,14 @@ class Body:
         rows: rows in the block.
         outputs: its number of outputs.
         tangents: indices of the region's outputs whose tangents it takes.
-        peak_bytes: the most bytes that it holds beyond its inputs; 0 until `loop_body/gradients_in_place.py` counts.
-        adding_bytes: the most bytes of its own tensors that exist while gradients are added to sums; counted there.
+        peak_bytes: the most bytes that it holds beyond its inputs (`loop_body/gradients_in_place.py` counts them).
+        adding_bytes: the most bytes of its own tensors that exist while gradients are added to sums.
         over: the logits, by number, that their gradients overwrite (`loop_body/gradients_in_place.py`).
         pairs: the sides, by number, whose gradients are matrix products that it lets the loop add, each with the
             product's depth.
         resized: builds the same block for other rows.
         launches: kernels that it starts, which counts where a host starts them for a GPU.
+        kernels_s: seconds of the device for its kernels, without a GPU's launches.
     """
 
     fn: Callable[..., tuple]
@@ -43,6 +44,7 @@ class Body:
     adding_bytes: int = 0
     over: tuple[int, ...] = ()
     launches: int = 0
+    kernels_s: float = 0.0
     pairs: Mapping[int, int] = field(default_factory=dict)
     resized: Callable[[int], Body] | None = None
 

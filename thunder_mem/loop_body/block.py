@@ -29,6 +29,7 @@ from thunder_mem.chunk_loop.body import Body
 from thunder_mem.loop_body.block_replay import trace_block
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.fusible_gathers import fusible_picks
+from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
 from thunder_mem.loop_body.leaves import walk
 from thunder_mem.loop_body.region import Region, Value
 from thunder_mem.loop_body.sums_in_block import with_sums
@@ -52,7 +53,7 @@ def build_body(
     products: bool = False,
     equal: EqualBlocks | None = None,
 ) -> Body:
-    """Trace, differentiate and compile the region for a block of `rows` rows; `gradients_in_place.py` counts its bytes.
+    """Trace, differentiate and compile the region for a block of `rows` rows, and count its bytes.
 
     Args:
         region: the region to replay.
@@ -75,7 +76,7 @@ def build_body(
 
     def build() -> Body:
         built = _build(forward, region, sides, wanted, rows, executors, outputs, products)
-        return replace(built, resized=again)
+        return replace(with_gradients_over_logits(built, wanted[: len(region.amplifiers)]), resized=again)
 
     if equal is None:
         return build()

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from operator import attrgetter
 
+import torch
 from thunder.core.proxies import TensorProxy
 
 from thunder_mem.chunk_loop.body import Body
+from thunder_mem.costs.plan_time import final_seconds
+from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.loop_body.sums_in_block import adds_to_sum
 from thunder_mem.memory.kernel_figures import KernelFigures
 from thunder_mem.memory.live_ranges import price_order
@@ -60,7 +64,7 @@ def _own_gradients(
 
 
 def _counted(body: Body, source: TraceGraph) -> Body:
-    """The block with the bytes and the kernels of its trace."""
+    """The block with the bytes, the kernels and the modelled time of its trace."""
     storages = source.graph.storages
     held_bytes = sum(s.nbytes for s in storages if s.held)
     results = {source.storage_of[p.name] for p in source.result.args[0] if isinstance(p, TensorProxy)}
@@ -70,9 +74,11 @@ def _counted(body: Body, source: TraceGraph) -> Body:
     for bsym, live_bytes in zip(source.bsyms, timeline.live_bytes, strict=True):
         if adds_to_sum(bsym):
             adding_bytes = max(adding_bytes, live_bytes - held_bytes)
-    launches = 0
+    device = device_model_of(torch.device(max(storages, key=attrgetter("nbytes")).device)).without_launches
+    launches, kernels_s = 0, 0.0
     for bsym in source.bsyms:
+        kernels_s += final_seconds(bsym, source, device)
         figures = kernel_figures(bsym, source.layout)
         launches += figures.launches if isinstance(figures, KernelFigures) else not is_view(bsym)
     peak_bytes = timeline.peak_bytes - held_bytes
-    return replace(body, peak_bytes=peak_bytes, adding_bytes=adding_bytes, launches=launches)
+    return replace(body, peak_bytes=peak_bytes, adding_bytes=adding_bytes, launches=launches, kernels_s=kernels_s)

@@ -17,12 +17,11 @@ from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.plan import LoopPlan, Spec
 from thunder_mem.chunk_loop.price import with_block_calls
 from thunder_mem.chunk_loop.sum_price import product_seconds, product_sum_seconds, sum_bytes
-from thunder_mem.costs.plan_time import trace_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.memory.device_models import DeviceModel
 from thunder_mem.sharding.propagation import local_shape
 
-__all__ = ["extra_seconds", "kernel_seconds", "priced", "tile_seconds"]
+__all__ = ["extra_seconds", "priced", "tile_seconds"]
 
 # Of a cache, for what was just written: the rest holds what the same kernel read.
 _CACHED = 0.5
@@ -52,15 +51,10 @@ def tile_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> float:
     Args:
         plan: of the stretch.
         body: a tile, with gradients or without.
-        device: the device with the rates.
+        device: the device with the rates of copies and sums.
     """
     alone_s = sum(product_seconds(plan, i, depth, device) for i, depth in _products(plan, body).items())
-    return kernel_seconds(body, device) + alone_s + sum(extra_seconds(plan, body, device))
-
-
-def kernel_seconds(body: Body, device: DeviceModel) -> float:
-    """Seconds of the device for the kernels of a block; on a GPU the host's calls are counted apart."""
-    return trace_seconds(body.trace, device.without_launches)
+    return body.kernels_s + alone_s + sum(extra_seconds(plan, body, device))
 
 
 def extra_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> tuple[float, float]:

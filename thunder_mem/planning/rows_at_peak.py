@@ -27,7 +27,6 @@ from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, rebind
 from thunder_mem.costs.roofline import device_model_of
-from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
 from thunder_mem.loop_sizes.chunk_narrowing import narrow_sums
 from thunder_mem.loop_sizes.chunk_resizing import fit_loops, with_fitted_loops
 from thunder_mem.loop_sizes.rows_per_chunk import floor_rows
@@ -206,6 +205,4 @@ def _rows_that_hide_sums(on: str, dtype: torch.dtype) -> int:
 def _resized(body: Body, plan: LoopPlan, block_rows: int) -> dict[int, Body]:
     """The blocks with gradients, by rows, of a loop whose blocks have some rows."""
     assert body.resized is not None
-    wanted = [g.wanted(plan.grads) for g in plan.gemms]
-    sizes = block_sizes(plan.n, plan.chunk_rows, block_rows)
-    return {n: with_gradients_over_logits(body.resized(n), wanted) for n in sizes}
+    return {n: body.resized(n) for n in block_sizes(plan.n, plan.chunk_rows, block_rows)}

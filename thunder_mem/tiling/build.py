@@ -21,7 +21,6 @@ from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.loop_body.block import build_body
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
-from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
 from thunder_mem.loop_body.leaves import PRODUCTS, Leaf
 from thunder_mem.loop_body.region import Amplifier, Refused, Region, Value
 from thunder_mem.loop_sizes.rows_per_chunk import floor_rows
@@ -186,7 +185,7 @@ class Blocks:
         try:
             for size in sizes:
                 if (size, any(wanted), outputs) not in self.built:
-                    body = build_body(
+                    self.built[size, any(wanted), outputs] = build_body(
                         self.region,
                         self.sides,
                         wanted,
@@ -196,8 +195,6 @@ class Blocks:
                         not self.region.amplifiers,
                         self.equal,
                     )
-                    body = with_gradients_over_logits(body, wanted[: len(self.region.amplifiers)])
-                    self.built[size, any(wanted), outputs] = body
         except Refused:
             raise
         except RuleError as e:

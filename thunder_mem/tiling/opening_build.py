@@ -6,17 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.plan import LoopPlan, Opening, Spec
 from thunder_mem.chunk_loop.price import opening_calls
 from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.run import ChunkLoop
-from thunder_mem.costs.roofline import device_model_of
-from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
 from thunder_mem.loop_body.region import Region
-from thunder_mem.loop_sizes.tile_price import kernel_seconds
 from thunder_mem.tiling.build import Blocks, spec_of
 
 __all__ = ["with_opening", "with_smaller_opening"]
@@ -70,7 +65,7 @@ def with_smaller_opening(loop: ChunkLoop, rows: int) -> ChunkLoop:
 
 def _resized(body: Body, sizes: Sequence[int]) -> dict[int, Body]:
     assert body.resized is not None
-    return {rows: with_gradients_over_logits(body.resized(rows), ()) for rows in sizes}
+    return {rows: body.resized(rows) for rows in sizes}
 
 
 def _opening(
@@ -90,8 +85,8 @@ def _opening(
         backward_block_bytes=max(b.peak_bytes for b in backward.values()),
         forward_block_calls=opening_calls(plan, sides, forward[rows]) if gpu else 0,
         backward_block_calls=opening_calls(plan, sides, backward[rows]) if gpu else 0,
-        forward_row_s=_row_seconds(plan, forward),
-        backward_row_s=_row_seconds(plan, backward),
+        forward_row_s=_row_seconds(forward),
+        backward_row_s=_row_seconds(backward),
     )
 
 
@@ -109,7 +104,7 @@ def _cpu_rows(plan: LoopPlan, probe: Body) -> int:
     return next(even, plan.block_rows)
 
 
-def _row_seconds(plan: LoopPlan, bodies: Mapping[int, Body]) -> float:
+def _row_seconds(bodies: Mapping[int, Body]) -> float:
     """Seconds of the device's kernels for a row."""
     body = bodies[max(bodies)]
-    return kernel_seconds(body, device_model_of(torch.device(plan.device))) / body.rows
+    return body.kernels_s / body.rows
