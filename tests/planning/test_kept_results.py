@@ -123,7 +123,7 @@ def test_a_budget_is_the_limit():
     free = compiled(module)
     free(x)
     least_bytes = last_plan(free).candidate.peak_bytes
-    budgets = [least_bytes + more for more in (0, 10_000, 60_000, 10**6)]
+    budgets = [least_bytes + more for more in (0, 60_000, 10**6)]
     found = [compiled(module, budget=budget) for budget in budgets]
     for jitted, budget in zip(found, budgets, strict=True):
         jitted(x)
