@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from thunder.core.trace import TraceCtx
@@ -52,3 +52,8 @@ class Body:
     def wants_gradients(self) -> bool:
         """Whether it gives more than outputs."""
         return bool(self.pairs) or len(self.trace.bound_symbols[-1].args[0]) > self.outputs
+
+    def in_sizes(self, sizes: Iterable[int]) -> dict[int, Body]:
+        """The same block for other numbers of rows, compiled anew, by rows."""
+        assert self.resized is not None
+        return {rows: self.resized(rows) for rows in sizes}

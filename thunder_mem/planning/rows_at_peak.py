@@ -20,7 +20,6 @@ import torch
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.plan import LoopPlan
 from thunder_mem.chunk_loop.price import with_block_calls
 from thunder_mem.chunk_loop.row_blocks import block_sizes
@@ -166,7 +165,7 @@ def _chunks(loop: ChunkLoop, rows: int) -> ChunkLoop | None:
     # Blocks of about the same size: larger ones would hold more beside the logits, and smaller ones take more calls.
     least = max(1, min(rows, plan.block_rows // 2))
     block_rows = next(n for n in range(least, rows + 1) if rows % n == 0)
-    bodies = _resized(body, plan, block_rows)
+    bodies = body.in_sizes(block_sizes(plan.n, plan.chunk_rows, block_rows))
     most_bytes = max(b.peak_bytes for b in bodies.values())
     plan = replace(plan, block_rows=block_rows, forward_block_bytes=most_bytes, backward_block_bytes=most_bytes)
     return ChunkLoop(with_block_calls(plan, {}, bodies), {}, bodies, loop.opening, loop.closing)
@@ -184,7 +183,7 @@ def _tiles(bsym: BoundSymbol) -> ChunkLoop | None:
     if rows is None:
         return None
     plan = replace(plan, chunk_rows=rows, block_rows=rows)
-    bodies = _resized(body, plan, rows)
+    bodies = body.in_sizes(block_sizes(plan.n, rows, rows))
     plan = replace(
         plan,
         why="the backward, which was at the peak, computes a tile's values again",
@@ -200,9 +199,3 @@ def _rows_that_hide_sums(on: str, dtype: torch.dtype) -> int:
     device = device_model_of(torch.device(on))
     rows = 4 * device.matmul_flops(str(dtype).removeprefix("torch.")) / device.bandwidth_bytes_per_s
     return ceil(rows / _PRODUCT_ROWS) * _PRODUCT_ROWS
-
-
-def _resized(body: Body, plan: LoopPlan, block_rows: int) -> dict[int, Body]:
-    """The blocks with gradients, by rows, of a loop whose blocks have some rows."""
-    assert body.resized is not None
-    return {n: body.resized(n) for n in block_sizes(plan.n, plan.chunk_rows, block_rows)}

@@ -58,14 +58,9 @@ def with_smaller_opening(loop: ChunkLoop, rows: int) -> ChunkLoop:
     plan, opening = loop.plan, loop.plan.opening
     assert opening is not None
     sizes = block_sizes(plan.n, rows, rows)
-    forward, backward = (_resized(bodies[opening.block_rows], sizes) for bodies in (loop.opening, loop.closing))
+    forward, backward = (bodies[opening.block_rows].in_sizes(sizes) for bodies in (loop.opening, loop.closing))
     new = _opening(plan, opening.out, opening.sides, rows, forward, backward)
     return ChunkLoop(replace(plan, opening=new), loop.forward, loop.backward, forward, backward)
-
-
-def _resized(body: Body, sizes: Sequence[int]) -> dict[int, Body]:
-    assert body.resized is not None
-    return {rows: body.resized(rows) for rows in sizes}
 
 
 def _opening(
