@@ -12,20 +12,24 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.checking.traces import unfused
 from tests.fuzzing.configs import uncompiled_regions
 from thunder_mem import BudgetError, MemEfficient, last_plan, predict, simulate
 from thunder_mem.costs.plan_time import plan_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.planning import partition_choice, pipeline, tile_selection
 from thunder_mem.planning.budget_loop import within_budget
+from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.partition_choice import (
     FreePartitions,
     TooSlowError,
     _lowest,
     _within_limits,
     arranged_partitions,
+    plan_partition,
 )
-from thunder_mem.planning.program import Program
+from thunder_mem.planning.program import Program, read_program
+from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
 
 class Layer(nn.Module):
@@ -118,12 +122,35 @@ def test_partitions_that_take_too_long_do_not_count():
 
 def test_free_partitions_are_bounded_by_the_lowest_and_by_the_fastest():
     figures = ((400, 3.0), (200, 2.0), (300, 1.0))
-    arranged = [
-        SimpleNamespace(planned=SimpleNamespace(plan=SimpleNamespace(overwritten_peak_bytes=nbytes)), seconds=seconds)
-        for nbytes, seconds in figures
-    ]
+    arranged = [SimpleNamespace(least_likely_bytes=nbytes, seconds=seconds) for nbytes, seconds in figures]
     partitions = FreePartitions(program=None, arranged=tuple(arranged))
-    assert (partitions.least_likely_bytes, partitions.least_seconds) == (150, 1.0)
+    assert (partitions.least_likely_bytes, partitions.least_seconds) == (200, 1.0)
+
+
+def between(z, m):
+    """What peaks, beside the value that made `z`."""
+    a = z @ torch.cat([m, m], 1)
+    return (a.sin() @ torch.cat([m, m], 0).t().t()) @ m
+
+
+def with_an_idle_value(x, m):
+    y = x.sin() * 2  # is made again
+    return between(y @ m, m).t() @ y
+
+
+def with_a_small_view(x, m):
+    y = x @ torch.cat([m, m, m], 1)  # lets go of all but the view, which is copied
+    return between(y[:, :16] @ m, m) @ y[:16, 32:]
+
+
+@pytest.mark.parametrize(("fn", "freed"), [(with_an_idle_value, 64 * 16), (with_a_small_view, 3 * 64 * 16 - 16 * 16)])
+def test_a_partition_is_bounded_by_what_is_idle_at_its_peak(fn, freed):
+    trace = unfused(fn, torch.randn(64, 16), torch.randn(16, 16))
+    program = read_program(trace, (mem_pointwise_ex,), PlanningOptions(strict=True))
+    (partition,) = arranged_partitions(program).arranged
+    peak_bytes = partition.planned.plan.overwritten_peak_bytes
+    assert plan_partition(program, partition.rebuilt).plan.overwritten_peak_bytes == peak_bytes - 4 * freed
+    assert partition.least_likely_bytes == int(0.92 * (peak_bytes - 4 * freed))
 
 
 def test_the_time_of_a_partition_is_that_of_its_arrangement():

@@ -58,6 +58,11 @@ class PlanSteps:
             return len(self.live_bytes) - 1
         return max([i for op in self.graph.users[storage] for i in self.uses(storage, op)], default=-1)
 
+    def is_alive_at_peak(self, storage: int) -> bool:
+        """Whether a storage is made before the peak or there, and read there or later."""
+        first = self.first(storage)
+        return first is not None and self.peak is not None and first <= self.peak <= self.last(storage)
+
     def uses_before_peak(self, storage: int, ops: Sequence[int]) -> int | None:
         """How many of these ops, in source order, use a storage before the peak, at which it is idle.
 

@@ -19,6 +19,7 @@ from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.fusion.arrangement import Arranged, arrange
 from thunder_mem.memory.graph import Op
 from thunder_mem.memory.plan import Decision
+from thunder_mem.memory.plan_steps import plan_steps
 from thunder_mem.planning.program import Planned, device_of
 from thunder_mem.regions.fusion_queries import fusibility
 from thunder_mem.rewrites.copy_small_views import about_views, pinned_bases, with_copied_views
@@ -26,7 +27,7 @@ from thunder_mem.rewrites.rematerialize import Remake, about_remakes, idle_at_pe
 from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.trace.reading import read_trace
 
-__all__ = ["TILES_AGAIN", "refined"]
+__all__ = ["TILES_AGAIN", "bytes_idle_at_peak", "refined"]
 
 TILES_AGAIN = "tiles again"
 """Names the decision to run some tiles once more."""
@@ -92,6 +93,16 @@ def refined(
     for_reuse = planned.program.options.reuse and sort == "auto"  # another sort is the user's, and stays
     plan = arranged.merged_for_reuse() if for_reuse else arranged.plan
     return replace(planned, plan=plan.after(*said))
+
+
+def bytes_idle_at_peak(planned: Planned) -> int:
+    """The bytes that copies of small views and recomputation would free at the peak of a plan."""
+    source, plan = planned.source, planned.plan
+    steps = plan_steps(source.graph, plan)
+    freed_bytes = {split.storage: split.saved_bytes for split in pinned_bases(source, plan)}
+    for remake in idle_at_peak(source, plan, planned.fuse):
+        freed_bytes[remake.storage] = source.graph.storages[remake.storage].nbytes
+    return sum(nbytes for s, nbytes in freed_bytes.items() if steps.is_alive_at_peak(s))
 
 
 def _with_copied_views(planned: Planned) -> tuple[TraceCtx, int]:

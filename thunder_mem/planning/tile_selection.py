@@ -148,8 +148,8 @@ def _is_clearly_better(with_tiles: Planned, without: FreePartitions) -> bool:
     """
     if device_of(with_tiles.source).type != "cpu" or _repeats_tiles(with_tiles):
         return False
-    lower = peak_with_loss_outside(with_tiles) < without.least_likely_bytes
-    return lower and _in_time((1 + _FREE_TIME) * without.least_seconds, with_tiles)
+    in_time = _in_time((1 + _FREE_TIME) * without.least_seconds, with_tiles)
+    return in_time and peak_with_loss_outside(with_tiles) < without.least_likely_bytes
 
 
 def _in_time(most_s: float, planned: Planned) -> bool:
