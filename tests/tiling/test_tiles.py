@@ -254,6 +254,16 @@ def test_by_default_checkpoints_are_tiled_where_the_plan_has_a_lower_peak():
     assert last_plan(jitted).candidate.peak_bytes < last_plan(whole).candidate.peak_bytes
 
 
+@pytest.mark.usefixtures("time_is_free")
+@pytest.mark.parametrize(("most_rows", "count", "rows"), [(256, 4, 256), (255, 6, 192)])
+def test_by_default_tiles_are_equal_unless_they_hold_too_much(monkeypatch, most_rows, count, rows):
+    monkeypatch.setattr("thunder_mem.tiling.tiles.tile_gain_bytes", lambda plan: most_rows - plan.chunk_rows + 1)
+    module, x = made(Stack(blocks=2, width=64, wide=256), (1, 1024, 64))
+    jitted = compiled(module, True)
+    jitted(x).backward()
+    assert [f"in {count} tiles of {rows} rows" in decision.how for decision in tiles_of(jitted)] == [True, True]
+
+
 @pytest.mark.slow
 def test_a_frontier_begins_with_the_chosen_plan_and_has_the_tiles_that_were_too_slow(monkeypatch):
     module, x = made(Stack(blocks=1, width=64, wide=256), (1, 1024, 64))
@@ -719,7 +729,7 @@ def test_a_mark_demands_tiles():
     found = torch.autograd.grad(jitted(x.requires_grad_()), x)[0]
     torch.testing.assert_close(found, torch.autograd.grad(marked(x), x)[0])
     (decision,) = tiles_of(jitted)
-    assert "in 3 tiles of 192 rows" in decision.how
+    assert "in 2 tiles of 256 rows" in decision.how
     assert "tiled_begin" not in str(thunder.last_traces(jitted)[-1])
 
 

@@ -32,7 +32,7 @@ from thunder_mem.loop_body.borders import Borders, Mask
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.leaves import Leaf, Program, read_program, size_bytes
 from thunder_mem.loop_body.region import Refused, Region
-from thunder_mem.loop_sizes.rows_per_chunk import floor_rows
+from thunder_mem.loop_sizes.rows_per_chunk import equal_rows, floor_rows
 from thunder_mem.loop_sizes.tile_choice import ALL_STRETCHES, TileChoice
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.semantics.view_prims import VIEWS
@@ -214,12 +214,13 @@ class _Tiler:
         rows = -(-enough // seed.positions)
         if not asked and (region.n < 2 * rows or region.outputs[0].proxy.name in self.choice.off_peak):
             return None
-        name = f"tiles{len(self.loops)}"
-        loop = build_tiles(region, rows, sized, self.tiles.accumulate, self.executors, name, self.equal)
-        if asked:
-            return loop
-        stays = self.choice.leaves_whole(loop.plan, region.outputs[0].proxy.name)
-        return loop if tile_gain_bytes(loop.plan) > 0 and not stays else None
+        # Fewer rows may pay where equal tiles hold too much.
+        sizes = dict.fromkeys((equal_rows(region.n, rows), rows)) if sized == "tile" else (rows,)
+        name, accumulate = f"tiles{len(self.loops)}", self.tiles.accumulate
+        loops = (build_tiles(region, m, sized, accumulate, self.executors, name, self.equal) for m in sizes)
+        loop = next((loop for loop in loops if asked or tile_gain_bytes(loop.plan) > 0), None)
+        stays = loop is None or (not asked and self.choice.leaves_whole(loop.plan, region.outputs[0].proxy.name))
+        return None if stays else loop
 
     def _refuse(self, leaf: Leaf, e: Refused) -> None:
         name = leaf.outputs[0].name
