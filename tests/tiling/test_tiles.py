@@ -717,19 +717,23 @@ def test_a_forward_alone_runs_in_tiles():
     assert peaks[0] < 0.5 * peaks[1]
 
 
-def test_a_mark_demands_tiles():
-    module, x = made(Block(width=32, wide=128), (1, 512, 32))
+@pytest.mark.parametrize(
+    ("n", "budget", "tiles"),
+    [(512, None, "2 tiles of 256"), (512, "1GiB", "3 tiles of 192"), (250, None, "2 tiles of 192")],
+)
+def test_a_mark_demands_tiles(n, budget, tiles):
+    module, x = made(Block(width=32, wide=128), (1, n, 32))
 
     def marked(x):
         with tiled():
             y = module(x)
         return y.sum()
 
-    jitted = compiled(marked, True)
+    jitted = compiled(marked, True, budget=budget)
     found = torch.autograd.grad(jitted(x.requires_grad_()), x)[0]
     torch.testing.assert_close(found, torch.autograd.grad(marked(x), x)[0])
     (decision,) = tiles_of(jitted)
-    assert "in 2 tiles of 256 rows" in decision.how
+    assert f"in {tiles} rows" in decision.how
     assert "tiled_begin" not in str(thunder.last_traces(jitted)[-1])
 
 

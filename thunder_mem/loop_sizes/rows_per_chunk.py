@@ -42,14 +42,14 @@ def floor_rows(device: str, dtype: torch.dtype) -> int:
 
 
 def equal_rows(n: int, rows: int) -> int:
-    """The fewest rows, from `rows` to half as many more, that divide `n`; `rows` if none do.
+    """The fewest rows, from `rows` to half as many more, that cut `n` into equal chunks; `rows` if none do.
 
     Equal chunks are one program: a shorter last one would be compiled apart.
 
-    >>> equal_rows(1024, 192), equal_rows(1021, 192)
-    (256, 192)
+    >>> equal_rows(1024, 192), equal_rows(1021, 192), equal_rows(250, 192)
+    (256, 192, 192)
     """
-    return next((m for m in range(rows, min(n, rows + rows // 2) + 1) if n % m == 0), rows)
+    return next((m for m in range(rows, min(n // 2, rows + rows // 2) + 1) if n % m == 0), rows)
 
 
 def most_rows(device: str, n: int) -> int:

@@ -39,12 +39,14 @@ class TileChoice:
         left_whole: kinds of stretches that stay whole.
         off_peak: first results of stretches that stay whole.
         repeats: stretches outside of checkpoints become tiles too, though their backward repeats the forward.
+        fewest_rows: no tile has more rows so that all are equal.
     """
 
     more_rows: int = 1
     left_whole: frozenset[Hashable] = frozenset()
     off_peak: frozenset[str] = frozenset()
     repeats: bool = False
+    fewest_rows: bool = False
 
     def leaves_whole(self, plan: LoopPlan, result: str) -> bool:
         """Whether the stretch of a loop, with that first result, stays whole."""

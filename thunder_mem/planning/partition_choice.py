@@ -67,7 +67,7 @@ class _Partition:
     def least_likely_bytes(self) -> int:
         """A peak that this is seldom below, once it is refined and its results overwrite dying values.
 
-        It knows nothing of tiles that run again.
+        Tiles that run again are not counted.
         """
         busy_bytes = self.planned.plan.overwritten_peak_bytes - bytes_idle_at_peak(self.planned)
         return int((1 - _MOST_LOWERED_BEYOND_IDLE) * busy_bytes)

@@ -96,7 +96,7 @@ def refined(
 
 
 def bytes_idle_at_peak(planned: Planned) -> int:
-    """The bytes that copies of small views and recomputation would free at the peak of a plan."""
+    """The most bytes that copies of small views and recomputation can free at the peak of a plan."""
     source, plan = planned.source, planned.plan
     steps = plan_steps(source.graph, plan)
     freed_bytes = {split.storage: split.saved_bytes for split in pinned_bases(source, plan)}

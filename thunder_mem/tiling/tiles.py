@@ -62,7 +62,8 @@ class Tiles:
     Attributes:
         rows: the rows of a tile of every stretch that can run in tiles, whether or not the backward then computes it
             once more. "auto": only stretches that cost no time, or that a budget buys, with the rows that the device's
-            products need. Of a convolution by samples, each position of a result counts, and a tile has whole samples.
+            products need; on a CPU up to half as many more if tiles are equal then. Of a convolution by samples, each
+            position of a result counts, and a tile has whole samples.
         accumulate: dtype in which gradients of 16-bit weights add up over tiles: "float32" or "input", as for
             `ChunkLossHead`. None is "float32", or "input" under a budget that has no room for float32.
 
@@ -202,20 +203,21 @@ class _Tiler:
     def _loop(self, seed: Seed, region: Region) -> ChunkLoop | None:
         """The stretch's loop, or None if it should stay whole."""
         out = seed.leaf.outputs[0]
-        asked = self._is_asked(out.name)
+        asked, device = self._is_asked(out.name), str(out.device.device_str())
         if region.n < 2:
             raise Refused(seed.leaf, "it has a single row")
         if isinstance(self.tiles.rows, int):
             enough, sized = self.tiles.rows, "asked"
         else:
-            # More would spare few readings of weights, which products hide, and their rows would leave the cache.
-            enough, sized = floor_rows(str(out.device.device_str()), dtypes.to_torch_dtype(out.dtype)), "tile"
+            # Many more would spare few readings of weights, which products hide, and their rows would leave the cache.
+            enough, sized = floor_rows(device, dtypes.to_torch_dtype(out.dtype)), "tile"
             enough *= self.choice.more_rows
         rows = -(-enough // seed.positions)
         if not asked and (region.n < 2 * rows or region.outputs[0].proxy.name in self.choice.off_peak):
             return None
-        # Fewer rows may pay where equal tiles hold too much.
-        sizes = dict.fromkeys((equal_rows(region.n, rows), rows)) if sized == "tile" else (rows,)
+        # A GPU's products would fill their last rows up. Fewer rows may pay where equal tiles hold too much.
+        may_have_more = sized == "tile" and device == "cpu" and not self.choice.fewest_rows
+        sizes = dict.fromkeys((equal_rows(region.n, rows), rows)) if may_have_more else (rows,)
         name, accumulate = f"tiles{len(self.loops)}", self.tiles.accumulate
         loops = (build_tiles(region, m, sized, accumulate, self.executors, name, self.equal) for m in sizes)
         loop = next((loop for loop in loops if asked or tile_gain_bytes(loop.plan) > 0), None)

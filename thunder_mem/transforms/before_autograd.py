@@ -104,6 +104,7 @@ def tiled(
 ) -> tuple[TraceCtx, PlanningOptions]:
     """The trace with stretches in tiles (unchanged after a failure), and the options with a record of it."""
     verify = options.verify is not False
+    choice = choice if options.budget is None else replace(choice, fewest_rows=True)
     cut = partial(tile_trace, tiles=tiles, executors_list=executors, verify=verify, choice=choice, equal=equal)
     try:
         in_groups, heads = with_head_groups(trace, executors)
