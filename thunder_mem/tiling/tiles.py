@@ -62,8 +62,8 @@ class Tiles:
     Attributes:
         rows: the rows of a tile of every stretch that can run in tiles, whether or not the backward then computes it
             once more. "auto": only stretches that cost no time, or that a budget buys, with the rows that the device's
-            products need; on a CPU up to half as many more if tiles are equal then. Of a convolution by samples, each
-            position of a result counts, and a tile has whole samples.
+            products need; on a CPU without a budget up to half as many more, if tiles are equal then. Of a convolution
+            by samples, each position of a result counts, and a tile has whole samples.
         accumulate: dtype in which gradients of 16-bit weights add up over tiles: "float32" or "input", as for
             `ChunkLossHead`. None is "float32", or "input" under a budget that has no room for float32.
 
@@ -221,8 +221,9 @@ class _Tiler:
         name, accumulate = f"tiles{len(self.loops)}", self.tiles.accumulate
         loops = (build_tiles(region, m, sized, accumulate, self.executors, name, self.equal) for m in sizes)
         loop = next((loop for loop in loops if asked or tile_gain_bytes(loop.plan) > 0), None)
-        stays = loop is None or (not asked and self.choice.leaves_whole(loop.plan, region.outputs[0].proxy.name))
-        return None if stays else loop
+        if loop is None or asked:
+            return loop
+        return None if self.choice.leaves_whole(loop.plan, region.outputs[0].proxy.name) else loop
 
     def _refuse(self, leaf: Leaf, e: Refused) -> None:
         name = leaf.outputs[0].name
