@@ -10,6 +10,22 @@ from tests.programs.chunk_tools import chunked, exact, head, inputs, relative
 from thunder_mem.runtime.measure import measure_peak
 
 
+@pytest.mark.parametrize("tangent", [1.0, 2.0], ids=["one", "two"])
+def test_only_a_tangent_that_is_not_one_is_multiplied_and_never_into_kept_gradients(tangent):
+    x, w, t = inputs(64, 8, 32, torch.float32)
+    fn, _ = chunked(head, chunks=4)
+    loss = fn(x, w, t)
+    scale = torch.tensor(tangent)
+    kept = torch.autograd.grad(loss, (x, w), scale, retain_graph=True)
+    copies = [g.clone() for g in kept]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = torch.autograd.grad(loss, (x, w), scale)
+    assert ("aten::mul_" in {e.key for e in profile.key_averages()}) == (tangent != 1)
+    for a, b, before, want in zip(found, kept, copies, exact(head, x, w, t)[1][:2], strict=True):
+        assert torch.equal(b, before) and torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+        assert relative(a, tangent * want) < 1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_retain_graph_twice_leaves_the_first_gradients_alone(dtype):
     x, w, t = inputs(64, 64, 700, dtype)  # large enough for the accumulator to have two parts

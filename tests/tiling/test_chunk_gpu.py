@@ -4,11 +4,13 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.loop_calls import row_of
 from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
 from thunder_mem import ChunkLossHead, MemEfficient, predict, simulate
+from thunder_mem.chunk_loop.gradient_sums import _is_known_to_be_one
 from thunder_mem.chunk_loop.matmul import adds_to_float32
 from thunder_mem.chunk_loop.price import HOST_SHARE, device_seconds, host_calls, loop_seconds
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
@@ -171,13 +173,24 @@ class NoNumbers(TorchDispatchMode):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", ["float32", "input"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_loop_reads_a_number(dtype, accumulate):
+def test_no_loop_reads_a_number(dtype, accumulate, monkeypatch):
+    """As on a GPU. On a CPU the tangent is read once, after the loop."""
+    monkeypatch.setattr("thunder_mem.chunk_loop.gradient_sums._is_known_to_be_one", lambda scale: False)
     x, w = (torch.randn(*shape).to(dtype).requires_grad_() for shape in ((96, 16), (400, 16)))
     t = torch.zeros(96, dtype=torch.long)
     compiled = thunder.jit(head, executors=[], transforms=[ChunkLossHead(rows=32, accumulate=accumulate)])
     compiled(x, w, t)
     with NoNumbers():
         compiled(x, w, t).backward()
+
+
+def test_a_tangent_on_a_gpu_is_not_read():
+    with simulate("H100-80GB"):
+        tangent = torch.ones((), device="cuda")
+    with NoNumbers():
+        assert not _is_known_to_be_one(tangent)
+        assert not _is_known_to_be_one(FakeTensorMode().from_tensor(torch.ones(())))
+    assert _is_known_to_be_one(torch.ones(())) and not _is_known_to_be_one(torch.tensor(2.0))
 
 
 def test_the_device_is_asked_what_it_adds_up_before_a_loop_runs(monkeypatch):

@@ -202,7 +202,7 @@ def _finish_one(spec: Spec, scale: Tensor | None, parts: list[Tensor]) -> Tensor
     if first.dtype == spec.dtype:
         if scale is None:
             return first
-        return first.mul_(scale) if sole_owner(first) else first * scale.to(first.dtype)
+        return _scaled(first, scale) if sole_owner(first) else first * scale.to(first.dtype)
     if len(parts) == 1 or not all(map(sole_owner, parts)):
         out = torch.empty(spec.shape, dtype=spec.dtype, device=first.device)
         at = 0
@@ -211,6 +211,16 @@ def _finish_one(spec: Spec, scale: Tensor | None, parts: list[Tensor]) -> Tensor
             at += part.shape[0] if spec.shape else 1
         return out
     return _round_in_place(spec, parts, scale)
+
+
+def _scaled(part: Tensor, scale: Tensor) -> Tensor:
+    """The part, multiplied in place."""
+    return part if _is_known_to_be_one(scale) else part.mul_(scale)
+
+
+def _is_known_to_be_one(scale: Tensor) -> bool:
+    """Whether a tangent is 1, as a loss's mostly is; False on a GPU, for which the host would wait."""
+    return scale.device.type == "cpu" and not isinstance(scale, FakeTensor) and scale.item() == 1
 
 
 def _round_into(out: Tensor, part: Tensor, scale: Tensor | None) -> None:
@@ -235,7 +245,7 @@ def _round_in_place(spec: Spec, parts: list[Tensor], scale: Tensor | None) -> Te
     """
     if scale is not None and spec.device == "cpu":  # in place, where a product would be a temporary
         for part in parts:
-            part.mul_(scale)
+            _scaled(part, scale)
         scale = None
     first, second = parts
     result = first.view(-1).view(spec.dtype)[: math.prod(spec.shape)]

@@ -29,6 +29,7 @@ from thunder.executors.torchex import no_autocast
 from torch._guards import TracingContext, active_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from thunder_mem.regions.concatenations import concatenate_last
 from thunder_mem.regions.inplace_outputs import (
     InplacePlan,
     fits,
@@ -253,6 +254,7 @@ def _compile(
         fakes = [mode.from_tensor(args[i], static_shapes=True) for i in slots]
         with mode:
             graph = make_fx(of_tensors, decomposition_table=select_decomp_table())(*fakes)
+        concatenate_last(graph)
         split_long_sums(graph)
         finishes = return_whole_results(graph)
         # Inductor may choose other strides, unless it knows that users see them.

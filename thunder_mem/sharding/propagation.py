@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -44,7 +45,7 @@ class RowDim:
     stride: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sharding:
     """How one value splits.
 
@@ -56,7 +57,7 @@ class Sharding:
     dims: tuple[RowDim | None, ...]
     partial: str | None = None
 
-    @property
+    @cached_property
     def split(self) -> bool:
         """Whether some dim runs through rows."""
         return any(d is not None for d in self.dims)
