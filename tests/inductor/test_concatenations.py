@@ -29,8 +29,18 @@ def _names(graph: torch.fx.GraphModule) -> list[str]:
 
 
 def _equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Values and layout are the same; the stride of a dim of size 1 says nothing."""
     for a, b in zip(found, wanted, strict=True):
-        assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
+        assert torch.equal(a, b) and a.dtype == b.dtype
+        assert [a.stride(d) for d in range(a.ndim) if a.shape[d] > 1] == [
+            b.stride(d) for d in range(b.ndim) if b.shape[d] > 1
+        ]
+
+
+def _result(graph: torch.fx.GraphModule) -> torch.fx.Node:
+    (node,) = graph.graph.output_node().args[0]  # type: ignore[misc]
+    assert isinstance(node, torch.fx.Node)
+    return node
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -105,29 +115,32 @@ _STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "where": lambda x, y: torch.where(y > 0, x, 0.0),
     "halves": lambda x, y: x.bfloat16().float(),
     "clone": lambda x, y: x.clone(),
-    "scalar": lambda x, y: x * y[0, 0, 0],
+    "contiguous": lambda x, y: x.clone(memory_format=torch.contiguous_format),
+    "channels last": lambda x, y: x.clone(memory_format=torch.channels_last),
+    "scalar": lambda x, y: x * y.flatten()[0],
     "again": lambda x, y: torch.cat([x, y], 1)[:, : x.shape[1]],
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.sampled_from(sorted(_STEPS)), min_size=1, max_size=5),
-    st.integers(0, 2),
-    st.lists(st.integers(0, 9), min_size=2, max_size=4),
-    st.permutations(range(3)),
+    st.integers(0, 3),
+    st.lists(st.integers(0, 9), min_size=2, max_size=4).filter(any),
+    st.lists(st.sampled_from([1, 2, 8]), min_size=4, max_size=4),
+    st.sampled_from([(0, 1, 2, 3), (0, 2, 3, 1), (0, 2, 1, 3), (3, 1, 0, 2)]),
 )
-def test_every_element_has_the_same_operations(steps: list[str], dim: int, sizes: list[int], order: list[int]) -> None:
-    if not sum(sizes):
-        return
-    shapes = [[size if d == dim else 8 for d in range(3)] for size in sizes]
-    shape = [sum(sizes) if d == dim else 8 for d in range(3)]
+def test_every_element_has_the_same_operations(
+    steps: list[str], dim: int, sizes: list[int], others: list[int], order: tuple[int, ...]
+) -> None:
+    shapes = [[*others[:dim], size, *others[dim + 1 :]] for size in sizes]
+    shape = [*others[:dim], sum(sizes), *others[dim + 1 :]]
     generator = torch.Generator().manual_seed(0)
 
     def laid(size: Sequence[int]) -> Tensor:
         """Numbers whose dims lie in memory in the given order."""
         memory = torch.randn([size[d] for d in order], generator=generator)
-        return memory.permute([order.index(d) for d in range(3)])
+        return memory.permute([order.index(d) for d in range(4)])
 
     def chain(y: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
         x = torch.cat(parts, dim)
@@ -136,7 +149,19 @@ def test_every_element_has_the_same_operations(steps: list[str], dim: int, sizes
         return (x,)
 
     inputs = [laid(shape), *map(laid, shapes)]
-    _equal(_moved(chain, *inputs)(*inputs), chain(*inputs))
+    graph, before = _moved(chain, *inputs), make_fx(chain, tracing_mode="fake")(*inputs)
+    _equal(graph(*inputs), chain(*inputs))
+    # Inductor is asked for these strides.
+    assert _result(graph).meta["val"].stride() == _result(before).meta["val"].stride()
+
+
+def test_a_copy_in_another_memory_format_has_the_strides_of_eager() -> None:
+    x = torch.randn(2, 8, 4, 16).to(memory_format=torch.channels_last)
+
+    def copied(x: Tensor) -> Tensor:
+        return (torch.cat([x, x], 1) * 2).contiguous() * 1.5
+
+    _equal([thunder.jit(copied, transforms=[MemEfficient(strict=True)])(x)], [copied(x)])
 
 
 def test_a_compiled_step_with_rotary_embeddings_is_eager_s() -> None:

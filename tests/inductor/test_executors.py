@@ -19,6 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from thunder_mem import ChunkLossHead, MemEfficient
+from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.regions import compiled_region
 from thunder_mem.regions.compiled_region import CompileWarning
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex, region_function
@@ -535,3 +537,21 @@ def test_it_stands_in_the_registry_and_survives_a_deep_copy():
     assert get_executor("mem_pointwise") is mem_pointwise_ex
     function = region_of(prims.sin, F32)
     assert copy.deepcopy({"f": function})["f"] is function
+
+
+def test_a_loss_head_listed_beside_a_plan_has_the_plan_s_executors():
+    def head(x, w, t):
+        return F.cross_entropy(F.linear(x, w), t)
+
+    x, w, t = torch.ones(512, 8, requires_grad=True), torch.ones(1024, 8), torch.zeros(512, dtype=torch.long)
+    loops = []
+    for transforms in ([MemEfficient(chunk=ChunkLossHead(rows=64))], [ChunkLossHead(rows=64), MemEfficient()]):
+        compiled = thunder.jit(head, transforms=transforms)
+        compiled(x, w, t)
+        (loop,) = [b for b in thunder.last_traces(compiled)[-1].bound_symbols if is_chunk_loop(b)]
+        loops.append(loop_of(loop))
+    inside, beside = loops
+    assert inside.plan.block_rows == beside.plan.block_rows
+    for loop in loops:
+        names = [b.sym.name for body in loop.backward.values() for b in body.trace.bound_symbols]
+        assert any(name.startswith("MemPointwise") for name in names)

@@ -214,12 +214,12 @@ def _finish_one(spec: Spec, scale: Tensor | None, parts: list[Tensor]) -> Tensor
 
 
 def _scaled(part: Tensor, scale: Tensor) -> Tensor:
-    """The part, multiplied in place."""
+    """The part times the tangent, in place; untouched if the tangent is 1."""
     return part if _is_known_to_be_one(scale) else part.mul_(scale)
 
 
 def _is_known_to_be_one(scale: Tensor) -> bool:
-    """Whether a tangent is 1, as a loss's mostly is; False on a GPU, for which the host would wait."""
+    """Whether a tangent is 1, as a loss's mostly is. A GPU's is not read, because the host would wait."""
     return scale.device.type == "cpu" and not isinstance(scale, FakeTensor) and scale.item() == 1
 
 

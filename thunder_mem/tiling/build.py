@@ -247,13 +247,13 @@ def _block_rows(head: Head, chunk_rows: int, row_scratch: int, least_rows: int, 
 
     They may always take 128 KiB, and a 16th of all logits up to 512 KiB, because smaller blocks work no longer than the
     calls themselves take. The 16th does not apply to chunks that the user set, which are most of the peak. Other chunks
-    have about four blocks, unless products inside a block need more rows: they grow and shrink by whole blocks. A
+    have about two blocks, unless products inside a block need more rows: they grow and shrink by whole blocks. A
     divisor of the chunk is preferred, so that few distinct block sizes exist.
     """
     share_bytes = 0 if asked or not head.device.startswith("cpu") else head.n * head.row_bytes // 16
     allowed_bytes = max(1 << 17, chunk_rows * head.row_bytes // 10, min(1 << 19, share_bytes))
     enough = allowed_bytes // max(1, row_scratch)
-    most = min(chunk_rows, max(least_rows, enough if asked else min(enough, -(-chunk_rows // 4))))
+    most = min(chunk_rows, max(least_rows, enough if asked else min(enough, -(-chunk_rows // 2))))
     for size in range(most, max(1, most // 2), -1):
         if chunk_rows % size == 0:
             return size

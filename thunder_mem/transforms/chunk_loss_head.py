@@ -16,6 +16,7 @@ from thunder_mem.frontend.tensor_parallel import waits_for_shards
 from thunder_mem.loop_sizes.chunk_resizing import write_over_dead_rows
 from thunder_mem.tiling.find import ChunkingError, check_options, chunk_trace
 from thunder_mem.transforms.base import ListedTransform
+from thunder_mem.transforms.default_executors import with_defaults, with_kernels
 from thunder_mem.transforms.failures import left
 from thunder_mem.transforms.other_transforms import rewriting_after, with_whole_heads
 
@@ -83,7 +84,7 @@ class ChunkLossHead(ListedTransform):
                     chunks=self.chunks,
                     rows=self.rows,
                     accumulate=self.accumulate,
-                    executors_list=executors_list,
+                    executors_list=_of_the_plan(tuple(executors_list), data),
                 )
         except ChunkingError:  # the user marked this head by `with chunked():`
             raise
@@ -104,3 +105,10 @@ class ChunkLossHead(ListedTransform):
 
     def __repr__(self) -> str:
         return f"ChunkLossHead(chunks={self.chunks!r}, rows={self.rows!r}, accumulate={self.accumulate!r})"
+
+
+def _of_the_plan(executors: tuple, data: Any) -> tuple:
+    """The executors of all other operations, too: a `MemEfficient` in the same list adds its own to the defaults."""
+    listed = () if data is None else data.transforms
+    plans = any(isinstance(t, ListedTransform) and not isinstance(t, ChunkLossHead) for t in listed)
+    return with_kernels(with_defaults(executors)) if plans else executors
