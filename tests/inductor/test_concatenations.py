@@ -15,8 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from thunder_mem import MemEfficient
 from thunder_mem.regions.concatenations import concatenate_last
 
-_CAT = torch.ops.aten.cat.default
-
 
 def _moved(fn: Callable[..., object], *inputs: Tensor) -> torch.fx.GraphModule:
     graph = make_fx(fn, tracing_mode="fake")(*inputs)

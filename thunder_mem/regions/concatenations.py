@@ -8,13 +8,15 @@ its place: 1.2 ms instead of 5.2 for 32 x 128 tokens with 26 heads of 16, and 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+
+from thunder_mem.regions.graph_calls import add_call
 
 __all__ = ["concatenate_last"]
 
@@ -50,8 +52,10 @@ def concatenate_last(graph: GraphModule) -> None:
         >>> [n.target.__name__ for n in graph.graph.nodes if n.op == "call_function"]
         ['neg.default', 'mul.Tensor', 'mul.Tensor', 'cat.default']
     """
+    if not graph.graph.find_nodes(op="call_function", target=_CAT):
+        return
     writes, written = 0, {}
-    for node in list(graph.graph.nodes):
+    for node in graph.graph.nodes:
         writes += _is_write(node)
         written[node] = writes
     for node in written:
@@ -122,24 +126,20 @@ def _read(graph: GraphModule, reader: Node, whole: Node, pieces: _Pieces) -> _Pi
         return pieces
     found, start = [], 0
     for node, size in zip(pieces.nodes, pieces.sizes, strict=True):
-        args = [
-            node
-            if a is whole
-            else _cut(graph, a, reader, pieces.dim, start, start + size)
-            if isinstance(a, Node)
-            else a
-            for a in reader.args
-        ]
-        found.append(_call(graph, reader.target, args, reader.kwargs))
+        args = [node if a is whole else _cut(graph, a, reader, pieces.dim, start, start + size) for a in reader.args]
+        found.append(add_call(graph, reader.target, *args, **reader.kwargs))
         start += size
     return _Pieces(pieces.dim, tuple(found))
 
 
-def _cut(graph: GraphModule, operand: Node, reader: Node, dim: int, start: int, stop: int) -> Node:
-    """The operand's part for some of a result's elements; the whole operand if it is broadcast along the dim."""
+def _cut(graph: GraphModule, operand: Any, reader: Node, dim: int, start: int, stop: int) -> Any:
+    """The operand's part for some of a result's elements; all of it if it is a number or broadcast along the dim."""
+    if not isinstance(operand, Node):
+        return operand
     value = operand.meta["val"]
     own = dim - (reader.meta["val"].ndim - value.ndim)
-    return operand if own < 0 or value.shape[own] == 1 else _call(graph, _SLICE, (operand, own, start, stop))
+    is_broadcast = own < 0 or value.shape[own] == 1
+    return operand if is_broadcast else add_call(graph, _SLICE, operand, own, start, stop)
 
 
 def _whole(graph: GraphModule, pieces: _Pieces, value: Tensor) -> Node:
@@ -149,14 +149,7 @@ def _whole(graph: GraphModule, pieces: _Pieces, value: Tensor) -> Node:
     """
     order = sorted(range(value.ndim), key=lambda d: (-value.stride()[d], d))
     if order == list(range(value.ndim)):
-        return _call(graph, _CAT, (list(pieces.nodes), pieces.dim))
-    nodes = [_call(graph, _PERMUTE, (node, order)) for node in pieces.nodes]
-    cat = _call(graph, _CAT, (nodes, order.index(pieces.dim)))
-    return _call(graph, _PERMUTE, (cat, [order.index(d) for d in range(value.ndim)]))
-
-
-def _call(graph: GraphModule, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Node:
-    node = graph.graph.call_function(target, tuple(args), kwargs or {})
-    values = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    node.meta["val"] = target(*values[0], **values[1])
-    return node
+        return add_call(graph, _CAT, list(pieces.nodes), pieces.dim)
+    nodes = [add_call(graph, _PERMUTE, node, order) for node in pieces.nodes]
+    cat = add_call(graph, _CAT, nodes, order.index(pieces.dim))
+    return add_call(graph, _PERMUTE, cat, [order.index(d) for d in range(value.ndim)])

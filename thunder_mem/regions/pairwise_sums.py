@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from thunder_mem.regions.graph_calls import add_call
+
 __all__ = ["split_long_sums"]
 
 _SUM = torch.ops.aten.sum.dim_IntList
@@ -76,14 +78,8 @@ def _split(graph: GraphModule, node: Node, dim: int, length: int) -> None:
     keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
     cut = [*shape[:dim], shape[dim] // length, length, *shape[dim + 1 :]]
 
-    def call(target: torch._ops.OpOverload, *args: object) -> Node:
-        new = graph.graph.call_function(target, args)  # type: ignore[arg-type]
-        values = [a.meta["val"] if isinstance(a, Node) else a for a in args]
-        new.meta["val"] = target(*values)
-        return new
-
     with node.meta["val"].fake_mode, graph.graph.inserting_before(node):
-        stretches = call(_SUM, call(torch.ops.aten.view.default, x, cut), [dim + 1])
-        whole = call(_SUM, stretches, dims, *([True] if keep else []))
+        stretches = add_call(graph, _SUM, add_call(graph, torch.ops.aten.view.default, x, cut), [dim + 1])
+        whole = add_call(graph, _SUM, stretches, dims, *([True] if keep else []))
     node.replace_all_uses_with(whole)
     graph.graph.erase_node(node)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from thunder_mem.regions.graph_calls import add_call
+
 __all__ = ["Finish", "return_whole_results"]
 
 _WRITE = torch.ops.aten.copy_.default
@@ -86,11 +88,8 @@ def return_whole_results(graph: GraphModule) -> dict[int, Finish]:
 def _as_bytes(graph: GraphModule, mask: Node, before: Node) -> Node:
     """Convert through float32, because Inductor also converts directly from masks to bytes element by element."""
     for dtype in (torch.float32, torch.uint8):
-        with graph.graph.inserting_before(before):
-            following = graph.graph.call_function(_CONVERT, (mask, dtype))
-        with mask.meta["val"].fake_mode:
-            following.meta["val"] = _CONVERT(mask.meta["val"], dtype)
-        mask = following
+        with mask.meta["val"].fake_mode, graph.graph.inserting_before(before):
+            mask = add_call(graph, _CONVERT, mask, dtype)
     return mask
 
 
