@@ -349,7 +349,8 @@ def chosen_of(
         return Planned(program=trace, plan=plan, source=trace, fuse=None, trace=trace, arranged_seconds=arranged_s)
 
     def drafted(*given):
-        partitions = SimpleNamespace(least_likely_bytes=least_likely_bytes, least_seconds=arranged_s)
+        program = SimpleNamespace(source=given[0])
+        partitions = SimpleNamespace(program=program, least_likely_bytes=least_likely_bytes, least_seconds=arranged_s)
         return SimpleNamespace(partitions=partitions, made=lambda: planned(*given))
 
     monkeypatch.setattr(tile_selection, "made", planned)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-__all__ = ["adds_to_float32", "gemm", "gemm_scratch_bytes", "multiplies", "scratch_bytes_of"]
+__all__ = ["adds_to_float32", "gemm", "gemm_scratch_bytes", "multiplies", "rounded_rows", "scratch_bytes_of"]
 
 
 def gemm(out: Tensor, a: Tensor, b: Tensor, *, add: bool, scratch_bytes: int) -> None:
@@ -97,11 +97,15 @@ def _tiled(device: str, out_dtype: torch.dtype, dtype: torch.dtype) -> bool:
     return not multiplies(device, dtype) or (out_dtype != dtype and not adds_to_float32(device, dtype))
 
 
+def rounded_rows(width: int, scratch_bytes: int) -> int:
+    """Rows of a stretch of a 16-bit product of that width, and of its float32 copy, which adding two dtypes makes."""
+    return max(16, scratch_bytes // (width * (2 + 4)))
+
+
 def _gemm_rounded_tiles(out: Tensor, a: Tensor, b: Tensor, add: bool, scratch_bytes: int) -> None:
     """A float32 sum of 16-bit products, by stretches of the longer side of `out`."""
     m, n = out.shape
-    # A stretch of the product, and its float32 copy, which adding two dtypes makes.
-    step = max(16, scratch_bytes // (min(m, n) * (a.dtype.itemsize + out.dtype.itemsize)))
+    step = rounded_rows(min(m, n), scratch_bytes)
     for lo in range(0, max(m, n), step):
         target = out[lo : lo + step] if m >= n else out[:, lo : lo + step]
         product = torch.mm(a[lo : lo + step], b) if m >= n else torch.mm(a, b[:, lo : lo + step])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 
-from thunder_mem.chunk_loop.matmul import multiplies
+from thunder_mem.chunk_loop.gradient_sums import part_bounds
+from thunder_mem.chunk_loop.matmul import multiplies, rounded_rows
 from thunder_mem.chunk_loop.plan import LoopPlan
 from thunder_mem.memory.device_models import DeviceModel
 
@@ -22,6 +23,10 @@ _FINER_PASSES = 6
 # written. Measured on one thread with AMX, weights of (688, 256) to (4096, 1024), tiles of 192 and 1,024 rows: 0.6 to
 # 0.8 ns beside the product. A finer sum is taken apart and joined by nine kernels: 3.0 to 3.3 ns.
 _ADDED_BYTES, _FINER_ADDED_BYTES = 2 + 2 + 4 + 4, 64
+
+# Such a product is made in stretches, each by calls of its own, which pack the narrower operand again. Measured there,
+# weights of (256, 256) to (1024, 4096), 1 to 97 stretches: the price is 0.8 to 1.4 times the time.
+_STRETCH_S, _PACKED_PASSES = 30e-6, 5
 
 
 def product_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel, more_bytes: int = 0) -> float:
@@ -36,12 +41,25 @@ def product_sum_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel)
     """Seconds to add that product to the sum, beyond the product's own."""
     spec, finer = plan.inputs[i], plan.finer(i)
     if device.name == "cpu" and spec.dtype.itemsize == 2 and multiplies("cpu", spec.dtype):
-        added_bytes = math.prod(spec.shape) * (_FINER_ADDED_BYTES if finer else _ADDED_BYTES)
-        return added_bytes / device.bandwidth_bytes_per_s
+        if finer:
+            return math.prod(spec.shape) * _FINER_ADDED_BYTES / device.bandwidth_bytes_per_s
+        return _rounded_sum_seconds(plan, i, depth, device)
     added_bytes = sum_bytes(plan, i)
     if finer:
         return added_bytes / device.bandwidth_bytes_per_s
     return product_seconds(plan, i, depth, device, added_bytes) - product_seconds(plan, i, depth, device)
+
+
+def _rounded_sum_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel) -> float:
+    """Seconds to add a 16-bit product to the parts of a float32 sum, one stretch after the other."""
+    spec, scratch_bytes = plan.inputs[i], plan.tiles_bytes(plan.backward_block_bytes)
+    moved_bytes, stretches = math.prod(spec.shape) * _ADDED_BYTES, 0
+    for lo, hi in part_bounds(spec, plan.grad_dtypes[plan.grads.index(i)]):
+        width, length = sorted((hi - lo, spec.shape[1]))
+        count = math.ceil(length / rounded_rows(width, scratch_bytes))
+        moved_bytes += count * _PACKED_PASSES * depth * width * spec.dtype.itemsize
+        stretches += count
+    return moved_bytes / device.bandwidth_bytes_per_s + stretches * _STRETCH_S
 
 
 def sum_bytes(plan: LoopPlan, i: int) -> int:

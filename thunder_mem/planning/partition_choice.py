@@ -85,6 +85,11 @@ class FreePartitions:
     program: Program
     arranged: tuple[_Partition, ...]
 
+    @property
+    def lowest(self) -> _Partition:
+        """The one that is lowest as arranged."""
+        return min(self.arranged, key=lambda p: p.planned.plan.overwritten_peak_bytes)
+
     @cached_property
     def least_likely_bytes(self) -> int:
         """A peak that the best plan of a program without tiles is seldom below."""

@@ -6,7 +6,7 @@ forward, as recomputation does. Studying another program costs as much as planni
 the best plan takes longer than the program without tiles that buys nothing.
 
 Without a budget, on a CPU, a program whose tiles are in time and clearly lower is only arranged without tiles, and not
-refined.
+refined. One whose tiles take so long that cheaper ones could not gain enough is only arranged with tiles.
 """
 
 from __future__ import annotations
@@ -87,9 +87,12 @@ def lower_plan(
         return checked(_best_in_budget(plans, options))
     if whole is None or others is None:
         return planned_trace(tiled, executors, options)
-    with_tiles = made(tiled, executors, options)
+    tiles = drafted(tiled, executors, options)
     untiled, asked = _untiled(whole(), options)
     draft = drafted(untiled, executors, asked)
+    if _is_too_slow(tiles.partitions, draft.partitions):
+        return checked(draft.made())
+    with_tiles = tiles.made()
     if _is_clearly_better(with_tiles, draft.partitions):
         in_time = partial(_in_time, (1 + _FREE_TIME) * draft.partitions.least_seconds)
         return checked(with_fewer_rows_at_peak(with_tiles, in_time))
@@ -116,8 +119,7 @@ def _lower_in_time(
     if excess_s <= 0:
         return with_tiles
     share = excess_s / (with_tiles.final_seconds - without.final_seconds)
-    gain = (1 - share) * (1 - peak_with_loss_outside(with_tiles) / peak_with_loss_outside(without))
-    if gain < _LEAST_GAIN:
+    if _gain(share, peak_with_loss_outside(with_tiles), peak_with_loss_outside(without)) < _LEAST_GAIN:
         return without
     assert without.arranged_seconds is not None
     # Arrangements compare well with each other; the second limit is for those that the first would refuse too early.
@@ -137,6 +139,22 @@ def _lower_in_time(
 def _untiled(trace: TraceCtx, options: PlanningOptions) -> tuple[TraceCtx, PlanningOptions]:
     """The trace of the program with whole stretches to plan, and the options with the decisions about it."""
     return _asked((trace, tuple(d for d in options.decisions if d.what not in ("tiles", "heads"))), options)
+
+
+def _is_too_slow(with_tiles: FreePartitions, without: FreePartitions) -> bool:
+    """Whether tiles on a CPU, as arranged, take so long that cheaper ones would gain too little."""
+    if device_of(with_tiles.program.source).type != "cpu":
+        return False
+    excess_s = with_tiles.least_seconds - (1 + _FREE_TIME) * without.least_seconds
+    if excess_s <= 0:
+        return False
+    share = excess_s / (with_tiles.least_seconds - without.least_seconds)
+    return _gain(share, with_tiles.lowest.least_likely_bytes, without.lowest.least_likely_bytes) < _LEAST_GAIN
+
+
+def _gain(share: float, tiles_bytes: int, whole_bytes: int) -> float:
+    """The share of the peak that cheaper tiles may gain, given what all tiles gain and the time that is to be saved."""
+    return (1 - share) * (1 - tiles_bytes / whole_bytes)
 
 
 def _is_clearly_better(with_tiles: Planned, without: FreePartitions) -> bool:
