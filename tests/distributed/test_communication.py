@@ -343,11 +343,11 @@ def test_the_packages_executors_join_thunders_under_ddp(world, monkeypatch):
     found = []
 
     def stop(executors):
-        found.extend(str(e.name) for e in with_defaults(executors))
+        found.extend(str(e.name) for e in with_own_executors(executors))
         raise KeyboardInterrupt
 
-    with_defaults = mem_efficient.with_defaults
-    monkeypatch.setattr(mem_efficient, "with_defaults", stop)
+    with_own_executors = mem_efficient.with_own_executors
+    monkeypatch.setattr(mem_efficient, "with_own_executors", stop)
     jitted = ddp(thunder.jit(model(), transforms=[MemEfficient(strict=True)]))
     with pytest.raises(KeyboardInterrupt):
         jitted(torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long))

@@ -7,7 +7,7 @@ list stays unchanged (`frontend/fx_prologue_checks.py`).
 from __future__ import annotations
 
 from abc import ABCMeta
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from thunder.core.transform_common import Transform
 
@@ -26,7 +26,13 @@ class _Class(ABCMeta):
 
 
 class ListedTransform(Transform, metaclass=_Class):
-    """A transform that leaves the caller's list unchanged, and raises a clear error where it is misused."""
+    """A transform that leaves the caller's list unchanged, and raises a clear error where it is misused.
+
+    Attributes:
+        plans: whether it plans the program, by executors of its own.
+    """
+
+    plans: ClassVar[bool] = False
 
     def __init__(self) -> None:
         name_user_lines(ListedTransform)

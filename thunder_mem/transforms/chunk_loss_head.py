@@ -16,7 +16,7 @@ from thunder_mem.frontend.tensor_parallel import waits_for_shards
 from thunder_mem.loop_sizes.chunk_resizing import write_over_dead_rows
 from thunder_mem.tiling.find import ChunkingError, check_options, chunk_trace
 from thunder_mem.transforms.base import ListedTransform
-from thunder_mem.transforms.default_executors import with_defaults, with_kernels
+from thunder_mem.transforms.default_executors import with_own_executors
 from thunder_mem.transforms.failures import left
 from thunder_mem.transforms.other_transforms import rewriting_after, with_whole_heads
 
@@ -110,5 +110,5 @@ class ChunkLossHead(ListedTransform):
 def _of_the_plan(executors: tuple, data: Any) -> tuple:
     """The executors of all other operations, too: a `MemEfficient` in the same list adds its own to the defaults."""
     listed = () if data is None else data.transforms
-    plans = any(isinstance(t, ListedTransform) and not isinstance(t, ChunkLossHead) for t in listed)
-    return with_kernels(with_defaults(executors)) if plans else executors
+    planned = any(isinstance(t, ListedTransform) and t.plans for t in listed)
+    return with_own_executors(executors) if planned else executors

@@ -14,10 +14,15 @@ from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.runtime.simulated_device import simulated_device
 
-__all__ = ["with_defaults", "with_kernels"]
+__all__ = ["with_own_executors"]
 
 
-def with_kernels(executors: tuple) -> tuple:
+def with_own_executors(executors: tuple) -> tuple:
+    """The executors of a program that is planned: the user's or Thunder's, and the package's own where they serve."""
+    return _with_kernels(_with_defaults(executors))
+
+
+def _with_kernels(executors: tuple) -> tuple:
     """Add PyTorch's own kernels of composite operations if no executor fuses the operations' parts."""
     given = user_executors(executors)
     if any(map(fuses_generally, given)):
@@ -27,7 +32,7 @@ def with_kernels(executors: tuple) -> tuple:
     return (*executors[:always], *own, *executors[always:])
 
 
-def with_defaults(executors: tuple) -> tuple:
+def _with_defaults(executors: tuple) -> tuple:
     """Add the package's executors to Thunder's default list if it has no working general fusion executor."""
     always = get_always_executors()
     # Thunder puts one executor in front each time it processes the function, also for `ddp`, `fsdp`, `add_transform`.

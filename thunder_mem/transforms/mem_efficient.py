@@ -38,7 +38,7 @@ from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tange
 from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.before_autograd import chunked, prepared, tiled, with_written_arguments
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
-from thunder_mem.transforms.default_executors import with_defaults, with_kernels
+from thunder_mem.transforms.default_executors import with_own_executors
 from thunder_mem.transforms.failures import left
 from thunder_mem.transforms.optimizer_step import (
     check_optimizer,
@@ -135,6 +135,8 @@ class MemEfficient(ListedTransform):
         0.0
     """
 
+    plans = True
+
     def __init__(
         self,
         *,
@@ -225,7 +227,7 @@ class MemEfficient(ListedTransform):
                 prepared(computation_trace, prologue_trace, self._options, named=self._names_operations),
                 epilogue_trace,
             )
-        executors = with_kernels(with_defaults(compile_data.executors_list))
+        executors = with_own_executors(compile_data.executors_list)
         self._identify(computation_trace, self._asked(user_executors(executors)))
         kernels = mem_kernels_ex in executors
         with stage("preparing writes, scalars and checkpoints"):
