@@ -1,4 +1,4 @@
-"""The modelled time of tiles on a GPU, against bounds by arithmetic; no clock decides."""
+"""The modelled time of tiles, against bounds by arithmetic; no clock decides."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.loop_calls import row_of
 from thunder_mem import ChunkLossHead, MemEfficient, Tiles, last_plan, predict, simulate
 from thunder_mem.chunk_loop.gradient_sums import Accumulator
+from thunder_mem.chunk_loop.matmul import gemm
 from thunder_mem.chunk_loop.price import device_seconds, host_calls, loop_seconds, rounding_seconds
+from thunder_mem.chunk_loop.sum_price import product_sum_seconds
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, scratch_bytes
 from thunder_mem.loop_sizes.chunk_narrowing import narrow_sums
 from thunder_mem.loop_sizes.tile_price import extra_seconds, tile_seconds
@@ -136,24 +138,49 @@ def test_a_cpu_adds_16_bit_products_to_sums_apart_from_the_product(monkeypatch, 
     cpu = device_model("cpu")
     _, sums_s = extra_seconds(loop.plan, loop.backward[1024], cpu)
     expected_s = 2 * WIDTH * WIDE * number_bytes / cpu.bandwidth_bytes_per_s
-    if units and accumulate == "float32":
-        for shape in shapes[1:]:  # half of a weight after the other, in stretches of its longer side
-            packed_bytes = 5 * 1024 * min(shape[0] // 2, shape[1]) * 2
-            expected_s += products_of_a_sum(loop.plan, shape) * (30e-6 + packed_bytes / cpu.bandwidth_bytes_per_s)
+    for shape in shapes[1:] if units else ():
+        for width, products in products_of_a_sum(loop.plan, shape, accumulate):
+            packed_bytes = 5 * 1024 * width * 2
+            expected_s += products * (30e-6 + packed_bytes / cpu.bandwidth_bytes_per_s)
     assert sums_s == pytest.approx(expected_s)
 
 
-def products_of_a_sum(plan, shape):
-    """How many products add one tile's gradient of a weight to its sum, on a CPU with instructions for 16 bits."""
+def products_of_a_sum(plan, shape, accumulate):
+    """The products that add one tile's gradient of a weight to its sum, on a CPU with instructions for 16 bits.
+
+    For each part of the sum the narrower side, whose operand all products read, and the number of products.
+    """
     spec = next(spec for spec in plan.inputs if spec.shape == shape)
-    total = Accumulator(spec, torch.float32, finer=False)
+    finer = accumulate == "input"
+    total = Accumulator(spec, torch.bfloat16 if finer else torch.float32, finer)
     left, right = torch.ones(shape[0], 1024).bfloat16(), torch.ones(1024, shape[1]).bfloat16()
+    found = []
+
+    def noted(out, *operands, **options):
+        with mock.patch("torch.mm", side_effect=torch.mm) as product:
+            gemm(out, *operands, **options)
+        found.append((min(out.shape), product.call_count))
+
     with (
         mock.patch("thunder_mem.chunk_loop.matmul._bfloat16_units", lambda: True),
-        mock.patch("torch.mm", side_effect=torch.mm) as product,
+        mock.patch("thunder_mem.chunk_loop.gradient_sums.gemm", noted),
     ):
         total.add_product(left, right, plan.tiles_bytes(plan.backward_block_bytes))
-    return product.call_count
+    return found
+
+
+def test_the_product_of_a_single_chunk_is_no_sum(monkeypatch):
+    monkeypatch.setattr("thunder_mem.chunk_loop.sum_price.multiplies", lambda device, dtype: True)
+    h, w = (torch.randn(*s, dtype=torch.bfloat16, requires_grad=True) for s in ((512, 256), (4096, 256)))
+    targets, cpu = torch.zeros(512, dtype=torch.long), device_model("cpu")
+    seconds = []
+    for chunks in (1, 2):
+        chunk = ChunkLossHead(chunks=chunks)
+        jitted = thunder.jit(lambda h, w: F.cross_entropy(h @ w.t(), targets), executors=[], transforms=[chunk])
+        jitted(h, w)
+        (plan,) = chunk.record.loops
+        seconds.append(product_sum_seconds(plan, plan.gemms[0].w, plan.chunk_rows, cpu))
+    assert seconds[0] == 0 < seconds[1]
 
 
 def test_narrowed_sums_cost_what_asked_ones_cost():

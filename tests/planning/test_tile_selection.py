@@ -36,13 +36,14 @@ def test_casts_back_and_forth_disappear_where_a_loop_took_in_what_stood_between_
         (1.04, 950, "cpu", True),  # a quarter, 1.25 % of the peak
         (1.04, 900, "cpu", False),
         (1.5, 1100, "cpu", True),  # no gain
+        (1.5, 0, "cpu", False),
         (1.5, 990, "cuda", False),  # the final trace may take less time than its arrangement
     ],
 )
 def test_tiles_are_too_slow_if_the_part_that_may_stay_gains_too_little(monkeypatch, seconds, nbytes, device, too_slow):
     def arranged(seconds, nbytes):
-        lowest = SimpleNamespace(least_likely_bytes=nbytes)
-        return SimpleNamespace(program=SimpleNamespace(source=None), least_seconds=seconds, lowest=lowest)
+        lowest = SimpleNamespace(seconds=seconds, least_likely_bytes=nbytes)
+        return SimpleNamespace(program=SimpleNamespace(source=None), lowest=lowest)
 
     monkeypatch.setattr(tile_selection, "device_of", lambda source: torch.device(device))
     assert tile_selection._is_too_slow(arranged(seconds, nbytes), arranged(1.0, 1000)) == too_slow

@@ -319,14 +319,15 @@ def chosen_of(
     on_infeasible="error",
     least_likely_bytes=0,
     device="cpu",
+    tiles_s=0.0,
 ):
     """The plan that `lower_plan` takes of two, each given by its peak in bytes and its time.
 
     `again` is the same for a plan that runs some tiles once more, `cheaper` for others with cheaper tiles, and
     `repeating` for those with tiles that repeat work; what others were asked with goes into `asked_with`. The plans
     that are verified go into `checked`, and the options of all plans into `options_of`. Before refinement each took
-    `arranged_s`; all partitions of one that takes infinitely long are too slow. Of the seconds of `whole`, a
-    budget bought `bought_s`. Without `tiled` no tiles are free. Refinement brings `whole` to
+    `arranged_s`, and `tiled` `tiles_s` more; all partitions of one that takes infinitely long are too slow. Of the
+    seconds of `whole`, a budget bought `bought_s`. Without `tiled` no tiles are free. Refinement brings `whole` to
     `least_likely_bytes` at best.
     """
     checked = [] if checked is None else checked
@@ -350,7 +351,11 @@ def chosen_of(
 
     def drafted(*given):
         program = SimpleNamespace(source=given[0])
-        partitions = SimpleNamespace(program=program, least_likely_bytes=least_likely_bytes, least_seconds=arranged_s)
+        seconds = arranged_s + tiles_s * (given[0] == "tiled")
+        lowest = SimpleNamespace(seconds=seconds, least_likely_bytes=figures[given[0]][0])
+        partitions = SimpleNamespace(
+            program=program, lowest=lowest, least_likely_bytes=least_likely_bytes, least_seconds=seconds
+        )
         return SimpleNamespace(partitions=partitions, made=lambda: planned(*given))
 
     monkeypatch.setattr(tile_selection, "made", planned)
@@ -390,6 +395,21 @@ def test_a_program_whose_tiles_are_clearly_better_is_not_refined_without_them(mo
     made = []
     found = chosen_of(monkeypatch, tiled, (1000, 1.1), options_of=made, least_likely_bytes=800)
     assert (found, len(made)) == ("whole" if tiled == (799, 1.2) else "tiled", plans)
+
+
+@pytest.mark.parametrize(
+    ("device", "tiles_s", "found", "plans"),
+    [
+        ("cpu", 0.05, "whole", 1),  # a fifth of that time may stay, and gains a fifth of 9 %
+        ("cpu", 0.04, "cheaper0", 3),
+        ("cuda", 0.05, "cheaper0", 3),
+    ],
+)
+def test_a_program_whose_tiles_are_too_slow_is_not_refined_with_them(monkeypatch, device, tiles_s, found, plans):
+    made = []
+    figures = (910, 1.04), (1000, 1.0)
+    given = {"cheaper": [(920, 1.0)], "options_of": made, "device": device, "tiles_s": tiles_s}
+    assert (chosen_of(monkeypatch, *figures, **given), len(made)) == (found, plans)
 
 
 def test_on_a_gpu_tiles_are_compared_with_the_whole_plan_without_tiles(monkeypatch):

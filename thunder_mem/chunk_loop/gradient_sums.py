@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from thunder_mem.chunk_loop.matmul import gemm
 from thunder_mem.chunk_loop.plan import ALIGNED_ROWS, LoopPlan, Spec
 
-__all__ = ["Accumulator", "finish", "part_bounds", "rounding_calls", "sole_owner", "sum_calls"]
+__all__ = ["Accumulator", "finish", "part_bounds", "product_parts", "rounding_calls", "sole_owner", "sum_calls"]
 
 SPLIT_BYTES = 1 << 16
 _ALONE_BYTES = SPLIT_BYTES * 7 // 4  # without a product beside
@@ -62,14 +62,16 @@ class Accumulator:
 
     def add_product(self, left: Tensor, right: Tensor, scratch_bytes: int) -> None:
         """Add left (V, rows) x right (rows, D), in the layout of the weight, without a temporary of its size."""
-        if self.bytes is not None:
-            targets: Iterable[tuple[Tensor, int, int]] = self._stretches(scratch_bytes)
-            add, scratch_bytes = True, scratch_bytes * 3 // 7
-        else:
-            targets = [(part, lo, hi) for part, (lo, hi) in zip(self.parts, self.bounds, strict=True)]
-            add = self.begun
+        finer = self.bytes is not None
+        bounds, product_bytes = product_parts(self.spec, self.parts[0].dtype, finer, scratch_bytes)
+        targets: Iterable[tuple[Tensor, int, int]] = (
+            self._stretches(scratch_bytes)
+            if finer
+            else [(part, lo, hi) for part, (lo, hi) in zip(self.parts, bounds, strict=True)]
+        )
+        add = self.begun or finer
         for part, lo, hi in targets:
-            gemm(part, left[lo:hi], right, add=add, scratch_bytes=scratch_bytes)
+            gemm(part, left[lo:hi], right, add=add, scratch_bytes=product_bytes)
             del part  # before the next one is made
         self.begun = True
 
@@ -120,6 +122,16 @@ def part_bounds(spec: Spec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     if spec.device.startswith("cuda") and size > _FEW_ROWS:
         half += -half % ALIGNED_ROWS
     return ((0, half), (half, size))
+
+
+def product_parts(
+    spec: Spec, dtype: torch.dtype, finer: bool, scratch_bytes: int
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """The ranges of dim 0 whose products are added one after the other, and the bytes in which each may work."""
+    if not finer:
+        return part_bounds(spec, dtype), scratch_bytes
+    rows, step = spec.shape[0] if spec.shape else 1, spec.finer_rows(scratch_bytes)
+    return tuple((lo, min(lo + step, rows)) for lo in range(0, rows, step)), scratch_bytes * 3 // 7
 
 
 def sum_calls(plan: LoopPlan, i: int) -> int:

@@ -99,7 +99,7 @@ def _tiled(device: str, out_dtype: torch.dtype, dtype: torch.dtype) -> bool:
 
 def rounded_rows(width: int, scratch_bytes: int) -> int:
     """Rows of a stretch of a 16-bit product of that width, and of its float32 copy, which adding two dtypes makes."""
-    return max(16, scratch_bytes // (width * (2 + 4)))
+    return max(16, scratch_bytes // (max(1, width) * (2 + 4)))
 
 
 def _gemm_rounded_tiles(out: Tensor, a: Tensor, b: Tensor, add: bool, scratch_bytes: int) -> None:

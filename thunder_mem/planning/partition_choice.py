@@ -87,8 +87,9 @@ class FreePartitions:
 
     @property
     def lowest(self) -> _Partition:
-        """The one that is lowest as arranged."""
-        return min(self.arranged, key=lambda p: p.planned.plan.overwritten_peak_bytes)
+        """The lowest as arranged."""
+        rank = _rank(self.program.options)
+        return min(self.arranged, key=lambda p: rank(p.planned))
 
     @cached_property
     def least_likely_bytes(self) -> int:

@@ -6,7 +6,7 @@ forward, as recomputation does. Studying another program costs as much as planni
 the best plan takes longer than the program without tiles that buys nothing.
 
 Without a budget, on a CPU, a program whose tiles are in time and clearly lower is only arranged without tiles, and not
-refined. One whose tiles take so long that cheaper ones could not gain enough is only arranged with tiles.
+refined. One whose tiles take so long that cheaper ones would probably gain too little is only arranged with tiles.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def lower_plan(
     """The plan of a joint trace with tiles if its peak is lower and it takes as good as no time, else without tiles.
 
     The peak may be in a loss outside, for which only what the forward leaves alive counts. Tiles are no gain there, but
-    take time. On a CPU, arrangements without tiles are not refined if tiles are clearly better. Under a budget the
-    fastest plan that fits is chosen.
+    take time. On a CPU, arrangements without tiles are not refined if tiles are clearly better, nor those with tiles if
+    these are too slow. Under a budget the fastest plan that fits is chosen.
 
     Args:
         tiled: the trace as Thunder has it, before fusion.
@@ -119,7 +119,7 @@ def _lower_in_time(
     if excess_s <= 0:
         return with_tiles
     share = excess_s / (with_tiles.final_seconds - without.final_seconds)
-    if _gain(share, peak_with_loss_outside(with_tiles), peak_with_loss_outside(without)) < _LEAST_GAIN:
+    if _gains_too_little(share, peak_with_loss_outside(with_tiles), peak_with_loss_outside(without)):
         return without
     assert without.arranged_seconds is not None
     # Arrangements compare well with each other; the second limit is for those that the first would refuse too early.
@@ -142,19 +142,25 @@ def _untiled(trace: TraceCtx, options: PlanningOptions) -> tuple[TraceCtx, Plann
 
 
 def _is_too_slow(with_tiles: FreePartitions, without: FreePartitions) -> bool:
-    """Whether tiles on a CPU, as arranged, take so long that cheaper ones would gain too little."""
+    """Whether tiles on a CPU take so long, as arranged, that cheaper ones would probably gain too little."""
     if device_of(with_tiles.program.source).type != "cpu":
         return False
-    excess_s = with_tiles.least_seconds - (1 + _FREE_TIME) * without.least_seconds
+    tiles, whole = with_tiles.lowest, without.lowest
+    excess_s = tiles.seconds - (1 + _FREE_TIME) * whole.seconds
     if excess_s <= 0:
         return False
-    share = excess_s / (with_tiles.least_seconds - without.least_seconds)
-    return _gain(share, with_tiles.lowest.least_likely_bytes, without.lowest.least_likely_bytes) < _LEAST_GAIN
+    share = excess_s / (tiles.seconds - whole.seconds)
+    return _gains_too_little(share, tiles.least_likely_bytes, whole.least_likely_bytes)
 
 
-def _gain(share: float, tiles_bytes: int, whole_bytes: int) -> float:
-    """The share of the peak that cheaper tiles may gain, given what all tiles gain and the time that is to be saved."""
-    return (1 - share) * (1 - tiles_bytes / whole_bytes)
+def _gains_too_little(share: float, tiles_bytes: int, whole_bytes: int) -> bool:
+    """Whether cheaper tiles gain too little.
+
+    Args:
+        share: of the time that all tiles take beyond whole stretches, what cheaper ones must save.
+        tiles_bytes, whole_bytes: the peak with all tiles, and without.
+    """
+    return (1 - share) * (whole_bytes - tiles_bytes) < _LEAST_GAIN * whole_bytes
 
 
 def _is_clearly_better(with_tiles: Planned, without: FreePartitions) -> bool:

@@ -29,7 +29,7 @@ class ListedTransform(Transform, metaclass=_Class):
     """A transform that leaves the caller's list unchanged, and raises a clear error where it is misused.
 
     Attributes:
-        plans: whether it plans the program, by executors of its own.
+        plans: whether it plans the whole program, to which it adds the package's executors.
     """
 
     plans: ClassVar[bool] = False
