@@ -1,12 +1,12 @@
 """Step times of all compilers, in turn in one process: ``python -m benchmarks.compilers``.
 
 The small litgpt step and the scaled models of the benchmark's matrix, all with the loss inside, in float32 on one
-thread: eager, torch.compile, Thunder with the package's executors, and MemEfficient as `thunder.jit` has it by
-default. Every round runs each, so that what else the machine does falls on all. Each runs twice, and the second step
-counts: as in a training loop it finds the memory and the caches that the same program left. The order is by chance. A
-step's time is that of its process, without others that share the core. The median of the rounds' ratios counts, with
-its 95 % interval by bootstrap: where that holds 1, the difference is within the noise. The ratio of the shortest steps
-stands beside it.
+thread, and the small step in bfloat16, too: eager, torch.compile, Thunder with the package's executors, and
+MemEfficient as `thunder.jit` has it by default. Every round runs each, so that what else the machine does falls on all.
+Each runs twice, and the second step counts: as in a training loop it finds the memory and the caches that the same
+program left. The order is by chance. A step's time is that of its process, without others that share the core. The
+median of the rounds' ratios counts, with its 95 % interval by bootstrap: where that holds 1, the difference is within
+the noise. The ratio of the shortest steps stands beside it.
 Each program runs in a process of its own. Writes ``benchmarks/results/compilers.json`` after each program; names of
 programs (``"gpt2-124m, checkpointing on"``) measure these again. With ``one`` before a name, prints what one process
 finds.
@@ -33,7 +33,7 @@ from scipy.stats import bootstrap
 
 from benchmarks.litgpt.matrix import MODELS
 from benchmarks.models import Program, llama_step
-from benchmarks.step_time import EXECUTORS, scaled_model
+from benchmarks.scaled import EXECUTORS, scaled_model
 from thunder_mem import MemEfficient
 
 RESULT = Path(__file__).parent / "results" / "compilers.json"
@@ -52,15 +52,15 @@ def compilers() -> dict[str, Callable[[Any], Callable[..., Any]]]:
 
 def programs() -> dict[str, Callable[[], Program]]:
     """How to make each program."""
-    f32 = torch.float32
     small = {
-        f"llama V=8000, checkpointing {on}": lambda on=on: llama_step(
-            vocab=8000, loss_inside=True, checkpointing=on == "on", dtype=f32
+        f"llama V=8000{dtyped}, checkpointing {on}": lambda on=on, dtype=dtype: llama_step(
+            vocab=8000, loss_inside=True, checkpointing=on == "on", dtype=dtype
         )
+        for dtyped, dtype in (("", torch.float32), (" in bfloat16", torch.bfloat16))
         for on in ("on", "off")
     }
     models = {
-        f"{name}, checkpointing {on}": lambda name=name, on=on: scaled_model(name, on == "on", dtype=f32)
+        f"{name}, checkpointing {on}": lambda name=name, on=on: scaled_model(name, on == "on", dtype=torch.float32)
         for on in ("on", "off")
         for name in MODELS
     }
@@ -125,7 +125,7 @@ def main(*names: str) -> None:
     record = {
         "command": "python -m benchmarks.compilers",
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
-        "dtype": "float32",
+        "dtype": "float32, if the program names no other",
         "threads": 1,
         "torch": torch.__version__,
     }

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks import longchat
 from benchmarks.models import gpt_module, llama_step
-from benchmarks.step_time import EXECUTORS
+from benchmarks.scaled import EXECUTORS
 from thunder_mem import MemEfficient, StepInBackward, last_plan, measure_peak, predict_step, simulate
 from thunder_mem.costs.plan_time import overlapped_seconds, trace_seconds
 from thunder_mem.memory.device_models import device_model

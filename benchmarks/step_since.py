@@ -55,8 +55,9 @@ def serve(name: str, dtype: torch.dtype) -> None:
     import thunder
 
     from benchmarks.models import llama_step
-    from benchmarks.step_time import EXECUTORS
     from thunder_mem import MemEfficient
+    from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+    from thunder_mem.runtime.cpu_attention import mem_attention_ex
 
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(1)
@@ -68,7 +69,9 @@ def serve(name: str, dtype: torch.dtype) -> None:
         from thunder_mem import StepInBackward
 
         given["optimizer"] = optimizer = StepInBackward(optimizer, compiled=name.endswith("compiled"))
-    fn = thunder.jit(program.fn, executors=EXECUTORS, transforms=[MemEfficient(strict=True, **given)])
+    fn = thunder.jit(
+        program.fn, executors=[mem_attention_ex, mem_pointwise_ex], transforms=[MemEfficient(strict=True, **given)]
+    )
 
     def step() -> float:
         start = time.perf_counter()

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.models import Program
-from benchmarks.step_time import EXECUTORS, scaled_model
+from benchmarks.scaled import EXECUTORS, scaled_model
 from thunder_mem import MemEfficient, last_plan, measure_peak
 
 RESULTS = Path(__file__).parent / "results" / "tiles_on_cpu.json"
