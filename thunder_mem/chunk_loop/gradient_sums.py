@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.chunk_loop.matmul import gemm
-from thunder_mem.chunk_loop.plan import ALIGNED_ROWS, LoopPlan, Spec
+from thunder_mem.chunk_loop.plan import ALIGNED_ROWS, LoopPlan, Spec, bytes_beside_stretch
 
-__all__ = ["Accumulator", "finish", "part_bounds", "product_parts", "rounding_calls", "sole_owner", "sum_calls"]
+__all__ = ["Accumulator", "finer_bounds", "finish", "part_bounds", "rounding_calls", "sole_owner", "sum_calls"]
 
 SPLIT_BYTES = 1 << 16
 _ALONE_BYTES = SPLIT_BYTES * 7 // 4  # without a product beside
@@ -62,16 +62,14 @@ class Accumulator:
 
     def add_product(self, left: Tensor, right: Tensor, scratch_bytes: int) -> None:
         """Add left (V, rows) x right (rows, D), in the layout of the weight, without a temporary of its size."""
-        finer = self.bytes is not None
-        bounds, product_bytes = product_parts(self.spec, self.parts[0].dtype, finer, scratch_bytes)
-        targets: Iterable[tuple[Tensor, int, int]] = (
-            self._stretches(scratch_bytes)
-            if finer
-            else [(part, lo, hi) for part, (lo, hi) in zip(self.parts, bounds, strict=True)]
-        )
-        add = self.begun or finer
+        if self.bytes is not None:
+            targets: Iterable[tuple[Tensor, int, int]] = self._stretches(scratch_bytes)
+            add, scratch_bytes = True, bytes_beside_stretch(scratch_bytes)
+        else:
+            targets = [(part, lo, hi) for part, (lo, hi) in zip(self.parts, self.bounds, strict=True)]
+            add = self.begun
         for part, lo, hi in targets:
-            gemm(part, left[lo:hi], right, add=add, scratch_bytes=product_bytes)
+            gemm(part, left[lo:hi], right, add=add, scratch_bytes=scratch_bytes)
             del part  # before the next one is made
         self.begun = True
 
@@ -91,11 +89,8 @@ class Accumulator:
     def _stretches(self, scratch_bytes: int, keep: bool = True) -> Iterator[tuple[Tensor, int, int]]:
         """Stretches of dim 0 in float32, to be changed in place and stored again; temporaries are no larger."""
         assert self.bytes is not None
-        rows = self.spec.shape[0] if self.spec.shape else 1
-        step = self.spec.finer_rows(scratch_bytes)
         upper, lower = self.parts[0].view(torch.int16), self.bytes
-        for lo in range(0, rows, step):
-            hi = min(lo + step, rows)
+        for lo, hi in finer_bounds(self.spec, scratch_bytes):
             some = slice(lo, hi) if self.spec.shape else ...
             if self.begun:  # the numbers cut off after their upper halves, and then the byte
                 total = upper[some].int().bitwise_left_shift_(16)
@@ -124,14 +119,10 @@ def part_bounds(spec: Spec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     return ((0, half), (half, size))
 
 
-def product_parts(
-    spec: Spec, dtype: torch.dtype, finer: bool, scratch_bytes: int
-) -> tuple[tuple[tuple[int, int], ...], int]:
-    """The ranges of dim 0 whose products are added one after the other, and the bytes in which each may work."""
-    if not finer:
-        return part_bounds(spec, dtype), scratch_bytes
+def finer_bounds(spec: Spec, scratch_bytes: int) -> tuple[tuple[int, int], ...]:
+    """The ranges of dim 0 of a finer sum that are in float32, one after the other."""
     rows, step = spec.shape[0] if spec.shape else 1, spec.finer_rows(scratch_bytes)
-    return tuple((lo, min(lo + step, rows)) for lo in range(0, rows, step)), scratch_bytes * 3 // 7
+    return tuple((lo, min(lo + step, rows)) for lo in range(0, rows, step))
 
 
 def sum_calls(plan: LoopPlan, i: int) -> int:
@@ -148,8 +139,7 @@ def rounding_calls(plan: LoopPlan) -> int:
 
 
 def _stretch_count(plan: LoopPlan, spec: Spec) -> int:
-    step = spec.finer_rows(plan.tiles_bytes(plan.backward_block_bytes))
-    return -(-(spec.shape[0] if spec.shape else 1) // step)
+    return len(finer_bounds(spec, plan.tiles_bytes(plan.backward_block_bytes)))
 
 
 def finish(plan: LoopPlan, scale: Tensor | None, parts: Sequence[Tensor]) -> list[Tensor]:

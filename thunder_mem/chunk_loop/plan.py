@@ -25,6 +25,7 @@ __all__ = [
     "Spec",
     "StretchRefusal",
     "about_chunks",
+    "bytes_beside_stretch",
 ]
 
 ACCUMULATE = ("float32", "input")
@@ -53,6 +54,11 @@ class Spec:
         """Rows of dim 0 of a finer sum that are in float32 at once, if they and a product may take some bytes."""
         rows = max(1, scratch_bytes * 4 // 7 // (_FINER_BYTES * max(1, math.prod(self.shape[1:]))))
         return rows - rows % ALIGNED_ROWS if self.device.startswith("cuda") and rows > ALIGNED_ROWS else rows
+
+
+def bytes_beside_stretch(scratch_bytes: int) -> int:
+    """Of the bytes in which a product and rows of a finer sum in float32 may be, those of the product."""
+    return scratch_bytes * 3 // 7
 
 
 @dataclass(frozen=True)
@@ -303,7 +309,8 @@ class LoopPlan:
         """Bytes of some rows of a finer sum in float32, beside what splits them again or what a product needs."""
         spec = self.inputs[i]
         total = 4 * min(math.prod(spec.shape), spec.finer_rows(tiles_bytes) * math.prod(spec.shape[1:]))
-        product = gemm_scratch_bytes(spec.device, spec.dtype, {torch.float32}, self.chunk_rows, tiles_bytes * 3 // 7)
+        product_bytes = bytes_beside_stretch(tiles_bytes)
+        product = gemm_scratch_bytes(spec.device, spec.dtype, {torch.float32}, self.chunk_rows, product_bytes)
         return total + max(total, product)
 
     def to_json(self) -> dict[str, Any]:

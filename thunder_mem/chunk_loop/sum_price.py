@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 
-from thunder_mem.chunk_loop.gradient_sums import product_parts
+from thunder_mem.chunk_loop.gradient_sums import finer_bounds, part_bounds
 from thunder_mem.chunk_loop.matmul import multiplies, rounded_rows
-from thunder_mem.chunk_loop.plan import LoopPlan
+from thunder_mem.chunk_loop.plan import LoopPlan, bytes_beside_stretch
 from thunder_mem.memory.device_models import DeviceModel
 
 __all__ = ["product_seconds", "product_sum_seconds", "sum_bytes"]
@@ -52,9 +52,12 @@ def product_sum_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel)
 def _rounded_sum_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel) -> float:
     """Seconds to add a 16-bit product to a wider or finer sum, one stretch after the other."""
     spec, finer = plan.inputs[i], plan.finer(i)
-    dtype, scratch_bytes = plan.grad_dtypes[plan.grads.index(i)], plan.tiles_bytes(plan.backward_block_bytes)
-    parts, product_bytes = product_parts(spec, dtype, finer, scratch_bytes)
-    moved_bytes, stretches = math.prod(spec.shape) * (_FINER_ADDED_BYTES if finer else _ADDED_BYTES), 0
+    scratch_bytes, stretches = plan.tiles_bytes(plan.backward_block_bytes), 0
+    if finer:
+        parts, product_bytes = finer_bounds(spec, scratch_bytes), bytes_beside_stretch(scratch_bytes)
+    else:
+        parts, product_bytes = part_bounds(spec, plan.grad_dtypes[plan.grads.index(i)]), scratch_bytes
+    moved_bytes = math.prod(spec.shape) * (_FINER_ADDED_BYTES if finer else _ADDED_BYTES)
     for lo, hi in parts:
         width, length = sorted((hi - lo, spec.shape[1]))
         count = math.ceil(length / rounded_rows(width, product_bytes))
