@@ -69,6 +69,7 @@ def serve(name: str, dtype: torch.dtype) -> None:
         from thunder_mem import StepInBackward
 
         given["optimizer"] = optimizer = StepInBackward(optimizer, compiled=name.endswith("compiled"))
+    # As `benchmarks.scaled.EXECUTORS`, which the older commit does not have.
     fn = thunder.jit(
         program.fn, executors=[mem_attention_ex, mem_pointwise_ex], transforms=[MemEfficient(strict=True, **given)]
     )

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from thunder_mem.chunk_loop.matmul import gemm
-from thunder_mem.chunk_loop.plan import ALIGNED_ROWS, LoopPlan, Spec, bytes_beside_stretch
+from thunder_mem.chunk_loop.matmul import bytes_beside_stretch, gemm
+from thunder_mem.chunk_loop.plan import ALIGNED_ROWS, LoopPlan, Spec
 
 __all__ = ["Accumulator", "finer_bounds", "finish", "part_bounds", "rounding_calls", "sole_owner", "sum_calls"]
 
@@ -127,7 +127,7 @@ def finer_bounds(spec: Spec, scratch_bytes: int) -> tuple[tuple[int, int], ...]:
 
 def sum_calls(plan: LoopPlan, i: int) -> int:
     """The number of kernels that add one part to the gradient of input `i`."""
-    spec, dtype = plan.inputs[i], plan.grad_dtypes[plan.grads.index(i)]
+    spec, dtype = plan.inputs[i], plan.grad_dtype(i)
     if spec.sharding.split or not plan.finer(i):
         return 1 if spec.sharding.split else len(part_bounds(spec, dtype))
     return _STRETCH_CALLS * _stretch_count(plan, spec)

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-__all__ = ["adds_to_float32", "gemm", "gemm_scratch_bytes", "multiplies", "rounded_rows", "scratch_bytes_of"]
+__all__ = [
+    "adds_to_float32",
+    "bytes_beside_stretch",
+    "gemm",
+    "gemm_scratch_bytes",
+    "multiplies",
+    "rounded_rows",
+    "scratch_bytes_of",
+]
 
 
 def gemm(out: Tensor, a: Tensor, b: Tensor, *, add: bool, scratch_bytes: int) -> None:
@@ -53,6 +61,11 @@ def scratch_bytes_of(chunk_logits_bytes: int) -> int:
     return max(1 << 18, chunk_logits_bytes // 12)
 
 
+def bytes_beside_stretch(scratch_bytes: int) -> int:
+    """Of the bytes in which a product and rows of a finer sum in float32 may be, those of the product."""
+    return scratch_bytes * 3 // 7
+
+
 def gemm_scratch_bytes(
     device: str, dtype: torch.dtype, out_dtypes: Iterable[torch.dtype], rows: int, scratch_bytes: int
 ) -> int:
@@ -69,7 +82,7 @@ def gemm_scratch_bytes(
     tiles = scratch_bytes if any(_tiled(kind, out, dtype) for out in out_dtypes) else 0
     if kind == "cpu" and dtype.itemsize < 4 and multiplies(kind, dtype):
         # A third of the tiles' share is the product itself, with a stretch of a finer sum beside it three sevenths.
-        return max(tiles, tiles * 3 // 7 + _packed_bytes(rows))
+        return max(tiles, bytes_beside_stretch(tiles) + _packed_bytes(rows))
     return tiles
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from thunder_mem.chunk_loop.matmul import gemm_scratch_bytes, scratch_bytes_of
+from thunder_mem.chunk_loop.matmul import bytes_beside_stretch, gemm_scratch_bytes, scratch_bytes_of
 from thunder_mem.memory.plan import Decision
 from thunder_mem.memory.units import counted
 from thunder_mem.sharding.propagation import Sharding
@@ -25,7 +25,6 @@ __all__ = [
     "Spec",
     "StretchRefusal",
     "about_chunks",
-    "bytes_beside_stretch",
 ]
 
 ACCUMULATE = ("float32", "input")
@@ -54,11 +53,6 @@ class Spec:
         """Rows of dim 0 of a finer sum that are in float32 at once, if they and a product may take some bytes."""
         rows = max(1, scratch_bytes * 4 // 7 // (_FINER_BYTES * max(1, math.prod(self.shape[1:]))))
         return rows - rows % ALIGNED_ROWS if self.device.startswith("cuda") and rows > ALIGNED_ROWS else rows
-
-
-def bytes_beside_stretch(scratch_bytes: int) -> int:
-    """Of the bytes in which a product and rows of a finer sum in float32 may be, those of the product."""
-    return scratch_bytes * 3 // 7
 
 
 @dataclass(frozen=True)
@@ -274,9 +268,13 @@ class LoopPlan:
         block = max(self.backward_adding_bytes + gemms, self.backward_block_bytes, opening_bytes)
         return self.logits_bytes + self.opened_bytes + block + self.finer_sums_bytes + tangents
 
+    def grad_dtype(self, i: int) -> torch.dtype:
+        """The dtype in which the gradient of input `i` adds up."""
+        return self.grad_dtypes[self.grads.index(i)]
+
     def finer(self, i: int) -> bool:
         """Whether the gradient of input `i` adds up in 16 bits with one more byte a number."""
-        spec, dtype = self.inputs[i], self.grad_dtypes[self.grads.index(i)]
+        spec, dtype = self.inputs[i], self.grad_dtype(i)
         adds_up = self.chunks > 1 or i in self.sides or (self.opening is not None and i in self.opening.sides)
         return adds_up and dtype == spec.dtype and dtype.itemsize == 2 and not spec.sharding.split
 

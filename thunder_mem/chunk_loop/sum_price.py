@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 
 from thunder_mem.chunk_loop.gradient_sums import finer_bounds, part_bounds
-from thunder_mem.chunk_loop.matmul import multiplies, rounded_rows
-from thunder_mem.chunk_loop.plan import LoopPlan, bytes_beside_stretch
+from thunder_mem.chunk_loop.matmul import bytes_beside_stretch, multiplies, rounded_rows
+from thunder_mem.chunk_loop.plan import LoopPlan
 from thunder_mem.memory.device_models import DeviceModel
 
 __all__ = ["product_seconds", "product_sum_seconds", "sum_bytes"]
@@ -40,7 +40,7 @@ def product_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel, mor
 def product_sum_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel) -> float:
     """Seconds to add that product to the sum, beyond the product's own."""
     spec, finer = plan.inputs[i], plan.finer(i)
-    apart = finer or plan.grad_dtypes[plan.grads.index(i)] != spec.dtype
+    apart = finer or plan.grad_dtype(i) != spec.dtype
     if apart and device.name == "cpu" and spec.dtype.itemsize == 2 and multiplies("cpu", spec.dtype):
         return _rounded_sum_seconds(plan, i, depth, device)
     added_bytes = sum_bytes(plan, i)
@@ -56,7 +56,7 @@ def _rounded_sum_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel
     if finer:
         parts, product_bytes = finer_bounds(spec, scratch_bytes), bytes_beside_stretch(scratch_bytes)
     else:
-        parts, product_bytes = part_bounds(spec, plan.grad_dtypes[plan.grads.index(i)]), scratch_bytes
+        parts, product_bytes = part_bounds(spec, plan.grad_dtype(i)), scratch_bytes
     moved_bytes = math.prod(spec.shape) * (_FINER_ADDED_BYTES if finer else _ADDED_BYTES)
     for lo, hi in parts:
         width, length = sorted((hi - lo, spec.shape[1]))
@@ -71,4 +71,4 @@ def sum_bytes(plan: LoopPlan, i: int) -> int:
     numbers = math.prod(plan.inputs[i].shape)
     if plan.finer(i):
         return numbers * (2 * 3 + _FINER_PASSES * 4)
-    return 2 * numbers * plan.grad_dtypes[plan.grads.index(i)].itemsize
+    return 2 * numbers * plan.grad_dtype(i).itemsize
