@@ -12,7 +12,7 @@ from tests.programs.chunk_tools import packed_bytes
 from thunder_mem import BudgetError, ChunkLossHead, MemEfficient, chunked, last_plan, measure_peak, simulate
 from thunder_mem.chunk_loop.plan import Head
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, scratch_bytes
-from thunder_mem.loop_sizes.rows_per_chunk import default_rows, floor_rows, lean_rows, leanest_rows
+from thunder_mem.loop_sizes.rows_per_chunk import default_rows, even_rows, floor_rows, lean_rows, leanest_rows
 from thunder_mem.memory.units import parse_bytes
 from thunder_mem.prediction.predict import predict
 
@@ -204,7 +204,7 @@ def test_no_smaller_than_that():
 def test_a_head_that_is_the_peak_keeps_the_floor():
     compiled, _ = compiled_with(head, MemEfficient(), *inputs())
     (plan,) = loops_of(compiled)
-    assert plan.chunk_rows == FLOOR - FLOOR % plan.block_rows and plan.sized == "head"
+    assert plan.chunk_rows == even_rows(N, FLOOR) and plan.sized == "head"
 
 
 def mlp(x, w, t):
@@ -219,7 +219,7 @@ def test_products_inside_a_block_get_the_rows_that_they_need():
     compiled = thunder.jit(mlp, executors=[], transforms=[MemEfficient()])
     torch.autograd.grad(compiled(x, w, t).sum(), (x, w))
     (plan,) = loops_of(compiled)
-    assert FLOOR <= plan.block_rows <= plan.chunk_rows
+    assert even_rows(N, FLOOR) <= plan.block_rows <= plan.chunk_rows
 
 
 @pytest.mark.parametrize("fn", [head, wide_before_head])
@@ -254,7 +254,7 @@ def test_a_tight_budget_takes_smaller_chunks_before_it_is_refused():
     rows_bytes = 4 * V
     peak_bytes = last_plan(free).candidate.peak_bytes
     # The first try takes a quarter of the floor's rows, which does not save as many.
-    budget = peak_bytes - int(0.85 * FLOOR) * rows_bytes
+    budget = peak_bytes - int(0.8 * FLOOR) * rows_bytes
     compiled, step = compiled_with(head, MemEfficient(budget=budget), *args)
     (plan,) = loops_of(compiled)
     assert plan.chunk_rows < FLOOR // 4

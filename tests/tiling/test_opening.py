@@ -299,14 +299,16 @@ def test_an_opening_may_see_fewer_rows_and_has_a_price_for_each():
         assert made.forward_row_s > 0 and made.backward_row_s > 0
 
 
-def test_chunks_grow_by_whole_blocks_of_the_head_and_of_the_norm():
-    """A head's loop at the peak gets blocks of 640 rows, and its norm keeps those of 256."""
+def test_chunks_on_a_gpu_grow_by_whole_blocks_of_the_head_and_of_the_norm():
+    """A head's loop at the peak gets blocks of 640 rows, and its norm keeps those of 256. On a CPU blocks come last."""
     compiled = thunder.jit(rms_head, executors=[], transforms=[ChunkLossHead(rows=64)])
     compiled(*inputs())
     plan = loop_of_head(compiled)
     assert plan.opening is not None
     fewer = replace(plan, chunk_rows=1280, block_rows=640, opening=replace(plan.opening, block_rows=256))
-    assert fewer.step_rows == 1280
+    on_gpu = tuple(replace(spec, device="cuda:0") for spec in plan.outputs)
+    assert replace(fewer, outputs=on_gpu).step_rows == 1280
+    assert fewer.step_rows == 640 and replace(fewer, chunk_rows=640).step_rows == 320
 
 
 def test_a_write_is_not_done_in_vain():

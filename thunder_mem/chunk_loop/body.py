@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 
 from thunder.core.trace import TraceCtx
 
-__all__ = ["Body"]
+__all__ = ["BodiesByRows", "Body"]
+
+
+class BodiesByRows(dict[int, "Body"]):
+    """The blocks of a loop by their rows; one that is missing is built like the others where it is needed first."""
+
+    def __missing__(self, rows: int) -> Body:
+        body = self[max(self)].in_sizes([rows])[rows]
+        self[rows] = body
+        return body
 
 
 @dataclass(frozen=True, eq=False)

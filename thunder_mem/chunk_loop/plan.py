@@ -192,7 +192,13 @@ class LoopPlan:
 
     @property
     def step_rows(self) -> int:
-        """Chunks of a multiple of these rows have whole blocks, of the opening as well."""
+        """Chunks grow and shrink by these rows.
+
+        On a GPU, and in a stretch, these are whole blocks, of the opening as well. On a CPU a chunk may be one block,
+        and chunks get other blocks at last (`loop_sizes/even_chunks.py`).
+        """
+        if self.device.startswith("cpu") and not self.is_stretch:
+            return -(-self.block_rows // 2) if self.block_rows >= self.chunk_rows else self.block_rows
         return math.lcm(self.block_rows, self.opening.block_rows) if self.opening else self.block_rows
 
     @property

@@ -24,7 +24,7 @@ from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.gradient_sums import Accumulator, sole_owner
 from thunder_mem.chunk_loop.matmul import adds_to_float32, gemm
 from thunder_mem.chunk_loop.plan import Gemm, LoopPlan, Opening, Spec
-from thunder_mem.chunk_loop.row_blocks import block_sizes, read_rows, row_views, write_rows
+from thunder_mem.chunk_loop.row_blocks import read_rows, row_views, write_rows
 from thunder_mem.chunk_loop.totals import Total
 from thunder_mem.sharding.propagation import Sharding, local_shape
 
@@ -69,16 +69,7 @@ class ChunkLoop:
         return self.forward, self.backward, self.opening, self.closing
 
     def with_plan(self, plan: LoopPlan) -> ChunkLoop:
-        """The same loop under another plan of the same region.
-
-        Raises:
-            ValueError: the plan needs blocks that were never compiled.
-        """
-        of_opening = plan.opening.block_rows if plan.opening else 0
-        for bodies, rows in zip(self._bodies, (plan.block_rows, plan.block_rows, of_opening, of_opening), strict=True):
-            if bodies and not (sizes := set(block_sizes(plan.n, plan.chunk_rows, rows))) <= set(bodies):
-                raise ValueError(f"{plan.name} has blocks of {sorted(bodies)} rows, but chunks of {plan.chunk_rows} "
-                                 f"rows need {sorted(sizes)}")  # fmt: skip
+        """The same loop under another plan of the same region."""
         return ChunkLoop(plan, *self._bodies)
 
     def __repr__(self) -> str:
@@ -269,6 +260,7 @@ def _open(state: _State, opening: Opening, bodies: Mapping[int, Body], rows: Ten
         body = bodies[hi - lo]
         (made,) = _called(state, body, (), _rows_of(state, opening.sides, lo, hi), (opening.out,), opening.sides)
         block.copy_(made)
+        del made  # before the next one is made
 
 
 def _close(state: _State, opening: Opening, bodies: Mapping[int, Body], tangent: Tensor, start: int) -> None:
@@ -278,6 +270,7 @@ def _close(state: _State, opening: Opening, bodies: Mapping[int, Body], tangent:
         sides = opening.sides
         found = _called(state, body, (), [*_rows_of(state, sides, lo, hi), block], (), sides)
         _take_gradients(state, body, (), sides, found, lo, hi)
+        del found  # before the next ones are made
 
 
 def _blocks_of(state: _State, opening: Opening, rows: Tensor, start: int) -> Iterator[tuple[Tensor, int, int]]:

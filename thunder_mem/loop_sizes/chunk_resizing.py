@@ -8,14 +8,15 @@ memory.
 
 Under a budget the head is built leaner than is efficient, and as lean as possible if nothing fits. Memory that the
 budget leaves goes to the chunks first. The trace with the resized chunks decides about a budget. Other rows need no
-other compiled blocks and no other order, because they are a multiple of the block's rows.
+other order, and on a GPU no other compiled blocks, because they are a multiple of the block's rows. On a CPU
+`even_chunks.py` chooses blocks for them.
 
 This module also writes the gradient of the head's input over that input, if nobody reads it any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from thunder.core.prims import PrimIDs
@@ -25,6 +26,7 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.chunk_loop.plan import LoopPlan, about_chunks
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, makes_gradients, rebind, scratch_bytes_under
+from thunder_mem.loop_sizes.built_blocks import with_blocks_built
 from thunder_mem.loop_sizes.rows_per_chunk import floor_rows, most_rows
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.memory.live_ranges import peaks_of, price_order
@@ -34,7 +36,16 @@ from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.trace.reading import TraceGraph, proxies_in, read_trace
 from thunder_mem.trace.rebuilding import rebuilt
 
-__all__ = ["ResizedLoops", "fit_loops", "leanest_loops", "with_fitted_loops", "write_over_dead_rows"]
+__all__ = [
+    "ResizedLoops",
+    "UsesOfLoop",
+    "fit_loops",
+    "leanest_loops",
+    "resized",
+    "uses_of_loops",
+    "with_fitted_loops",
+    "write_over_dead_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -71,31 +82,49 @@ def fit_loops(
         return None
     trace = write_over_dead_rows(trace)
     source = read_trace(trace, earlier)
+    uses, peak = uses_of_loops(source)
+    swap = {}
+    for use in uses:
+        plan = _fitted(use, peak, max(peak, budget_bytes or 0))
+        if plan is not use.loop.plan:
+            swap[id(use.loop)] = use.loop.with_plan(plan)
+    return resized(trace, source, swap)
+
+
+@dataclass(frozen=True)
+class UsesOfLoop:
+    """The bound symbols of a loop, each with the other bytes that are alive there."""
+
+    loop: ChunkLoop
+    others_bytes: tuple[tuple[BoundSymbol, int], ...]
+
+    def fits(self, plan: LoopPlan, limit_bytes: int) -> bool:
+        """Whether the loop with another plan keeps the peak within the limit."""
+        scratch = [block_bytes(scratch_bytes_under(plan, bsym), plan.device) for bsym, _ in self.others_bytes]
+        return all(more + others <= limit_bytes for more, (_, others) in zip(scratch, self.others_bytes, strict=True))
+
+
+def uses_of_loops(source: TraceGraph) -> tuple[tuple[UsesOfLoop, ...], int]:
+    """The loops of a trace in its final order, with their uses, and the trace's peak in bytes."""
     live = price_order(source.graph).live_bytes
-    peak = max(live)
-    room: dict[int, list[tuple[BoundSymbol, int]]] = {}
-    loops: dict[int, ChunkLoop] = {}
+    uses: dict[int, list[tuple[BoundSymbol, int]]] = {}
     for bsym, live_bytes in zip(source.bsyms, live, strict=True):
         if is_chunk_loop(bsym):
-            loop = loop_of(bsym)
-            loops[id(loop)] = loop
-            others = live_bytes - estimated_scratch_bytes(bsym)
-            room.setdefault(id(loop), []).append((bsym, others))
-    swap = {}
-    for key, loop in loops.items():
-        plan = _fitted(loop.plan, room[key], peak, max(peak, budget_bytes or 0))
-        if plan is not loop.plan:
-            swap[key] = loop.with_plan(plan)
+            uses.setdefault(id(loop_of(bsym)), []).append((bsym, live_bytes - estimated_scratch_bytes(bsym)))
+    return tuple(UsesOfLoop(loop_of(found[0][0]), tuple(found)) for found in uses.values()), max(live, default=0)
+
+
+def resized(trace: TraceCtx, source: TraceGraph, swap: Mapping[int, ChunkLoop]) -> ResizedLoops:
+    """The trace, which `source` reads, with other loops for those with some ids."""
     if swap:
         trace = _with_loops(trace, swap)
         source = read_trace(trace, earlier=source)
-    return ResizedLoops(
-        trace, source, tuple(swap.get(k, loop).plan for k, loop in loops.items()), peaks_of(source.graph)
-    )
+    plans = {id(loop_of(b)): loop_of(b).plan for b in source.bsyms if is_chunk_loop(b)}
+    return ResizedLoops(trace, source, tuple(plans.values()), peaks_of(source.graph))
 
 
 def leanest_loops(trace: TraceCtx) -> TraceCtx | None:
-    """The trace with chunks of a single block where the user set no rows, or None if that saves nothing.
+    """The trace with chunks of one step where the user set no rows, in one block, or None if that saves nothing.
 
     A single chunk of 16 bits becomes several chunks whose sums keep one more byte, in the same dtype.
 
@@ -104,11 +133,19 @@ def leanest_loops(trace: TraceCtx) -> TraceCtx | None:
     """
     swap = {}
     for loop in {id(loop): loop for loop in map(loop_of, filter(is_chunk_loop, trace.bound_symbols))}.values():
-        plan = loop.plan
-        lean = replace(plan, chunk_rows=min(plan.chunk_rows, plan.step_rows))
-        if plan.sized != "asked" and _scratch_bytes(lean) < _scratch_bytes(plan):
-            swap[id(loop)] = loop.with_plan(lean)
+        lean = _leanest(loop) if loop.plan.sized != "asked" else loop
+        if _scratch_bytes(lean.plan) < _scratch_bytes(loop.plan):
+            swap[id(loop)] = lean
     return _with_loops(trace, swap) if swap else None
+
+
+def _leanest(loop: ChunkLoop) -> ChunkLoop:
+    plan, opening = loop.plan, loop.plan.opening
+    rows = min(plan.chunk_rows, plan.step_rows)
+    if rows >= plan.block_rows:
+        return loop.with_plan(replace(plan, chunk_rows=rows))
+    opening = opening and replace(opening, block_rows=min(rows, opening.block_rows))
+    return with_blocks_built(loop.with_plan(replace(plan, chunk_rows=rows, block_rows=rows, opening=opening)))
 
 
 def _scratch_bytes(plan: LoopPlan) -> int:
@@ -121,7 +158,7 @@ def with_fitted_loops(plan: Plan, fitted: ResizedLoops) -> Plan:
     return replace(plan, decisions=about_chunks(fitted.loops)).after(*others, peaks=fitted.peaks)
 
 
-def _with_loops(trace: TraceCtx, swap: dict[int, ChunkLoop]) -> TraceCtx:
+def _with_loops(trace: TraceCtx, swap: Mapping[int, ChunkLoop]) -> TraceCtx:
     bsyms = [
         rebind(b, swap[id(loop_of(b))]) if is_chunk_loop(b) and id(loop_of(b)) in swap else b
         for b in trace.bound_symbols
@@ -129,18 +166,18 @@ def _with_loops(trace: TraceCtx, swap: dict[int, ChunkLoop]) -> TraceCtx:
     return rebuilt(trace, bsyms, "Chunks as large as the program's peak allows")
 
 
-def _fitted(plan: LoopPlan, uses: Sequence[tuple[BoundSymbol, int]], peak_bytes: int, budget_bytes: int) -> LoopPlan:
-    """The plan with more rows, if there is room; `uses` are its bound symbols with the other bytes alive there."""
+def _fitted(use: UsesOfLoop, peak_bytes: int, budget_bytes: int) -> LoopPlan:
+    """The plan of a loop with more rows, if there is room."""
+    plan = use.loop.plan
     if plan.sized in ("asked", "tile") or plan.chunk_rows >= plan.n:
         return plan
     device = plan.gemms[0].out.device
 
     def most(limit_bytes: int, most_rows: int) -> int:
-        """The most rows, in whole blocks, that keep the peak within the limit."""
+        """The most rows, in whole steps, that keep the peak within the limit."""
 
-        def fits(blocks: int) -> bool:
-            tried = replace(plan, chunk_rows=min(plan.n, blocks * plan.step_rows))
-            return all(others + block_bytes(scratch_bytes_under(tried, b), device) <= limit_bytes for b, others in uses)
+        def fits(steps: int) -> bool:
+            return use.fits(replace(plan, chunk_rows=min(plan.n, steps * plan.step_rows)), limit_bytes)
 
         low, high = plan.chunk_rows // plan.step_rows, max(1, -(-min(most_rows, plan.n) // plan.step_rows))
         while low < high:

@@ -9,10 +9,23 @@ import torch
 from thunder_mem.chunk_loop.plan import Head
 from thunder_mem.costs.roofline import device_model_of
 
-__all__ = ["default_rows", "equal_rows", "floor_rows", "lean_rows", "leanest_rows", "most_rows"]
+__all__ = [
+    "allowed_block_bytes",
+    "default_rows",
+    "equal_rows",
+    "even_part",
+    "even_rows",
+    "floor_rows",
+    "lean_rows",
+    "leanest_rows",
+    "most_rows",
+]
 
 _CPU_ROWS, _OTHER_ROWS = 192, 1024
 """Measured: on a CPU 192 rows take 1.05 times as long as 256, and 128 rows 1.2 times, in bfloat16."""
+
+_VECTOR_ROWS = 16
+"""Rows that a CPU's product computes at once."""
 
 _TILE_ROWS, _ENOUGH_ROWS, _MOST_ROWS = 128, 2048, 4096
 """Of a GPU's product a tile has 128 rows. Measured: on an H200 256 rows take 1.5 times as long as 4096, in bfloat16,
@@ -50,6 +63,43 @@ def equal_rows(n: int, rows: int) -> int:
     (256, 192, 192)
     """
     return next((m for m in range(rows, min(n // 2, rows + rows // 2) + 1) if n % m == 0), rows)
+
+
+def allowed_block_bytes(device: str, n: int, chunk_rows: int, row_bytes: int, *, asked: bool) -> int:
+    """What a block's temporaries may take on a CPU, between the products: at most a tenth of the chunk's logits.
+
+    They may always take 128 KiB, and a 16th of all logits up to 512 KiB, because smaller blocks work no longer than the
+    calls themselves take. The 16th does not apply to chunks that the user set, which are most of the peak.
+
+    Args:
+        device: as torch prints it.
+        n: all rows.
+        chunk_rows: rows of a chunk.
+        row_bytes: of the logits.
+        asked: whether the user set the rows of a chunk.
+    """
+    share_bytes = 0 if asked or not device.startswith("cpu") else n * row_bytes // 16
+    return max(1 << 17, chunk_rows * row_bytes // 10, min(1 << 19, share_bytes))
+
+
+def even_part(rows: int, most: int) -> int:
+    """The largest divisor of `rows` from `most` down to more than half as many; `most` if there is none.
+
+    >>> even_part(256, 100), even_part(251, 100)
+    (64, 100)
+    """
+    return next((part for part in range(most, max(1, most // 2), -1) if rows % part == 0), most)
+
+
+def even_rows(n: int, chunk_rows: int) -> int:
+    """Rows that keep the number of chunks and make them equal, or nearly so if their number does not divide `n`.
+
+    >>> even_rows(1024, 288), even_rows(1021, 288), even_rows(1024, 192)
+    (256, 256, 176)
+    """
+    chunks = -(-n // chunk_rows)
+    rows = -(-n // chunks)
+    return rows if n % chunks == 0 else min(chunk_rows, -(-rows // _VECTOR_ROWS) * _VECTOR_ROWS)
 
 
 def most_rows(device: str, n: int) -> int:

@@ -7,6 +7,7 @@
     within a budget                        recompute the cheapest, until the final trace fits
     carry the best one out                 emit, reuse buffers, overlap, schedule copies, fit chunks
     spare repetitions                      keep values of checkpoints where the peak has room
+    even out loss heads                    equal chunks in few blocks
     verify it                              the same program, without asking the planner
 
 Free partitions come first: the user's checkpoints, those plus all values that fused code can recompute, and the
@@ -48,7 +49,7 @@ from thunder_mem.planning.program import (
     partition_problem,
     read_program,
 )
-from thunder_mem.planning.stages import carried_out, with_kernels, with_updates_beside
+from thunder_mem.planning.stages import carried_out, with_even_loops, with_kernels, with_updates_beside
 from thunder_mem.rendering.progress import stage
 from thunder_mem.rewrites.gradients_over_operands import is_written_over_operands
 from thunder_mem.rewrites.projection_in_groups import with_projections_in_groups
@@ -135,6 +136,8 @@ def checked(planned: Planned) -> Planned:
     """
     _told(planned)
     planned = with_kept_results(with_updates_beside(planned))
+    with stage("planning: blocks of loss heads"):
+        planned = with_even_loops(planned)
     assert planned.arranged is not None and planned.final is not None
     program, options = planned.program, planned.program.options
     over = options.verify is None and any(map(is_written_over_operands, planned.arranged.bound_symbols))

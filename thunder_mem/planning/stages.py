@@ -13,6 +13,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.loop_sizes.chunk_resizing import fit_loops, with_fitted_loops
+from thunder_mem.loop_sizes.even_chunks import with_even_chunks
 from thunder_mem.memory.kernel_figures import KernelFigures
 from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Decision, Plan
@@ -30,7 +31,7 @@ from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.emission import emit, regions_in_order
 from thunder_mem.trace.reading import TraceGraph, read_trace
 
-__all__ = ["STAGES", "Emitted", "carried_out", "with_kernels", "with_updates_beside"]
+__all__ = ["STAGES", "Emitted", "carried_out", "with_even_loops", "with_kernels", "with_updates_beside"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,18 @@ def carried_out(planned: Planned, start: int, narrower_sums: bool = False) -> Pl
     if planned.fits:
         return with_rows_between_blocks(planned)
     return with_fewer_rows_at_peak(planned, enough_bytes=emitted.budget_bytes or 0, narrower_sums=narrower_sums)
+
+
+def with_even_loops(planned: Planned) -> Planned:
+    """The plan whose loss heads on a CPU run in equal chunks and few blocks.
+
+    Args:
+        planned: a plan that was carried out.
+    """
+    assert planned.final is not None
+    if (even := with_even_chunks(planned.final, planned.final_source)) is None:
+        return planned
+    return replace(planned, plan=with_fitted_loops(planned.plan, even), final=even.trace, fused=even.source)
 
 
 def with_updates_beside(planned: Planned) -> Planned:

@@ -13,7 +13,7 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.devices import DeviceType
 from thunder.core.prims import PrimIDs
 
-from thunder_mem.chunk_loop.body import Body
+from thunder_mem.chunk_loop.body import BodiesByRows, Body
 from thunder_mem.chunk_loop.plan import Gemm, Head, LoopPlan, Spec
 from thunder_mem.chunk_loop.price import busy_rows, gpu_block_rows, row_scratch_bytes, with_block_calls
 from thunder_mem.chunk_loop.row_blocks import block_sizes
@@ -23,13 +23,13 @@ from thunder_mem.loop_body.block import build_body
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.leaves import PRODUCTS, Leaf
 from thunder_mem.loop_body.region import Amplifier, Refused, Region, Value
-from thunder_mem.loop_sizes.rows_per_chunk import floor_rows
+from thunder_mem.loop_sizes.rows_per_chunk import allowed_block_bytes, even_part, even_rows, floor_rows
 from thunder_mem.sharding.propagation import RuleError
 
 __all__ = ["Blocks", "build_loop", "differentiable_of", "head_label", "spec_of", "sum_dtype"]
 
-# The rows of the block that is built to measure its memory. On a GPU Inductor's kernels depend on the rows.
-_PROBE_ROWS, _GPU_PROBE_ROWS = 8, 512
+# The rows of the block that is built to measure its memory on a GPU, where Inductor's kernels depend on the rows.
+_GPU_PROBE_ROWS = 512
 
 
 def spec_of(value: Value) -> Spec:
@@ -84,7 +84,7 @@ def build_loop(
         return blocks([size], wanted if grads else nothing, plan.mode == "grads-in-forward" or not grads)[size]
 
     gpu = device_model_of(torch.device(gemms[0].out.device)) if _on_gpu(region) else None
-    few = min(region.n, _PROBE_ROWS if gpu is None else _GPU_PROBE_ROWS)
+    few = min(region.n, _GPU_PROBE_ROWS)
     plan = LoopPlan(
         name=name,
         source=first.source,
@@ -122,6 +122,8 @@ def build_loop(
     if mode == "grads-in-forward" and sized != "asked" and _hold_more_than_logits(region, head):
         why = "its gradients are larger than its logits, and much of the forward follows"
         mode = "recompute-in-backward"
+    if gpu is None:  # most often the block that is built for its memory is the one to run
+        few = rows = rows if sized == "asked" else even_rows(region.n, rows)
     few = min(few, rows)
     plan = replace(plan, chunk_rows=rows, block_rows=few, grad_dtypes=sums(plan.chunks))
     plan = replace(plan, sized=sized, mode=mode, why=why)
@@ -132,8 +134,8 @@ def build_loop(
         block_rows = _block_rows(head, rows, row_scratch, least_rows, asked=sized == "asked")
     else:
         block_rows = gpu_block_rows(plan, probe, least_rows, gpu)
-    if sized != "asked" and block_rows < rows < region.n:
-        rows -= rows % block_rows  # so that chunks of other numbers of blocks use the same blocks
+        if sized != "asked" and block_rows < rows < region.n:
+            rows -= rows % block_rows  # so that chunks of other numbers of blocks use the same blocks
     sizes = block_sizes(region.n, rows, block_rows)
     forward = {} if mode == "grads-in-forward" else blocks(sizes, nothing, True)
     backward = blocks(sizes, wanted, mode == "grads-in-forward") if grads else {}
@@ -145,7 +147,7 @@ def build_loop(
         backward_block_bytes=max((b.peak_bytes for b in backward.values()), default=0),
     )
     plan = with_block_calls(replace(plan, grad_dtypes=sums(plan.chunks)), forward, backward)
-    return ChunkLoop(plan, forward, backward)
+    return ChunkLoop(plan, BodiesByRows(forward), BodiesByRows(backward))
 
 
 def _hold_more_than_logits(region: Region, head: Head) -> bool:
@@ -243,21 +245,12 @@ def _least_rows(region: Region, head: Head) -> int:
 
 
 def _block_rows(head: Head, chunk_rows: int, row_scratch: int, least_rows: int, asked: bool) -> int:
-    """Rows of a block on a CPU, between the products: temporaries take at most a tenth of the chunk's logits.
+    """Rows of a block on a CPU: as many as its temporaries allow (`allowed_block_bytes`), and its products need.
 
-    They may always take 128 KiB, and a 16th of all logits up to 512 KiB, because smaller blocks work no longer than the
-    calls themselves take. The 16th does not apply to chunks that the user set, which are most of the peak. Other chunks
-    have about two blocks, unless products inside a block need more rows: they grow and shrink by whole blocks. A
-    divisor of the chunk is preferred, so that few distinct block sizes exist.
+    A divisor of the chunk is preferred, so that few distinct block sizes exist.
     """
-    share_bytes = 0 if asked or not head.device.startswith("cpu") else head.n * head.row_bytes // 16
-    allowed_bytes = max(1 << 17, chunk_rows * head.row_bytes // 10, min(1 << 19, share_bytes))
-    enough = allowed_bytes // max(1, row_scratch)
-    most = min(chunk_rows, max(least_rows, enough if asked else min(enough, -(-chunk_rows // 2))))
-    for size in range(most, max(1, most // 2), -1):
-        if chunk_rows % size == 0:
-            return size
-    return most
+    allowed_bytes = allowed_block_bytes(head.device, head.n, chunk_rows, head.row_bytes, asked=asked)
+    return even_part(chunk_rows, min(chunk_rows, max(least_rows, allowed_bytes // max(1, row_scratch))))
 
 
 def _gemm(region: Region, a: Amplifier, index: dict, differentiable: bool) -> Gemm:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from thunder_mem.chunk_loop.body import Body
+from thunder_mem.chunk_loop.body import BodiesByRows, Body
 from thunder_mem.chunk_loop.plan import LoopPlan, Opening, Spec
 from thunder_mem.chunk_loop.price import opening_calls
 from thunder_mem.chunk_loop.row_blocks import block_sizes
@@ -40,10 +40,10 @@ def with_opening(loop: ChunkLoop, region: Region, executors: Sequence[Any]) -> C
     if gpu:
         rows = _GPU_ROWS if plan.block_rows % _GPU_ROWS == 0 else plan.block_rows
     else:
-        rows = _cpu_rows(plan, blocks([plan.block_rows], wanted, False)[plan.block_rows])
+        rows = _cpu_rows(plan, blocks([plan.step_rows], wanted, False)[plan.step_rows])
     sizes = block_sizes(plan.n, plan.chunk_rows, rows)
-    forward = blocks(sizes, [False] * len(sides), True)
-    backward = blocks(sizes, wanted, False)
+    forward = BodiesByRows(blocks(sizes, [False] * len(sides), True))
+    backward = BodiesByRows(blocks(sizes, wanted, False))
     opening = _opening(plan, spec_of(region.outputs[0]), sides, rows, forward, backward)
     return ChunkLoop(replace(plan, opening=opening), loop.forward, loop.backward, forward, backward)
 
@@ -86,17 +86,18 @@ def _opening(
 
 
 def _cpu_rows(plan: LoopPlan, probe: Body) -> int:
-    """As many blocks of the head as a chunk has whole, while temporaries are no larger than the head's.
+    """A whole number of steps by which a chunk grows, while temporaries are no larger than those of the head's blocks.
 
     Args:
         plan: of the loop.
         probe: a block of the opening, with gradients.
     """
+    step = plan.step_rows
     row_bytes = max(1, probe.peak_bytes // probe.rows)
-    most = max(plan.block_rows, min(plan.chunk_rows, plan.backward_block_bytes // row_bytes))
-    parts = range(-(-plan.chunk_rows // most), plan.chunk_rows // plan.block_rows + 1)
-    even = (plan.chunk_rows // part for part in parts if plan.chunk_rows % (part * plan.block_rows) == 0)
-    return next(even, plan.block_rows)
+    most = max(step, min(plan.chunk_rows, plan.backward_block_bytes // row_bytes))
+    parts = range(-(-plan.chunk_rows // most), plan.chunk_rows // step + 1)
+    even = (plan.chunk_rows // part for part in parts if plan.chunk_rows % (part * step) == 0)
+    return next(even, step)
 
 
 def _row_seconds(bodies: Mapping[int, Body]) -> float:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from thunder.core.prims import PrimIDs
 
 import thunder_mem.sharding.op_rules  # noqa: F401  (fills the registry)
-from thunder_mem.chunk_loop.run import block_sizes, row_views
+from thunder_mem.chunk_loop.row_blocks import block_sizes, row_views
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, scratch_bytes
 from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.sharding.propagation import RULES, Relation, RowDim, RuleError, Sharding, propagate, register_rule
