@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from tests.programs.hugging_face import FAMILIES, THROUGH_FX, bert, gpt2, llama, tokens
 from thunder_mem import BudgetError, MemEfficient, PredictionError, StepInBackward, compare, measure_peak, predict
+from thunder_mem.integrations import programs as compiled_programs
 from thunder_mem.integrations.transformers import LossOutput, memory_efficient, programs
 
 
@@ -387,3 +388,21 @@ def test_the_loss_is_all_that_is_kept():
     with pytest.raises(AttributeError, match=r"logits is not kept.*under torch.no_grad\(\)"):
         output.logits  # noqa: B018
     assert not hasattr(output, "logits")
+
+
+def test_a_program_without_gradients_is_not_taken(monkeypatch):
+    """Dynamo may leave gradients off where it breaks a model's code: gpt-oss, and DeepSeek-V3 from its second step."""
+
+    def leaves_gradients_off(whole, way, how):
+        def compiled(**values):
+            torch.set_grad_enabled(False)
+            return whole(**values)
+
+        return compiled
+
+    monkeypatch.setattr(compiled_programs, "_compile", leaves_gradients_off)
+    model, batch = gpt2(layers=1)
+    memory_efficient(model, executors=[])
+    with pytest.warns(UserWarning, match="runs without MemEfficient: .* thunderfx: its result has no gradient"):
+        loss = model(**batch).loss
+    assert torch.is_grad_enabled() and loss.requires_grad and not programs(model)

@@ -71,3 +71,12 @@ def test_what_is_not_followed_is_refused():
     jitted(torch.randn(3, requires_grad=True))
     with pytest.raises(NotImplementedError, match="a checkpoint"):
         follow_eager(first_trace(jitted), backward=True)
+
+
+def test_a_function_is_called_before_the_method_of_its_name(caplog):
+    """`Tensor.where` takes its arguments in another order."""
+    jitted = thunder.jit(lambda x: torch.where(x > 0, x, 0.0).sum(), executors=[])
+    x = torch.randn(32, 16, requires_grad=True)
+    jitted(x)
+    assert follow_eager(first_trace(jitted), backward=True).peak_bytes >= 2 * x.nbytes
+    assert not caplog.records

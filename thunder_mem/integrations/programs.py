@@ -61,8 +61,12 @@ class Program:
     tensors: tuple[Tensor, ...]
 
     def __call__(self, values: Mapping[str, object]) -> dict[str, Tensor]:
-        with traceable(self.model, packed=self.packed), torch._dynamo.config.patch(specialize_float=True):
-            return self.compiled(**values)
+        wants_gradients = torch.is_grad_enabled()
+        try:
+            with traceable(self.model, packed=self.packed), torch._dynamo.config.patch(specialize_float=True):
+                return self.compiled(**values)
+        finally:  # Dynamo may leave gradients off if it breaks the model's code inside `torch.no_grad()`
+            torch.set_grad_enabled(wants_gradients)
 
     def is_for(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a model's tensors are still those of the compilation."""
@@ -90,13 +94,22 @@ def first_program(
         whole = _Loss(model) if inputs.has_loss else _Outputs(model)
         program = Program(way, _compile(whole, way, how), model, inputs.packed, tensors_of(model))
         try:
-            return program, program(inputs.values), tuple(reasons)
+            result = program(inputs.values)
+            if not _lacks_gradients(whole, result):
+                return program, result, tuple(reasons)
+            reasons.append(f"{way}: its result has no gradient")
         except Exception as error:
             if not _is_of_tracing(error):
                 raise
             first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
             reasons.append(f"{way}: {shortened(first, _REASON)}")
     return None, None, tuple(reasons)
+
+
+def _lacks_gradients(whole: nn.Module, result: Mapping[str, Tensor]) -> bool:
+    """Whether a loss comes without a gradient, though parameters want theirs."""
+    wanted = torch.is_grad_enabled() and any(p.requires_grad for p in whole.parameters())
+    return wanted and "loss" in result and not result["loss"].requires_grad
 
 
 def _compile(whole: nn.Module, way: str, how: Compilation) -> Callable[..., dict[str, Tensor]]:

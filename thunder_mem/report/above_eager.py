@@ -173,7 +173,8 @@ def _run(bsym: BoundSymbol, made: dict[str, torch.Tensor]) -> None:
 def _call(bsym: BoundSymbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the PyTorch function of that name that takes these arguments, or their non-default subset."""
     name = str(bsym.sym.id)
-    functions: list[Any] = list(_FUNCTIONS.get(name, []))
+    # Methods come last: `Tensor.where` takes its arguments in another order, and would run with the wrong ones.
+    functions: list[Any] = sorted(_FUNCTIONS.get(name, []), key=_is_method)
     if name.startswith("torch."):
         with suppress(AttributeError):
             found: Any = reduce(getattr, name.split(".")[1:], torch)
@@ -185,6 +186,10 @@ def _call(bsym: BoundSymbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             with suppress(TypeError):
                 return function(*given, **named)
     raise NotImplementedError(f"{bsym.sym.name} is no function of PyTorch")
+
+
+def _is_method(function: Callable[..., Any]) -> bool:
+    return getattr(torch.Tensor, getattr(function, "__name__", ""), None) is function
 
 
 def _value(x: Any, made: dict[str, torch.Tensor]) -> Any:
