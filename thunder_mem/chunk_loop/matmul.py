@@ -25,6 +25,7 @@ __all__ = [
     "gemm",
     "gemm_scratch_bytes",
     "multiplies",
+    "multiplies_in_tiles",
     "rounded_rows",
     "scratch_bytes_of",
 ]
@@ -97,6 +98,11 @@ def multiplies(device: str, dtype: torch.dtype) -> bool:
     if device != "cpu" or dtype.itemsize >= 4:
         return True
     return dtype == torch.bfloat16 and _bfloat16_units() and bool(torch.backends.mkldnn.enabled)
+
+
+def multiplies_in_tiles(device: str, dtype: torch.dtype) -> bool:
+    """Whether a CPU multiplies that dtype by AMX, sixteen times as fast as float32."""
+    return device == "cpu" and multiplies(device, dtype) and dtype.itemsize < 4 and torch.cpu._is_amx_tile_supported()
 
 
 @cache

@@ -15,6 +15,7 @@ import torch
 from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.gradient_sums import rounding_calls, sum_calls
 from thunder_mem.chunk_loop.plan import Gemm, LoopPlan
+from thunder_mem.chunk_loop.row_blocks import block_count
 from thunder_mem.chunk_loop.sum_price import product_sum_seconds
 from thunder_mem.memory.device_models import DeviceModel
 
@@ -97,13 +98,12 @@ def loop_seconds(plan: LoopPlan, device: DeviceModel, *, backward: bool) -> floa
 
 def host_calls(plan: LoopPlan, *, backward: bool) -> int:
     """The host's calls to start the kernels of one run of the loop."""
-    blocks = -(-plan.chunk_rows // plan.block_rows) * (plan.n // plan.chunk_rows)
-    blocks += -(-(plan.n % plan.chunk_rows) // plan.block_rows)
+    blocks = block_count(plan.n, plan.chunk_rows, plan.block_rows)
     a_block = plan.backward_block_calls if backward else plan.forward_block_calls
     calls = plan.chunks * _chunk_calls(plan, backward) + blocks * a_block + backward * rounding_calls(plan)
     if plan.opening:
         a_block = plan.opening.forward_block_calls + backward * plan.opening.backward_block_calls
-        calls += -(-plan.n // plan.opening.block_rows) * a_block
+        calls += block_count(plan.n, plan.chunk_rows, plan.opening.block_rows) * a_block
     return calls
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from thunder_mem.sharding.propagation import Sharding, local_shape
 
-__all__ = ["block_sizes", "read_rows", "row_views", "write_rows"]
+__all__ = ["block_count", "block_sizes", "read_rows", "row_views", "write_rows"]
 
 
 def block_sizes(n: int, chunk_rows: int, block_rows: int) -> tuple[int, ...]:
@@ -20,6 +20,16 @@ def block_sizes(n: int, chunk_rows: int, block_rows: int) -> tuple[int, ...]:
     for chunk in {min(chunk_rows, n), n % chunk_rows or chunk_rows}:
         sizes.update({min(block_rows, chunk), chunk % block_rows or min(block_rows, chunk)})
     return tuple(sorted(sizes, reverse=True))
+
+
+def block_count(n: int, chunk_rows: int, block_rows: int) -> int:
+    """The number of blocks in all chunks.
+
+    >>> block_count(1000, 300, 128)
+    10
+    """
+    chunks, rest = divmod(n, chunk_rows)
+    return chunks * -(-chunk_rows // block_rows) + -(-rest // block_rows)
 
 
 def row_views(t: Tensor, sharding: Sharding, start: int, stop: int) -> list[Tensor]:

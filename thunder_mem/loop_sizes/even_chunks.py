@@ -15,10 +15,11 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.plan import LoopPlan, Opening
 from thunder_mem.chunk_loop.price import row_scratch_bytes
+from thunder_mem.chunk_loop.row_blocks import block_count
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.loop_sizes.built_blocks import with_blocks_built
 from thunder_mem.loop_sizes.chunk_resizing import ResizedLoops, UsesOfLoop, resized, uses_of_loops
-from thunder_mem.loop_sizes.rows_per_chunk import allowed_block_bytes, even_part, even_rows
+from thunder_mem.loop_sizes.rows_per_chunk import allowed_block_rows, even_part, even_rows
 from thunder_mem.trace.reading import TraceGraph
 
 __all__ = ["with_even_chunks"]
@@ -103,17 +104,15 @@ def _block_rows(plan: LoopPlan, chunk_rows: int, most: int, row_bytes: int, befo
 
     No fewer than before, which products may need.
     """
-    allowed_bytes = allowed_block_bytes(plan.device, plan.n, chunk_rows, plan.row_bytes, asked=False)
-    enough = min(allowed_bytes // max(1, row_bytes), _CACHED_BYTES // plan.row_bytes)
+    allowed = allowed_block_rows(plan.device, plan.n, chunk_rows, plan.row_bytes, row_bytes, asked=False)
+    enough = min(allowed, _CACHED_BYTES // plan.row_bytes)
     rows = even_part(chunk_rows, min(most, max(before, enough)))
     return max(rows, min(before, chunk_rows))
 
 
 def _cost(plan: LoopPlan) -> tuple[int, int]:
     """The calls of blocks in all chunks, of which an opening's are called twice, and the loop's bytes."""
-    calls = 0
-    for rows in range(plan.n, 0, -plan.chunk_rows):
-        chunk_rows = min(rows, plan.chunk_rows)
-        calls += -(-chunk_rows // plan.block_rows)
-        calls += 2 * -(-chunk_rows // plan.opening.block_rows) if plan.opening else 0
+    calls = block_count(plan.n, plan.chunk_rows, plan.block_rows)
+    if plan.opening:
+        calls += 2 * block_count(plan.n, plan.chunk_rows, plan.opening.block_rows)
     return calls, max(plan.forward_scratch_bytes, plan.backward_scratch_bytes)

@@ -6,11 +6,12 @@ from math import log2
 
 import torch
 
+from thunder_mem.chunk_loop.matmul import multiplies_in_tiles
 from thunder_mem.chunk_loop.plan import Head
 from thunder_mem.costs.roofline import device_model_of
 
 __all__ = [
-    "allowed_block_bytes",
+    "allowed_block_rows",
     "default_rows",
     "equal_rows",
     "even_part",
@@ -21,8 +22,9 @@ __all__ = [
     "most_rows",
 ]
 
-_CPU_ROWS, _OTHER_ROWS = 192, 1024
-"""Measured: on a CPU 192 rows take 1.05 times as long as 256, and 128 rows 1.2 times, in bfloat16."""
+_CPU_ROWS, _AMX_ROWS, _OTHER_ROWS = 192, 256, 1024
+"""Measured: on a CPU 192 rows take 1.05 times as long as 256, and 128 rows 1.2 times, in bfloat16. With AMX a head of
+192 rows takes 1.18 times as long as of 256, and 1.28 times as of 512, whose logits are twice as large."""
 
 _VECTOR_ROWS = 16
 """Rows that a CPU's product computes at once."""
@@ -44,8 +46,10 @@ def floor_rows(device: str, dtype: torch.dtype) -> int:
         dtype: of the products.
     """
     kind = device.split(":")[0]
+    if kind == "cpu":
+        return _AMX_ROWS if multiplies_in_tiles(kind, dtype) else _CPU_ROWS
     if kind != "cuda":
-        return _CPU_ROWS if kind == "cpu" else _OTHER_ROWS
+        return _OTHER_ROWS
     model = device_model_of(torch.device(device))
     flops = model.matmul_flops(str(dtype).removeprefix("torch."))
     if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":  # TF32 runs at half of 16 bits
@@ -65,8 +69,8 @@ def equal_rows(n: int, rows: int) -> int:
     return next((m for m in range(rows, min(n // 2, rows + rows // 2) + 1) if n % m == 0), rows)
 
 
-def allowed_block_bytes(device: str, n: int, chunk_rows: int, row_bytes: int, *, asked: bool) -> int:
-    """What a block's temporaries may take on a CPU, between the products: at most a tenth of the chunk's logits.
+def allowed_block_rows(device: str, n: int, chunk_rows: int, row_bytes: int, row_scratch: int, *, asked: bool) -> int:
+    """Rows of a block on a CPU whose temporaries take at most a tenth of the chunk's logits, between the products.
 
     They may always take 128 KiB, and a 16th of all logits up to 512 KiB, because smaller blocks work no longer than the
     calls themselves take. The 16th does not apply to chunks that the user set, which are most of the peak.
@@ -76,10 +80,12 @@ def allowed_block_bytes(device: str, n: int, chunk_rows: int, row_bytes: int, *,
         n: all rows.
         chunk_rows: rows of a chunk.
         row_bytes: of the logits.
+        row_scratch: bytes of the temporaries.
         asked: whether the user set the rows of a chunk.
     """
     share_bytes = 0 if asked or not device.startswith("cpu") else n * row_bytes // 16
-    return max(1 << 17, chunk_rows * row_bytes // 10, min(1 << 19, share_bytes))
+    allowed_bytes = max(1 << 17, chunk_rows * row_bytes // 10, min(1 << 19, share_bytes))
+    return allowed_bytes // max(1, row_scratch)
 
 
 def even_part(rows: int, most: int) -> int:

@@ -23,7 +23,7 @@ from thunder_mem.loop_body.block import build_body
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.leaves import PRODUCTS, Leaf
 from thunder_mem.loop_body.region import Amplifier, Refused, Region, Value
-from thunder_mem.loop_sizes.rows_per_chunk import allowed_block_bytes, even_part, even_rows, floor_rows
+from thunder_mem.loop_sizes.rows_per_chunk import allowed_block_rows, even_part, even_rows, floor_rows
 from thunder_mem.sharding.propagation import RuleError
 
 __all__ = ["Blocks", "build_loop", "differentiable_of", "head_label", "spec_of", "sum_dtype"]
@@ -245,12 +245,12 @@ def _least_rows(region: Region, head: Head) -> int:
 
 
 def _block_rows(head: Head, chunk_rows: int, row_scratch: int, least_rows: int, asked: bool) -> int:
-    """Rows of a block on a CPU: as many as its temporaries allow (`allowed_block_bytes`), and its products need.
+    """Rows of a block on a CPU: as many as its temporaries allow (`allowed_block_rows`), and its products need.
 
     A divisor of the chunk is preferred, so that few distinct block sizes exist.
     """
-    allowed_bytes = allowed_block_bytes(head.device, head.n, chunk_rows, head.row_bytes, asked=asked)
-    return even_part(chunk_rows, min(chunk_rows, max(least_rows, allowed_bytes // max(1, row_scratch))))
+    allowed = allowed_block_rows(head.device, head.n, chunk_rows, head.row_bytes, row_scratch, asked=asked)
+    return even_part(chunk_rows, min(chunk_rows, max(least_rows, allowed)))
 
 
 def _gemm(region: Region, a: Amplifier, index: dict, differentiable: bool) -> Gemm:
