@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -390,19 +391,40 @@ def test_the_loss_is_all_that_is_kept():
     assert not hasattr(output, "logits")
 
 
-def test_a_program_without_gradients_is_not_taken(monkeypatch):
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_program_without_gradients_is_not_taken(monkeypatch, step):
     """Dynamo may leave gradients off where it breaks a model's code: gpt-oss, and DeepSeek-V3 from its second step."""
+    calls = []
 
     def leaves_gradients_off(whole, way, how):
         def compiled(**values):
-            torch.set_grad_enabled(False)
+            calls.append(way)
+            torch.set_grad_enabled(len(calls) < step)
             return whole(**values)
 
         return compiled
 
     monkeypatch.setattr(compiled_programs, "_compile", leaves_gradients_off)
     model, batch = gpt2(layers=1)
-    memory_efficient(model, executors=[])
-    with pytest.warns(UserWarning, match="runs without MemEfficient: .* thunderfx: its result has no gradient"):
+    memory_efficient(model, executors=[], through="thunderfx")
+    for _ in range(1, step):
+        assert model(**batch).loss.requires_grad and programs(model)
+    with pytest.warns(UserWarning, match="runs without MemEfficient: .*thunderfx: its loss has no gradient"):
         loss = model(**batch).loss
     assert torch.is_grad_enabled() and loss.requires_grad and not programs(model)
+    assert model(**batch).loss.requires_grad
+    assert len(calls) == step, "a way that failed is not tried again"
+
+
+@torch.jit.script
+def scripted(x):
+    return x * 2
+
+
+def test_thunder_is_not_asked_to_trace_script_functions(monkeypatch):
+    """It would abort the process, as it does for DeBERTa-v2."""
+    model, batch = gpt2(layers=1)
+    monkeypatch.setattr(sys.modules[type(model).__module__], "scripted", scripted, raising=False)
+    memory_efficient(model, executors=[], through="thunder.jit")
+    with pytest.warns(UserWarning, match="thunder.jit: it cannot trace a call of torch.jit.script's scripted"):
+        assert model(**batch).loss.requires_grad

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from thunder_mem.frontend.thunderfx import by_thunderfx
 from thunder_mem.integrations.call_inputs import Inputs
-from thunder_mem.integrations.traceable_code import traceable
+from thunder_mem.integrations.traceable_code import script_function_of, traceable
 from thunder_mem.memory.outside_input import shortened
 from thunder_mem.transforms import MemEfficient
 
@@ -68,9 +68,21 @@ class Program:
         finally:  # Dynamo may leave gradients off if it breaks the model's code inside `torch.no_grad()`
             torch.set_grad_enabled(wants_gradients)
 
+    def run(self, inputs: Inputs) -> Outcome:
+        """The result; None if the loss has no gradient, though tensors of the model want theirs."""
+        result = self(inputs.values)
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
+        if wanted and "loss" in result and not result["loss"].requires_grad:
+            return None, None, (f"{self.way}: its loss has no gradient",)
+        return self, result, ()
+
     def is_for(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a model's tensors are still those of the compilation."""
         return len(tensors) == len(self.tensors) and all(a is b for a, b in zip(tensors, self.tensors, strict=True))
+
+
+Outcome = tuple[Program | None, dict[str, Tensor] | None, tuple[str, ...]]
+"""A program that could run or None, its result, and why each way before could not."""
 
 
 def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
@@ -78,9 +90,7 @@ def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
     return tuple(chain(model.parameters(), model.buffers()))
 
 
-def first_program(
-    model: PreTrainedModel, inputs: Inputs, how: Compilation
-) -> tuple[Program | None, dict[str, Tensor] | None, tuple[str, ...]]:
+def first_program(model: PreTrainedModel, inputs: Inputs, how: Compilation) -> Outcome:
     """Compile a model by the first way that can, and run it.
 
     Returns:
@@ -90,26 +100,25 @@ def first_program(
         Exception: an error of the plan (`BudgetError`, ...) or of the run.
     """
     reasons: list[str] = []
+    scripted = script_function_of(model)
     for way in how.ways:
+        if way == "thunder.jit" and scripted:  # Thunder would abort the process
+            reasons.append(f"{way}: it cannot trace a call of torch.jit.script's {scripted}")
+            continue
         whole = _Loss(model) if inputs.has_loss else _Outputs(model)
         program = Program(way, _compile(whole, way, how), model, inputs.packed, tensors_of(model))
         try:
-            result = program(inputs.values)
-            if not _lacks_gradients(whole, result):
-                return program, result, tuple(reasons)
-            reasons.append(f"{way}: its result has no gradient")
+            taken, result, why = program.run(inputs)
         except Exception as error:
             if not _is_of_tracing(error):
                 raise
             first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
             reasons.append(f"{way}: {shortened(first, _REASON)}")
+        else:
+            reasons += why
+            if taken is not None:
+                return taken, result, tuple(reasons)
     return None, None, tuple(reasons)
-
-
-def _lacks_gradients(whole: nn.Module, result: Mapping[str, Tensor]) -> bool:
-    """Whether a loss comes without a gradient, though parameters want theirs."""
-    wanted = torch.is_grad_enabled() and any(p.requires_grad for p in whole.parameters())
-    return wanted and "loss" in result and not result["loss"].requires_grad
 
 
 def _compile(whole: nn.Module, way: str, how: Compilation) -> Callable[..., dict[str, Tensor]]:

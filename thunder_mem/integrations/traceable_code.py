@@ -26,7 +26,7 @@ from transformers import masking_utils
 from transformers.integrations import sdpa_attention
 from transformers.loss import loss_utils
 
-__all__ = ["traceable"]
+__all__ = ["script_function_of", "traceable"]
 
 Positions = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """From the numbers of batch, head, query and key to whether the query sees the key."""
@@ -71,6 +71,16 @@ def _modules(model: nn.Module) -> set[ModuleType]:
     """The Python modules that define the model's classes, and transformers' losses."""
     names = {type(m).__module__ for m in model.modules()}
     return {loss_utils} | {sys.modules[name] for name in names if not name.startswith("torch.")}
+
+
+def script_function_of(model: nn.Module) -> str | None:
+    """The name of a function of `torch.jit.script` in a module that defines the model's classes, such as DeBERTa's."""
+    names = (name for module in _modules(model) for name, x in vars(module).items() if _is_script(x))
+    return next(names, None)
+
+
+def _is_script(x: object) -> bool:
+    return isinstance(x, torch.jit.ScriptFunction)
 
 
 # ---- masks ----

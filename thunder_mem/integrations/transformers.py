@@ -129,6 +129,7 @@ class _State:
     def __init__(self, how: Compilation) -> None:
         self.how = how
         self.programs: dict[object, Program] = {}
+        self.failures: dict[object, tuple[str, ...]] = {}  # why no way compiled it, so that no step tries again
         self.warned: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, object]) -> _State:
@@ -234,10 +235,16 @@ def _run(model: PreTrainedModel, state: _State, inputs: Inputs) -> tuple[dict[st
     device = model.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     key = inputs.key, autocast, repr(vars(model.config)), _settings(model)
-    program = state.programs.get(key)
-    if program is not None and program.is_for(tensors_of(model)):
-        return program(inputs.values), ()
-    program, result, failures = first_program(model, inputs, state.how)
-    if program is not None:
+    if key in state.failures:
+        return None, state.failures[key]
+    known = state.programs.get(key)
+    if known is not None and known.is_for(tensors_of(model)):
+        program, result, failures = known.run(inputs)
+    else:
+        program, result, failures = first_program(model, inputs, state.how)
+    if program is None:
+        state.programs.pop(key, None)
+        state.failures[key] = failures
+    else:
         state.programs[key] = program
     return result, failures
