@@ -271,7 +271,7 @@ def test_a_tight_budget_takes_smaller_chunks_before_it_is_refused():
 
 @pytest.mark.slow
 def test_a_budget_without_room_for_float32_sums_takes_the_weights_own():
-    x, w, t = inputs(512, 256, 4096, torch.bfloat16)
+    x, w, t = inputs(1024, 256, 4096, torch.bfloat16)
     free, _ = compiled_with(head, MemEfficient(), x, w, t)
     assert loops_of(free)[0].grad_dtypes == (torch.bfloat16, torch.float32)
     weight_bytes = 2 * 4096 * 256
@@ -301,7 +301,7 @@ def test_sums_of_a_recomputing_head_are_priced_and_narrowed_too():
     def vector(x, w, t):
         return torch.logsumexp(F.linear(x, w), 0).square().mean()
 
-    x, w, t = inputs(512, 256, 4096, torch.bfloat16)
+    x, w, t = inputs(1024, 256, 4096, torch.bfloat16)
     free, step = compiled_with(vector, MemEfficient(), x, w, t)
     (plan,) = loops_of(free)[-1:]
     assert plan.mode == "recompute-in-backward" and plan.wider_sums_bytes == 2 * 4096 * 256
@@ -314,8 +314,9 @@ def test_sums_of_a_recomputing_head_are_priced_and_narrowed_too():
     assert all(p.wider_sums_bytes == 0 for p in loops_of(compiled))
     assert measure_peak(step) + held <= budget + packed + 4096
     xd, wd = (a.detach().double().requires_grad_() for a in (x, w))
-    for got, want in zip(step(), torch.autograd.grad(vector(xd, wd, t), (xd, wd)), strict=True):
-        assert (got.double() - want).norm() < 3e-2 * want.norm()
+    theirs, exact = (torch.autograd.grad(vector(*args, t), args) for args in ((x, w), (xd, wd)))
+    for got, eager, want in zip(step(), theirs, exact, strict=True):
+        assert (got.double() - want).norm() < 1.1 * (eager.double() - want).norm()
 
 
 def early(x, w, t, u):
