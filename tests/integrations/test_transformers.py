@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.programs.hugging_face import FAMILIES, THROUGH_FX, bert, gpt2, llama, tokens
+from tests.programs.hugging_face import FAMILIES, THROUGH_FX, bert, gpt2, llama, opt, tokens
 from thunder_mem import BudgetError, MemEfficient, PredictionError, StepInBackward, compare, measure_peak, predict
 from thunder_mem.integrations import programs as compiled_programs
 from thunder_mem.integrations.transformers import LossOutput, memory_efficient, programs
@@ -389,6 +389,20 @@ def test_the_loss_is_all_that_is_kept():
     with pytest.raises(AttributeError, match=r"logits is not kept.*under torch.no_grad\(\)"):
         output.logits  # noqa: B018
     assert not hasattr(output, "logits")
+
+
+@pytest.mark.slow
+def test_a_head_behind_a_break_runs_in_chunks():
+    """No output names its logits, which would leave Dynamo's last graph beside the loss."""
+    model, batch = opt(words=4000, columns=128)
+    model.train()
+    eager = assert_trains_as_eager(model, batch, steps=1, strict=True)
+    assert ways(model) == {"thunderfx"}
+    for m in (model, eager):
+        m.zero_grad()
+    assert measure_peak(lambda: backward(model, batch)) < measure_peak(lambda: backward(eager, batch)) / 2
+    with torch.no_grad():
+        assert model(**batch).logits.shape == (2, 128, 4000)
 
 
 @pytest.mark.parametrize("step", [1, 2])

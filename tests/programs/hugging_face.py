@@ -121,6 +121,14 @@ def whisper() -> tuple[hf.PreTrainedModel, Batch]:
     return hf.WhisperForConditionalGeneration(config), {"input_features": torch.randn(2, 8, 24), "labels": labels}
 
 
+def opt(words: int, columns: int) -> tuple[hf.PreTrainedModel, Batch]:
+    """ThunderFX breaks its forward after the positions, so its head is in another graph than its layers."""
+    sizes = {"vocab_size": words, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 24, "num_hidden_layers": 2}
+    config = hf.OPTConfig(**sizes, num_attention_heads=2, max_position_embeddings=128, dropout=0.0)
+    ids = torch.randint(3, words, (2, columns))
+    return hf.OPTForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+
+
 FAMILIES: dict[str, Callable[[], tuple[hf.PreTrainedModel, Batch]]] = {
     f.__name__: f for f in (gpt2, llama, qwen3, gemma3, mistral, mixtral, bert, t5, vit, clip, whisper)
 }

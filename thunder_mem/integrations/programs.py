@@ -50,7 +50,7 @@ class Program:
         way: that compiled it.
         compiled: what `thunder.jit` or `thunderfx` returned.
         model: the model, whose code is replaced while it runs.
-        packed: see `traceable`.
+        packed, loss_alone: see `traceable`.
         tensors: the model's parameters and buffers, for which it was compiled.
     """
 
@@ -58,12 +58,14 @@ class Program:
     compiled: Callable[..., dict[str, Tensor]]
     model: PreTrainedModel
     packed: bool
+    loss_alone: bool
     tensors: tuple[Tensor, ...]
 
     def __call__(self, values: Mapping[str, object]) -> dict[str, Tensor]:
         wants_gradients = torch.is_grad_enabled()
         try:
-            with traceable(self.model, packed=self.packed), torch._dynamo.config.patch(specialize_float=True):
+            code = traceable(self.model, packed=self.packed, loss_alone=self.loss_alone)
+            with code, torch._dynamo.config.patch(specialize_float=True):
                 return self.compiled(**values)
         finally:  # Dynamo may leave gradients off if it breaks the model's code inside `torch.no_grad()`
             torch.set_grad_enabled(wants_gradients)
@@ -106,7 +108,7 @@ def first_program(model: PreTrainedModel, inputs: Inputs, how: Compilation) -> O
             reasons.append(f"{way}: it cannot trace a call of torch.jit.script's {scripted}")
             continue
         whole = _Loss(model) if inputs.has_loss else _Outputs(model)
-        program = Program(way, _compile(whole, way, how), model, inputs.packed, tensors_of(model))
+        program = Program(way, _compile(whole, way, how), model, inputs.packed, inputs.has_loss, tensors_of(model))
         try:
             taken, result, why = program.run(inputs)
         except Exception as error:

@@ -1,11 +1,14 @@
 """Hugging Face's own code, for a time, in a form that Thunder can trace.
 
-Thunder 0.2.6 stops at three habits of transformers. Here each is done in another way, with the same values:
+Thunder 0.2.6 stops at three habits of transformers, and a fourth costs memory. Here each is done in another way, with
+the same values:
 
 - Masks are made by `torch.vmap` over index tensors. The same index functions get index tensors that broadcast.
 - Losses are made as modules inside the forward, ``CrossEntropyLoss()``. The name stands for a function that makes
   PyTorch's functional loss.
 - Attention shares keys between heads by ``enable_gqa``. Keys are repeated, as transformers does wherever it has a mask.
+- Outputs name the logits beside the loss. Where ThunderFX breaks the model, they would leave its last graph whole, and
+  the head would not run in chunks. Where only the loss is asked for, an output is made without them.
 
 Gradient checkpointing calls `torch.utils.checkpoint` in the form that Thunder takes: not reentrant, no keywords.
 """
@@ -15,6 +18,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from functools import cache
 from threading import RLock
 from types import ModuleType
 
@@ -25,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.integrations import sdpa_attention
 from transformers.loss import loss_utils
+from transformers.utils import ModelOutput
 
 __all__ = ["script_function_of", "traceable"]
 
@@ -35,21 +41,22 @@ _LOCK = RLock()  # the replaced names belong to all threads
 
 
 @contextmanager
-def traceable(model: nn.Module, *, packed: bool) -> Iterator[None]:
+def traceable(model: nn.Module, *, packed: bool, loss_alone: bool) -> Iterator[None]:
     """Inside, Hugging Face's masks and losses are code that Thunder traces.
 
     Args:
         model: whose modules' code may make losses.
         packed: rows hold several sequences, told apart by `position_ids`. Without this, none are looked for.
+        loss_alone: of the model's output only losses are kept.
     """
     with _LOCK, ExitStack() as stack:
-        for namespace, name, new in _replacements(model, packed):
+        for namespace, name, new in _replacements(model, packed, loss_alone):
             stack.callback(namespace.__setitem__, name, namespace[name])
             namespace[name] = new
         yield
 
 
-def _replacements(model: nn.Module, packed: bool) -> Iterator[tuple[dict[str, object], str, object]]:
+def _replacements(model: nn.Module, packed: bool, loss_alone: bool) -> Iterator[tuple[dict[str, object], str, object]]:
     """The namespaces, names and values to set."""
     own = vars(masking_utils)
     yield masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _mask
@@ -62,6 +69,11 @@ def _replacements(model: nn.Module, packed: bool) -> Iterator[tuple[dict[str, ob
         for name, value in list(vars(module).items()):
             if isinstance(value, type) and value in _LOSSES:
                 yield vars(module), name, _LOSSES[value]
+    if loss_alone:
+        for cls in type(model).__mro__:
+            for name, value in list(vars(sys.modules[cls.__module__]).items()):
+                if isinstance(value, type) and issubclass(value, ModelOutput) and hasattr(value, "loss"):
+                    yield vars(sys.modules[cls.__module__]), name, _with_losses_alone(value)
     for layer in model.modules():
         if "_gradient_checkpointing_func" in vars(layer):
             yield vars(layer), "_gradient_checkpointing_func", _checkpoint
@@ -154,6 +166,23 @@ _LOSSES: dict[type, Callable[..., object]] = {
     nn.BCEWithLogitsLoss: _maker(F.binary_cross_entropy_with_logits),
     nn.MSELoss: _maker(F.mse_loss),
 }
+
+
+# ---- outputs ----
+
+
+@cache  # Dynamo compiles again for another function
+def _with_losses_alone(output: type[ModelOutput]) -> Callable[..., ModelOutput]:
+    """A function in the place of an output's class: with a loss it keeps no other values."""
+    names = tuple(field.name for field in fields(output))
+
+    def make(*values: object, **named: object) -> ModelOutput:
+        named.update(zip(names, values, strict=False))
+        if named.get("loss") is None:
+            return output(**named)
+        return output(**{name: value for name, value in named.items() if name in ("loss", "aux_loss")})
+
+    return make
 
 
 # ---- gradient checkpointing ----
