@@ -232,12 +232,12 @@ def test_predictions_tell_loops_apart_that_look_alike():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_block_writes_its_gradients_over_its_logits(dtype):
-    """So two blocks hold no more than the calls of one need."""
+    """So it holds hardly more, and a chunk is one block."""
     x, w, t = inputs(1024, 64, 2048, dtype, scale=0.05)
     jitted = thunder.jit(head, executors=[mem_pointwise_ex], transforms=[MemEfficient(strict=True)])
     found = torch.autograd.grad(jitted(x, w, t), (x, w))
     (loop,) = {loop_of(b) for b in thunder.last_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)}
-    assert (loop.plan.chunk_rows, loop.plan.block_rows) == (192, 96)
+    assert loop.plan.block_rows == loop.plan.chunk_rows < 1024
     assert all(body.over == (0,) for body in loop.backward.values())
     assert loop.plan.backward_block_bytes < 0.01 * loop.plan.logits_bytes
     eager = torch.autograd.grad(head(x, w, t), (x, w))
