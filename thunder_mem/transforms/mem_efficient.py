@@ -18,6 +18,7 @@ from thunder_mem.frontend.fx_calls import watch_calls
 from thunder_mem.frontend.fx_prologue_checks import pruned
 from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.frontend.tensor_parallel import waits_for_shards
+from thunder_mem.frontend.unchecked_arguments import with_unchecked_arguments
 from thunder_mem.kernels.registered import mem_kernels_ex
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.memory.outside_input import quoted
@@ -220,6 +221,7 @@ class MemEfficient(ListedTransform):
         prologue_trace, computation_trace, epilogue_trace = with_written_arguments(
             (prologue_trace, computation_trace, epilogue_trace), compile_data.compile_options, self._options
         )
+        prologue_trace = with_unchecked_arguments(prologue_trace, compile_data.compile_options)
         tag_shared_parameters(computation_trace.args, prologue_trace, compile_data.fn)
         if waits_for_shards(self, compile_data.transforms, computation_trace):
             return (

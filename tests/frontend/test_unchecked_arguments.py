@@ -1,0 +1,123 @@
+"""Programs are compiled anew for arguments that Thunder's prologue does not check."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import thunder
+import torch
+
+from thunder_mem import MemEfficient
+
+
+class _Kind(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+@dataclass
+class _Options:
+    mask: Any = None
+
+
+class _Scaled:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def _counting() -> Callable:
+    def again(x: torch.Tensor, times: int) -> torch.Tensor:
+        return x if times == 0 else again(x + 1, times - 1)
+
+    return again
+
+
+_ONES = torch.ones(4) * 3
+
+# Name: a function of a tensor and another argument, and two values of it.
+CASES = {
+    "none, then a mask": (lambda x, m: x * 2 if m is None else x * m, None, _ONES),
+    "none, then a number": (lambda x, m: x * 2 if m is None else x * 3, None, 1.0),
+    "dtype": (lambda x, d: x.to(d), torch.float64, torch.float16),
+    "layout": (lambda x, k: x * 2 if k is torch.strided else x * 3, torch.strided, torch.sparse_coo),
+    "enum": (lambda x, k: x * 2 if k is _Kind.ONE else x * 3, _Kind.ONE, _Kind.TWO),
+    "ellipsis": (lambda x, i: x[i] * 3, ..., slice(0, 1)),
+    "bytes": (lambda x, b: x * len(b), b"a", b"bc"),
+    "range": (lambda x, r: x * len(r), range(2), range(3)),
+    "set": (lambda x, s: x * len(s), {1}, {1, 2}),
+    "empty list": (lambda x, s: x * (2 + len(s)), [], [1, 2]),
+    "none in a tuple": (lambda x, t: x if t[0] is None else x * t[0], (None, 1), (_ONES, 1)),
+    "missing key": (lambda x, d: x * d["m"] if "m" in d else x, {}, {"m": _ONES}),
+    "none in a dict": (lambda x, d: x if d["m"] is None else x * d["m"], {"m": None}, {"m": _ONES}),
+    "none in a dataclass": (lambda x, o: x if o.mask is None else x * o.mask, _Options(), _Options(_ONES)),
+    "built-in function": (lambda x, f: f(x), torch.relu, torch.tanh),
+    "function": (lambda x, f: f(x), lambda v: v + 1, lambda v: v + 2),
+    "partial": (lambda x, f: f(x), partial(torch.add, torch.ones(4)), partial(torch.mul, torch.ones(4))),
+    "class": (lambda x, k: x * 2 if k is int else x * 3, int, float),
+}
+
+
+def _compiled(function: Callable) -> Callable:
+    return thunder.jit(function, transforms=[MemEfficient()])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_another_value_gets_its_own_program(name: str) -> None:
+    function, first, second = CASES[name]
+    step, x = _compiled(function), torch.full((4,), 0.5)
+    for value in (first, second, first, second):
+        got, expected = step(x, value), function(x, value)
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+    assert thunder.cache_misses(step) <= 3  # a first value that Thunder does check is compiled twice at most
+
+
+@pytest.mark.parametrize("call", ["positional", "by name"])
+def test_a_module_sees_its_mask(call: str) -> None:
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            y = self.linear(x)
+            return (y if mask is None else y * mask).sum()
+
+    model = Masked()
+    step, x = _compiled(model), torch.ones(2, 4)
+    for mask in (None, _ONES, None):
+        got = step(x, mask) if call == "positional" else step(x, mask=mask)
+        torch.testing.assert_close(got, model(x, mask))
+
+
+@pytest.mark.parametrize(
+    ("function", "makes"),
+    [
+        (lambda x, f: f(x), lambda: lambda v: v * 2),
+        (lambda x, f: f(x, 2), _counting),
+        (lambda x, f: f(x), lambda: _Scaled(2.0).apply),
+        (lambda x, o: x * o.mask, lambda: _Options(torch.ones(4))),
+        (lambda x, unused: x * 2, lambda: torch.randn(3)),
+    ],
+    ids=["lambda", "recursive", "method", "dataclass", "unused"],
+)
+def test_an_equal_value_made_anew_is_not_compiled_again(function: Callable, makes: Callable) -> None:
+    step, x = _compiled(function), torch.ones(4)
+    for _ in range(3):
+        value = makes()
+        assert torch.equal(step(x, value), function(x, value))
+    assert thunder.cache_misses(step) == 1
+
+
+def test_a_program_of_tensors_and_numbers_has_no_further_check() -> None:
+    step = _compiled(lambda x, y, n, *, s: x * y * n if s == "a" else x)
+    step(torch.ones(4), torch.ones(4), 2, s="a")
+    assert "check_other_arguments" not in str(thunder.last_prologue_traces(step)[-1])
