@@ -442,3 +442,21 @@ def test_thunder_is_not_asked_to_trace_script_functions(monkeypatch):
     memory_efficient(model, executors=[], through="thunder.jit")
     with pytest.warns(UserWarning, match="thunder.jit: it cannot trace a call of torch.jit.script's scripted"):
         assert model(**batch).loss.requires_grad
+
+
+def test_strides_that_inductor_did_not_foresee_leave_a_model_to_eager(monkeypatch):
+    """Thunder's `repeat` is a view, and Inductor compiles `sinc` for the strides of eager's copy (SigLIP)."""
+    model, batch = gpt2(layers=1)
+    model.probe = torch.nn.Parameter(torch.rand(1, 1, 32))
+    forward = type(model).forward
+
+    def with_sinc(self, **values):
+        output = forward(self, **values)
+        output.loss = output.loss + torch.sinc(self.probe.repeat(3, 1, 1).transpose(0, 1)).sum()
+        return output
+
+    monkeypatch.setattr(type(model), "forward", with_sinc)
+    memory_efficient(model, executors=[], through="thunderfx")
+    with pytest.warns(UserWarning, match="runs without MemEfficient: .*thunderfx: expected size"):
+        model(**batch).loss.backward()
+    assert model.probe.grad is not None

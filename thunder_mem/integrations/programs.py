@@ -112,7 +112,7 @@ def first_program(model: PreTrainedModel, inputs: Inputs, how: Compilation) -> O
         try:
             taken, result, why = program.run(inputs)
         except Exception as error:
-            if not _is_of_tracing(error):
+            if not (_is_of_tracing(error) or _is_of_strides(error)):
                 raise
             first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
             reasons.append(f"{way}: {shortened(first, _REASON)}")
@@ -135,6 +135,12 @@ def _is_of_tracing(error: BaseException) -> bool:
     if isinstance(error, TorchDynamoException):
         return True
     return any(frame.f_globals.get("__name__") in _TRACING for frame, _ in walk_tb(error.__traceback__))
+
+
+def _is_of_strides(error: BaseException) -> bool:
+    """Whether a part that Inductor compiled got other strides from Thunder's part than Dynamo had foreseen."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return isinstance(error, AssertionError) and any("assert_size_stride" in frame.f_globals for frame in frames)
 
 
 class _Loss(nn.Module):
