@@ -16,7 +16,7 @@ from tests.checking.corruptions import CORRUPTIONS, Rewritten, rewrite
 from tests.checking.traces import replaced, unfused
 from tests.programs.written_programs import WRITTEN, arguments
 from thunder_mem import MemEfficient
-from thunder_mem.kernels.activation_kernels import over_gradient
+from thunder_mem.kernels.in_place import in_place
 from thunder_mem.kernels.kernel_executor import mem_kernels_ex
 from thunder_mem.planning import pipeline
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
@@ -133,7 +133,7 @@ def test_what_is_overwritten_later_only_is_read_as_before():
         return made, seen
 
     trace = unfused(fn, torch.ones(3))
-    *before, cosine, derivative, write, result = (over_gradient(b) or b for b in trace.bound_symbols)
+    *before, cosine, derivative, write, result = (in_place(b) or b for b in trace.bound_symbols)
     verify_rewrite(trace, replaced(trace, [*before, cosine, derivative, write, result]))
     with pytest.raises(VerificationError, match=r"uses \w+, which mem_relu_backward_over_gradient has overwritten"):
         verify_rewrite(trace, replaced(trace, [*before, derivative, cosine, write, result]))

@@ -16,13 +16,13 @@ import thunder.torch as ltorch
 import torch
 from thunder.core import dtypes
 from thunder.core.proxies import NumberProxy, TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import Symbol
 from thunder.core.transforms import get_grad, put_grad
 
+from thunder_mem.kernels.in_place import register_in_place
 from thunder_mem.kernels.kernel_executor import is_float, mem_kernels_ex, register
-from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
-__all__ = ["over_gradient"]
+__all__: list[str] = []
 
 _aten = torch.ops.aten
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
@@ -72,10 +72,6 @@ def _like_kept(grad: TensorProxy, kept: TensorProxy, **_: Any) -> TensorProxy:
     return TensorProxy(like=kept, requires_grad=False)
 
 
-_over_gradient: dict[Symbol, Symbol] = {}
-_plain: dict[Symbol, Symbol] = {}
-
-
 def _register_backward(name: str, derivative: Callable[..., torch.Tensor]) -> Symbol:
     backward = mem_kernels_ex.register_operator(f"mem_{name}_backward", meta=_like_kept, fn=derivative)
     if "over" in signature(derivative).parameters:
@@ -84,25 +80,8 @@ def _register_backward(name: str, derivative: Callable[..., torch.Tensor]) -> Sy
             over = {"grad_input": grad} if grad.is_contiguous() and grad.dtype == kept.dtype else {}
             return derivative(grad, kept, **given, **over)
 
-        name = f"{backward.name}_over_gradient"
-        _over_gradient[backward] = mem_kernels_ex.register_operator(name, meta=_like_kept, fn=over_gradient)
-        _plain[_over_gradient[backward]] = backward
+        register_in_place(backward, f"{backward.name}_over_gradient", over_gradient)
     return backward
-
-
-def over_gradient(bsym: BoundSymbol) -> BoundSymbol | None:
-    """The same derivative, written over the gradient that it is given; None for all but these kernels."""
-    symbol = _over_gradient.get(bsym.sym)
-    return None if symbol is None else bsym.from_bsym(sym=symbol)
-
-
-_OVER_GRADIENT = MemoryTraits(
-    writes=lambda bsym: (bsym.args[0],),
-    shares=lambda bsym: {bsym.output.name: bsym.args[0]},
-    runs=lambda bsym: bsym.from_bsym(sym=_plain[bsym.sym]),
-    in_place=True,
-)
-declare(mem_kernels_ex, lambda name: _OVER_GRADIENT if name.endswith("_over_gradient") else PLAIN)
 
 
 def _register(operation: Symbol, derivative: Callable[..., torch.Tensor], *, by_result: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thunder_mem.kernels import activation_kernels, convolution_kernel, loss_kernels, norm_kernels
+from thunder_mem.kernels import activation_kernels, convolution_kernel, loss_kernels, norm_kernels, scatter_kernels
 from thunder_mem.kernels.kernel_executor import mem_kernels_ex, without_unread_gradients
 from thunder_mem.kernels.running_statistics import with_statistics_apart
 
@@ -12,6 +12,7 @@ __all__ = [
     "loss_kernels",
     "mem_kernels_ex",
     "norm_kernels",
+    "scatter_kernels",
     "with_statistics_apart",
     "without_unread_gradients",
 ]

@@ -19,7 +19,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.fusion.arrangement import order_halves
-from thunder_mem.kernels.activation_kernels import over_gradient
+from thunder_mem.kernels.in_place import in_place
 from thunder_mem.memory.graph import Graph
 from thunder_mem.memory.live_ranges import peaks_of
 from thunder_mem.memory.plan import Decision, Plan
@@ -122,7 +122,7 @@ def reuse_and_sort(source: TraceGraph, trace: TraceCtx, sort: str | SortFunction
     Raises:
         GraphError: from the sort.
     """
-    if not any(region_function_of(b) or over_gradient(b) for b in trace.bound_symbols):
+    if not any(region_function_of(b) or in_place(b) for b in trace.bound_symbols):
         return None
     peaks = peaks_of(source.graph)
     found = [reused for reused in _reused_and_sorted(source, trace, sort) if all(map(le, reused.peaks, peaks))]
@@ -183,12 +183,13 @@ class _Memory:
 def _written_in_place(source: TraceGraph, memory: _Memory, index: int) -> BoundSymbol | None:
     """The operation with results over inputs that die at it; None if it can have none."""
     bsym = source.bsyms[index]
-    if (over := over_gradient(bsym)) is not None:
-        gradient, result = bsym.args[0], bsym.output
-        dies = memory.dies(gradient.name, index) and not memory.saved(gradient.name)
-        alone = [memory(p.name) for p in bsym.flat_proxy_args].count(memory(gradient.name)) == 1
-        alike = gradient.dtype == result.dtype and gradient.shape == result.shape
-        return over if dies and alone and alike and source.layout.is_plain(gradient.name) else None
+    if (over := in_place(bsym)) is not None:
+        first, result = bsym.args[0], bsym.output
+        saved = source.graph.ops[index].backward and memory.saved(first.name)
+        dies = memory.dies(first.name, index) and not saved
+        alone = [memory(p.name) for p in bsym.flat_proxy_args].count(memory(first.name)) == 1
+        alike = first.dtype == result.dtype and first.shape == result.shape
+        return over if dies and alone and alike and source.layout.is_plain(first.name) else None
     if region_function_of(bsym) is None:
         return None
     reuse = _reuse(source, memory, index)
