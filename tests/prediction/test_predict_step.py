@@ -175,6 +175,45 @@ def test_gradients_that_meet_are_added_where_autograd_adds_them(loss, rows):
     check_step(model, torch.optim.SGD(model.parameters()), lambda out: loss(model.weight, out), torch.randn(rows, 128))
 
 
+ROWS = torch.arange(300) % 128
+SCATTERS = {
+    "index": lambda y: y[ROWS].square().sum(),
+    "two indices": lambda y: y[ROWS, ROWS % 64].square().sum(),
+    "index_select": lambda y: y.index_select(0, ROWS).square().sum(),
+    "gather": lambda y: y.gather(0, ROWS[:, None].expand(300, 64)).square().sum(),
+    "take": lambda y: y.take(ROWS).square().sum(),
+    "topk": lambda y: y.topk(4).values.square().sum(),
+    "sort": lambda y: y.sort(-1).values[:, :4].square().sum(),
+    "max": lambda y: y.max(-1).values.square().sum(),
+    "median": lambda y: y.median(-1).values.square().sum(),
+    "cummax": lambda y: y.cummax(-1).values.square().sum(),
+    "scatter into the output": lambda y: y.scatter(0, ROWS[:8, None], 1.0).square().sum(),
+    "put into the output": lambda y: y.index_put((ROWS[:8],), y[:8]).square().sum(),
+}
+
+
+class ScattersItself(torch.autograd.Function):
+    """Its own code scatters into a copy, as it says."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.index_select(0, ROWS)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.new_zeros(128, 64).index_add(0, ROWS, grad)
+
+
+SCATTERS["a function of the user's"] = lambda y: ScattersItself.apply(y).square().sum()
+
+
+@pytest.mark.parametrize("loss", SCATTERS.values(), ids=SCATTERS.keys())
+def test_a_loss_scatters_its_gradient_into_zeros(loss):
+    """Autograd's formulas scatter in place, but for fake tensors into a copy."""
+    model, x = nn.Linear(32, 64), torch.randn(128, 32)
+    check_step(model, None, loss, x, before=0)
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_gradients_of_tied_weights_meet(accumulate):
     model = Tied()

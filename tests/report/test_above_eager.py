@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thunder_mem import MemEfficient, explain, measure_peak
-from thunder_mem.report.above_eager import follow_eager
+from thunder_mem.report.above_eager import Eager, _saved_bytes, follow_eager, why_above
 
 
 class Mixed(nn.Module):
@@ -44,6 +44,51 @@ def test_what_eager_holds_is_what_it_is_measured_to_hold():
     loss_bytes = 4  # which the frame of `backward` holds here
     peak_bytes = follow_eager(first_trace(jitted), backward=True).peak_bytes
     assert peak_bytes + loss_bytes == held_bytes + measure_peak(step)
+
+
+PICKED = torch.arange(40) % 32
+
+
+def set_items(x):
+    y = x * 1
+    y[PICKED] = 0.5
+    return y.square().sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        set_items,
+        lambda x: x.T.square().sum(),
+        lambda x: x.mT.sin().sum(),
+        lambda x: torch.topk(x, 4)[0].square().sum(),
+        lambda x: torch.sort(x, -1)[0][:, :4].square().sum(),
+        lambda x: x.max(-1)[0].square().sum(),
+        lambda x: x[PICKED].square().sum(),
+        lambda x: torch.index_select(x, 0, PICKED).square().sum(),
+        lambda x: x.gather(0, PICKED[:, None].expand(40, 64)).square().sum(),
+    ],
+    ids=["setitem", "T", "mT", "topk", "sort", "max", "index", "index_select", "gather"],
+)
+def test_eager_is_followed_through_methods_and_scattered_gradients(function):
+    x, tangent = torch.randn(32, 64, requires_grad=True), torch.ones(())
+    jitted = thunder.jit(function, executors=[])
+    jitted(x)
+    trace = first_trace(jitted)
+    outside_bytes = sum(p.numel * p.dtype.bytes for p in trace.args)
+    eager_bytes = measure_peak(lambda: torch.autograd.grad(function(x), x, tangent))
+    told_bytes = follow_eager(trace, backward=True).peak_bytes - outside_bytes
+    assert abs(told_bytes - eager_bytes) <= 8  # the tangent and the loss
+
+
+def test_two_figures_that_look_alike_are_told_in_bytes():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    report = explain(thunder.jit(model, executors=[]), torch.randn(64, 64), bounds=False)
+    prediction = report.prediction
+    saved_bytes = _saved_bytes(prediction)
+    eager = Eager(prediction.peak_bytes - 1, saved_bytes - 1)
+    told = f"the backward receives {saved_bytes:,} bytes here and {saved_bytes - 1:,} in eager"
+    assert why_above(eager, prediction) == told
 
 
 def test_a_program_above_eager_hears_it_first_with_the_reason():

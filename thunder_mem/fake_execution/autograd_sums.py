@@ -51,6 +51,11 @@ class EngineSums:
         if key != self._node:
             self._node, self._since = key, len(self._ledger.events)
 
+    def is_of_node(self, t: torch.Tensor) -> bool:
+        """Whether an operator of the present node has made a tensor's memory."""
+        block = self._ledger.block_of(t)
+        return block is not None and block.born >= self._since
+
     def in_place(self, func: Any, args: Any) -> bool:
         """Whether the engine makes this sum in place, into `args[0]`, for plain tensors."""
         if torch._C._current_graph_task_id() == -1:
@@ -66,8 +71,7 @@ class EngineSums:
             return False
         if holders != self._holders or not torch.ops.aten.is_non_overlapping_and_dense.default(args[0]):
             return False
-        block = self._ledger.block_of(args[0])
-        older = block is not None and block.born < self._since
+        older = self._ledger.block_of(args[0]) is not None and not self.is_of_node(args[0])
         return older or _meets_itself(torch._C._current_autograd_node())
 
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from thunder_mem.fake_execution.autograd_scatters import plain_form
 from thunder_mem.fake_execution.autograd_sums import EngineSums
 from thunder_mem.fake_execution.operator_scratch import OPERATOR_SCRATCH, probe_operator
 from thunder_mem.fake_execution.replay import Ledger
@@ -166,6 +167,7 @@ class Watch(TorchDispatchMode):
         if in_place:
             self.ledger.record(self._phase(), "aten::add_")
             return args[0]
+        func = plain_form(func, args, self.sums)
         out = _random(func, args) if func.name() in _RANDOM else func(*args, **kwargs)
         if is_host_memory_now():
             self.ledger.add_host(out, "cpu" if self.probe else "cuda")
@@ -174,7 +176,8 @@ class Watch(TorchDispatchMode):
             return out
         if func is torch.ops.aten.clone.default and (known := self._known(args[0])) is not None:
             self._copies[out.untyped_storage()._cdata] = StorageWeakRef(out.untyped_storage()), known
-        new = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        outside = self._is_view_of_outside(func, args)
+        new = [] if outside else [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         name = func.name()
         allocated_bytes = sum(self.ledger.add(f"{name}:{i}", t, "computed") for i, t in enumerate(new))
         if self.probe:
@@ -184,6 +187,10 @@ class Watch(TorchDispatchMode):
             scratch_bytes = OPERATOR_SCRATCH[func](*args) if func in OPERATOR_SCRATCH else 0
         self.ledger.record(self._phase(), name, allocated_bytes=allocated_bytes, scratch_bytes=scratch_bytes)
         return out
+
+    def _is_view_of_outside(self, func: Any, args: tuple) -> bool:
+        """Whether it makes a view of what the caller's code holds and what does not count; `torch.tensor(0.0)` does."""
+        return func.is_view and func is not torch.ops.aten.lift_fresh.default and not self.ledger.block_of(args[0])
 
     def _known(self, t: torch.Tensor) -> float | None:
         """The number in one of the known scalars, or in a clone of one; None for any other tensor."""

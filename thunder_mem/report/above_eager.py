@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
+from inspect import signature
 from typing import Any
 
 import thunder.torch as ltorch
@@ -35,6 +36,19 @@ _FUNCTIONS: dict[str, list[Callable[..., Any]]] = {}
 for _function, _symbol in ltorch._torch_to_thunder_function_map.items():
     if isinstance(_symbol, Symbol):
         _FUNCTIONS.setdefault(str(_symbol.id), []).append(_function)
+
+
+def _set_item(a: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
+    a[key] = value
+    return a
+
+
+# Operations that Thunder traces for methods of tensors which are no functions of `thunder.torch`.
+_PRIMITIVES: dict[Any, Callable[..., Any]] = {
+    PrimIDs.TRANSPOSE: torch.permute,
+    PrimIDs.CONVERT_ELEMENT_TYPE: lambda a, dtype: a.to(dtype),
+    ltorch.setitem_.id: _set_item,
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,10 @@ def why_above(eager: Eager, prediction: Prediction) -> str:
         return ""
     saved_bytes = _saved_bytes(prediction)
     if saved_bytes > eager.saved_bytes:
-        return f"the backward receives {size(saved_bytes)} here and {size(eager.saved_bytes)} in eager"
+        here, there = size(saved_bytes), size(eager.saved_bytes)
+        if here == there:
+            here, there = f"{saved_bytes:,} bytes", f"{eager.saved_bytes:,}"
+        return f"the backward receives {here} here and {there} in eager"
     return f"no more is saved for the backward, but {event.name} #{event.index} works with more at once"
 
 
@@ -171,7 +188,9 @@ def _run(bsym: BoundSymbol, made: dict[str, torch.Tensor]) -> None:
 
 
 def _call(bsym: BoundSymbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the PyTorch function of that name that takes these arguments, or their non-default subset."""
+    """Call the PyTorch function of that name that takes these arguments, or those that are not Thunder's defaults."""
+    if bsym.sym.id in _PRIMITIVES:
+        return _PRIMITIVES[bsym.sym.id](*args, **kwargs)
     name = str(bsym.sym.id)
     # Methods come last: `Tensor.where` takes its arguments in another order, and would run with the wrong ones.
     functions: list[Any] = sorted(_FUNCTIONS.get(name, []), key=_is_method)
@@ -180,12 +199,24 @@ def _call(bsym: BoundSymbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             found: Any = reduce(getattr, name.split(".")[1:], torch)
             functions.append(found)
     functions += [method] if (method := getattr(torch.Tensor, bsym.sym.name, None)) is not None else []
-    said = tuple(x for x in args if x is not None), {k: x for k, x in kwargs.items() if x is not None}
-    for given, named in ((args, kwargs), said):
+    upto_none = args.index(None) if None in args else len(args)
+    for given, named in ((args, kwargs), *(_said(bsym.sym, args, kwargs, first) for first in (upto_none, 1))):
         for function in functions:
-            with suppress(TypeError):
+            with suppress(TypeError, RuntimeError):
                 return function(*given, **named)
     raise NotImplementedError(f"{bsym.sym.name} is no function of PyTorch")
+
+
+def _said(symbol: Symbol, args: tuple, kwargs: dict[str, Any], first: int) -> tuple[tuple, dict[str, Any]]:
+    """The first arguments, and the others by their names, without Thunder's defaults: PyTorch's may be others."""
+    parameters = signature(symbol.meta).parameters if symbol.meta is not None else {}
+    named = {**dict(zip(list(parameters)[first:], args[first:], strict=False)), **kwargs}
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    return args[:first], {k: x for k, x in named.items() if x is not None and not _is_same(x, defaults.get(k))}
+
+
+def _is_same(x: Any, default: Any) -> bool:
+    return x is default or (type(x) is type(default) and not isinstance(x, torch.Tensor) and x == default)
 
 
 def _is_method(function: Callable[..., Any]) -> bool:
