@@ -188,9 +188,28 @@ def test_a_folder_is_no_file_and_nothing_is_left_behind(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError, match="is a folder: name a file in it"):
         save_plan(jitted, tmp_path / "folder")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing for plan.json$"):
         save_plan(jitted, tmp_path / "missing" / "plan.json")
     assert [p.name for p in tmp_path.rglob("*")] == ["folder"]
+
+
+def test_a_plan_of_a_step_is_not_one_of_an_evaluation(tmp_path):
+    model, x, path = torch.nn.Linear(4, 4), torch.ones(2, 4), tmp_path / "plan.json"
+
+    def jitted(**options):
+        return thunder.jit(model, executors=[], transforms=[MemEfficient(**options)])
+
+    trained = jitted()
+    trained(x)
+    save_plan(trained, path)
+    with torch.no_grad(), pytest.raises(PlanFileError, match=r"with a backward, and this one is without .*no_grad"):
+        jitted(plan=path)(x)
+    with torch.no_grad():
+        evaluated = jitted()
+        evaluated(x)
+    save_plan(evaluated, path)
+    with pytest.raises(PlanFileError, match=r"a plan without a backward .*, and this one is with a backward"):
+        jitted(plan=path)(x)
 
 
 # ---- torch.autograd.Function ----

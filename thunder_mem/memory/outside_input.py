@@ -91,6 +91,8 @@ def replace_file(path: str | os.PathLike[str], text: str) -> None:
     target = Path(path)
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder: name a file in it")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent} for {target.name}")
     new = target.with_name(f"{target.name}.{os.getpid()}.{threading.get_ident()}.new")
     try:
         new.write_text(text, encoding="utf-8")

@@ -93,9 +93,21 @@ class PlanFile:
         """
         if plan is None:
             raise PlanFileError(f"{self.path} holds a plan, but here planning failed: {failure or 'there was none'}")
-        if (difference := differing_part(plan_json(plan), self.plan)) is not None:
+        found = plan_json(plan)
+        here, there = _has_backward(found), _has_backward(self.plan)
+        if here != there:
+            without = " (a call under torch.no_grad(), or no argument that requires a gradient)"
+            kinds = ["without a backward" + without, "with a backward"]
+            raise PlanFileError(f"{self.path} holds a plan {kinds[there]}, and this one is {kinds[here]}")
+        if (difference := differing_part(found, self.plan)) is not None:
             what, mine, theirs = difference
             raise PlanFileError(f"{self.path} holds another plan: {what} is {theirs} there, {mine} here")
+
+
+def _has_backward(plan: Mapping[str, Any]) -> bool:
+    """Whether a plan, which a file may hold in any form, is of a forward and a backward."""
+    regions = plan.get("regions")
+    return isinstance(regions, list) and any(isinstance(r, dict) and r.get("backward") is True for r in regions)
 
 
 def read_plan(path: str | os.PathLike[str]) -> PlanFile:
