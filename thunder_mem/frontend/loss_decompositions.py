@@ -206,9 +206,30 @@ def _narrow(a, dim, start, length):
     return prims.slice_prim(a, starts, ends)
 
 
+def _hstack(tensors):
+    tensors = [ltorch.reshape(t, (1,)) if t.ndim == 0 else t for t in tensors]
+    return ltorch.cat(tensors, 0 if tensors[0].ndim == 1 else 1)
+
+
+def _vstack(tensors):
+    return ltorch.cat([ltorch.reshape(t, (1, t.numel)) if t.ndim < 2 else t for t in tensors], 0)
+
+
+def _dstack(tensors):
+    flat = [ltorch.reshape(t, (1, t.numel)) if t.ndim < 2 else t for t in tensors]
+    return ltorch.cat([ltorch.unsqueeze(t, 2) if t.ndim == 2 else t for t in flat], 2)
+
+
+def _column_stack(tensors):
+    return ltorch.cat([ltorch.reshape(t, (t.numel, 1)) if t.ndim < 2 else t for t in tensors], 1)
+
+
 # Thunder passes these to torch whole, except `einsum`.
-for _torch_fn, _fn in ((torch.addmm, _addmm), (torch.mm, _mm), (torch.inner, _inner), (torch.narrow, _narrow),
-                       (torch.einsum, _einsum)):  # fmt: skip
+for _torch_fn, _fn in (
+    *((torch.addmm, _addmm), (torch.mm, _mm), (torch.inner, _inner), (torch.narrow, _narrow), (torch.einsum, _einsum)),
+    *((torch.hstack, _hstack), (torch.vstack, _vstack), (torch.row_stack, _vstack), (torch.dstack, _dstack)),
+    (torch.column_stack, _column_stack),
+):
     _symbol = ltorch._torch_to_thunder_function_map.get(_torch_fn)
     if _symbol is not None:
         DECOMPOSITIONS[_symbol.id] = _fn

@@ -11,7 +11,7 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.chunk_loop.plan import about_chunks
 from thunder_mem.frontend.checkpoint_tags import take_over_checkpoints
 from thunder_mem.frontend.functionalization import without_writes
-from thunder_mem.frontend.label_smoothing import without_ignored_targets
+from thunder_mem.frontend.mended_functions import with_mended_functions
 from thunder_mem.frontend.scalar_broadcast import expand_scalars
 from thunder_mem.frontend.written_arguments import with_histories
 from thunder_mem.kernels.registered import with_statistics_apart
@@ -60,7 +60,7 @@ def prepared(
         kernels: whether batch norms are in the form that `mem_kernels` takes.
     """
     try:
-        opened = without_ignored_targets(trace)
+        opened = with_mended_functions(trace)
         opened = name_origins(opened, prologue_trace) if named else opened
         ready = take_over_checkpoints(expand_scalars(without_writes(opened)))
         ready = with_statistics_apart(ready) if kernels else ready

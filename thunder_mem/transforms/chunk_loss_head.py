@@ -11,7 +11,7 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.chunk_loop.plan import ChunkRecord, HeadRefusal
 from thunder_mem.frontend.functionalization import without_writes
 from thunder_mem.frontend.fx_prologue_checks import pruned
-from thunder_mem.frontend.label_smoothing import without_ignored_targets
+from thunder_mem.frontend.mended_functions import with_mended_functions
 from thunder_mem.frontend.tensor_parallel import waits_for_shards
 from thunder_mem.loop_sizes.chunk_resizing import write_over_dead_rows
 from thunder_mem.tiling.find import ChunkingError, check_options, chunk_trace
@@ -80,7 +80,7 @@ class ChunkLossHead(ListedTransform):
                 record = ChunkRecord(refusals=(HeadRefusal("of the program", "", other, "", reason),))
             else:
                 computation_trace, record = chunk_trace(
-                    without_writes(without_ignored_targets(computation_trace)),
+                    without_writes(with_mended_functions(computation_trace)),
                     chunks=self.chunks,
                     rows=self.rows,
                     accumulate=self.accumulate,

@@ -1,0 +1,94 @@
+"""Functions whose gradient plain Thunder loses or lacks have eager's."""
+
+from __future__ import annotations
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from thunder_mem import MemEfficient
+
+ROWS = torch.arange(6) % 4
+TARGET = torch.tensor([0, 2, 1, 2, -100, 0])
+WEIGHT = torch.tensor([1.0, 2.0, 0.5])
+
+NLL = torch.nn.NLLLoss()
+
+LOSSES = {
+    "default": lambda log_p: F.nll_loss(log_p, TARGET),
+    "sum": lambda log_p: F.nll_loss(log_p, TARGET, reduction="sum"),
+    "none": lambda log_p: F.nll_loss(log_p, TARGET, reduction="none").square().sum(),
+    "weight": lambda log_p: F.nll_loss(log_p, TARGET, WEIGHT),
+    "ignored": lambda log_p: F.nll_loss(log_p, TARGET.clamp(0), ignore_index=0),
+    "module": lambda log_p: NLL(log_p, TARGET),
+}
+STACKS = {
+    "hstack": torch.hstack,
+    "vstack": torch.vstack,
+    "row_stack": torch.row_stack,
+    "dstack": torch.dstack,
+    "column_stack": torch.column_stack,
+}
+OTHERS = {
+    "flip": lambda x: x.flip(0, 1).sin(),
+    "round": lambda x: (x * 3).round() * x,
+    "index_add": lambda x: torch.index_add(x[:4] * 2, 0, ROWS, x.sin()).cos(),
+    "a scaled index_add": lambda x: torch.index_add(x[:, :4] * 2, 1, ROWS[:4], x[:, :4].sin()).cos(),
+}
+
+
+def _planned(function):
+    return thunder.jit(function, executors=[], transforms=[MemEfficient(strict=True)])
+
+
+def assert_as_eager(function, *shapes):
+    xs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    jitted, out = _planned(function), function(*xs)
+    torch.testing.assert_close(jitted(*xs), out)
+    expected = torch.autograd.grad((out * out.detach().cos()).sum(), xs)
+    found = torch.autograd.grad((jitted(*xs) * out.detach().cos()).sum(), xs)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_negative_log_likelihood_trains(name):
+    weight = WEIGHT.double()
+    loss = LOSSES[name] if name != "weight" else lambda log_p: F.nll_loss(log_p, TARGET, weight)
+    assert_as_eager(lambda x: loss(F.log_softmax(x, -1)), (6, 3))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2), (3, 2, 4)], ids=str)
+@pytest.mark.parametrize("name", STACKS)
+def test_stacked_tensors_get_their_gradients(name, shape):
+    stack = STACKS[name]
+    assert_as_eager(lambda x, y: stack([x.sin(), y]).cos() * stack((y, x)), shape, shape)
+
+
+def test_a_stack_in_a_checkpoint_is_made_again():
+    def body(x, y):
+        return torch.hstack([x.sin(), y.cos()]).exp()
+
+    def step(x, y):
+        return checkpoint(body, x, y, use_reentrant=False).square()
+
+    assert_as_eager(step, (3, 2), (3, 4))
+    jitted, xs = _planned(step), [torch.randn(64, 64, requires_grad=True) for _ in range(2)]
+    jitted(*xs)
+    saved = thunder.last_traces(jitted)[-1].bound_symbols[-1].flat_proxy_args
+    assert sum(p.numel for p in {p.name: p for p in saved}.values()) <= 6 * 64 * 64  # all but the stack and its parts
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_gradients_that_thunder_lacks(name):
+    assert_as_eager(OTHERS[name], (6, 6))
+
+
+def test_thunder_alone_still_loses_them():
+    """So that `frontend/mended_functions.py` goes when Thunder is repaired."""
+    x = torch.randn(3, 3, requires_grad=True)
+    lost = thunder.jit(lambda x: x.sum() + torch.hstack([x, x]).sin().sum(), executors=[])
+    assert bool((torch.autograd.grad(lost(x), x)[0] == 1).all())
+    with pytest.raises(ValueError, match="None had an unexpected type"):
+        thunder.jit(LOSSES["default"], executors=[])(torch.randn(6, 3, requires_grad=True))

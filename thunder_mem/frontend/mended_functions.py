@@ -1,0 +1,71 @@
+"""Functions whose loss or gradient Thunder 0.2.6 gets wrong, written out in others.
+
+- `cross_entropy` with smoothed labels and ``reduction="mean"``: the uniform part of the loss also adds up rows of
+  ignored targets, silently.
+- `nll_loss` with the default ``ignore_index``, or another reduction than "mean": differentiating it fails.
+- `hstack`, `vstack` and their like: the tensors in a sequence silently get no gradient.
+
+Chunked heads use the same decompositions (`loss_decompositions.py`), so a whole head computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+import thunder.torch as ltorch
+import torch
+from thunder.core.proxies import pyval
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from thunder_mem.frontend.loss_decompositions import decomposed
+from thunder_mem.trace.rebuilding import rebuilt
+
+__all__ = ["with_mended_functions"]
+
+_STACKS = {
+    symbol.id
+    for function in (torch.hstack, torch.vstack, torch.row_stack, torch.dstack, torch.column_stack)
+    if (symbol := ltorch._torch_to_thunder_function_map.get(function)) is not None
+}
+
+
+def with_mended_functions(trace: TraceCtx) -> TraceCtx:
+    """The trace with such functions written out; the same object without any."""
+    new = _all_rewritten(trace.bound_symbols, trace)
+    if new is trace.bound_symbols:
+        return trace
+    return rebuilt(trace, new, "Functions that Thunder differentiates wrongly written out")
+
+
+def _all_rewritten(bsyms: Sequence[BoundSymbol], trace: TraceCtx) -> Sequence[BoundSymbol]:
+    new = [part for bsym in bsyms for part in _rewritten(bsym, trace)]
+    return bsyms if len(new) == len(bsyms) and all(map(is_, new, bsyms)) else new
+
+
+def _rewritten(bsym: BoundSymbol, trace: TraceCtx) -> Sequence[BoundSymbol]:
+    if bsym.sym.id not in (ltorch.cross_entropy.id, ltorch.nll_loss.id, *_STACKS):
+        parts = _all_rewritten(bsym.subsymbols, trace)
+        return [bsym if parts is bsym.subsymbols else bsym.from_bsym(subsymbols=tuple(parts))]
+    if not _is_wrong(bsym):
+        return [bsym]
+    written_out = decomposed(bsym, trace)
+    if bsym.sym.id == ltorch.cross_entropy.id or not written_out.subsymbols:
+        return [written_out]
+    for part in written_out.subsymbols:  # an executor would run the function as one, and lose its gradient again
+        for p in part.flat_proxy_outs:
+            p.tags.update(bsym.flat_proxy_outs[0].tags)  # such as that of a checkpoint
+    return written_out.subsymbols
+
+
+def _is_wrong(bsym: BoundSymbol) -> bool:
+    if bsym.sym.id in _STACKS:
+        return True
+    given: tuple[Any, ...] = bsym.sym.normalize(*bsym.args, **bsym.kwargs)[0]
+    if bsym.sym.id == ltorch.nll_loss.id:
+        *_, ignore_index, reduction = given
+        return ignore_index is None or reduction != "mean"
+    *_, smoothing = given
+    return bool(pyval(smoothing))
