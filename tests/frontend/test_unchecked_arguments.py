@@ -12,7 +12,7 @@ import pytest
 import thunder
 import torch
 
-from thunder_mem import MemEfficient
+from thunder_mem import MemEfficient, predict
 
 
 class _Kind(enum.Enum):
@@ -60,6 +60,7 @@ CASES = {
     "none in a dataclass": (lambda x, o: x if o.mask is None else x * o.mask, _Options(), _Options(_ONES)),
     "built-in function": (lambda x, f: f(x), torch.relu, torch.tanh),
     "function": (lambda x, f: f(x), lambda v: v + 1, lambda v: v + 2),
+    "default": (lambda x, f: f(x), lambda v, by=2: v * by, lambda v, by=3: v * by),
     "partial": (lambda x, f: f(x), partial(torch.add, torch.ones(4)), partial(torch.mul, torch.ones(4))),
     "class": (lambda x, k: x * 2 if k is int else x * 3, int, float),
 }
@@ -115,6 +116,14 @@ def test_an_equal_value_made_anew_is_not_compiled_again(function: Callable, make
         value = makes()
         assert torch.equal(step(x, value), function(x, value))
     assert thunder.cache_misses(step) == 1
+
+
+def test_a_prediction_and_a_parameter_are_not_compiled_apart() -> None:
+    step, x = _compiled(lambda x, mask: x * 2 if mask is None else x * mask), torch.ones(4)
+    predict(step, x, None)
+    step(x, None)
+    step(torch.nn.Parameter(x, requires_grad=False), None)
+    assert thunder.cache_misses(step) <= 1
 
 
 def test_a_program_of_tensors_and_numbers_has_no_further_check() -> None:

@@ -94,6 +94,8 @@ def _kind(value: Any, inside: tuple[int, ...] = ()) -> Hashable:
     """
     if isinstance(value, _VALUES):
         return value
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor  # a parameter or a fake tensor is no other kind
     if isinstance(value, set):
         return frozenset(value)
     if id(value) in inside:
@@ -106,13 +108,19 @@ def _kind(value: Any, inside: tuple[int, ...] = ()) -> Hashable:
     if is_dataclass(value):
         return (type(value), *(kind(getattr(value, field.name, None)) for field in fields(value)))
     if isinstance(value, FunctionType):  # one lambda, made anew for each call, is one program
-        return (value.__code__, kind(value.__defaults__), kind(value.__kwdefaults__), kind(_closure(value)))
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return (value.__code__, *map(_default, defaults), kind(defaults), kind(_closure(value)))
     if isinstance(value, MethodType):
         return (kind(value.__func__), kind(value.__self__))
     if isinstance(value, partial):
         return (partial, kind(value.func), kind(value.args), kind(value.keywords))
     kind_of_object: type = type(value)
     return kind_of_object
+
+
+def _default(value: Any) -> Hashable:
+    """A function's default where it is a number or a text, which Thunder checks as an argument only."""
+    return value if isinstance(value, (int, float, complex, str)) else None
 
 
 def _closure(function: FunctionType) -> tuple:
