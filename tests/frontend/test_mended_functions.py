@@ -35,7 +35,7 @@ OTHERS = {
     "flip": lambda x: x.flip(0, 1).sin(),
     "round": lambda x: (x * 3).round() * x,
     "index_add": lambda x: torch.index_add(x[:4] * 2, 0, ROWS, x.sin()).cos(),
-    "a scaled index_add": lambda x: torch.index_add(x[:, :4] * 2, 1, ROWS[:4], x[:, :4].sin()).cos(),
+    "index_add of columns": lambda x: torch.index_add(x[:, :4] * 2, 1, ROWS[:4], x[:, :4].sin()).cos(),
 }
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import enum
+import gc
+import warnings
+import weakref
+from collections import UserDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +18,7 @@ import thunder
 import torch
 
 from thunder_mem import MemEfficient, predict
+from thunder_mem.frontend.unchecked_arguments import _kind
 
 
 class _Kind(enum.Enum):
@@ -23,6 +29,19 @@ class _Kind(enum.Enum):
 @dataclass
 class _Options:
     mask: Any = None
+
+
+@dataclass
+class _Raising:
+    a: object = None
+    b: object = field(default=None, init=False)
+
+
+def _not_ready(_: _Raising) -> object:
+    raise ValueError("not ready")
+
+
+_Raising.b = property(_not_ready, lambda self, value: None)
 
 
 class _Scaled:
@@ -58,6 +77,14 @@ CASES = {
     "missing key": (lambda x, d: x * d["m"] if "m" in d else x, {}, {"m": _ONES}),
     "none in a dict": (lambda x, d: x if d["m"] is None else x * d["m"], {"m": None}, {"m": _ONES}),
     "none in a dataclass": (lambda x, o: x if o.mask is None else x * o.mask, _Options(), _Options(_ONES)),
+    "none in a deque": (lambda x, d: x if d[0] is None else x * d[0], deque([None]), deque([_ONES])),
+    "none in a user's dict": (lambda x, d: x if d["m"] is None else x * d["m"], UserDict(m=None), UserDict(m=_ONES)),
+    "none in a namespace": (
+        lambda x, n: x if n.m is None else x * n.m,
+        SimpleNamespace(m=None),
+        SimpleNamespace(m=_ONES),
+    ),
+    "method of a class": (lambda x, f: f(x), torch.Tensor.exp, torch.Tensor.sin),
     "built-in function": (lambda x, f: f(x), torch.relu, torch.tanh),
     "function": (lambda x, f: f(x), lambda v: v + 1, lambda v: v + 2),
     "default": (lambda x, f: f(x), lambda v, by=2: v * by, lambda v, by=3: v * by),
@@ -116,6 +143,55 @@ def test_an_equal_value_made_anew_is_not_compiled_again(function: Callable, make
         value = makes()
         assert torch.equal(step(x, value), function(x, value))
     assert thunder.cache_misses(step) == 1
+
+
+def test_names_in_another_order_are_the_same_program() -> None:
+    step, x = _compiled(lambda x, *, m, n: x * 2 if m is n else x), torch.ones(4)
+    step(x, m=None, n=None)
+    step(x, n=None, m=None)
+    assert thunder.cache_misses(step) == 1
+
+
+@pytest.mark.parametrize("holding", [lambda t: t.sum, lambda t: frozenset([t]), lambda t: [t], lambda t: lambda: t])
+def test_no_tensor_is_kept_alive(holding: Callable) -> None:
+    step, x, held = _compiled(lambda x, unused: x * 2), torch.ones(4), torch.ones(3)
+    gone = weakref.ref(held)
+    step(x, holding(held))
+    del held
+    gc.collect()
+    assert gone() is None
+
+
+def test_many_programs_for_what_nobody_reads_come_with_a_warning() -> None:
+    step, x = _compiled(lambda x, batch: x * batch["scale"]), torch.ones(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for n in range(7):
+            step(x, {"scale": x, "words": ["a"] * n})
+    with pytest.warns(UserWarning, match="compiled 8 times for arguments .* lengths of containers"):
+        step(x, {"scale": x, "words": ["a"] * 7})
+
+
+def test_symbolic_values_are_checked_beside_numbers_too() -> None:
+    step = thunder.jit(
+        lambda x, m: x * 2 if m is None else x * m, executors=[], transforms=[MemEfficient()], cache="symbolic values"
+    )
+    for value, times in ((None, 2), (3.0, 3), (None, 2)):
+        assert torch.equal(step(torch.ones(4), value), torch.ones(4) * times)
+
+
+@pytest.mark.parametrize("makes", [list, tuple])
+def test_a_long_or_deep_container_takes_no_time_to_compare(makes: Callable) -> None:
+    shared: Any = [None]
+    for _ in range(40):
+        shared = [shared, shared]
+    for value in (shared, makes([1.0] * 10_000)):
+        assert str(_kind(value)).count("class") < 3_000
+
+
+def test_a_field_that_raises_is_left_alone() -> None:
+    step = _compiled(lambda x, o: x * 2)
+    assert torch.equal(step(torch.ones(4), _Raising()), torch.ones(4) * 2)
 
 
 def test_a_prediction_and_a_parameter_are_not_compiled_apart() -> None:

@@ -7,6 +7,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.programs.predict_cases import CASES, WAYS, Net, Tied, trained
 from thunder_mem import MemEfficient, StepInBackward, predict
@@ -204,6 +205,13 @@ class ScattersItself(torch.autograd.Function):
         return grad.new_zeros(128, 64).index_add(0, ROWS, grad)
 
 
+def hooked(y):
+    y.register_hook(lambda grad: torch.zeros_like(grad).index_add(0, ROWS[:128], grad))
+    return y.sin().sum()
+
+
+SCATTERS["a hook of the user's"] = hooked
+SCATTERS["index_reduce"] = lambda y: y.index_reduce(0, ROWS[:8], y[:8].detach(), "amax").square().sum()
 SCATTERS["a function of the user's"] = lambda y: ScattersItself.apply(y).square().sum()
 
 
@@ -212,6 +220,27 @@ def test_a_loss_scatters_its_gradient_into_zeros(loss):
     """Autograd's formulas scatter in place, but for fake tensors into a copy."""
     model, x = nn.Linear(32, 64), torch.randn(128, 32)
     check_step(model, None, loss, x, before=0)
+
+
+def test_a_checkpoint_of_the_loss_scatters_into_a_copy_again():
+    model, x = nn.Linear(32, 64), torch.randn(128, 32)
+
+    def body(y):
+        z = y.exp()
+        return (z.index_add(0, ROWS[:128], y) * z).square().sum()
+
+    jitted = thunder.jit(model, executors=[])
+
+    def loss(y):
+        return checkpoint(body, y, use_reentrant=False, preserve_rng_state=False)
+
+    def step():
+        loss(jitted(x)).backward()
+        for p in model.parameters():
+            p.grad = None
+
+    step()
+    assert predict_step(jitted, None, loss, x).measured_bytes == measure_peak(step)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -7,10 +7,10 @@ tensor subclasses such as fake tensors it scatters into a copy instead (`isTenso
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
 from thunder_mem.fake_execution.autograd_sums import EngineSums
 
@@ -24,6 +24,11 @@ _IN_PLACE = {
     _aten.scatter.src: _aten.scatter_.src,
     _aten.scatter_add.default: _aten.scatter_add_.default,
 }
+# The nodes whose formulas scatter so. Others, such as that of `scatter_reduce`, scatter into a copy for all tensors.
+_NODES = re.compile(
+    "(Index|UnsafeIndex|IndexSelect|Gather|Take|Topk|Sort|Max|Min|Median|Nanmedian|Mode|Kthvalue|Cummax|Cummin)"
+    "Backward[0-9]"
+)
 
 
 def plain_form(func: Any, args: tuple, sums: EngineSums) -> Any:
@@ -32,12 +37,11 @@ def plain_form(func: Any, args: tuple, sums: EngineSums) -> Any:
     Args:
         func: an operator.
         args: its arguments.
-        sums: knows autograd's present node, whose own tensors are those that a formula scatters into. A formula that
-            scatters into the gradient it is given, such as that of `scatter`, always copies it.
+        sums: knows which tensors autograd's present node has made, such as a formula's zeros.
     """
-    if func not in _IN_PLACE or torch._C._current_graph_task_id() == -1:
-        return func
+    if func not in _IN_PLACE or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return func  # with gradients on, a checkpoint runs again inside the node
     node = torch._C._current_autograd_node()
-    if node is None or isinstance(node, BackwardCFunction) or not sums.is_of_node(args[0]):
+    if node is None or not _NODES.fullmatch(node.name()) or not sums.is_of_node(args[0]):
         return func
     return _IN_PLACE[func]

@@ -1,4 +1,4 @@
-"""Scattered gradients, written into the zeros that they are added to.
+"""Scatters that write into the tensor that they are given, such as a gradient's zeros.
 
 Thunder's gradient of an indexed tensor makes zeros of its size, and adds the gradient's rows to a copy of them; eager
 PyTorch's adds them to the zeros (`index_select_backward` and others in PyTorch's `FunctionsManual.cpp`).

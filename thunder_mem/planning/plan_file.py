@@ -96,9 +96,9 @@ class PlanFile:
         found = plan_json(plan)
         here, there = _has_backward(found), _has_backward(self.plan)
         if here != there:
-            without = " (a call under torch.no_grad(), or no argument that requires a gradient)"
-            kinds = ["without a backward" + without, "with a backward"]
-            raise PlanFileError(f"{self.path} holds a plan {kinds[there]}, and this one is {kinds[here]}")
+            without = "without a backward (a call under torch.no_grad(), or no argument that requires a gradient)"
+            held, made = (without, "with a backward") if here else ("with a backward", without)
+            raise PlanFileError(f"{self.path} holds a plan {held}, and this one is {made}")
         if (difference := differing_part(found, self.plan)) is not None:
             what, mine, theirs = difference
             raise PlanFileError(f"{self.path} holds another plan: {what} is {theirs} there, {mine} here")

@@ -49,6 +49,7 @@ _PRIMITIVES: dict[Any, Callable[..., Any]] = {
     PrimIDs.CONVERT_ELEMENT_TYPE: lambda a, dtype: a.to(dtype),
     ltorch.setitem_.id: _set_item,
 }
+_BY_VALUES = {"max", "torch_max", "min", "torch_min", "amax", "amin", "median"}  # `evenly_distribute_backward`
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,8 @@ def _run(bsym: BoundSymbol, made: dict[str, torch.Tensor]) -> None:
 
 def _call(bsym: BoundSymbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the PyTorch function of that name that takes these arguments, or those that are not Thunder's defaults."""
+    if bsym.sym.name in _BY_VALUES and not bsym.flat_proxy_outs[0].shape:
+        raise NotImplementedError(f"the gradient of {bsym.sym.name} over everything decides by values")
     if bsym.sym.id in _PRIMITIVES:
         return _PRIMITIVES[bsym.sym.id](*args, **kwargs)
     name = str(bsym.sym.id)
@@ -199,15 +202,16 @@ def _call(bsym: BoundSymbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             found: Any = reduce(getattr, name.split(".")[1:], torch)
             functions.append(found)
     functions += [method] if (method := getattr(torch.Tensor, bsym.sym.name, None)) is not None else []
-    upto_none = args.index(None) if None in args else len(args)
-    for given, named in ((args, kwargs), *(_said(bsym.sym, args, kwargs, first) for first in (upto_none, 1))):
+    # PyTorch takes no None in some places, and others only by their names.
+    up_to_none = args.index(None) if None in args else len(args)
+    for given, named in ((args, kwargs), *(_by_name(bsym.sym, args, kwargs, first) for first in (up_to_none, 1))):
         for function in functions:
-            with suppress(TypeError, RuntimeError):
+            with suppress(TypeError):
                 return function(*given, **named)
     raise NotImplementedError(f"{bsym.sym.name} is no function of PyTorch")
 
 
-def _said(symbol: Symbol, args: tuple, kwargs: dict[str, Any], first: int) -> tuple[tuple, dict[str, Any]]:
+def _by_name(symbol: Symbol, args: tuple, kwargs: dict[str, Any], first: int) -> tuple[tuple, dict[str, Any]]:
     """The first arguments, and the others by their names, without Thunder's defaults: PyTorch's may be others."""
     parameters = signature(symbol.meta).parameters if symbol.meta is not None else {}
     named = {**dict(zip(list(parameters)[first:], args[first:], strict=False)), **kwargs}

@@ -1,9 +1,10 @@
 """Write results of fused regions and of some kernels over inputs that die there.
 
 The pass works on the fused joint trace in its final order, where every name, its aliases and its last use are known. A
-region of `mem_pointwise` may overwrite an input that is dense and whole and not held by the caller. Nobody may read the
-input any more, under any name. `region_reuse.py` says which result may be written over which input. An executor that
-aliases by itself (nvFuser) keeps its own aliasing.
+region of `mem_pointwise` may overwrite an input that is dense and whole and not held by the caller, and a kernel of
+`kernels/in_place.py` its first argument. Nobody may read the input any more, under any name. `region_reuse.py` says
+which result of a region may be written over which input. An executor that aliases by itself (nvFuser) keeps its own
+aliasing.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class BufferReuse:
 
 
 def reuse_dying(trace: TraceCtx, source: TraceGraph | None = None, given: Collection[str] = ()) -> BufferReuse | None:
-    """Let regions write results over inputs that die there.
+    """Let regions and kernels write results over inputs that die there.
 
     Args:
         trace: a joint or plain trace in its final order, fused; `del`s keep their places.

@@ -221,7 +221,7 @@ class MemEfficient(ListedTransform):
         prologue_trace, computation_trace, epilogue_trace = with_written_arguments(
             (prologue_trace, computation_trace, epilogue_trace), compile_data.compile_options, self._options
         )
-        prologue_trace = with_unchecked_arguments(prologue_trace, compile_data.compile_options)
+        prologue_trace = with_unchecked_arguments(prologue_trace, compile_data)
         tag_shared_parameters(computation_trace.args, prologue_trace, compile_data.fn)
         if waits_for_shards(self, compile_data.transforms, computation_trace):
             return (
