@@ -168,8 +168,17 @@ def test_many_programs_for_what_nobody_reads_come_with_a_warning() -> None:
         warnings.simplefilter("error", UserWarning)
         for n in range(7):
             step(x, {"scale": x, "words": ["a"] * n})
-    with pytest.warns(UserWarning, match="compiled 8 times for arguments .* lengths of containers"):
+    with pytest.warns(UserWarning, match="compiled for 8 kinds of arguments .* lengths of containers"):
         step(x, {"scale": x, "words": ["a"] * 7})
+
+
+def test_programs_for_other_shapes_come_without_a_warning() -> None:
+    step = _compiled(lambda x, mask: x * 2 if mask is None else x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for n in range(1, 9):
+            step(torch.ones(n), None if n < 8 else torch.float32)
+    assert thunder.cache_misses(step) == 8
 
 
 def test_symbolic_values_are_checked_beside_numbers_too() -> None:

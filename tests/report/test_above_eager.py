@@ -61,6 +61,7 @@ def set_items(x):
         set_items,
         lambda x: x.T.square().sum(),
         lambda x: x.mT.sin().sum(),
+        lambda x: x.double().float().square().sum(),
         lambda x: torch.topk(x, 4)[0].square().sum(),
         lambda x: torch.sort(x, -1)[0][:, :4].square().sum(),
         lambda x: x.max(-1)[0].square().sum(),
@@ -68,7 +69,7 @@ def set_items(x):
         lambda x: torch.index_select(x, 0, PICKED).square().sum(),
         lambda x: x.gather(0, PICKED[:, None].expand(40, 64)).square().sum(),
     ],
-    ids=["setitem", "T", "mT", "topk", "sort", "max", "index", "index_select", "gather"],
+    ids=["setitem", "T", "mT", "float", "topk", "sort", "max", "index", "index_select", "gather"],
 )
 def test_eager_is_followed_through_methods_and_scattered_gradients(function):
     x, tangent = torch.randn(32, 64, requires_grad=True), torch.ones(())

@@ -39,7 +39,7 @@ def plain_form(func: Any, args: tuple, sums: EngineSums) -> Any:
         args: its arguments.
         sums: knows which tensors autograd's present node has made, such as a formula's zeros.
     """
-    if func not in _IN_PLACE or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+    if func not in _IN_PLACE or torch.is_grad_enabled():
         return func  # with gradients on, a checkpoint runs again inside the node
     node = torch._C._current_autograd_node()
     if node is None or not _NODES.fullmatch(node.name()) or not sums.is_of_node(args[0]):

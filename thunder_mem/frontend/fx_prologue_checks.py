@@ -8,6 +8,7 @@ subgraph removes that transform from the list when it is jitted, and prunes when
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,10 +17,15 @@ from thunder.core.trace import TraceCtx
 from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
 from torch._guards import CompileContext
 
-__all__ = ["pruned", "take_back_pruning"]
+__all__ = ["is_of_thunderfx", "pruned", "take_back_pruning"]
 
 # The latest graph, by Dynamo's number of the compilation: its subgraphs are jitted one after the other.
 _latest: ContextVar[tuple[object, ExtractionOnlyPrologueTransform] | None] = ContextVar("latest", default=None)
+
+
+def is_of_thunderfx(compile_options: Mapping[str, Any]) -> bool:
+    """Whether ThunderFX has jitted a program, by the options of its compilation."""
+    return "is_differentiable_outputs" in compile_options  # which only ThunderFX gives
 
 
 def take_back_pruning(module: Any) -> None:
@@ -29,7 +35,7 @@ def take_back_pruning(module: Any) -> None:
         module: the result of a `thunder.jit` call; nothing happens unless ThunderFX made the call.
     """
     data: Any = thunder.compile_data(module)
-    if data is None or "is_differentiable_outputs" not in data.compile_options:  # which only ThunderFX gives
+    if data is None or not is_of_thunderfx(data.compile_options):
         return
     graph = CompileContext.current_compile_id()
     transforms = data.transforms

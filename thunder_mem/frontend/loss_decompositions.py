@@ -22,7 +22,7 @@ from thunder_mem.sharding.op_rules import pointwise
 from thunder_mem.sharding.propagation import RULES, RuleError
 from thunder_mem.trace.rebuilding import recorded
 
-__all__ = ["DECOMPOSITIONS", "decomposed"]
+__all__ = ["DECOMPOSITIONS", "STACKS", "decomposed"]
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """By symbol id: `fn(*args, **kwargs)`, written in `thunder.torch` ops, that means the same as the op
@@ -224,12 +224,25 @@ def _column_stack(tensors):
     return ltorch.cat([ltorch.reshape(t, (t.numel, 1)) if t.ndim < 2 else t for t in tensors], 1)
 
 
+STACKS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.hstack: _hstack,
+    torch.vstack: _vstack,
+    torch.row_stack: _vstack,
+    torch.dstack: _dstack,
+    torch.column_stack: _column_stack,
+}
+"""By PyTorch's function: the same of a sequence of tensors, as a concatenation."""
+
 # Thunder passes these to torch whole, except `einsum`.
-for _torch_fn, _fn in (
-    *((torch.addmm, _addmm), (torch.mm, _mm), (torch.inner, _inner), (torch.narrow, _narrow), (torch.einsum, _einsum)),
-    *((torch.hstack, _hstack), (torch.vstack, _vstack), (torch.row_stack, _vstack), (torch.dstack, _dstack)),
-    (torch.column_stack, _column_stack),
-):
+_OTHERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.addmm: _addmm,
+    torch.mm: _mm,
+    torch.inner: _inner,
+    torch.narrow: _narrow,
+    torch.einsum: _einsum,
+    **STACKS,
+}
+for _torch_fn, _decomposition in _OTHERS.items():
     _symbol = ltorch._torch_to_thunder_function_map.get(_torch_fn)
     if _symbol is not None:
-        DECOMPOSITIONS[_symbol.id] = _fn
+        DECOMPOSITIONS[_symbol.id] = _decomposition

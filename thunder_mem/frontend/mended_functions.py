@@ -15,20 +15,17 @@ from operator import is_
 from typing import Any
 
 import thunder.torch as ltorch
-import torch
 from thunder.core.proxies import pyval
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.frontend.loss_decompositions import decomposed
+from thunder_mem.frontend.loss_decompositions import STACKS, decomposed
 from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["with_mended_functions"]
 
 _STACKS = {
-    symbol.id
-    for function in (torch.hstack, torch.vstack, torch.row_stack, torch.dstack, torch.column_stack)
-    if (symbol := ltorch._torch_to_thunder_function_map.get(function)) is not None
+    symbol.id for function in STACKS if (symbol := ltorch._torch_to_thunder_function_map.get(function)) is not None
 }
 
 

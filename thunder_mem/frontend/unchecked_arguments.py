@@ -37,22 +37,23 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.executors.pythonex import ex as pythonex
 
+from thunder_mem.frontend.fx_prologue_checks import is_of_thunderfx
+
 __all__ = ["with_unchecked_arguments"]
 
 _NAME = "check_other_arguments"
 _LEVELS, _LONGEST = 8, 1000  # of containers; what lies deeper, or in longer ones, is compared by its type or length
-_OFTEN = 8  # programs of one function, after which a warning says why
+_OFTEN = 8  # kinds of arguments of one function, after which a warning says why
+_COMPILED_OFTEN = (
+    f"this function was compiled for {_OFTEN} kinds of arguments that are no tensors, numbers or strings: None, "
+    "dtypes, functions, lengths of containers, or objects made anew. Leave out of its arguments what it does not read"
+)
 
 # Compared by their values. Numbers, strings and slices are Thunder's to check, except as a function's defaults.
 _VALUES = (
     *(NoneType, EllipsisType, Enum, bytes, range, type, ModuleType, MethodDescriptorType, WrapperDescriptorType),
     *(torch.dtype, torch.layout, torch.memory_format),
 )
-COMPILED_OFTEN = (
-    "this function was compiled {count} times for arguments that are no tensors, numbers or strings, and differ: None, "
-    "dtypes, functions, lengths of containers, or objects made anew. Leave out of its arguments what it does not read"
-)
-
 _NUMBERS = (int, float, complex, str)
 
 
@@ -60,13 +61,13 @@ def with_unchecked_arguments(prologue: TraceCtx, data: Any) -> TraceCtx:
     """The prologue with a check of what the others leave out; unchanged where they leave nothing out.
 
     Arguments that the program does not read count too, because nothing tells them from a None that it reads. The
-    function's eighth program of this kind comes with a warning.
+    function's eighth kind of arguments comes with a warning.
 
     Args:
         prologue: of the program.
         data: Thunder's `CompileData`. ThunderFX's programs stay as they are, because Dynamo guards their arguments.
     """
-    if "is_differentiable_outputs" in data.compile_options:  # which only ThunderFX gives
+    if is_of_thunderfx(data.compile_options):
         return prologue
     given = {b.output.name: b.output for b in prologue.bound_symbols if b.sym.id is PrimIDs.UNPACK_TRIVIAL}
     # Beside symbolic values the prologue does not check the types of numbers either.
@@ -104,17 +105,19 @@ def _same_as_first(kinds: list[Any]) -> Callable[[Any, Any], None]:
     """A function of a call's arguments that raises ValueError where they are of other kinds than the first call's.
 
     Args:
-        kinds: of the first calls of the function's other programs, to which this one's is added.
+        kinds: those of the function's programs, to which this one's is added.
     """
     first: list[Any] = []
 
     def check_other_arguments(args: Any, kwargs: Any) -> None:
-        kind = (_kind(tuple(args)), _kind(dict(sorted(kwargs.items()))))
+        kind = (_kind(args), _kind(dict(sorted(kwargs.items()))))
         if not first:
             first.append(kind)
+            if kind in kinds:
+                return
             kinds.append(kind)
-            if len(kinds) == _OFTEN and any(kind != other for other in kinds):
-                warnings.warn(COMPILED_OFTEN.format(count=_OFTEN), stacklevel=2)
+            if len(kinds) == _OFTEN:
+                warnings.warn(_COMPILED_OFTEN, stacklevel=2)
         elif kind != first[0]:
             raise ValueError("an argument is of another kind than when this program was compiled")
 

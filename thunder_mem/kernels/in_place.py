@@ -19,8 +19,7 @@ from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 __all__ = ["in_place", "register_in_place"]
 
 _in_place: dict[Symbol, Symbol] = {}
-_plain: dict[Symbol, Symbol] = {}
-_names: set[str] = set()
+_plain: dict[str, Symbol] = {}  # by the name of the new operation
 
 
 def register_in_place(operation: Symbol, name: str, function: Callable[..., torch.Tensor]) -> None:
@@ -34,8 +33,7 @@ def register_in_place(operation: Symbol, name: str, function: Callable[..., torc
     """
     new = mem_kernels_ex.register_operator(name, meta=_like_first, fn=function)
     _in_place[operation] = new
-    _plain[new] = operation
-    _names.add(name)
+    _plain[name] = operation
 
 
 def in_place(bsym: BoundSymbol) -> BoundSymbol | None:
@@ -51,7 +49,7 @@ def _like_first(a: TensorProxy, *_: Any, **__: Any) -> TensorProxy:
 _TRAITS = MemoryTraits(
     writes=lambda bsym: (bsym.args[0],),
     shares=lambda bsym: {bsym.output.name: bsym.args[0]},
-    runs=lambda bsym: bsym.from_bsym(sym=_plain[bsym.sym]),
+    runs=lambda bsym: bsym.from_bsym(sym=_plain[bsym.sym.name]),
     in_place=True,
 )
-declare(mem_kernels_ex, lambda name: _TRAITS if name in _names else PLAIN)
+declare(mem_kernels_ex, lambda name: _TRAITS if name in _plain else PLAIN)

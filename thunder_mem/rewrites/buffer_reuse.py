@@ -185,16 +185,21 @@ def _written_in_place(source: TraceGraph, memory: _Memory, index: int) -> BoundS
     """The operation with results over inputs that die at it; None if it can have none."""
     bsym = source.bsyms[index]
     if (over := in_place(bsym)) is not None:
-        first, result = bsym.args[0], bsym.output
-        saved = source.graph.ops[index].backward and memory.saved(first.name)
-        dies = memory.dies(first.name, index) and not saved
-        alone = [memory(p.name) for p in bsym.flat_proxy_args].count(memory(first.name)) == 1
-        alike = first.dtype == result.dtype and first.shape == result.shape
-        return over if dies and alone and alike and source.layout.is_plain(first.name) else None
+        return over if _may_overwrite_first(source, memory, index) else None
     if region_function_of(bsym) is None:
         return None
     reuse = _reuse(source, memory, index)
     return _with_reuse(bsym, reuse) if reuse is not None else None
+
+
+def _may_overwrite_first(source: TraceGraph, memory: _Memory, index: int) -> bool:
+    """Whether an operation's result may take the memory of its first argument, which has the result's form."""
+    bsym = source.bsyms[index]
+    first, result = bsym.args[0], bsym.output
+    saved = source.graph.ops[index].backward and memory.saved(first.name)
+    alone = [memory(p.name) for p in bsym.flat_proxy_args].count(memory(first.name)) == 1
+    alike = first.dtype == result.dtype and first.shape == result.shape
+    return memory.dies(first.name, index) and not saved and alone and alike and source.layout.is_plain(first.name)
 
 
 def _reuse(source: TraceGraph, memory: _Memory, index: int) -> InplacePlan | None:
