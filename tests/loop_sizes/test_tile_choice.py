@@ -43,8 +43,9 @@ def inputs(device, tokens, width, layers=2):
     return made(tokens, width), [tuple(made(*s) for s in sizes) for _ in range(layers)]
 
 
-def loops_of(args, rows):
-    jitted = thunder.jit(step, executors=[], transforms=[MemEfficient(strict=True, tile=Tiles(rows=rows))])
+def loops_of(args, rows, accumulate=None):
+    tile = Tiles(rows=rows, accumulate=accumulate)
+    jitted = thunder.jit(step, executors=[], transforms=[MemEfficient(strict=True, tile=tile)])
     jitted(*args)
     return stretches_of(thunder.last_traces(jitted)[-1])
 
@@ -113,9 +114,8 @@ def test_there_is_room_below_the_peak_or_a_higher_limit():
     assert {name: more[name] - room[name] for name in room} == dict.fromkeys(room, 10**12 - peak_bytes)
 
 
-def test_on_a_cpu_tiles_get_more_rows_first(monkeypatch):
-    monkeypatch.setattr("thunder_mem.chunk_loop.sum_price.multiplies", lambda device, dtype: True)
-    loops = loops_of(inputs("cpu", 1024, 64), 128)
+def test_on_a_cpu_tiles_get_more_rows_first_if_sums_are_finer():
+    loops = loops_of(inputs("cpu", 1024, 64), 128, "input")
     assert [choice.more_rows for choice in cheaper_choices(loops, 0.01)][:2] == [4, 16]
 
 

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import thunder
@@ -13,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.loop_calls import row_of
 from thunder_mem import ChunkLossHead, MemEfficient, Tiles, last_plan, predict, simulate
-from thunder_mem.chunk_loop.gradient_sums import Accumulator
-from thunder_mem.chunk_loop.matmul import gemm
 from thunder_mem.chunk_loop.price import device_seconds, host_calls, loop_seconds, rounding_seconds
 from thunder_mem.chunk_loop.sum_price import product_sum_seconds
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, scratch_bytes
@@ -124,11 +121,12 @@ def test_sums_are_rounded_once_at_the_end():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("units", "accumulate", "number_bytes"), [(True, "float32", 12), (True, "input", 64), (False, "float32", 0)]
+    ("amx", "accumulate", "number_bytes", "sum_s"),
+    [(True, "float32", 0, 2e-4), (False, "float32", 0, 0), (True, "input", 64, 0), (False, "input", 64, 0)],
 )
-def test_a_cpu_adds_16_bit_products_to_sums_apart_from_the_product(monkeypatch, units, accumulate, number_bytes):
-    """Without instructions for 16 bits, products are made in float32, and added to the sum by the same kernel."""
-    monkeypatch.setattr("thunder_mem.chunk_loop.sum_price.multiplies", lambda device, dtype: units)
+def test_what_sums_of_16_bit_products_take_on_a_cpu(monkeypatch, amx, accumulate, number_bytes, sum_s):
+    """With AMX a tile's float32 sum has a fixed cost; elsewhere the product's own kernel adds to it, and it is free."""
+    monkeypatch.setattr("thunder_mem.chunk_loop.sum_price.adds_to_float32", lambda device, dtype: amx)
     shapes = (2048, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE)
     x, up, down = (torch.randn(*s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
     tile = Tiles(rows=1024, accumulate=accumulate)
@@ -137,40 +135,11 @@ def test_a_cpu_adds_16_bit_products_to_sums_apart_from_the_product(monkeypatch, 
     (loop,) = {loop_of(b) for b in thunder.last_traces(jitted)[-1].bound_symbols if is_chunk_loop(b)}
     cpu = device_model("cpu")
     _, sums_s = extra_seconds(loop.plan, loop.backward[1024], cpu)
-    expected_s = 2 * WIDTH * WIDE * number_bytes / cpu.bandwidth_bytes_per_s
-    for shape in shapes[1:] if units else ():
-        for width, products in products_of_a_sum(loop.plan, shape, accumulate):
-            packed_bytes = 5 * 1024 * width * 2
-            expected_s += products * (30e-6 + packed_bytes / cpu.bandwidth_bytes_per_s)
-    assert sums_s == pytest.approx(expected_s)
-
-
-def products_of_a_sum(plan, shape, accumulate):
-    """The products that add one tile's gradient of a weight to its sum, on a CPU with instructions for 16 bits.
-
-    For each part of the sum the narrower side, whose operand all products read, and the number of products.
-    """
-    spec = next(spec for spec in plan.inputs if spec.shape == shape)
-    finer = accumulate == "input"
-    total = Accumulator(spec, torch.bfloat16 if finer else torch.float32, finer)
-    left, right = torch.ones(shape[0], 1024).bfloat16(), torch.ones(1024, shape[1]).bfloat16()
-    found = []
-
-    def noted(out, *operands, **options):
-        with mock.patch("torch.mm", side_effect=torch.mm) as product:
-            gemm(out, *operands, **options)
-        found.append((min(out.shape), product.call_count))
-
-    with (
-        mock.patch("thunder_mem.chunk_loop.matmul._bfloat16_units", lambda: True),
-        mock.patch("thunder_mem.chunk_loop.gradient_sums.gemm", noted),
-    ):
-        total.add_product(left, right, plan.tiles_bytes(plan.backward_block_bytes))
-    return found
+    assert sums_s == pytest.approx(2 * WIDTH * WIDE * number_bytes / cpu.bandwidth_bytes_per_s + 2 * sum_s)
 
 
 def test_the_product_of_a_single_chunk_is_no_sum(monkeypatch):
-    monkeypatch.setattr("thunder_mem.chunk_loop.sum_price.multiplies", lambda device, dtype: True)
+    monkeypatch.setattr("thunder_mem.chunk_loop.sum_price.adds_to_float32", lambda device, dtype: True)
     h, w = (torch.randn(*s, dtype=torch.bfloat16, requires_grad=True) for s in ((512, 256), (4096, 256)))
     targets, cpu = torch.zeros(512, dtype=torch.long), device_model("cpu")
     seconds = []

@@ -203,4 +203,4 @@ def test_the_device_is_asked_what_it_adds_up_before_a_loop_runs(monkeypatch):
         jitted = thunder.jit(head, executors=[], transforms=[ChunkLossHead(chunks=4)])
         thunder.compile_data(jitted).get_computation_and_inputs(x, w, t)
     assert set(asked) == {("cuda", torch.bfloat16)}
-    assert not adds_to_float32("cpu", torch.bfloat16)
+    assert not adds_to_float32("cpu", torch.float16)

@@ -1,23 +1,27 @@
 """Matrix products into existing buffers, with temporaries of a limited size.
 
-On CUDA, and in float32 on a CPU, the products of a chunk are single calls. 16-bit products on a CPU have two cases:
+On CUDA, and in float32 on a CPU, the products of a chunk are single calls. 16-bit products on a CPU have three cases:
 
 - In bfloat16, on a CPU that multiplies it (AVX-512 BF16, AMX), products are also single calls, whose packed operands
-  take some hundred KiB a thread. No call adds a bfloat16 product to a float32 sum. So tiles of the product, rounded to
-  bfloat16, are added one by one: one rounding a chunk, whose error does not grow with the number of chunks.
+  take some hundred KiB a thread.
+- There, the package's kernel adds products to float32 sums, if it can be compiled and the CPU has AMX
+  (`float32_sums.py`).
 - Otherwise oneDNN computes in a float32 scratch as large as the result (measured: 49 MB for a 25 MB gradient), or (in
   float16) at a tenth of the speed. Tiles converted to float32 take a fixed scratch instead, sum up in float32, and run
-  three times as fast.
+  three times as fast. Float32 sums take them, too, where there is no kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from thunder_mem.chunk_loop import float32_sums
+from thunder_mem.chunk_loop.float32_sums import add_float32, scratch_bytes_of_sum
 
 __all__ = [
     "adds_to_float32",
@@ -26,7 +30,6 @@ __all__ = [
     "gemm_scratch_bytes",
     "multiplies",
     "multiplies_in_tiles",
-    "rounded_rows",
     "scratch_bytes_of",
 ]
 
@@ -42,19 +45,28 @@ def gemm(out: Tensor, a: Tensor, b: Tensor, *, add: bool, scratch_bytes: int) ->
     """
     kind = a.device.type
     if isinstance(out, FakeTensor):
-        if _tiled(kind, out.dtype, a.dtype):
-            torch.empty(scratch_bytes, dtype=torch.uint8, device=a.device)
+        if nbytes := _bytes_beside(kind, out, a, b, scratch_bytes):
+            torch.empty(nbytes, dtype=torch.uint8, device=a.device)
     elif out.dtype == a.dtype and not _tiled(kind, out.dtype, a.dtype):
         if add:
             out.addmm_(a, b)
         else:
             torch.mm(a, b, out=out)
-    elif adds_to_float32(kind, a.dtype):
-        torch.addmm(out, a, b, beta=int(add), out_dtype=out.dtype, out=out)
-    elif multiplies(kind, a.dtype):
-        _gemm_rounded_tiles(out, a, b, add, scratch_bytes)
-    else:
+    elif not adds_to_float32(kind, a.dtype):
         _gemm_tiles(out, a, b, add, scratch_bytes)
+    elif kind == "cpu":
+        add_float32(out, a, b, add=add, scratch_bytes=scratch_bytes)
+    else:
+        torch.addmm(out, a, b, beta=int(add), out_dtype=out.dtype, out=out)
+
+
+def _bytes_beside(kind: str, out: Tensor, a: Tensor, b: Tensor, scratch_bytes: int) -> int:
+    """The bytes that `gemm` allocates for such a product."""
+    if _tiled(kind, out.dtype, a.dtype):
+        return scratch_bytes
+    if kind == "cpu" and out.dtype != a.dtype:
+        return scratch_bytes_of_sum(a.shape[1], b.shape[1], scratch_bytes)
+    return 0
 
 
 def scratch_bytes_of(chunk_logits_bytes: int) -> int:
@@ -68,7 +80,7 @@ def bytes_beside_stretch(scratch_bytes: int) -> int:
 
 
 def gemm_scratch_bytes(
-    device: str, dtype: torch.dtype, out_dtypes: Iterable[torch.dtype], rows: int, scratch_bytes: int
+    device: str, dtype: torch.dtype, out_dtypes: Collection[torch.dtype], rows: int, scratch_bytes: int
 ) -> int:
     """The most bytes that the products of a chunk hold beside their operands and results.
 
@@ -80,11 +92,9 @@ def gemm_scratch_bytes(
         scratch_bytes: the limit for tiles.
     """
     kind = device.split(":")[0]
-    tiles = scratch_bytes if any(_tiled(kind, out, dtype) for out in out_dtypes) else 0
-    if kind == "cpu" and dtype.itemsize < 4 and multiplies(kind, dtype):
-        # A third of the tiles' share is the product itself, with a stretch of a finer sum beside it three sevenths.
-        return max(tiles, bytes_beside_stretch(tiles) + _packed_bytes(rows))
-    return tiles
+    apart = any(_tiled(kind, out, dtype) or (kind == "cpu" and out != dtype) for out in out_dtypes)
+    packs = kind == "cpu" and dtype.itemsize < 4 and dtype in out_dtypes and multiplies(kind, dtype)
+    return max(scratch_bytes if apart else 0, _packed_bytes(rows) if packs else 0)
 
 
 def _packed_bytes(rows: int) -> int:
@@ -114,25 +124,6 @@ def _bfloat16_units() -> bool:
 def _tiled(device: str, out_dtype: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether `gemm` goes tile by tile for these operands."""
     return not multiplies(device, dtype) or (out_dtype != dtype and not adds_to_float32(device, dtype))
-
-
-def rounded_rows(width: int, scratch_bytes: int) -> int:
-    """Rows of a stretch of a 16-bit product of that width, and of its float32 copy, which adding two dtypes makes."""
-    return max(16, scratch_bytes // (max(1, width) * (2 + 4)))
-
-
-def _gemm_rounded_tiles(out: Tensor, a: Tensor, b: Tensor, add: bool, scratch_bytes: int) -> None:
-    """A float32 sum of 16-bit products, by stretches of the longer side of `out`."""
-    m, n = out.shape
-    step = rounded_rows(min(m, n), scratch_bytes)
-    for lo in range(0, max(m, n), step):
-        target = out[lo : lo + step] if m >= n else out[:, lo : lo + step]
-        product = torch.mm(a[lo : lo + step], b) if m >= n else torch.mm(a, b[:, lo : lo + step])
-        if add:
-            target.add_(product)
-        else:
-            target.copy_(product)
-        del product  # before the next one is made
 
 
 def _gemm_tiles(out: Tensor, a: Tensor, b: Tensor, add: bool, scratch_bytes: int) -> None:
@@ -177,19 +168,24 @@ def _tile_shape(m: int, n: int, k: int, floats: int) -> tuple[int, int, int]:
     return tile["m"], tile["n"], tile["k"]
 
 
-@cache
 def adds_to_float32(device: str, dtype: torch.dtype) -> bool:
-    """Whether the device adds a 16-bit product to a float32 sum in one call (CUDA from torch 2.8 on).
+    """Whether the device adds a 16-bit product to a float32 sum in one call (CUDA from torch 2.8 on, a CPU with AMX).
 
-    On a GPU the first call of this function runs a product, and the host waits for it: call it before a loop.
+    On a GPU the first call of this function runs a product, and the host waits for it. On a CPU it may compile for
+    some seconds. So call it before a loop.
     """
-    if device != "cuda":
-        return False
+    if device == "cpu":
+        return multiplies(device, dtype) and float32_sums.is_available()
+    return device == "cuda" and _gpu_adds_to_float32(dtype)
+
+
+@cache
+def _gpu_adds_to_float32(dtype: torch.dtype) -> bool:
     with unset_fake_temporarily():  # a simulated GPU cannot run the product
         if not torch._C._cuda_getDeviceCount():
             return True
-        a = torch.ones(16, 16, dtype=dtype, device=device)
-        out = torch.ones(16, 16, dtype=torch.float32, device=device)
+        a = torch.ones(16, 16, dtype=dtype, device="cuda")
+        out = torch.ones(16, 16, dtype=torch.float32, device="cuda")
         try:
             torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
         except (RuntimeError, TypeError):

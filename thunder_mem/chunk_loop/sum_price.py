@@ -1,16 +1,15 @@
 """The time that sums of weights' gradients take, which all chunks or tiles of a loop add to.
 
 A product is added to a float32 sum in the product's own kernel, which hides the sum's traffic if there are enough
-rows. Only a CPU that has instructions for 16-bit products makes the product first, and then adds it. Nor does a kernel
-add to a finer sum.
+rows. No kernel adds to a finer sum. Some CPUs have instructions for 16 bits, but no kernel that adds to float32: there
+such a product is made in float32, which the price leaves out.
 """
 
 from __future__ import annotations
 
 import math
 
-from thunder_mem.chunk_loop.gradient_sums import finer_bounds, part_bounds
-from thunder_mem.chunk_loop.matmul import bytes_beside_stretch, multiplies, rounded_rows
+from thunder_mem.chunk_loop.matmul import adds_to_float32
 from thunder_mem.chunk_loop.plan import LoopPlan
 from thunder_mem.memory.device_models import DeviceModel
 
@@ -19,14 +18,13 @@ __all__ = ["product_seconds", "product_sum_seconds", "sum_bytes"]
 # Of a sum that keeps one more byte: it is read and stored in 3 bytes, and joined, added and split in float32.
 _FINER_PASSES = 6
 
-# Of a number of a 16-bit product on a CPU: it is written and read to be added to a float32 sum, which is read and
-# written. Measured on one thread with AMX, weights of (688, 256) to (4096, 1024), tiles of 192 and 1,024 rows: 0.6 to
-# 0.8 ns beside the product. A finer sum is taken apart and joined by nine kernels: 3.0 to 3.3 ns.
-_ADDED_BYTES, _FINER_ADDED_BYTES = 2 + 2 + 4 + 4, 64
+# AMX makes products so fast that the fixed cost of a tile's sum counts. Measured on one thread, beyond the tile's share
+# of one product of all rows, tiles of 256 rows, weights of (256, 688) to (1024, 4096): 0 to 0.3 ms.
+_AMX_SUM_S = 2e-4
 
-# Such a product is made in stretches, each by calls of its own, which pack the narrower operand again. Measured there,
-# weights of (256, 256) to (4096, 1024), sums of up to 98 stretches: the price is 0.8 to 2 times the time.
-_STRETCH_S, _PACKED_PASSES = 30e-6, 5
+# Bytes moved for each number of a finer sum on a CPU, where nine kernels take it apart and join it. Measured on one
+# thread, weights of (688, 256) to (4096, 1024): 3.0 to 3.3 ns.
+_FINER_CPU_BYTES = 64
 
 
 def product_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel, more_bytes: int = 0) -> float:
@@ -39,36 +37,17 @@ def product_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel, mor
 
 def product_sum_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel) -> float:
     """Seconds to add that product to the sum, beyond the product's own."""
-    spec, finer = plan.inputs[i], plan.finer(i)
-    apart = finer or plan.grad_dtype(i) != spec.dtype
-    if apart and device.name == "cpu" and spec.dtype.itemsize == 2 and multiplies("cpu", spec.dtype):
-        return _rounded_sum_seconds(plan, i, depth, device)
-    added_bytes = sum_bytes(plan, i)
-    if finer:
+    spec, added_bytes = plan.inputs[i], sum_bytes(plan, i, device)
+    if plan.finer(i):
         return added_bytes / device.bandwidth_bytes_per_s
+    if plan.grad_dtype(i) != spec.dtype and device.name == "cpu" and adds_to_float32("cpu", spec.dtype):
+        return _AMX_SUM_S
     return product_seconds(plan, i, depth, device, added_bytes) - product_seconds(plan, i, depth, device)
 
 
-def _rounded_sum_seconds(plan: LoopPlan, i: int, depth: int, device: DeviceModel) -> float:
-    """Seconds to add a 16-bit product to a wider or finer sum, one stretch after the other."""
-    spec, finer = plan.inputs[i], plan.finer(i)
-    scratch_bytes, stretches = plan.tiles_bytes(plan.backward_block_bytes), 0
-    if finer:
-        parts, product_bytes = finer_bounds(spec, scratch_bytes), bytes_beside_stretch(scratch_bytes)
-    else:
-        parts, product_bytes = part_bounds(spec, plan.grad_dtype(i)), scratch_bytes
-    moved_bytes = math.prod(spec.shape) * (_FINER_ADDED_BYTES if finer else _ADDED_BYTES)
-    for lo, hi in parts:
-        width, length = sorted((hi - lo, spec.shape[1]))
-        count = math.ceil(length / rounded_rows(width, product_bytes))
-        moved_bytes += count * _PACKED_PASSES * depth * width * spec.dtype.itemsize
-        stretches += count
-    return moved_bytes / device.bandwidth_bytes_per_s + stretches * _STRETCH_S
-
-
-def sum_bytes(plan: LoopPlan, i: int) -> int:
+def sum_bytes(plan: LoopPlan, i: int, device: DeviceModel) -> int:
     """Bytes read and written of the sum of the gradients of input `i`, for one tile."""
     numbers = math.prod(plan.inputs[i].shape)
-    if plan.finer(i):
-        return numbers * (2 * 3 + _FINER_PASSES * 4)
-    return 2 * numbers * plan.grad_dtype(i).itemsize
+    if not plan.finer(i):
+        return 2 * numbers * plan.grad_dtype(i).itemsize
+    return numbers * (_FINER_CPU_BYTES if device.name == "cpu" else 2 * 3 + _FINER_PASSES * 4)

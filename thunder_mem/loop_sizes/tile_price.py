@@ -76,7 +76,7 @@ def extra_seconds(plan: LoopPlan, body: Body, device: DeviceModel) -> tuple[floa
         elif i in products:
             sums_s += product_sum_seconds(plan, i, products[i], device)
         else:
-            sums_s += (spec.nbytes + sum_bytes(plan, i)) / device.bandwidth_bytes_per_s
+            sums_s += (spec.nbytes + sum_bytes(plan, i, device)) / device.bandwidth_bytes_per_s
     # The rows were just written, so a cache that holds them is read, and not the memory.
     moved_bytes = copied_bytes * (1 if copied_bytes <= _CACHED * device.cache_bytes else 2)
     return moved_bytes / device.bandwidth_bytes_per_s, sums_s
