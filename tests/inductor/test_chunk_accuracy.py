@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.programs.chunk_tools import chunked, exact, head, inputs, packed_bytes, relative
 from thunder_mem import ChunkLossHead, MemEfficient, predict, simulate
 from thunder_mem.chunk_loop.gradient_sums import Accumulator, finish, part_bounds, rounding_calls
-from thunder_mem.chunk_loop.matmul import gemm_scratch_bytes, multiplies
+from thunder_mem.chunk_loop.matmul import gemm, gemm_scratch_bytes, multiplies
 from thunder_mem.chunk_loop.plan import ALIGNED_ROWS, Spec
 from thunder_mem.chunk_loop.price import host_calls
 from thunder_mem.chunk_loop.run import _new_sums
@@ -33,11 +33,16 @@ def dw_error(chunks, accumulate="float32"):
 COUNTS = [(2, 128), pytest.param((2, 4, 8, 16, 32, 64, 128), marks=pytest.mark.slow)]
 
 
+HAS_UNITS = multiplies("cpu", torch.bfloat16)
+UNITS = [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_UNITS, reason="this CPU has no bfloat16 units"))]
+
+
 @pytest.mark.parametrize("counts", COUNTS, ids=["ends", "all"])
+@pytest.mark.parametrize("units", UNITS, ids=["without units", "with units"])
 @pytest.mark.slow
-def test_error_of_dw_is_flat_in_the_chunk_count(counts, monkeypatch):
-    """As on a GPU, or on a CPU without bfloat16 units: products are added in float32, unrounded."""
-    monkeypatch.setattr("thunder_mem.chunk_loop.matmul.multiplies", lambda device, dtype: False)
+def test_error_of_dw_is_flat_in_the_chunk_count(units, counts, monkeypatch):
+    """Products are added in float32, unrounded."""
+    monkeypatch.setattr("thunder_mem.chunk_loop.matmul.multiplies", lambda device, dtype: units)
     one, rounding = dw_error(1)
     errors = [dw_error(chunks)[0] for chunks in counts]
     assert max(errors) < 1.03 * one, (one, errors)
@@ -45,12 +50,19 @@ def test_error_of_dw_is_flat_in_the_chunk_count(counts, monkeypatch):
     assert max(dw_error(chunks, "input")[0] for chunks in counts) < 1.03 * one  # by a byte more, while chunks run
 
 
-@pytest.mark.skipif(not multiplies("cpu", torch.bfloat16), reason="this CPU has no bfloat16 units")
-@pytest.mark.parametrize("counts", COUNTS, ids=["ends", "all"])
-def test_with_bfloat16_units_too(counts):
-    """No product of a chunk is rounded, as on a GPU."""
-    one, _ = dw_error(1)
-    assert max(dw_error(chunks)[0] for chunks in counts) < 1.03 * one
+@pytest.mark.parametrize("chunks", [2, 3, 4, 8, 32])
+def test_sums_of_bfloat16_products_err_as_little_as_one_product(chunks):
+    n, d, v = 256, 32, 512
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        x, w = torch.randn(n, d, generator=generator).bfloat16(), torch.randn(v, d, generator=generator).bfloat16()
+        targets = F.one_hot(torch.randint(v, (n,), generator=generator), v)
+        dlogits = (((x @ w.t() / 8).float().softmax(-1) - targets) / n).bfloat16()
+        want = dlogits.double().t() @ x.double()
+        total = torch.zeros(v, d)
+        for rows, xs in zip(dlogits.chunk(chunks), x.chunk(chunks), strict=True):
+            gemm(total, rows.t(), xs, add=True, scratch_bytes=1 << 16)
+        assert relative(total.bfloat16(), want) < 1.03 * relative(torch.mm(dlogits.t(), x), want), seed
 
 
 def test_bfloat16_loss_is_summed_in_float32():

@@ -101,8 +101,8 @@ def _sizes(k: int, n: int, scratch_bytes: int) -> _Sizes:
     depth = min(k, _DEPTH)
     even = depth + depth % 2
     half = max(_PANEL * even, scratch_bytes // 2 // torch.bfloat16.itemsize)
-    width = min(-(-n // _PANEL), half // even // _PANEL) * _PANEL
     rows = half // even
+    width = min(-(-n // _PANEL), rows // _PANEL) * _PANEL
     threads = max(1, min(torch.get_num_threads(), rows // _LEAST_HEIGHT))
     height = min(_HEIGHT, rows // threads // _LEAST_HEIGHT * _LEAST_HEIGHT)
     return _Sizes(depth, width, height, threads, width * even, max(threads * height, _PANEL) * even)

@@ -47,17 +47,16 @@ def gemm(out: Tensor, a: Tensor, b: Tensor, *, add: bool, scratch_bytes: int) ->
     if isinstance(out, FakeTensor):
         if nbytes := _bytes_beside(kind, out, a, b, scratch_bytes):
             torch.empty(nbytes, dtype=torch.uint8, device=a.device)
-    elif out.dtype == a.dtype and not _tiled(kind, out.dtype, a.dtype):
-        if add:
-            out.addmm_(a, b)
-        else:
-            torch.mm(a, b, out=out)
-    elif not adds_to_float32(kind, a.dtype):
+    elif _tiled(kind, out.dtype, a.dtype):
         _gemm_tiles(out, a, b, add, scratch_bytes)
-    elif kind == "cpu":
+    elif out.dtype != a.dtype and kind == "cpu":
         add_float32(out, a, b, add=add, scratch_bytes=scratch_bytes)
-    else:
+    elif out.dtype != a.dtype:
         torch.addmm(out, a, b, beta=int(add), out_dtype=out.dtype, out=out)
+    elif add:
+        out.addmm_(a, b)
+    else:
+        torch.mm(a, b, out=out)
 
 
 def _bytes_beside(kind: str, out: Tensor, a: Tensor, b: Tensor, scratch_bytes: int) -> int:
