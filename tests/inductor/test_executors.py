@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import threading
 import weakref
 
@@ -366,6 +367,36 @@ def test_each_layout_compiles_once_and_too_many_run_unfused(monkeypatch):
     for x, y, variants in [(a, b, 1), (b, a, 1), (a.t(), b, 2), (a.t(), b, 2), (a.t(), b.t(), 2)]:
         torch.testing.assert_close(function(x, y)[0], x.sin() * y)
         assert function.variants == variants
+
+
+def test_calls_in_turn_get_the_function_of_their_own_arguments():
+    function = region_of(lambda x, y: prims.mul(prims.sin(x), y), F32, F32)
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    pairs = [
+        (a, b),
+        (a.t(), b.t()),
+        (a[:2], b[:2]),
+        (a[:, :1], b[:, :1]),
+        (a[:1].expand(4, 4), b),
+        (torch.nn.Parameter(a), b),
+        (a, a),
+        (torch._neg_view(a), b),
+    ]
+    for first, second in itertools.permutations(pairs, 2):
+        for x, y in (first, first, second, first):  # the second of two equal calls is remembered
+            (out,), expected = function(x, y), x.detach().sin() * y
+            torch.testing.assert_close(out, expected)
+            assert out.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_tensor_with_the_negative_bit_is_read_as_negated(calls):
+    """Inductor reads the memory as it is, and returned the result's negative."""
+    z = torch.randn(5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj().imag
+    assert z.is_neg()
+    jitted = jit(lambda x: x.sin() * 2 + x)
+    for x in (z.resolve_neg(),) * (calls - 1) + (z,):
+        torch.testing.assert_close(jitted(x), z.sin() * 2 + z)
 
 
 def test_fake_tensors_run_unfused_and_look_like_the_real_thing(monkeypatch):
