@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForSequenceClassificationLoss
 from transformers.utils import can_return_loss, find_labels
 
+from thunder_mem.integrations.made_of_labels import made_of_labels
+
 __all__ = ["Inputs", "inputs_by_name", "not_compiled", "prepared"]
 
-_MASKS = ("attention_mask", "decoder_attention_mask")
+_MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
+"""The masks that may be left out, and the tokens of which they are."""
+
+_PADDING = ("pad_token_id", "pad_index", "padding_idx")
+"""The names that transformers has for the token that fills rows up."""
 
 
 _Constant = bool | int | float | str
@@ -61,7 +69,7 @@ def not_compiled(model: PreTrainedModel, values: Mapping[str, object]) -> str | 
     """Why the model's own code runs this call: "" if nothing is trained, a reason, or None if it is compiled."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return ""
-    if not any(p.requires_grad for p in model.parameters()):
+    if not any(t.requires_grad for t in (*model.parameters(), *values.values()) if isinstance(t, Tensor)):
         return ""
     if (hooked := _hooked(model)) is not None:
         return f"{hooked} has a hook, which a compiled step would not call"
@@ -81,11 +89,10 @@ def not_compiled(model: PreTrainedModel, values: Mapping[str, object]) -> str | 
 
 def prepared(model: PreTrainedModel, values: Mapping[str, object]) -> Inputs:
     """The inputs for the compiled part: what depends on their data, or writes into tensors, is done here."""
-    found = dict(values)
+    found = {**values, **made_of_labels(model, values)}
     packed = _restarts(found)
-    for name in _MASKS:
-        mask = found.get(name)
-        if isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()):
+    for name, tokens in _MASKS.items():
+        if _hides_nothing(model, found.get(name), found.get(tokens)):
             found[name] = None  # so that attention is causal by itself, and no mask exists
     items = found.get("num_items_in_batch")
     if isinstance(items, int):
@@ -93,17 +100,55 @@ def prepared(model: PreTrainedModel, values: Mapping[str, object]) -> Inputs:
     if "use_cache" in inspect.signature(type(model).forward).parameters:
         found["use_cache"] = False
     _settle_problem_type(model, found.get("labels"))
-    if (decoder := _decoder_inputs(model, found)) is not None:
-        found["decoder_input_ids"] = decoder
     given = {name: value for name, value in found.items() if value is not None}
     return Inputs(given, _has_loss(model, values), packed)
 
 
+def _hides_nothing(model: PreTrainedModel, mask: object, tokens: object) -> bool:
+    """Whether a mask of (B, T) is of ones, and the model makes no other mask of the tokens where it gets none."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool(mask.all()):
+        return False
+    kinds: set[Any] = {type(m) for m in model.modules()}
+    if not isinstance(tokens, Tensor) or not any(_names_padding(kind) for kind in kinds):
+        return True
+    return not any(bool((tokens == token).any()) for token in _padding_tokens(model))
+
+
+def _padding_tokens(model: PreTrainedModel) -> set[int]:
+    inside = (config for config in vars(model.config).values() if isinstance(config, PretrainedConfig))
+    named = [vars(x).get(name) for x in (model.config, *inside, *model.modules()) for name in _PADDING]
+    return {token for token in named if isinstance(token, int)}
+
+
+@cache
+def _names_padding(kind: type[nn.Module]) -> bool:
+    """Whether a module's forward, or a function that it calls, names the token that fills rows up."""
+    seen: set[object] = set()
+    left = [] if kind.__module__.startswith("torch.") else [inspect.unwrap(kind.forward)]
+    while left:
+        function = left.pop()
+        if not isinstance(function, FunctionType) or function in seen or function.__module__.startswith("torch."):
+            continue
+        seen.add(function)
+        names = function.__code__.co_names
+        if any(name in _PADDING for name in names):
+            return True
+        left += [function.__globals__.get(name) or getattr(kind, name, None) for name in names]
+    return False
+
+
 def _hooked(model: PreTrainedModel) -> str | None:
-    """The first module inside with a hook; those of the model itself run around its forward."""
+    """The first module inside with a hook; those of the model itself run around its forward.
+
+    That of `enable_input_require_grads` does not count: it lets reentrant checkpoints of frozen layers have gradients,
+    and compiled checkpoints are not reentrant.
+    """
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    unneeded = getattr(getattr(model, "_require_grads_hook", None), "id", None)
     inside = (pair for pair in model.named_modules() if pair[1] is not model)
-    return next((name for name, module in inside if any(getattr(module, kind) for kind in kinds)), None)
+    return next(
+        (name for name, module in inside if any(set(getattr(module, kind)) - {unneeded} for kind in kinds)), None
+    )
 
 
 def _settle_problem_type(model: PreTrainedModel, labels: object) -> None:
@@ -134,17 +179,3 @@ def _has_loss(model: PreTrainedModel, values: Mapping[str, object]) -> bool:
     kind = type(model)
     asked = values.get("return_loss", can_return_loss(kind))
     return bool(asked) or any(values.get(name) is not None for name in find_labels(kind))
-
-
-def _decoder_inputs(model: PreTrainedModel, values: Mapping[str, object]) -> Tensor | None:
-    """The decoder's tokens, which an encoder-decoder model otherwise makes of the labels by writing into a tensor."""
-    labels = values.get("labels")
-    given = any(values.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
-    if not isinstance(labels, Tensor) or given or not model.config.is_encoder_decoder:
-        return None
-    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        return model.prepare_decoder_input_ids_from_labels(labels=labels)
-    shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
-    if shift is None:
-        return None
-    return shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)

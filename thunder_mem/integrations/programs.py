@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from traceback import walk_tb
 
@@ -24,7 +24,8 @@ __all__ = ["WAYS", "Compilation", "Program", "first_program", "tensors_of"]
 
 WAYS = ("thunder.jit", "thunderfx")
 _REASON = 160  # characters of an error in a message
-_TRACING = ("thunder.core.interpreter", "thunder.core.jit_ext")  # they are left when a program is traced
+# They are left when a program is traced, and when Thunder joins arguments that share memory.
+_TRACING = ("thunder.core.interpreter", "thunder.core.jit_ext", "thunder.core.update_aliases")
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ class Program:
     """
 
     way: str
-    compiled: Callable[..., dict[str, Tensor]]
-    model: PreTrainedModel
+    compiled: Callable[..., dict[str, Tensor]] = field(repr=False)
+    model: PreTrainedModel = field(repr=False)
     packed: bool
     loss_alone: bool
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...] = field(repr=False)
 
     def __call__(self, values: Mapping[str, object]) -> dict[str, Tensor]:
         wants_gradients = torch.is_grad_enabled()
@@ -71,9 +72,12 @@ class Program:
             torch.set_grad_enabled(wants_gradients)
 
     def run(self, inputs: Inputs) -> Outcome:
-        """The result; None if the loss has no gradient, though tensors of the model want theirs."""
+        """The result; None if there is no loss, or it has no gradient, though tensors want theirs."""
         result = self(inputs.values)
-        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
+        if self.loss_alone and not result:
+            return None, None, (f"{self.way}: the model makes no loss of these inputs",)
+        given = (*self.tensors, *inputs.values.values())
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in given if isinstance(t, Tensor))
         if wanted and "loss" in result and not result["loss"].requires_grad:
             return None, None, (f"{self.way}: its loss has no gradient",)
         return self, result, ()

@@ -39,7 +39,8 @@ def compiled_entry(
     data: Any = thunder.compile_data(jitted)
     stats = thunder.compile_stats(jitted)
     if data is None or stats is None:
-        raise TypeError(f"predict takes what thunder.jit returned, not {type(jitted).__name__}")
+        way = "; programs(model)[-1].compiled is what was compiled of it" if hasattr(jitted, "_thunder_mem") else ""
+        raise TypeError(f"predict takes what thunder.jit returned, not {type(jitted).__name__}{way}")
     if not call:
         if not stats.interpreter_cache:
             raise ValueError(
@@ -71,7 +72,10 @@ def compiled_entry(
 
 def _way_for(jitted: Callable[..., Any]) -> str:
     """What compiles a Hugging Face model, which Thunder alone often cannot trace; "" for other functions."""
-    classes = type(getattr(jitted, "_model", None)).__mro__
+    model = getattr(jitted, "_model", None)
+    if hasattr(model, "is_hugging_face"):
+        return "; memory_efficient traces this model: predict its last program without arguments"
+    classes = type(model).__mro__
     if not any(base.__module__.startswith("transformers.") for base in classes):
         return ""
     return "; if it runs without Thunder, memory_efficient(model) of thunder_mem.integrations.transformers compiles it"

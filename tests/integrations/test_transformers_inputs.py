@@ -1,0 +1,194 @@
+"""What `memory_efficient` makes of a call's inputs before the compiled part: eager computes the same loss of both."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers as hf
+
+from tests.programs.hugging_face import NO_DROPOUT, SIZES, WORDS, gpt2, llama, text, tokens
+from thunder_mem import PredictionError, predict
+from thunder_mem.integrations.call_inputs import not_compiled, prepared
+from thunder_mem.integrations.transformers import memory_efficient, programs
+
+PAIR = {
+    "vocab_size": WORDS,
+    "d_model": 16,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    **{f"{half}_{what}": n for half in ("encoder", "decoder") for what, n in (("layers", 1), ("attention_heads", 2))},
+    **{f"{half}_ffn_dim": 16 for half in ("encoder", "decoder")},
+}
+SMALL = {**SIZES, "num_hidden_layers": 1, **NO_DROPOUT}
+
+
+def bert2bert():
+    config = hf.EncoderDecoderConfig.from_encoder_decoder_configs(hf.BertConfig(**SMALL), hf.BertConfig(**SMALL))
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    return hf.EncoderDecoderModel(config)
+
+
+def fsmt():
+    words = {"src_vocab_size": WORDS, "tgt_vocab_size": WORDS, "langs": ["en", "de"]}
+    return hf.FSMTForConditionalGeneration(hf.FSMTConfig(**{**PAIR, **words}))
+
+
+def t5gemma():
+    part = {**SMALL, "num_key_value_heads": 1, "head_dim": 8, "attention_dropout": 0.0}
+    config = hf.T5GemmaConfig(encoder=dict(part), decoder=dict(part), vocab_size=WORDS, dropout_rate=0.0)
+    return hf.T5GemmaForConditionalGeneration(config)
+
+
+def xlm():
+    sizes = {"vocab_size": WORDS, "emb_dim": 16, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 64}
+    return hf.XLMWithLMHeadModel(hf.XLMConfig(**sizes, dropout=0.0, attention_dropout=0.0))
+
+
+MODELS = {
+    "bart": lambda: hf.BartForConditionalGeneration(hf.BartConfig(**PAIR)),
+    "bart, classes": lambda: hf.BartForSequenceClassification(hf.BartConfig(**PAIR)),
+    "mbart": lambda: hf.MBartForConditionalGeneration(hf.MBartConfig(**PAIR)),
+    "mbart, classes": lambda: hf.MBartForSequenceClassification(hf.MBartConfig(**PAIR)),
+    "bert2bert": bert2bert,
+    "fsmt": fsmt,
+    "t5gemma": t5gemma,
+    "xlm": xlm,
+    "roberta": lambda: hf.RobertaForMaskedLM(hf.RobertaConfig(**SMALL)),
+    "llama": lambda: llama(layers=1)[0],
+    "gpt2": lambda: gpt2(layers=1)[0],
+}
+MASKS = {
+    "no mask": lambda ids, padding: None,
+    "ones": lambda ids, padding: torch.ones_like(ids),
+    "padded": lambda ids, padding: (ids != padding).long(),
+}
+
+
+def batch_for(name, model, mask):
+    """Rows that end with padding, and labels that begin with ignored tokens."""
+    padding = {"xlm": 2, "llama": 0, "gpt2": 0}.get(name, getattr(model.config, "pad_token_id", None) or 0)
+    ids, labels = tokens(), tokens()
+    ids[:, -1] = min(model.config.eos_token_id or 5, WORDS - 1)  # the tokens of which Bart's classes are made
+    ids[1, 11:15] = padding
+    labels[:, :3] = -100
+    labels = torch.tensor([0, 1]) if "classes" in name else labels
+    return {"input_ids": ids, "attention_mask": MASKS[mask](ids, padding), "labels": labels}
+
+
+@pytest.fixture
+def in_float64(name):
+    """Some masks of transformers are made in the default dtype; those of FSMT want float32."""
+    torch.set_default_dtype(torch.float32 if name == "fsmt" else torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_stays_whatever_is_made_of_the_inputs(name, mask, in_float64):
+    """FSMT shifts its inputs and not its labels, bert2bert hides what was ignored, XLM makes a mask of its tokens."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    batch = batch_for(name, model, mask)
+    expected = model(**{k: value for k, value in batch.items() if value is not None}).loss
+    made = prepared(model, copy.copy(batch)).values
+    assert model(**made).loss.item() == pytest.approx(expected.item(), rel=1e-6 if name == "fsmt" else 1e-13)
+
+
+@pytest.mark.parametrize(
+    "name, keeps", [("llama", False), ("gpt2", False), ("bart", True), ("xlm", True), ("t5gemma", True)]
+)
+def test_a_mask_of_ones_stays_only_where_the_model_would_make_another(name, keeps):
+    model = MODELS[name]()
+    batch = batch_for(name, model, "ones")
+    assert ("attention_mask" in prepared(model, batch).values) == keeps
+    batch["input_ids"] = tokens()  # without padding
+    assert "attention_mask" not in prepared(model, batch).values
+
+
+def test_a_masks_decoder_is_asked_for_its_own_tokens():
+    model = MODELS["bart"]()
+    batch = {**batch_for("bart", model, "padded"), "decoder_attention_mask": torch.ones(2, 16, dtype=torch.long)}
+    assert "decoder_attention_mask" in prepared(model, batch).values  # ignored labels became padding
+    batch["labels"] = tokens()
+    assert "decoder_attention_mask" not in prepared(model, batch).values
+
+
+def test_the_decoders_tokens_need_a_padding_token_as_in_eager():
+    model = bert2bert()
+    model.config.pad_token_id = None
+    with pytest.raises(ValueError, match="pad_token_id"):
+        prepared(model, batch_for("bert2bert", model, "ones"))
+
+
+@pytest.mark.slow
+def test_a_frozen_model_trains_its_inputs():
+    model, _ = llama(layers=1)
+    model.requires_grad_(False)
+    prompt, ids = torch.randn(2, 4, 16, requires_grad=True), tokens()
+    values = {"inputs_embeds": torch.cat([prompt, model.model.embed_tokens(ids)], 1), "labels": tokens(columns=20)}
+    expected = torch.autograd.grad(model(**values).loss, prompt, retain_graph=True)
+    memory_efficient(model, executors=[], strict=True)
+    torch.testing.assert_close(torch.autograd.grad(model(**values).loss, prompt), expected)
+    assert programs(model)
+
+
+def test_the_hook_for_frozen_checkpoints_is_not_needed():
+    model, batch = llama(layers=1)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    assert not_compiled(model, batch) is None
+    model.model.norm.register_forward_hook(lambda module, args, output: output)
+    assert "model.norm has a hook" in not_compiled(model, batch)
+    model.disable_input_require_grads()
+    assert "model.norm has a hook" in not_compiled(model, batch)
+
+
+@pytest.mark.slow
+def test_labels_of_which_a_model_makes_no_loss_get_its_own_outputs():
+    """`BertForPreTraining` wants labels of the next sentence, too."""
+    model = hf.BertForPreTraining(hf.BertConfig(**SMALL))
+    ids = tokens()
+    memory_efficient(model, executors=[])
+    with pytest.warns(UserWarning, match="the model makes no loss of these inputs"):
+        output = model(input_ids=ids, labels=ids)  # one tensor twice, of which one use is not read
+    assert "prediction_logits" in output and not programs(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bart, classes", "bert2bert", "fsmt", "xlm"])
+def test_the_gradients_stay_whatever_is_made_of_the_inputs(name, in_float64):
+    model = MODELS[name]()
+    eager = copy.deepcopy(model)
+    batch = batch_for(name, model, "ones")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        memory_efficient(model, executors=[])
+        for m in (model, eager):
+            m(**batch).loss.backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.slow
+def test_a_prediction_of_a_traced_model_says_what_to_give():
+    model, batch = llama(layers=1)
+    memory_efficient(model, executors=[])
+    with pytest.raises(
+        TypeError, match=r"not LlamaForCausalLM; programs\(model\)\[-1\]\.compiled is what was compiled"
+    ):
+        predict(model, kwargs=text())
+    model(**batch).loss.backward()
+    (program,) = programs(model)
+    assert "tensor(" not in repr(program)
+    if program.way == "thunder.jit":
+        with pytest.raises(PredictionError, match="predict its last program without arguments"):
+            predict(program.compiled, kwargs=batch)
+    assert predict(program.compiled).peak_bytes > 0
