@@ -192,3 +192,17 @@ def test_a_prediction_of_a_traced_model_says_what_to_give():
         with pytest.raises(PredictionError, match="predict its last program without arguments"):
             predict(program.compiled, kwargs=batch)
     assert predict(program.compiled).peak_bytes > 0
+
+
+@pytest.mark.slow
+def test_under_autocast_a_loss_is_in_float32():
+    """As PyTorch's autocast computes it; Thunder's computes it in bfloat16."""
+    torch.manual_seed(0)
+    model = hf.BertForMaskedLM(hf.BertConfig(**SMALL))
+    eager, ids = copy.deepcopy(model), tokens()
+    memory_efficient(model, executors=[], strict=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = (m(input_ids=ids, labels=ids.clone()).loss for m in (model, eager))
+    assert programs(model) and found.dtype == expected.dtype == torch.float32
+    assert found.item() == pytest.approx(expected.item(), rel=2e-4)  # bfloat16 itself has steps of 0.03
+    assert model(input_ids=ids, labels=ids.clone()).loss.dtype == torch.float32

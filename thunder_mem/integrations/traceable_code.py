@@ -5,7 +5,7 @@ the same values:
 
 - Masks are made by `torch.vmap` over index tensors. The same index functions get index tensors that broadcast.
 - Losses are made as modules inside the forward, ``CrossEntropyLoss()``. The name stands for a function that makes
-  PyTorch's functional loss.
+  PyTorch's functional loss. Under `torch.autocast` it computes in float32, as PyTorch does and Thunder does not.
 - Attention shares keys between heads by ``enable_gqa``. Keys are repeated, as transformers does wherever it has a mask.
 - Outputs name the logits beside the loss. Where ThunderFX breaks the model, they would leave its last graph whole, and
   the head would not run in chunks. Where only the loss is asked for, an output is made without them.
@@ -65,10 +65,12 @@ def _replacements(model: nn.Module, packed: bool, loss_alone: bool) -> Iterator[
     if not packed:
         yield own, "find_packed_sequence_indices", _not_packed
     yield vars(sdpa_attention), "use_gqa_in_sdpa", _repeats_keys
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    losses = _LOSSES_IN_FLOAT32 if torch.is_autocast_enabled(device) else _LOSSES
     for module in _modules(model):
         for name, value in list(vars(module).items()):
-            if isinstance(value, type) and value in _LOSSES:
-                yield vars(module), name, _LOSSES[value]
+            if isinstance(value, type) and value in losses:
+                yield vars(module), name, losses[value]
     if loss_alone:
         for cls in type(model).__mro__:
             for name, value in list(vars(sys.modules[cls.__module__]).items()):
@@ -161,11 +163,23 @@ def _maker(function: Callable[..., Tensor]) -> Callable[..., Callable[[Tensor, T
     return make
 
 
-_LOSSES: dict[type, Callable[..., object]] = {
-    nn.CrossEntropyLoss: _maker(F.cross_entropy),
-    nn.BCEWithLogitsLoss: _maker(F.binary_cross_entropy_with_logits),
-    nn.MSELoss: _maker(F.mse_loss),
+def _in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def wide(t: Tensor) -> Tensor:
+        return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+
+    def loss(result: Tensor, target: Tensor, *arguments: object, **options: object) -> Tensor:
+        return function(wide(result), wide(target), *arguments, **options)
+
+    return loss
+
+
+_FUNCTIONS: dict[type, Callable[..., Tensor]] = {
+    nn.CrossEntropyLoss: F.cross_entropy,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+    nn.MSELoss: F.mse_loss,
 }
+_LOSSES = {kind: _maker(function) for kind, function in _FUNCTIONS.items()}
+_LOSSES_IN_FLOAT32 = {kind: _maker(_in_float32(function)) for kind, function in _FUNCTIONS.items()}
 
 
 # ---- outputs ----
