@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -192,6 +194,25 @@ def test_a_prediction_of_a_traced_model_says_what_to_give():
         with pytest.raises(PredictionError, match="predict its last program without arguments"):
             predict(program.compiled, kwargs=batch)
     assert predict(program.compiled).peak_bytes > 0
+
+
+def test_an_attempt_that_fails_draws_no_random_numbers(monkeypatch):
+    model, batch = gpt2(layers=1)
+
+    def forward(x):
+        noisy = x * (1 + np.random.rand()) * (1 + random.random()) + torch.rand(1)
+        return noisy if bool(noisy.sum() < 1e9) else x  # which Thunder cannot trace
+
+    monkeypatch.setattr(model.transformer.ln_f, "forward", forward)
+    eager = copy.deepcopy(model)
+    memory_efficient(model, executors=[], through="thunder.jit")
+    losses = []
+    for m in (eager, model):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses.append(m(**batch).loss.item())
+    assert losses[0] == losses[1] and not programs(model)
 
 
 @pytest.mark.slow

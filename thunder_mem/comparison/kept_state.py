@@ -6,7 +6,6 @@ because a GPU may have no room for them. Version counters come back, too, so tha
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from thunder_mem.runtime.generators import kept_generators
 
 __all__ = ["kept", "storage_bytes", "tensors_inside"]
 
@@ -42,8 +43,7 @@ def kept(
     groups = [(group, dict(group)) for o in optimizers for group in o.param_groups]
     states = [(o.state, {p: dict(state) for p, state in o.state.items()}) for o in optimizers]
     gradients = [(t, t.grad) for t in held if t.is_leaf]
-    cuda = sorted({t.device.index or 0 for t in held if t.is_cuda})
-    generators = torch.get_rng_state(), [torch.cuda.get_rng_state(i) for i in cuda], random.getstate()
+    put_back_generators = kept_generators({t.device for t in held})
 
     def put_back() -> None:
         for found, before in (*attributes, *groups):
@@ -56,10 +56,7 @@ def kept(
             t.grad = None
         for view, content in contents:
             view.copy_(content)
-        torch.set_rng_state(generators[0])
-        for i, state in zip(cuda, generators[1], strict=True):
-            torch.cuda.set_rng_state(state, i)
-        random.setstate(generators[2])
+        put_back_generators()
 
     # Safe here, as the contents come back first.
     with _unsafe_preserve_version_counter(tuple(t for t in held if not t.is_inference())):

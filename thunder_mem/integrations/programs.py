@@ -18,6 +18,7 @@ from thunder_mem.frontend.thunderfx import by_thunderfx
 from thunder_mem.integrations.call_inputs import Inputs
 from thunder_mem.integrations.traceable_code import script_function_of, traceable
 from thunder_mem.memory.outside_input import shortened
+from thunder_mem.runtime.generators import kept_generators
 from thunder_mem.transforms import MemEfficient
 
 __all__ = ["WAYS", "Compilation", "Program", "first_program", "tensors_of"]
@@ -99,6 +100,8 @@ def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
 def first_program(model: PreTrainedModel, inputs: Inputs, how: Compilation) -> Outcome:
     """Compile a model by the first way that can, and run it.
 
+    A way that fails leaves the random generators as they were.
+
     Returns:
         The program or None, its result, and why each way before could not compile it.
 
@@ -106,6 +109,7 @@ def first_program(model: PreTrainedModel, inputs: Inputs, how: Compilation) -> O
         Exception: an error of the plan (`BudgetError`, ...) or of the run.
     """
     reasons: list[str] = []
+    put_back_generators = kept_generators({t.device for t in tensors_of(model)})
     scripted = script_function_of(model)
     for way in how.ways:
         if way == "thunder.jit" and scripted:  # Thunder would abort the process
@@ -124,6 +128,7 @@ def first_program(model: PreTrainedModel, inputs: Inputs, how: Compilation) -> O
             reasons += why
             if taken is not None:
                 return taken, result, tuple(reasons)
+        put_back_generators()  # so that the next way, or the model itself, draws what it would have drawn
     return None, None, tuple(reasons)
 
 
