@@ -92,6 +92,17 @@ def test_two_figures_that_look_alike_are_told_in_bytes():
     assert why_above(eager, prediction) == told
 
 
+def test_bytes_that_are_a_small_part_of_the_gap_are_no_reason():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    report = explain(thunder.jit(model, executors=[]), torch.randn(64, 64), bounds=False)
+    prediction, event = report.prediction, report.prediction.peak_event
+    saved_bytes = _saved_bytes(prediction)
+    for more_bytes, little in ((4, "little more"), (0, "no more")):
+        eager = Eager(prediction.peak_bytes - 1024, saved_bytes - more_bytes)
+        told = f"{little} is saved for the backward, but {event.name} #{event.index} works with more at once"
+        assert why_above(eager, prediction) == told
+
+
 def test_a_program_above_eager_hears_it_first_with_the_reason():
     def alone(fn, x):
         report = explain(thunder.jit(fn, executors=[]), x, bounds=False, detail=True)

@@ -49,6 +49,7 @@ _PRIMITIVES: dict[Any, Callable[..., Any]] = {
     PrimIDs.CONVERT_ELEMENT_TYPE: lambda a, dtype: a.to(dtype),
     ltorch.setitem_.id: _set_item,
 }
+_NOTABLE = 0.1  # the least share of a gap that explains it
 _BY_VALUES = {"max", "torch_max", "min", "torch_min", "amax", "amin", "median"}  # `evenly_distribute_backward`
 
 
@@ -94,13 +95,14 @@ def why_above(eager: Eager, prediction: Prediction) -> str:
     event = prediction.peak_event
     if prediction.peak_bytes <= eager.peak_bytes or event is None:
         return ""
-    saved_bytes = _saved_bytes(prediction)
-    if saved_bytes > eager.saved_bytes:
+    saved_bytes, more_bytes = _saved_bytes(prediction), prediction.peak_bytes - eager.peak_bytes
+    if saved_bytes - eager.saved_bytes >= _NOTABLE * more_bytes:
         here, there = size(saved_bytes), size(eager.saved_bytes)
         if here == there:
             here, there = f"{saved_bytes:,} bytes", f"{eager.saved_bytes:,}"
         return f"the backward receives {here} here and {there} in eager"
-    return f"no more is saved for the backward, but {event.name} #{event.index} works with more at once"
+    little = "no more" if saved_bytes <= eager.saved_bytes else "little more"
+    return f"{little} is saved for the backward, but {event.name} #{event.index} works with more at once"
 
 
 def _saved_bytes(prediction: Prediction) -> int:
