@@ -400,7 +400,7 @@ def test_what_only_pytorch_calls_is_named_by_its_module(through_fx, tmp_path):
     assert all(name in text for name in ("module 0.0 (Linear)", "module 0.1 (GELU)", "module 1 (LayerNorm)"))
     assert not re.search(r"(activation|normalization|linear|container)\.py|<eval_with_key>", text)
     codes = [way.code for way in advice(report) if "transforms=" in way.code]
-    assert codes == [f"{'thunderfx' if through_fx else 'thunder.jit'}(model, transforms=[MemEfficient()])"]
+    assert codes == [f"{'thunderfx' if through_fx else 'thunder.jit'}(model, transforms=[MemEfficient(strict=True)])"]
     report.save(tmp_path / "snapshot.pickle")
     assert "module 0.1 (GELU)" in str(pickle.loads((tmp_path / "snapshot.pickle").read_bytes()))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ __all__ = ["Advice", "about_step", "advice"]
 _WORTH = 0.05
 # A budget that advice names, as a share of the peak, and in how many tiles a tensor may be cut.
 _LESS, _TILES = 0.8, 8
+_EXACT = '"exact"'
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,12 @@ def _order(report: Report) -> Iterator[Advice]:
     assert report.peak is not None
     for o in report.optimality:
         if o.phase == report.peak.phase and o.bound_bytes is not None and not o.proven:
+            searched = report.options.get("sort") == _EXACT
             yield Advice(
                 o.peak_bytes - o.bound_bytes,
-                f"the gap to the bound: another order of the {o.phase} may exist, "
-                "and MemEfficient(sort='exact') searches longer for it",
-                _planned(report, 'sort="exact"'),
+                f"the gap to the bound: another order of the {o.phase} may exist"
+                + ("" if searched else ", and MemEfficient(sort='exact') searches longer for it"),
+                "" if searched else _planned(report, sort=_EXACT),
                 "searches longer for an order",
             )
 
@@ -77,7 +79,7 @@ def _saved(report: Report) -> Iterator[Advice]:
         saved_bytes,
         f"saved for the backward, most of it ({size(largest.nbytes)}) {_what(largest)}: "
         "torch.utils.checkpoint around a block keeps its inputs only, and smaller microbatches need less in proportion",
-        "" if budgeted else _planned(report, f'budget="{target}", on_infeasible="warn"'),
+        "" if budgeted else _planned(report, budget=f'"{target}"', on_infeasible='"warn"'),
         "costs time",
     )
 
@@ -122,7 +124,7 @@ def _gradients(report: Report) -> Iterator[Advice]:
     yield Advice(
         gradient_bytes,
         "gradients that wait for the optimizer: with StepInBackward the compiled backward uses each at once",
-        _planned(report, "optimizer=StepInBackward(optimizer)"),
+        _planned(report, optimizer="StepInBackward(optimizer)"),
         "steps in the backward",
     )
 
@@ -167,9 +169,14 @@ def _working(report: Report) -> Iterator[Advice]:
         yield Advice(
             largest.nbytes,
             f"the largest working tensor, {_what(largest)}: can its line work in pieces, or in a smaller dtype?",
-            _planned(report, f"tile=Tiles(rows={rows})") if report.plan is not None and report.paths and rows else "",
+            _planned(report, tile=f"Tiles(rows={rows})") if rows and _is_cut_by_tiles(report, largest) else "",
             "token-wise stretches in pieces",
         )
+
+
+def _is_cut_by_tiles(report: Report, t: Tenant) -> bool:
+    """Whether tiles would cut the tensor, or the value whose gradient it is, and the user has not chosen tiles."""
+    return "tile" not in report.options and (t.place.source, math.prod(t.shape)) in report.cuttable
 
 
 def _unplanned(report: Report) -> Iterator[Advice]:
@@ -199,16 +206,20 @@ def _scratch(report: Report) -> Iterator[Advice]:
 
 
 def _compiled(report: Report) -> str:
-    """The code that compiles with `MemEfficient`."""
-    by_hugging_face = report.compiled_by == "memory_efficient"
-    return _planned(report) if by_hugging_face else f"{report.compiled_by}(model, transforms=[{_planned(report)}])"
+    """The code that compiles with `MemEfficient`, without `executors`."""
+    given = {name: code for name, code in report.options.items() if name != "executors"}
+    planned = _planned(replace(report, options=given))
+    return (
+        planned if report.compiled_by == "memory_efficient" else f"{report.compiled_by}(model, transforms=[{planned}])"
+    )
 
 
-def _planned(report: Report, options: str = "") -> str:
-    """The code that gives options to `MemEfficient`."""
+def _planned(report: Report, **options: str) -> str:
+    """The code that gives further options to `MemEfficient`, beside those that the user gave."""
+    written = [f"{name}={code}" for name, code in {**report.options, **options}.items()]
     if report.compiled_by == "memory_efficient":
-        return f"memory_efficient({', '.join(filter(None, ('model', options)))})"
-    return f"MemEfficient({options})"
+        return f"memory_efficient({', '.join(['model', *written])})"
+    return f"MemEfficient({', '.join(written)})"
 
 
 def _of(report: Report, category: str) -> int:

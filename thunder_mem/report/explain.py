@@ -9,6 +9,7 @@ from typing import Any
 
 import thunder
 import torch
+from thunder.core.trace import TraceCtx
 
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx
 from thunder_mem.kernels.registered import mem_kernels_ex
@@ -23,6 +24,7 @@ from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.report.above_eager import about_eager, eager_memory
 from thunder_mem.report.advice import about_step
 from thunder_mem.report.facts import NO_PLAN
+from thunder_mem.report.given_options import given_options
 from thunder_mem.report.notes import about_compilation, about_subgraphs
 from thunder_mem.report.optimality import Optimality, optimality
 from thunder_mem.report.owners import parameter_paths
@@ -30,6 +32,7 @@ from thunder_mem.report.report import CompiledBy, Report
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.runtime.cudnn_attention import mem_cudnn_attention_ex
 from thunder_mem.runtime.device_memory import device_memory_bytes
+from thunder_mem.tiling.cuttable import cuttable_values
 from thunder_mem.transforms import ChunkLossHead, MemEfficient
 from thunder_mem.transforms.last_compilation import why_no_plan
 
@@ -135,6 +138,8 @@ def explain(
         limit_bytes = plan.budget.budget_bytes if alone and plan is not None and plan.budget is not None else None
     compared = alone and called and plan is not None and not detail
     eager = eager_memory(entry.computation_traces[0], prediction) if alone else None
+    paths, compiled_by = parameter_paths(entry.prologue_traces[0]), _compiled_by(jitted, "thunder.jit")
+    data: Any = thunder.compile_data(jitted)
     return Report(
         prediction,
         plan,
@@ -144,10 +149,20 @@ def explain(
         above_eager=() if eager is None else about_eager(eager, prediction),
         eager_bytes=None if eager is None else eager.peak_bytes,
         thunder_bytes=_thunder_peak_bytes(jitted, args, kwargs or {}) if compared else None,
-        paths=parameter_paths(entry.prologue_traces[0]),
-        compiled_by=_compiled_by(jitted, "thunder.jit"),
+        paths=paths,
+        options=given_options(data, with_executors=compiled_by == "memory_efficient"),
+        cuttable=_cuttable(entry.computation_traces[0]) if plan is not None and paths else frozenset(),
+        compiled_by=compiled_by,
         detail=detail,
     )
+
+
+def _cuttable(trace: TraceCtx) -> frozenset[tuple[str, int]]:
+    """The values that tiles could cut; none where the search does not understand the program."""
+    try:
+        return cuttable_values(trace)
+    except Exception:  # advice is optional
+        return frozenset()
 
 
 def _compiled_by(compiled: Any, compiler: CompiledBy) -> CompiledBy:

@@ -116,6 +116,8 @@ class Report:
         eager_bytes, thunder_bytes: the peak of eager PyTorch and of Thunder alone for the same call; None where it is
             not known. `explain` looks for the latter only for the five lines, as it takes another compilation.
         paths: a parameter's name in the trace -> its path in the module.
+        options: of `MemEfficient` (or `memory_efficient`) that the user gave, by name, as code.
+        cuttable: the source line and the number of elements of each value that tiles could cut.
         compiled_by: which of the functions `thunder.jit`, `thunderfx` and `memory_efficient` (of
             `thunder_mem.integrations.transformers`) the user called.
         detail: print everything, instead of five lines. Files have everything.
@@ -130,6 +132,8 @@ class Report:
     eager_bytes: int | None = None
     thunder_bytes: int | None = None
     paths: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+    cuttable: frozenset[tuple[str, int]] = frozenset()
     compiled_by: CompiledBy = "thunder.jit"
     detail: bool = True
     _facts: Facts = field(init=False, repr=False, compare=False)

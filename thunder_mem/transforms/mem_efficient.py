@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
@@ -202,6 +203,20 @@ class MemEfficient(ListedTransform):
         self._plan = None if plan is None else read_plan(plan)
         self._offload = offload
         self._optimizer = optimizer
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that are not the defaults, as they were given; without `plan`, whose file demands the others."""
+        own = {
+            "chunk": self._chunk,
+            "tile": self._tile,
+            "recompute": self._recompute,
+            "offload": self._offload,
+            "optimizer": self._optimizer,
+        }
+        defaults: dict[str, Any] = {k: p.default for k, p in signature(MemEfficient).parameters.items() if k != "plan"}
+        options = {name: own[name] if name in own else getattr(self._options, name) for name in defaults}
+        return {name: value for name, value in options.items() if value != defaults[name]}
 
     def with_optimizer(self, optimizer: StepInBackward | None) -> MemEfficient:
         """The same transform for another optimizer, for callers that make the optimizer themselves."""
