@@ -3,6 +3,7 @@
 - `cross_entropy` with smoothed labels and ``reduction="mean"``: the uniform part of the loss also adds up rows of
   ignored targets, silently.
 - `nll_loss` with the default ``ignore_index``, or another reduction than "mean": differentiating it fails.
+- both, of class indices beside logits with 3 or more than 4 dims: differentiating them fails.
 - `hstack`, `vstack` and their like: the tensors in a sequence silently get no gradient.
 
 Chunked heads use the same decompositions (`loss_decompositions.py`), so a whole head computes the same.
@@ -61,6 +62,9 @@ def _is_wrong(bsym: BoundSymbol) -> bool:
     if bsym.sym.id in _STACKS:
         return True
     given: tuple[Any, ...] = bsym.sym.normalize(*bsym.args, **bsym.kwargs)[0]
+    a, target = given[:2]
+    if a.ndim not in (1, 2, 4) and a.ndim == target.ndim + 1:
+        return True
     if bsym.sym.id == ltorch.nll_loss.id:
         *_, ignore_index, reduction = given
         return ignore_index is None or reduction != "mean"
