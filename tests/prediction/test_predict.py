@@ -1,11 +1,14 @@
 """Predicted equals measured, to the byte, on the CPU: forward and backward."""
 
 import copy
+import logging
 
 import pytest
 import thunder
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.models import efficient, inefficient
 from tests.programs.predict_cases import CASES, WAYS, gpt, issue_1337, peaks_as_planned, randn, tensors_of
@@ -352,3 +355,21 @@ def test_an_output_without_a_gradient(fn):
     prediction = predict(jitted, a)
     assert prediction.phase("backward").peak_bytes > 0
     assert prediction.phase("forward").peak_bytes >= a.nbytes
+
+
+def test_an_operation_that_fails_is_an_error_without_logs():
+    """Thunder alone, whose backward of sequences fails."""
+    targets, told = torch.zeros(2, 4, dtype=torch.long), []
+    jitted = thunder.jit(lambda x: F.cross_entropy(x, targets), executors=[])
+    logger, handler = logging.getLogger("torch._subclasses.fake_tensor"), logging.Handler()
+    handler.emit = told.append
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(PredictionError, match="cannot follow the memory of"):
+            predict(jitted, torch.zeros(2, 3, 4, requires_grad=True))
+        assert not told and not logger.disabled
+        with FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.empty(2) + torch.empty(3)
+        assert told
+    finally:
+        logger.removeHandler(handler)

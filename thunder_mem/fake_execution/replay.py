@@ -10,8 +10,10 @@ supplies it separately.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -33,6 +35,7 @@ from thunder_mem.trace.source_lines import place_of
 
 __all__ = ["Block", "Event", "Ledger", "PredictionError", "Ran", "Runner", "replay"]
 
+_LOG = logging.getLogger(FakeTensorMode.__module__)
 _BOOKKEEPING = (
     PrimIDs.UNPACK_TRIVIAL,
     PrimIDs.UNPACK_SEQUENCE,
@@ -281,12 +284,22 @@ def replay(
     @no_autocast
     def run_all() -> Any:
         result = None
-        with mode, tracectx(trace), rehearsed(rehearsal_now()):
+        with mode, _without_logs(), tracectx(trace), rehearsed(rehearsal_now()):
             for bsym in cast(list[BoundSymbol], trace.bound_symbols):
                 result = _step(bsym, env, ledger, phase, runner)
         return result
 
     return run_all()
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Without PyTorch's log of an operation that fails on fake tensors: the error says the same in one line."""
+    before, _LOG.disabled = _LOG.disabled, True
+    try:
+        yield
+    finally:
+        _LOG.disabled = before
 
 
 def _step(bsym: BoundSymbol, env: dict[str, Any], ledger: Ledger, phase: str, runner: Runner) -> Any:
