@@ -3,7 +3,7 @@
 Without fusion, Thunder's decompositions materialise every step of a norm or an activation, and keep many of them for
 the backward. Eager PyTorch runs one kernel each way and keeps its argument or its result, with a few statistics. This
 executor does the same for the operations in `norm_kernels.py`, `activation_kernels.py`, `loss_kernels.py`,
-`convolution_kernel.py` and `scatter_kernels.py`.
+`binary_loss_kernels.py`, `convolution_kernel.py` and `scatter_kernels.py`.
 Calls that a kernel does not take (mixed dtypes, other devices, writes in place) are left to Thunder.
 
 The derivatives are those of PyTorch's `tools/autograd/derivatives.yaml`.

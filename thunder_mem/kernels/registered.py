@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from thunder_mem.kernels import activation_kernels, convolution_kernel, loss_kernels, norm_kernels, scatter_kernels
+from thunder_mem.kernels import (
+    activation_kernels,
+    binary_loss_kernels,
+    convolution_kernel,
+    loss_kernels,
+    norm_kernels,
+    scatter_kernels,
+)
 from thunder_mem.kernels.kernel_executor import mem_kernels_ex, without_unread_gradients
 from thunder_mem.kernels.running_statistics import with_statistics_apart
 
 __all__ = [
     "activation_kernels",
+    "binary_loss_kernels",
     "convolution_kernel",
     "loss_kernels",
     "mem_kernels_ex",
