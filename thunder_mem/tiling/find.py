@@ -43,7 +43,7 @@ AUTO_RATIO = 4.0
 """In automatic mode a product counts as an amplifier when its result is this much larger than its rows."""
 
 AUTO_MIN_BYTES = 1 << 20
-"""In automatic mode smaller results are left alone, unless a budget is as small (`before_autograd.py`)."""
+"""In automatic mode smaller results are left alone."""
 
 SAVES_NOTHING = "one chunk would save nothing: its gradients are much larger than its logits"
 
@@ -60,7 +60,6 @@ def chunk_trace(
     accumulate: str | None = None,
     executors_list: Sequence[Any] = (),
     choose_rows: Callable[[Head], int | None] | None = None,
-    least_bytes: int = AUTO_MIN_BYTES,
     verify: bool = True,
 ) -> tuple[TraceCtx, ChunkRecord]:
     """Replace the loss heads of a computation trace (before autograd) by chunk loops.
@@ -74,7 +73,6 @@ def chunk_trace(
             None is float32, which a budget may narrow.
         executors_list: the executors of the blocks; Thunder's own if empty.
         choose_rows: rows per chunk for a head whose rows the user did not set, None to leave it whole.
-        least_bytes: smaller logits stay whole if neither `chunks` nor `rows` is a number.
         verify: check that the new trace computes the same values, apart from the inside of loops.
 
     Returns:
@@ -113,7 +111,7 @@ def chunk_trace(
     picked: frozenset[str] = frozenset()
     while True:
         marked = frozenset().union(*(m.names for m in marks))
-        head = _next_head(read_program(new), 0 if explicit else least_bytes, marked, tried, refusals)
+        head = _next_head(read_program(new), explicit, marked, tried, refusals)
         if head is None:
             break
         region, first = head.region, head.region.amplifiers[0].leaf
@@ -253,17 +251,14 @@ def _check_marks(marks: Sequence[Mark], done: set[str], refusals: Mapping[str, H
 
 
 def _next_head(
-    program: Program, least_bytes: int, marked: frozenset[str], tried: set[str], refusals: dict[str, HeadRefusal]
+    program: Program, explicit: bool, marked: frozenset[str], tried: set[str], refusals: dict[str, HeadRefusal]
 ) -> _Grown | None:
-    """The largest amplifier not yet tried that has a region; any product counts as one if `least_bytes` is 0.
-
-    Refusals are noted on the way.
-    """
+    """The largest amplifier not yet tried that has a region. Refusals are noted on the way."""
     for leaf, rows in amplifying_products(program):
         out = leaf.outputs[0]
         ratio = numel(out) / max(1, numel(leaf.inputs[rows]))
-        large = ratio > AUTO_RATIO and size_bytes(out) >= least_bytes
-        if not (not least_bytes or large or out.name in marked):
+        large = ratio > AUTO_RATIO and size_bytes(out) >= AUTO_MIN_BYTES
+        if not (explicit or large or out.name in marked):
             continue
         key = f"{out.name}/{rows}"
         if key in tried:

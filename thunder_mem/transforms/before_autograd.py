@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.plan import about_chunks
@@ -21,10 +19,8 @@ from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_sizes.rows_per_chunk import lean_rows, leanest_rows
 from thunder_mem.loop_sizes.tile_choice import ALL_STRETCHES, TileChoice
 from thunder_mem.memory.plan import Refusal
-from thunder_mem.partition.budget import parse_budget
 from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.runtime.device_memory import device_memory_bytes
-from thunder_mem.tiling.find import AUTO_MIN_BYTES, ChunkingError, chunk_trace
+from thunder_mem.tiling.find import ChunkingError, chunk_trace
 from thunder_mem.tiling.heads import with_head_groups
 from thunder_mem.tiling.tiles import Tiles, TilingError, tile_trace
 from thunder_mem.trace.origins import name_origins
@@ -33,8 +29,6 @@ from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.failures import left
 
 __all__ = ["chunked", "prepared", "tiled", "with_written_arguments"]
-
-_PARTS_OF_BUDGET = 8  # Logits that take one of these are worth chunks.
 
 
 def with_written_arguments(
@@ -89,7 +83,6 @@ def chunked(
             accumulate=asked.accumulate,
             executors_list=executors,
             choose_rows=lean_rows if options.budget is None else leanest_rows,
-            least_bytes=_least_bytes(trace, options.budget),
             verify=options.verify is not False,
         )
     except ChunkingError:  # the user marked this head by `with chunked():`
@@ -99,16 +92,6 @@ def chunked(
         return trace, replace(options, refused=(Refusal("loss head", cause),))
     refused = tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals)
     return trace, replace(options, refused=refused, decisions=about_chunks(record.loops))
-
-
-def _least_bytes(trace: TraceCtx, budget: int | str | None) -> int:
-    """The least logits of a head that runs in chunks; under a budget smaller ones matter, too."""
-    if budget is None:
-        return AUTO_MIN_BYTES
-    made = (p for bsym in trace.bound_symbols for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy))
-    device = torch.device(max((p.device.device_str() for p in made), default="cpu"))  # the GPU, if there is one
-    budget_bytes = parse_budget(budget, device_memory_bytes(device))
-    return max(1, min(AUTO_MIN_BYTES, budget_bytes // _PARTS_OF_BUDGET))
 
 
 def tiled(
