@@ -383,13 +383,28 @@ def test_calls_in_turn_get_the_function_of_their_own_arguments():
         (torch._neg_view(a), b),
     ]
     for first, second in itertools.permutations(pairs, 2):
-        for x, y in (first, first, second, first):  # the second of two equal calls is remembered
+        for x, y in (first, first, first, second, first, second, first):  # equal calls in turn are remembered
             (out,), expected = function(x, y), x.detach().sin() * y
             torch.testing.assert_close(out, expected)
             assert out.stride() == expected.stride()
 
 
-@pytest.mark.parametrize("calls", [1, 3])
+def test_layouts_in_turn_make_no_check_of_their_own(monkeypatch):
+    made = []
+    check = compiled_region._same_as
+    monkeypatch.setattr(compiled_region, "_same_as", lambda args: made.append(args) or check(args))
+    function = region_of(lambda x, y: prims.mul(prims.cos(x), y), F32, F32)
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    for _ in range(6):
+        function(a, b)
+        function(a.t(), b)
+    assert not made
+    for x in (a, a, a, a.t(), a, a.t(), a):
+        function(x, b)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("calls", [1, 4])
 def test_a_tensor_with_the_negative_bit_is_read_as_negated(calls):
     """Inductor reads the memory as it is, and returned the result's negative."""
     z = torch.randn(5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj().imag

@@ -89,8 +89,8 @@ class RegionFunction:
     """One region's content as a function: ``function(*inputs) -> outputs``, positional, without state.
 
     Compiles at the first call of each combination of shapes, strides and numbers, up to `MAX_VARIANTS` of them;
-    further ones run one operation at a time. They also do so after an error of Inductor, with a `CompileWarning`
-    that names the cause. Safe to call from several threads.
+    further ones and negated tensors run one operation at a time. So do all after an error of Inductor, with a
+    `CompileWarning` that names the cause. Safe to call from several threads.
 
     Attributes:
         reuse: the outputs that are written over inputs; the region must own these inputs. A variant that is not
@@ -115,8 +115,9 @@ class RegionFunction:
         self._unfused: Callable[[list[Any]], Sequence[torch.Tensor]] | None = None
         self._writing: Callable[[list[Any]], Sequence[torch.Tensor]] | None = None
         self._variants: dict[Hashable, Callable[[list[Any]], Sequence[torch.Tensor]]] = {}
-        # The last call's check of arguments and its function.
+        # The check of arguments of two equal calls in turn, with their function; and the last call that was looked up.
         self._last: tuple[Callable[..., bool], Callable[[list[Any]], Sequence[torch.Tensor]]] | None = None
+        self._called_with: Hashable = None
         self._only_tensors = bool(inputs) and all(isinstance(x, TensorProxy) for x in inputs)
         self._only_views = all(leaf.sym.id in VIEWS for leaf in leaves)
 
@@ -138,6 +139,7 @@ class RegionFunction:
             assert self.reuse is not None
             args = own_inputs(args, self.reuse)
         if (last := self._last) is not None and last[0](*args):
+            self._called_with = None
             return last[1](list(args))
         if self._only_tensors:
             key: Hashable = tuple([_tensor_key(a) for a in args])
@@ -147,7 +149,10 @@ class RegionFunction:
         if variant is None:
             variant = self._specialise(key, args)
         elif self._only_tensors:
-            self._last = _same_as(args), variant
+            called_with = key, *[(type(a), a.requires_grad) for a in args]
+            if called_with == self._called_with:  # a new check costs more than a look-up: none for layouts in turn
+                self._last = _same_as(args), variant
+            self._called_with = called_with
         return variant(list(args))
 
     def _specialise(self, key: Hashable, args: tuple[Any, ...]) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
