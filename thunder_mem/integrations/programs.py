@@ -19,6 +19,7 @@ from thunder_mem.integrations.call_inputs import Inputs
 from thunder_mem.integrations.traceable_code import script_function_of, traceable
 from thunder_mem.memory.outside_input import shortened
 from thunder_mem.runtime.generators import kept_generators
+from thunder_mem.runtime.torch_modes import kept_modes
 from thunder_mem.transforms import MemEfficient
 
 __all__ = ["WAYS", "Compilation", "Program", "first_program", "tensors_of"]
@@ -64,13 +65,10 @@ class Program:
     tensors: tuple[Tensor, ...] = field(repr=False)
 
     def __call__(self, values: Mapping[str, object]) -> dict[str, Tensor]:
-        wants_gradients = torch.is_grad_enabled()
-        try:
-            code = traceable(self.model, packed=self.packed, loss_alone=self.loss_alone)
-            with code, torch._dynamo.config.patch(specialize_float=True):
-                return self.compiled(**values)
-        finally:  # Dynamo may leave gradients off if it breaks the model's code inside `torch.no_grad()`
-            torch.set_grad_enabled(wants_gradients)
+        code = traceable(self.model, packed=self.packed, loss_alone=self.loss_alone)
+        # Dynamo may leave gradients off if it breaks the model's code inside `torch.no_grad()`.
+        with kept_modes(), code, torch._dynamo.config.patch(specialize_float=True):
+            return self.compiled(**values)
 
     def run(self, inputs: Inputs) -> Outcome:
         """The result; None if there is no loss, or it has no gradient, though tensors want theirs."""

@@ -19,6 +19,7 @@ from thunder_mem.prediction.fake_inputs import mode_of, tensors_of
 from thunder_mem.regions.fake_regions import empty_like_proxy
 from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.simulated_device import simulated_device
+from thunder_mem.runtime.torch_modes import kept_modes
 
 __all__ = ["compiled_entry", "splits_autograd"]
 
@@ -52,9 +53,8 @@ def compiled_entry(
             inputs = [_from_proxy(p) for p in entry.computation_traces[-1].args]
         _check_simulated(inputs)
         return entry, inputs, ["inputs are dense and share no memory"]
-    grad_enabled = torch.is_grad_enabled()
     try:
-        with stage("tracing by Thunder"):
+        with kept_modes(), stage("tracing by Thunder"):
             entry, inputs, _ = data.get_computation_and_inputs(*args, **kwargs)
     except Exception as error:
         if type(error).__module__.startswith("thunder_mem."):
@@ -64,8 +64,6 @@ def compiled_entry(
         what = f"{type(error).__name__}: {cause}" if cause else type(error).__name__
         said = f"the function cannot be traced{_users_line(error)}: {what}{_way_for(jitted)}"
         raise PredictionError(said) from error
-    finally:
-        torch.set_grad_enabled(grad_enabled)
     _check_simulated(inputs)
     return entry, list(inputs), []
 
