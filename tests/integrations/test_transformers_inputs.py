@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import warnings
 
 import numpy as np
@@ -17,6 +18,7 @@ import transformers as hf
 from tests.programs.hugging_face import NO_DROPOUT, SIZES, WORDS, gpt2, llama, text, tokens
 from thunder_mem import PredictionError, predict
 from thunder_mem.integrations.call_inputs import not_compiled, prepared
+from thunder_mem.integrations.traceable_code import _LOSSES_IN_FLOAT32
 from thunder_mem.integrations.transformers import memory_efficient, programs
 
 PAIR = {
@@ -123,6 +125,52 @@ def test_a_masks_decoder_is_asked_for_its_own_tokens():
     assert "decoder_attention_mask" not in prepared(model, batch).values
 
 
+def test_a_mask_of_something_else_stays():
+    ones, twos = torch.ones(2, 16, dtype=torch.long), torch.ones(2, 16, dtype=torch.long)
+    twos[0, 0] = 2  # global attention of Longformer
+    model = MODELS["llama"]()
+    ids, embeddings = tokens(), torch.randn(2, 16, 16)
+    for given, keeps in (
+        ({"input_ids": ids, "attention_mask": ones}, False),
+        ({"inputs_embeds": embeddings, "attention_mask": ones}, False),
+        ({"input_ids": ids, "attention_mask": twos}, True),
+        ({"input_ids": ids, "attention_mask": torch.zeros_like(ones)}, True),
+        ({"input_ids": ids, "bbox": torch.zeros(2, 16, 4), "attention_mask": ones}, True),
+        ({"flattened_patches": embeddings, "attention_mask": ones}, True),
+    ):
+        assert ("attention_mask" in prepared(model, given).values) == keeps
+    unknown = {"input_ids": ids, "decoder_attention_mask": ones}  # the decoder's tokens are made inside
+    assert "decoder_attention_mask" not in prepared(model, unknown).values
+    assert "decoder_attention_mask" in prepared(MODELS["t5gemma"](), unknown).values
+
+
+class OfUser(hf.BartForConditionalGeneration):
+    """A class of a session without files."""
+
+
+class Unindented(hf.BartForConditionalGeneration):
+    def forward(self, input_ids=None, labels=None, decoder_input_ids=None, **options):
+        """
+        Text at the margin.
+        """
+        if labels is not None and decoder_input_ids is None:
+            decoder_input_ids = torch.roll(labels, 1)
+        return super().forward(input_ids=input_ids, labels=labels, decoder_input_ids=decoder_input_ids, **options)
+
+
+def test_the_statement_of_a_users_class(monkeypatch):
+    batch = {"input_ids": tokens(), "labels": tokens()}
+    monkeypatch.setattr(OfUser, "__module__", "__main__")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    expected = prepared(MODELS["bart"](), batch).values["decoder_input_ids"]
+    assert torch.equal(prepared(OfUser(hf.BartConfig(**PAIR)), batch).values["decoder_input_ids"], expected)
+    made = prepared(Unindented(hf.BartConfig(**PAIR)), batch).values["decoder_input_ids"]
+    assert torch.equal(made, torch.roll(batch["labels"], 1))
+    model = MODELS["bart"]()
+    monkeypatch.setattr(type(model), "forward", lambda self, input_ids=None, labels=None: None)
+    assert "decoder_input_ids" not in prepared(model, batch).values
+
+
 def test_the_decoders_tokens_need_a_padding_token_as_in_eager():
     model = bert2bert()
     model.config.pad_token_id = None
@@ -193,6 +241,8 @@ def test_a_prediction_of_a_traced_model_says_what_to_give():
     if program.way == "thunder.jit":
         with pytest.raises(PredictionError, match="predict its last program without arguments"):
             predict(program.compiled, kwargs=batch)
+        # Thunder fails inside of a mode of transformers' that makes copies of `x[0]`, and does not leave it.
+        assert (x := torch.randn(2, 3))[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     assert predict(program.compiled).peak_bytes > 0
 
 
@@ -227,3 +277,10 @@ def test_under_autocast_a_loss_is_in_float32():
     assert programs(model) and found.dtype == expected.dtype == torch.float32
     assert found.item() == pytest.approx(expected.item(), rel=2e-4)  # bfloat16 itself has steps of 0.03
     assert model(input_ids=ids, labels=ids.clone()).loss.dtype == torch.float32
+
+
+def test_class_weights_under_autocast_are_in_float32_too():
+    logits, weight = torch.randn(4, 3).bfloat16(), torch.tensor([1.0, 2.0, 3.0]).bfloat16()
+    loss = _LOSSES_IN_FLOAT32[torch.nn.CrossEntropyLoss](weight=weight)(logits, torch.arange(4) % 3)
+    expected = torch.nn.functional.cross_entropy(logits.float(), torch.arange(4) % 3, weight.float())
+    torch.testing.assert_close(loss, expected)

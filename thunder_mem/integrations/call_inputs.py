@@ -19,8 +19,8 @@ from thunder_mem.integrations.made_of_labels import made_of_labels
 
 __all__ = ["Inputs", "inputs_by_name", "not_compiled", "prepared"]
 
-_MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
-"""The masks that may be left out, and the tokens of which they are."""
+_MASKS = {"attention_mask": "", "decoder_attention_mask": "decoder_"}
+"""The masks that may be left out, and how the names of their half's inputs begin."""
 
 _PADDING = ("pad_token_id", "pad_index", "padding_idx")
 """The names that transformers has for the token that fills rows up."""
@@ -91,8 +91,8 @@ def prepared(model: PreTrainedModel, values: Mapping[str, object]) -> Inputs:
     """The inputs for the compiled part: what depends on their data, or writes into tensors, is done here."""
     found = {**values, **made_of_labels(model, values)}
     packed = _restarts(found)
-    for name, tokens in _MASKS.items():
-        if _hides_nothing(model, found.get(name), found.get(tokens)):
+    for name, half in _MASKS.items():
+        if _is_left_out(model, found.get(name), found, half):
             found[name] = None  # so that attention is causal by itself, and no mask exists
     items = found.get("num_items_in_batch")
     if isinstance(items, int):
@@ -104,14 +104,24 @@ def prepared(model: PreTrainedModel, values: Mapping[str, object]) -> Inputs:
     return Inputs(given, _has_loss(model, values), packed)
 
 
-def _hides_nothing(model: PreTrainedModel, mask: object, tokens: object) -> bool:
-    """Whether a mask of (B, T) is of ones, and the model makes no other mask of the tokens where it gets none."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool(mask.all()):
+def _is_left_out(model: PreTrainedModel, mask: object, values: Mapping[str, object], half: str) -> bool:
+    """Whether a mask of (B, T) is of ones, and the model makes no other mask where it gets none.
+
+    Some models make one of the tokens that fill rows up, and Pix2Struct one of its patches; UDOP hides patches only
+    where it gets a mask.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool((mask == 1).all()):
+        return False
+    tokens, embeddings = (values.get(half + name) for name in ("input_ids", "inputs_embeds"))
+    is_of_text = any(isinstance(x, Tensor) for x in (tokens, embeddings, values.get("input_ids")))
+    if not is_of_text or values.get("bbox") is not None:
         return False
     kinds: set[Any] = {type(m) for m in model.modules()}
-    if not isinstance(tokens, Tensor) or not any(_names_padding(kind) for kind in kinds):
+    if not any(_names_padding(kind) for kind in kinds):
         return True
-    return not any(bool((tokens == token).any()) for token in _padding_tokens(model))
+    if isinstance(tokens, Tensor):
+        return not any(bool((tokens == token).any()) for token in _padding_tokens(model))
+    return isinstance(embeddings, Tensor)  # else a decoder's tokens are made of the encoder's, and not known here
 
 
 def _padding_tokens(model: PreTrainedModel) -> set[int]:

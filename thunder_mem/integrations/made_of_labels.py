@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Mapping
 from functools import cache
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -37,11 +36,10 @@ def made_of_labels(model: PreTrainedModel, values: Mapping[str, object]) -> dict
     Raises:
         Exception: as the model itself would, for example because its configuration has no padding token.
     """
-    kind: Any = type(model)
-    code = _statement(kind)
+    forward: Any = inspect.unwrap(type(model).forward)
+    code = _statement(forward)
     if code is None or not isinstance(values.get("labels"), Tensor):
         return {}
-    forward = inspect.unwrap(kind.forward)
     parameters = inspect.signature(forward).parameters
     given: dict[str, object] = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     given |= values
@@ -51,16 +49,18 @@ def made_of_labels(model: PreTrainedModel, values: Mapping[str, object]) -> dict
 
 
 @cache
-def _statement(kind: type[PreTrainedModel]) -> CodeType | None:
+def _statement(forward: FunctionType) -> CodeType | None:
     """The statement of a model's forward that makes its decoder's inputs of the labels; None if there is none."""
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
-    except (OSError, TypeError):  # code without a file
+        lines, first = inspect.getsourcelines(forward)
+        tree = ast.parse("if True:\n" + "".join(lines))  # a docstring may forbid to remove the indentation
+    except (OSError, SyntaxError, TypeError):  # code without a file, or a lambda
         return None
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.If) and any(map(_shifts_labels, node.body)):
             node.orelse = []  # for calls without labels
-            return compile(ast.Module([node], type_ignores=[]), inspect.getfile(kind), "exec")
+            ast.increment_lineno(node, first - 2)
+            return compile(ast.Module([node], type_ignores=[]), forward.__code__.co_filename, "exec")
     return None
 
 

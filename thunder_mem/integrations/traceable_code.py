@@ -164,11 +164,11 @@ def _maker(function: Callable[..., Tensor]) -> Callable[..., Callable[[Tensor, T
 
 
 def _in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def wide(t: Tensor) -> Tensor:
-        return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+    def wide(x: object) -> object:
+        return x.float() if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x
 
-    def loss(result: Tensor, target: Tensor, *arguments: object, **options: object) -> Tensor:
-        return function(wide(result), wide(target), *arguments, **options)
+    def loss(*arguments: object, **options: object) -> Tensor:
+        return function(*[wide(x) for x in arguments], **{name: wide(x) for name, x in options.items()})
 
     return loss
 
