@@ -9,16 +9,13 @@ from typing import Any
 
 from thunder.extend import TemporaryExecutor, get_always_executors
 
-from thunder_mem.kernels.registered import mem_kernels_ex
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.planning.executor import user_executors
-from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.tiling.tiles import Tiles
 from thunder_mem.transforms import MemEfficient
+from thunder_mem.transforms.default_executors import WITHOUT_FUSION
 
 __all__ = ["given_options"]
-
-_JOIN = (mem_attention_ex, mem_kernels_ex)  # where nothing fuses, see `with_own_executors`
 
 
 def given_options(data: Any, *, with_executors: bool) -> dict[str, str]:
@@ -33,7 +30,7 @@ def given_options(data: Any, *, with_executors: bool) -> dict[str, str]:
         return {}
     options = {name: _code(value) for name, value in transform.given.items()}
     listed = (e for e in user_executors(data.executors_list) if not isinstance(e, TemporaryExecutor))
-    if with_executors and not [e for e in listed if e not in (*get_always_executors(), *_JOIN)]:
+    if with_executors and not [e for e in listed if e not in (*get_always_executors(), *WITHOUT_FUSION)]:
         return {"executors": "[]", **options}
     return options
 

@@ -14,7 +14,10 @@ from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.runtime.simulated_device import simulated_device
 
-__all__ = ["with_own_executors"]
+__all__ = ["WITHOUT_FUSION", "with_own_executors"]
+
+WITHOUT_FUSION = (mem_attention_ex, mem_kernels_ex)
+"""The package's executors that join a list in which none fuses."""
 
 
 def with_own_executors(executors: tuple) -> tuple:
@@ -27,7 +30,7 @@ def _with_kernels(executors: tuple) -> tuple:
     given = user_executors(executors)
     if any(map(fuses_generally, given)):
         return executors
-    own = [e for e in (mem_attention_ex, mem_kernels_ex) if e not in given]
+    own = [e for e in WITHOUT_FUSION if e not in given]
     always = next((i for i, e in enumerate(executors) if e in get_always_executors()), len(executors))
     return (*executors[:always], *own, *executors[always:])
 
