@@ -175,8 +175,8 @@ def _working(report: Report) -> Iterator[Advice]:
 
 
 def _is_cut_by_tiles(report: Report, t: Tenant) -> bool:
-    """Whether tiles would cut the tensor, or the value whose gradient it is, and the user has not chosen tiles."""
-    return "tile" not in report.options and (t.place.source, math.prod(t.shape)) in report.cuttable
+    """Whether tiles, which the user has not chosen, would cut the tensor or the value whose gradient it is."""
+    return (t.place.source, math.prod(t.shape)) in report.cuttable
 
 
 def _unplanned(report: Report) -> Iterator[Advice]:

@@ -139,7 +139,8 @@ def explain(
     compared = alone and called and plan is not None and not detail
     eager = eager_memory(entry.computation_traces[0], prediction) if alone else None
     paths, compiled_by = parameter_paths(entry.prologue_traces[0]), _compiled_by(jitted, "thunder.jit")
-    data: Any = thunder.compile_data(jitted)
+    options = given_options(thunder.compile_data(jitted), with_executors=compiled_by == "memory_efficient")
+    may_cut = plan is not None and paths and "tile" not in options
     return Report(
         prediction,
         plan,
@@ -150,8 +151,8 @@ def explain(
         eager_bytes=None if eager is None else eager.peak_bytes,
         thunder_bytes=_thunder_peak_bytes(jitted, args, kwargs or {}) if compared else None,
         paths=paths,
-        options=given_options(data, with_executors=compiled_by == "memory_efficient"),
-        cuttable=_cuttable(entry.computation_traces[0]) if plan is not None and paths else frozenset(),
+        options=options,
+        cuttable=_cuttable(entry.computation_traces[0]) if may_cut else frozenset(),
         compiled_by=compiled_by,
         detail=detail,
     )

@@ -117,7 +117,8 @@ class Report:
             not known. `explain` looks for the latter only for the five lines, as it takes another compilation.
         paths: a parameter's name in the trace -> its path in the module.
         options: of `MemEfficient` (or `memory_efficient`) that the user gave, by name, as code.
-        cuttable: the source line and the number of elements of each value that tiles could cut.
+        cuttable: the source line and the number of elements of each value that tiles could cut; none if the user
+            gave ``tile=``.
         compiled_by: which of the functions `thunder.jit`, `thunderfx` and `memory_efficient` (of
             `thunder_mem.integrations.transformers`) the user called.
         detail: print everything, instead of five lines. Files have everything.
