@@ -674,7 +674,7 @@ def test_inputs_are_zeros_of_their_shape():
 
 def test_sizes():
     assert [parse_bytes(s) for s in ("1GiB", "1gb", "1.5 KiB", "12", 7)] == [2**30, 10**9, 1536, 12, 7]
-    for wrong in ("", "GiB", "-1GiB", "0", "1XB", "1e3", True, "1 2"):
+    for wrong in ("", "GiB", "-1GiB", "0", "1XB", "1e3", True, "1 2", "1.5", "2.0 B"):
         with pytest.raises(ValueError, match=r"size"):
             parse_bytes(wrong)
     assert [size(n) for n in (0, 1023, 1024, 2**50)] == ["0 B", "1023 B", "1.00 KiB", "1024.00 TiB"]

@@ -54,11 +54,22 @@ def test_unknown_and_positional_arguments_are_refused():
         MemEfficient("auto")
 
 
-@pytest.mark.parametrize("arguments", [{}, {"sort": "lpmf", "chunk": False, "strict": True}], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"sort": "lpmf", "chunk": False, "strict": True}, {"budget": "2MiB", "on_infeasible": "warn", "keep": False}],
+    ids=str,
+)
 def test_its_text_makes_it_again(arguments):
     text = repr(MemEfficient(**arguments))
     assert repr(eval(text, {"thunder_mem": thunder_mem})) == text
     assert all(f"{name}={value!r}" in text for name, value in arguments.items())
+    assert MemEfficient(**arguments).given == arguments
+
+
+def test_two_that_differ_in_one_option_are_refused():
+    both = [MemEfficient(budget="2MiB"), MemEfficient(budget="2MiB", on_infeasible="warn")]
+    with pytest.raises(ValueError, match="one MemEfficient plans a program"):
+        thunder.jit(torch.sin, executors=[], transforms=both)(torch.ones(2))
 
 
 def branches(x, w):

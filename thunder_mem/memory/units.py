@@ -27,6 +27,8 @@ def parse_bytes(size: str | int) -> int:
     match = re.fullmatch(r" *([0-9]{1,18}(?:\.[0-9]{1,18})?) *([a-zA-Z]*) *", str(size))
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     factor = units.get(match[2].lower()) if match else None
+    if match and "." in match[1] and factor == 1:
+        raise ValueError(f"{quoted(size)} is not a size: a number with a decimal point needs a unit, such as GiB or MB")
     if match is None or factor is None or isinstance(size, bool):
         raise ValueError(f"{quoted(size)} is not a size: write a number and a unit, such as 40GiB, 512MiB or 80GB")
     nbytes = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor

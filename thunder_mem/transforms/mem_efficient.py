@@ -66,6 +66,8 @@ from thunder_mem.user_choices.written import Written
 
 __all__ = ["MemEfficient"]
 
+_NOT_IN_PLANS = ("verify", "strict", "plan")
+
 
 class MemEfficient(ListedTransform):
     """Lower the peak memory of a compiled program, with the same results.
@@ -205,18 +207,24 @@ class MemEfficient(ListedTransform):
         self._optimizer = optimizer
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The options that are not the defaults, as they were given; without `plan`, whose file demands the others."""
-        own = {
+    def options(self) -> dict[str, Any]:
+        """Every option as it was given, or its default; `plan` is a path."""
+        others = {
             "chunk": self._chunk,
             "tile": self._tile,
             "recompute": self._recompute,
             "offload": self._offload,
+            "plan": self._plan and self._plan.path,
             "optimizer": self._optimizer,
         }
-        defaults: dict[str, Any] = {k: p.default for k, p in signature(MemEfficient).parameters.items() if k != "plan"}
-        options = {name: own[name] if name in own else getattr(self._options, name) for name in defaults}
-        return {name: value for name, value in options.items() if value != defaults[name]}
+        names = signature(MemEfficient).parameters
+        return {name: others[name] if name in others else getattr(self._options, name) for name in names}
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that are not the defaults, as they were given; without `plan`, whose file demands the others."""
+        defaults = signature(MemEfficient).parameters
+        return {k: v for k, v in self.options.items() if k != "plan" and v != defaults[k].default}
 
     def with_optimizer(self, optimizer: StepInBackward | None) -> MemEfficient:
         """The same transform for another optimizer, for callers that make the optimizer themselves."""
@@ -319,24 +327,13 @@ class MemEfficient(ListedTransform):
 
     def _asked(self, executors: tuple) -> dict[str, str]:
         """The options that affect a plan, and the executors, as text."""
-        given, options = [e for e in executors if not isinstance(e, TemporaryExecutor)], self._options
-        sort, recompute = options.sort, self._recompute
-        return {
-            "sort": sort if isinstance(sort, str) else getattr(sort, "__qualname__", type(sort).__qualname__),
-            "chunk": repr(self._chunk),
-            "tile": repr(self._tile),
-            "budget": repr(options.budget),
-            "on_infeasible": options.on_infeasible,
-            "recompute": getattr(recompute, "__qualname__", type(recompute).__qualname__)
-            if callable(recompute)
-            else str(options.recompute),
-            "offload": repr(self._offload),
-            "costs": options.costs,
-            "reuse": repr(options.reuse),
-            "keep": repr(options.keep),
-            "executors": ", ".join(str(e.name) for e in given),
-            "optimizer": "None" if self._optimizer is None else type(self._optimizer.wrapped).__qualname__,
-        }
+        options = {name: _as_text(value) for name, value in self.options.items() if name not in _NOT_IN_PLANS}
+        if not callable(self._recompute):
+            options["recompute"] = str(self._options.recompute)  # the environment's, too, and a file's contents
+        if self._optimizer is not None:
+            options["optimizer"] = type(self._optimizer.wrapped).__qualname__
+        given = [e for e in executors if not isinstance(e, TemporaryExecutor)]
+        return options | {"executors": ", ".join(str(e.name) for e in given)}
 
     @property
     def _names_operations(self) -> bool:
@@ -344,13 +341,14 @@ class MemEfficient(ListedTransform):
         return options.recompute is not None or options.budget is not None or options.studied
 
     def __repr__(self) -> str:
-        return (
-            f"thunder_mem.MemEfficient(sort={self._options.sort!r}, chunk={self._chunk}, tile={self._tile}, "
-            f"budget={self._options.budget!r}, recompute={self._recompute!r}, offload={self._offload!r}, "
-            f"costs={self._options.costs!r}, reuse={self._options.reuse}, keep={self._options.keep}, "
-            f"verify={self._options.verify}, strict={self._options.strict}, optimizer={self._optimizer}"
-            + (f", plan={self._plan.path!r})" if self._plan else ")")
-        )
+        return f"thunder_mem.MemEfficient({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+
+def _as_text(option: Any) -> str:
+    """An option as plan files have it: without quotes, and a function by its name, because addresses differ."""
+    if isinstance(option, str):
+        return option
+    return getattr(option, "__qualname__", type(option).__qualname__) if callable(option) else repr(option)
 
 
 def _tiles_of(asked: bool | Tiles) -> Tiles:
