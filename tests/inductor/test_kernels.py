@@ -16,7 +16,7 @@ from tests.fuzzing.command import uncompiled_regions
 from thunder_mem import MemEfficient, measure_peak
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.kernels.kernel_executor import is_float
-from thunder_mem.kernels.registered import mem_kernels_ex
+from thunder_mem.kernels.registered import mem_gradients_ex, mem_kernels_ex
 from thunder_mem.prediction.predict import predict
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 
@@ -390,8 +390,56 @@ def test_other_devices_are_left_alone():
         assert list(map(is_float, there)) == [True, True, False]
 
 
+@pytest.mark.parametrize("executors", [None, [mem_pointwise_ex], [mem_attention_ex], []], ids=str)
+def test_gradients_that_nothing_fuses_are_pytorchs_in_every_list(executors):
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())
+    x, y = torch.randn(4, 3, 16, 16), torch.rand(4, 16, 16, 16)
+
+    def loss(model):
+        return F.binary_cross_entropy_with_logits(model(x), y)
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self):
+            return loss(self.net)
+
+    jitted = thunder.jit(Loss(), executors=executors, transforms=[MemEfficient(strict=True)])
+    with uncompiled_regions():
+        found = torch.autograd.grad(jitted(), list(net.parameters()))
+    names = [b.sym.name for b in thunder.last_backward_traces(jitted)[-1].bound_symbols]
+    assert names.count("mem_convolution_weight_backward") == 2
+    assert names.count("mem_convolution_backward") == names.count("mem_binary_cross_entropy_backward") == 1
+    exact = copy.deepcopy(net).double()
+    x, y = x.double(), y.double()
+    for mine, true in zip(found, torch.autograd.grad(loss(exact), list(exact.parameters())), strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=1e-4, atol=1e-7)
+
+
+def test_fused_convolutional_networks_peak_below_eager():
+    def block(inner, outer):
+        return nn.Sequential(nn.Conv2d(inner, outer, 3, padding=1), nn.BatchNorm2d(outer), nn.ReLU())
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(block(3, 32), block(32, 32), nn.MaxPool2d(2), block(32, 64), block(64, 64))
+            self.head = nn.Linear(64, 10)
+
+        def forward(self, x, y):
+            return F.cross_entropy(self.head(self.blocks(x).mean((2, 3))), y)
+
+    net, args = Net(), (torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,)))
+    eager_bytes = measure_peak(lambda: net(*args).backward())
+    jitted = thunder.jit(net, executors=[mem_pointwise_ex], transforms=[MemEfficient(strict=True)])
+    assert predict(jitted, *args).peak_bytes < 0.9 * eager_bytes
+
+
 def test_they_join_where_nothing_fuses():
     assert get_executor("mem_kernels") is mem_kernels_ex
+    assert get_executor("mem_gradients") is mem_gradients_ex
     x = torch.randn(3, 6, requires_grad=True)
     with uncompiled_regions():
         fused = planned(F.gelu, [mem_pointwise_ex])

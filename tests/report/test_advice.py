@@ -101,3 +101,16 @@ def test_an_exact_search_is_not_advised_again():
     assert [code for code in codes(before) if 'sort="exact"' in code]
     after = replace(before, options={"sort": '"exact"'})
     assert not [way for way in advice(after) if way.short == "searches longer for an order" and way.code]
+
+
+def test_a_list_that_fuses_is_not_advised_again():
+    class Binary(nn.Linear):
+        def forward(self, x, y):
+            return F.binary_cross_entropy_with_logits(super().forward(x), y)
+
+    def asked(**options):
+        jitted = thunder.jit(Binary(64, 256), transforms=[MemEfficient()], **options)
+        return [way.short for way in advice(explain(jitted, torch.rand(1024, 64), torch.rand(1024, 256), bounds=False))]
+
+    assert "without executors=" in asked(executors=[])
+    assert "without executors=" not in asked()  # where no operation of the program is one that could be fused

@@ -19,7 +19,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.core.transforms import get_grad, put_grad
 
-from thunder_mem.kernels.kernel_executor import has_dtype_of, is_float, mem_kernels_ex, register
+from thunder_mem.kernels.kernel_executor import has_dtype_of, is_float, mem_gradients_ex, register
 
 __all__: list[str] = []
 
@@ -54,7 +54,7 @@ def _register_gradient(name: str, derivative: Callable[..., torch.Tensor]) -> Sy
             result.mul_(weight)
         return result.div_(a.numel()) if reduction == "mean" else result
 
-    return mem_kernels_ex.register_operator(f"mem_binary_cross_entropy_{name}", meta=_like_logits, fn=gradient)
+    return mem_gradients_ex.register_operator(f"mem_binary_cross_entropy_{name}", meta=_like_logits, fn=gradient)
 
 
 def _like_logits(grad: TensorProxy, a: TensorProxy, *_: Any) -> TensorProxy:
@@ -97,4 +97,4 @@ def _differentiate(
     return out
 
 
-register(_operation, _is_binary_loss, _differentiate)
+register(_operation, _is_binary_loss, _differentiate, mem_gradients_ex)

@@ -20,7 +20,7 @@ from torch._prims_common import make_channels_last_strides_for, make_contiguous_
 from thunder_mem.kernels.kernel_executor import (
     has_dtype_of,
     is_float,
-    mem_kernels_ex,
+    mem_gradients_ex,
     put_asked,
     register,
     register_several,
@@ -61,8 +61,10 @@ def _parameter_gradients(grad: torch.Tensor, a: torch.Tensor, weight: torch.Tens
     return _backward(grad, a, weight, [grad.shape[1]], *geometry, (False, *mask))[1:]
 
 
-_argument = mem_kernels_ex.register_operator("mem_convolution_backward", meta=_argument_meta, fn=_argument_gradient)
-_parameters = register_several("mem_convolution_weight_backward", _parameters_meta, _parameter_gradients)
+_argument = mem_gradients_ex.register_operator("mem_convolution_backward", meta=_argument_meta, fn=_argument_gradient)
+_parameters = register_several(
+    "mem_convolution_weight_backward", _parameters_meta, _parameter_gradients, mem_gradients_ex
+)
 
 
 def _is_supported(a: Any, weight: Any, bias: Any, *geometry: Any) -> bool:
@@ -89,4 +91,4 @@ def _differentiate(
     return out
 
 
-register(prims.convolution, _is_supported, _differentiate)
+register(prims.convolution, _is_supported, _differentiate, mem_gradients_ex)

@@ -1,9 +1,13 @@
-"""`mem_kernels`: composite operations by PyTorch's own kernels, forward and backward.
+"""Two executors that differentiate operations by PyTorch's own kernels.
 
-Without fusion, Thunder's decompositions materialise every step of a norm or an activation, and keep many of them for
-the backward. Eager PyTorch runs one kernel each way and keeps its argument or its result, with a few statistics. This
-executor does the same for the operations in `norm_kernels.py`, `activation_kernels.py`, `loss_kernels.py`,
-`binary_loss_kernels.py`, `convolution_kernel.py` and `scatter_kernels.py`.
+`mem_kernels` is for composite operations that a fusion executor takes apart. Without fusion, Thunder's decompositions
+materialise every step of a norm or an activation, and keep many of them for the backward. Eager PyTorch runs one kernel
+each way and keeps its argument or its result, with a few statistics. This executor does the same for the operations in
+`norm_kernels.py`, `activation_kernels.py`, `loss_kernels.py` and `scatter_kernels.py`.
+
+`mem_gradients` is for operations that no fusion executor of this package takes: those in `convolution_kernel.py` and
+`binary_loss_kernels.py`.
+
 Calls that a kernel does not take (mixed dtypes, other devices, writes in place) are left to Thunder.
 
 The derivatives are those of PyTorch's `tools/autograd/derivatives.yaml`.
@@ -33,6 +37,7 @@ __all__ = [
     "is_float",
     "is_kernel",
     "is_number",
+    "mem_gradients_ex",
     "mem_kernels_ex",
     "put_asked",
     "register",
@@ -42,6 +47,9 @@ __all__ = [
 
 mem_kernels_ex = OperatorExecutor("mem_kernels", version="0.1")
 register_executor(mem_kernels_ex)
+
+mem_gradients_ex = OperatorExecutor("mem_gradients", version="0.1")
+register_executor(mem_gradients_ex)
 
 _FLOATS = (dtypes.float64, dtypes.float32, dtypes.bfloat16, dtypes.float16)
 _DEVICES = (DeviceType.CPU, DeviceType.CUDA)
@@ -78,16 +86,22 @@ def is_number(x: Any) -> bool:
 
 
 def is_kernel(bsym: BoundSymbol) -> bool:
-    """Whether this executor runs the operation, by its own kernel or by the torch executor's."""
+    """Whether one of the two executors runs the operation, by its own kernel or by the torch executor's."""
     sym = bsym.sym
-    return sym.executor is mem_kernels_ex or (sym.executor is not None and sym.name.strip("_") in _forwards)
+    ours = sym.executor in (mem_kernels_ex, mem_gradients_ex)
+    return ours or (sym.executor is not None and sym.name.strip("_") in _forwards)
 
 
-def register(operation: Symbol, checker: Callable[..., bool], gradient: Callable[..., Any]) -> None:
+def register(
+    operation: Symbol,
+    checker: Callable[..., bool],
+    gradient: Callable[..., Any],
+    executor: OperatorExecutor = mem_kernels_ex,
+) -> None:
     """Let `gradient` differentiate an operation of `thunder.torch` whose forward the torch executor runs."""
     forward = torch_ex.implmap[operation.id]
     _forwards.add(operation.name.strip("_"))
-    mem_kernels_ex.register_implementation(
+    executor.register_implementation(
         operation,
         forward.symbol,
         checker=checker,
@@ -96,7 +110,9 @@ def register(operation: Symbol, checker: Callable[..., bool], gradient: Callable
     )
 
 
-def register_several(name: str, meta: Callable[..., Any], fn: Callable[..., Any]) -> Symbol:
+def register_several(
+    name: str, meta: Callable[..., Any], fn: Callable[..., Any], executor: OperatorExecutor = mem_kernels_ex
+) -> Symbol:
     """A kernel of several gradients, whose last argument selects those that it makes.
 
     `meta` and `fn` only receive the mask as an argument: both return all gradients.
@@ -105,7 +121,7 @@ def register_several(name: str, meta: Callable[..., Any], fn: Callable[..., Any]
     def of_mask(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: asked(function(*args), args[-1])
 
-    symbol = mem_kernels_ex.register_operator(name, meta=of_mask(meta), fn=of_mask(fn))
+    symbol = executor.register_operator(name, meta=of_mask(meta), fn=of_mask(fn))
     _several.add(symbol.id)
     return symbol
 

@@ -1,4 +1,4 @@
-"""The executor `mem_kernels` with all its operations, and their facts for planning."""
+"""The executors `mem_kernels` and `mem_gradients` with all their operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunder_mem.kernels import (
     norm_kernels,
     scatter_kernels,
 )
-from thunder_mem.kernels.kernel_executor import mem_kernels_ex, without_unread_gradients
+from thunder_mem.kernels.kernel_executor import mem_gradients_ex, mem_kernels_ex, without_unread_gradients
 from thunder_mem.kernels.running_statistics import with_statistics_apart
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "binary_loss_kernels",
     "convolution_kernel",
     "loss_kernels",
+    "mem_gradients_ex",
     "mem_kernels_ex",
     "norm_kernels",
     "scatter_kernels",

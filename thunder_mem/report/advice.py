@@ -188,7 +188,7 @@ def _unplanned(report: Report) -> Iterator[Advice]:
             _compiled(report),
             "nothing was planned here",
         )
-    elif report.plan and len(report.plan.regions) > 1 and not any(r.executor for r in report.plan.regions):
+    elif report.plan and not report.may_fuse and len(report.plan.regions) > 1:
         yield Advice(
             movable_bytes,
             "nothing is fused, so every intermediate result is a tensor: leave `executors` out, or add 'mem_pointwise'",

@@ -12,7 +12,7 @@ import torch
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx
-from thunder_mem.kernels.registered import mem_kernels_ex
+from thunder_mem.kernels.registered import mem_gradients_ex, mem_kernels_ex
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.partition.budget import parse_budget
 from thunder_mem.planning.executor import user_executors
@@ -38,7 +38,7 @@ from thunder_mem.transforms.last_compilation import why_no_plan
 
 __all__ = ["explain"]
 
-_OURS = (mem_attention_ex, mem_cudnn_attention_ex, mem_kernels_ex, mem_pointwise_ex)
+_OURS = (mem_attention_ex, mem_cudnn_attention_ex, mem_kernels_ex, mem_gradients_ex, mem_pointwise_ex)
 
 FAILED = "MemEfficient could not plan this function, and this is the memory of Thunder's own program instead: "
 NEVER_CALLED = "the jitted function has never been called, so there is nothing to explain: call it once"
@@ -103,7 +103,8 @@ def explain(
         about_all = (*report.notes, *about_subgraphs(jitted))
         return replace(report, notes=about_all, compiled_by=_compiled_by(jitted, "thunderfx"))
     stats: Any = thunder.compile_stats(jitted)
-    if thunder.compile_data(jitted) is None or stats is None:
+    data: Any = thunder.compile_data(jitted)
+    if data is None or stats is None:
         compiles_itself = hasattr(getattr(jitted, "forward", None), "ours")  # by memory_efficient
         program = "programs(model)[-1].compiled" if compiles_itself else "what thunder.jit returned"
         raise TypeError(f"explain takes {program}, not {type(jitted).__name__}")
@@ -139,7 +140,7 @@ def explain(
     compared = alone and called and plan is not None and not detail
     eager = eager_memory(entry.computation_traces[0], prediction) if alone else None
     paths, compiled_by = parameter_paths(entry.prologue_traces[0]), _compiled_by(jitted, "thunder.jit")
-    options = given_options(thunder.compile_data(jitted), with_executors=compiled_by == "memory_efficient")
+    options = given_options(data, with_executors=compiled_by == "memory_efficient")
     may_cut = plan is not None and paths and "tile" not in options
     return Report(
         prediction,
@@ -153,6 +154,7 @@ def explain(
         paths=paths,
         options=options,
         cuttable=_cuttable(entry.computation_traces[0]) if may_cut else frozenset(),
+        may_fuse=any(map(fuses_generally, user_executors(data.executors_list))),
         compiled_by=compiled_by,
         detail=detail,
     )

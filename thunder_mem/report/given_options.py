@@ -13,7 +13,7 @@ from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.planning.executor import user_executors
 from thunder_mem.tiling.tiles import Tiles
 from thunder_mem.transforms import MemEfficient
-from thunder_mem.transforms.default_executors import WITHOUT_FUSION
+from thunder_mem.transforms.default_executors import JOINING
 
 __all__ = ["given_options"]
 
@@ -30,7 +30,7 @@ def given_options(data: Any, *, with_executors: bool) -> dict[str, str]:
         return {}
     options = {name: _code(value) for name, value in transform.given.items()}
     listed = (e for e in user_executors(data.executors_list) if not isinstance(e, TemporaryExecutor))
-    if with_executors and not [e for e in listed if e not in (*get_always_executors(), *WITHOUT_FUSION)]:
+    if with_executors and not [e for e in listed if e not in (*get_always_executors(), *JOINING)]:
         return {"executors": "[]", **options}
     return options
 

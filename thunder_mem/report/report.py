@@ -119,6 +119,7 @@ class Report:
         options: of `MemEfficient` (or `memory_efficient`) that the user gave, by name, as code.
         cuttable: the source line and the number of elements of each value that tiles could cut; none if the user
             gave ``tile=``.
+        may_fuse: whether the program was compiled with a general fusion executor.
         compiled_by: which of the functions `thunder.jit`, `thunderfx` and `memory_efficient` (of
             `thunder_mem.integrations.transformers`) the user called.
         detail: print everything, instead of five lines. Files have everything.
@@ -135,6 +136,7 @@ class Report:
     paths: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     cuttable: frozenset[tuple[str, int]] = frozenset()
+    may_fuse: bool = True
     compiled_by: CompiledBy = "thunder.jit"
     detail: bool = True
     _facts: Facts = field(init=False, repr=False, compare=False)

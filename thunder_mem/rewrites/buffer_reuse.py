@@ -38,7 +38,7 @@ from thunder_mem.trace.rebuilding import in_order, rebuilt
 __all__ = ["BufferReuse", "reuse_and_sort", "reuse_dying", "with_reuse"]
 
 # Operations whose results, unless views, have their own memory.
-_FRESH_EXECUTORS = {"torch", "sdpa", "mem_attention", "mem_cudnn_attention", "mem_kernels", "python"}
+_FRESH_EXECUTORS = {"torch", "sdpa", "mem_attention", "mem_cudnn_attention", "mem_kernels", "mem_gradients", "python"}
 
 
 @dataclass(frozen=True)

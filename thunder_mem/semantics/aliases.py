@@ -23,7 +23,7 @@ from thunder_mem.semantics.op_traits import PLAIN, traits_of
 __all__ = ["Aliases", "may_share_memory"]
 
 # All results of these executors' operations have their own memory.
-_FRESH_EXECUTORS = {"mem_attention", "mem_cudnn_attention", "mem_kernels"}
+_FRESH_EXECUTORS = {"mem_attention", "mem_cudnn_attention", "mem_kernels", "mem_gradients"}
 _MAY_RETURN_THEIR_OPERAND = {PrimIDs.BITCAST, PrimIDs.DEVICE_PUT, PrimIDs.STRIDE_ORDER}
 
 

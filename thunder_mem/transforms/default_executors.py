@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from thunder.extend import TemporaryExecutor, get_always_executors, get_default_executors
 
-from thunder_mem.kernels.registered import mem_kernels_ex
+from thunder_mem.kernels.registered import mem_gradients_ex, mem_kernels_ex
 from thunder_mem.planning.executor import user_executors
 from thunder_mem.regions.fusion_executors import fuses_generally
 from thunder_mem.regions.nvfuser import without_broken_nvfuser
@@ -14,10 +14,12 @@ from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.runtime.simulated_device import simulated_device
 
-__all__ = ["WITHOUT_FUSION", "with_own_executors"]
+__all__ = ["JOINING", "with_own_executors"]
 
-WITHOUT_FUSION = (mem_attention_ex, mem_kernels_ex)
-"""The package's executors that join a list in which none fuses."""
+_WITHOUT_FUSION = (mem_attention_ex, mem_kernels_ex)
+
+JOINING = (*_WITHOUT_FUSION, mem_gradients_ex)
+"""The package's executors that join a list: the last one each, the others one in which none fuses."""
 
 
 def with_own_executors(executors: tuple) -> tuple:
@@ -26,11 +28,13 @@ def with_own_executors(executors: tuple) -> tuple:
 
 
 def _with_kernels(executors: tuple) -> tuple:
-    """Add PyTorch's own kernels of composite operations if no executor fuses the operations' parts."""
+    """Add PyTorch's own gradients, and kernels of composite operations if no executor fuses the operations' parts.
+
+    They come after the user's, so a fusion executor that takes a convolution keeps it.
+    """
     given = user_executors(executors)
-    if any(map(fuses_generally, given)):
-        return executors
-    own = [e for e in WITHOUT_FUSION if e not in given]
+    left_out = _WITHOUT_FUSION if any(map(fuses_generally, given)) else ()
+    own = [e for e in JOINING if e not in (*given, *left_out)]
     always = next((i for i, e in enumerate(executors) if e in get_always_executors()), len(executors))
     return (*executors[:always], *own, *executors[always:])
 
