@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from thunder_mem import MemEfficient, StepInBackward, measure_peak, predict_step
-from thunder_mem.optimizer.one_parameter import bare_copy
+from thunder_mem.optimizer.trial_steps import bare_copy
 from thunder_mem.prediction.training_step import training_step
 
 

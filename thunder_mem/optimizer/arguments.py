@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.optimizer.compiled_step import has_failed
 from thunder_mem.optimizer.elementwise import BY_ELEMENT
-from thunder_mem.optimizer.one_parameter import changed_for_all
+from thunder_mem.optimizer.trial_steps import changed_for_all
 
 __all__ = ["STATES", "check_clipping", "check_compiled", "check_optimizer", "check_states", "check_two_pass"]
 
@@ -33,7 +33,7 @@ def check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS looks at all gradients together and calls the model again, so no backward can step it")
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise TypeError("SparseAdam takes sparse gradients only, and a compiled backward makes none")
+        raise TypeError("SparseAdam takes sparse gradients only, which wait for step() anyway: use it as it is")
     if (shared := changed_for_all(optimizer)) is not None:
         raise TypeError(f"{type(optimizer).__name__} changes {shared} in a step, so it cannot update one alone")
     if any(group.get("differentiable") for group in optimizer.param_groups):

@@ -137,7 +137,7 @@ def _warn(kind: str, error: Exception) -> None:
     reason = str(error).strip().partition("\n")[0]
     if isinstance(error, FailOnRecompileLimitHit):
         limit = torch._dynamo.config.recompile_limit
-        reason = f"options other than the learning rate had more than {limit} values (torch._dynamo.config)"
+        reason = f"options other than the learning rate changed too often: {limit} compilations (torch._dynamo.config)"
     warnings.warn(
         f"torch.compile failed on a step of {kind}, whose steps run as without compiled=True from now on: "
         f"{type(error).__name__}: {reason[:200]}",

@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 
 from thunder_mem.optimizer.all_gradients import FIRST_IS_MISSING, AllGradients, FirstPass, Verdict, is_on, size_of
 from thunder_mem.optimizer.gradient_edges import add_gradient, hooked, is_asked_for
+from thunder_mem.optimizer.group_options import GroupOptions, changed_option, group_options
 from thunder_mem.optimizer.host_states import step_with
+from thunder_mem.optimizer.shared_memory import overlapping
 
 __all__ = ["CompiledUpdates", "Updates"]
 
@@ -100,7 +102,9 @@ class CompiledUpdates:
         self._forwards = 0
         self._skipped = False
         self._warned = False
-        self._read: set[int] = set()  # parameters whose memory is that of an input, too
+        self._options_warned = False
+        self._options: GroupOptions = ()  # those that the last backward's updates read
+        self._read: set[int] = set()  # parameters whose memory is that of an input, or of another parameter, too
 
     @property
     def needs_all(self) -> bool:
@@ -118,8 +122,8 @@ class CompiledUpdates:
 
         Args:
             found: the parameters that the program reads in this call.
-            inputs: its other tensors. A gradient waits for `step` if one of them shares the parameter's memory, which
-                the backward may read after the update.
+            inputs: its other tensors. A gradient waits for `step` if one of them, or another parameter, shares the
+                parameter's memory, which the backward may read after the update.
 
         Raises:
             RuntimeError: a parameter was replaced after the compilation, or got a hook.
@@ -131,6 +135,8 @@ class CompiledUpdates:
                 raise RuntimeError(f"{name} got a hook after the compilation, which would see no gradient: remove it")
         memory = {t.untyped_storage()._cdata for t in inputs}
         self._read |= {id(p) for p in updates.parameters if p.untyped_storage()._cdata in memory}
+        pending = (p for other, forwards in self._pending.items() if forwards > 0 for p in other.parameters)
+        self._read |= overlapping([*updates.parameters, *pending])
 
     def note_forward(self, updates: Updates) -> None:
         """Record a forward whose backward will update parameters."""
@@ -259,7 +265,10 @@ class CompiledUpdates:
         waits, asked = self._waits(updates)
         alone = self._accumulating or get_skip_data_parallel_grad_sync()
         pairs = zip(updates.parameters, updates.names, waits, asked, strict=True)
-        if twice := [name for p, name, wait, ask in pairs if ask and not wait and id(p) in self._updated]:
+        changed = set(self._updated)
+        if changed:
+            changed |= overlapping([*updates.parameters, *self._updated.values()])
+        if twice := [name for p, name, wait, ask in pairs if ask and not wait and id(p) in changed]:
             raise RuntimeError(
                 f"a second backward since the last step() would update {_named(twice)} again: call step() after each "
                 "backward, or run all but the last under `with optimizer.accumulate():`"
@@ -276,6 +285,8 @@ class CompiledUpdates:
                 raise RuntimeError(FIRST_IS_MISSING)
             verdict = self._first.verdict_on(updates, self._forwards, self._tangents, asked)
         self._skipped |= verdict is not None and verdict.skips
+        if not all(waits):
+            self._options = group_options(self.wrapped.param_groups)
         groups = {id(p): group for group in self.wrapped.param_groups for p in group["params"]}
         wait = frozenset(i for i, waiting in enumerate(waits) if waiting)
         left = set(range(len(updates.parameters)))
@@ -295,8 +306,19 @@ class CompiledUpdates:
         if self.misses_gradients(updates):
             return "max_norm needs the norm of all, and the compiled backward has not all parameters of the optimizer"
         if self._read:
-            return "an input of the program shares memory with a parameter"
+            return "a parameter shares memory with an input of the program, or with another parameter"
         return "another forward of the same parameters has had no backward: run evaluations under torch.no_grad()"
+
+    def _warn_of_late_options(self) -> None:
+        """Warn once if an option changed after the updates that would have read it in an eager step."""
+        name = changed_option(self.wrapped.param_groups, self._options, self._updated)
+        if name is not None and not self._options_warned:
+            self._options_warned = True
+            warnings.warn(
+                f"{name!r} of a parameter group changed between backward() and step(): the backward has updated "
+                "parameters with the value from before. Set it before backward()",
+                stacklevel=4,
+            )
 
     def _check_whole(self, again: bool = False) -> None:
         if self._late:

@@ -14,13 +14,12 @@ from thunder_mem.optimizer.compiled_step import is_compilable
 from thunder_mem.optimizer.elementwise import BY_ELEMENT
 from thunder_mem.optimizer.host_states import is_large, step_with
 from thunder_mem.optimizer.one_parameter import (
-    bare_copy,
     first_state,
     many_steps_later,
-    on_any_device,
     runs_by_slices,
     slice_elements,
 )
+from thunder_mem.optimizer.trial_steps import bare_copy, on_any_device
 from thunder_mem.runtime.allocation_watch import AllocationWatch
 from thunder_mem.runtime.fake_numbers import FakeNumbers
 from thunder_mem.runtime.measure import record_curve

@@ -7,7 +7,7 @@ into one kernel it has none, and runs over the whole parameter.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,14 +20,11 @@ from thunder_mem.optimizer.elementwise import BY_ELEMENT, Clip
 
 __all__ = [
     "Part",
-    "bare_copy",
-    "changed_for_all",
     "copied",
     "first_state",
     "group_of",
     "in_place_of",
     "many_steps_later",
-    "on_any_device",
     "own_gradient",
     "runs_by_slices",
     "single_tensor",
@@ -285,52 +282,3 @@ def unhooked(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", None) else step
     return lambda: step(optimizer)
-
-
-def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer without attributes that other code added; its groups and state are still to be replaced."""
-    copy = object.__new__(type(optimizer))
-    # Tables of an optimizer are its own: bitsandbytes moves those in a table to the device of a step.
-    copy.__dict__.update({k: dict(v) if type(v) is dict else v for k, v in optimizer.__dict__.items()})
-    copy.__dict__.pop("step", None)  # a learning-rate scheduler binds the original's
-    copy.__dict__.pop("zero_grad", None)
-    copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    return copy
-
-
-def changed_for_all(optimizer: torch.optim.Optimizer) -> str | None:
-    """What a step changes that its parameters share, in words; None if there is nothing.
-
-    That is an option of the parameter group, or a public number of the optimizer, such as a count of steps. Each
-    group's step is tried on a parameter of one element.
-    """
-    for group in optimizer.param_groups:
-        p = torch.nn.Parameter(torch.ones(1, 1))
-        before = {**on_any_device(group), "params": [p]}
-        small = bare_copy(optimizer)
-        small.param_groups, small.state = [dict(before)], defaultdict(dict)
-        numbers = _public_numbers(small)
-        p.grad = torch.ones(1, 1)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                unhooked(small)()
-        except Exception:  # it takes no such parameter, and shows when it runs
-            continue
-        (after,) = small.param_groups
-        changed = [k for k, v in after.items() if k != "params" and v is not before.get(k) and v != before.get(k)]
-        if changed:
-            return f"{changed[0]!r} of its parameter group"
-        if (now := _public_numbers(small)) != numbers:
-            return f"its own {min(dict(now.items() ^ numbers.items()))!r}"
-    return None
-
-
-def _public_numbers(optimizer: torch.optim.Optimizer) -> dict[str, int | float]:
-    """The numbers among an optimizer's attributes; those with an underscore are PyTorch's, or an implementation's."""
-    return {k: v for k, v in vars(optimizer).items() if type(v) in (int, float) and not k.startswith("_")}
-
-
-def on_any_device(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options, for a trial step on another device: without those for a GPU, and with a plain rate."""
-    rate = {"lr": 1e-3} if isinstance(group.get("lr"), torch.Tensor) else {}
-    return {**group, **rate, **({"capturable": False} if "capturable" in group else {})}

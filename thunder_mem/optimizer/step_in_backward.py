@@ -30,6 +30,8 @@ __all__ = ["StepInBackward"]
 
 _SETTINGS = ("wrapped", "clip_value", "max_norm", "scaler", "two_pass", "states", "counted", "undecided", "compiled")
 
+_OF_THE_WRAPPED = ("param_groups", "state", "defaults")
+
 
 class StepInBackward(CompiledUpdates, Optimizer):
     """An optimizer that updates each parameter inside the backward, as soon as its gradient is complete.
@@ -120,6 +122,9 @@ class StepInBackward(CompiledUpdates, Optimizer):
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self.wrapped if name in _OF_THE_WRAPPED else self, name, value)
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         if self.scaler is None:
@@ -153,6 +158,7 @@ class StepInBackward(CompiledUpdates, Optimizer):
         if not waiting and not self._updated:
             raise RuntimeError("no backward gave a gradient since the last step(): call loss.backward() before it")
         self._check_late()
+        self._warn_of_late_options()
         if waiting and self._updated and self.needs_all:
             raise RuntimeError(
                 f"{len(waiting)} parameters, the first of shape {tuple(waiting[0].shape)}, got gradients that the "

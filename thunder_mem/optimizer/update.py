@@ -26,8 +26,9 @@ from thunder_mem.optimizer.compiled_updates import Updates
 from thunder_mem.optimizer.elementwise import BRANCHING
 from thunder_mem.optimizer.figures import StepFigures
 from thunder_mem.optimizer.host_states import step_with
-from thunder_mem.optimizer.one_parameter import bare_copy, first_state, group_of
+from thunder_mem.optimizer.one_parameter import first_state, group_of
 from thunder_mem.optimizer.state_transfers import StateTransfers
+from thunder_mem.optimizer.trial_steps import bare_copy
 from thunder_mem.runtime.host_transfers import run_beside, wait_for
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 

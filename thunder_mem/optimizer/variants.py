@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_mem.optimizer.one_parameter import bare_copy, many_steps_later, on_any_device, unhooked
+from thunder_mem.optimizer.one_parameter import many_steps_later, unhooked
+from thunder_mem.optimizer.trial_steps import bare_copy, on_any_device
 from thunder_mem.runtime.allocation_watch import AllocationWatch
 from thunder_mem.runtime.fake_numbers import FakeNumbers
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 from thunder_mem.fake_execution.fake_twins import Twins
 from thunder_mem.fake_execution.replay import Ledger
 from thunder_mem.optimizer.host_states import is_large
-from thunder_mem.optimizer.one_parameter import bare_copy
+from thunder_mem.optimizer.trial_steps import bare_copy
 from thunder_mem.runtime.fake_numbers import FakeNumbers
 
 __all__ = ["hold_states", "make_state", "next_scalars", "state_tensors", "twin_optimizer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ _OF_THE_MODEL = (
     "optimizer.use(AdamW(step.parameters()))"
 )
 _HOOKED = "a hook waits for the gradient, so step() updates the parameter"
+_SPARSE = "its gradient is sparse, so step() updates the parameter"
 _RETURNED = "the program returns the parameter, or a view: its gradient is complete behind the backward, at step()"
 
 
@@ -81,12 +83,25 @@ def with_optimizer(
     storage_of = read_trace(computation).storage_of
     returned = {storage_of.get(p.name) for p in tree_leaves(_results(computation)) if isinstance(p, TensorProxy)}
     returned.discard(None)
+    sparse = {storage_of.get(name) for b in computation.bound_symbols for name in _with_sparse_gradients(b)}
+    sparse.discard(None)
     for name, p in list(found.items()):
-        reason = _HOOKED if hooked(p) else _RETURNED if storage_of.get(name) in returned else None
+        storage = storage_of.get(name)
+        reason = _HOOKED if hooked(p) else _RETURNED if storage in returned else _SPARSE if storage in sparse else None
         if reason is not None:
             options = replace(options, refused=(*options.refused, Refusal(f"update of {name}", reason)))
             found = {n: q for n, q in found.items() if q is not p}
     return replace(options, optimized=Optimized(optimizer, found))
+
+
+def _with_sparse_gradients(bsym: BoundSymbol) -> Iterator[str]:
+    """The tensors that an operation looks up rows of with ``sparse=True``."""
+    if bsym.sym.name == "embedding":
+        arguments = dict(enumerate(bsym.args)) | bsym.kwargs
+        if arguments.get("sparse", arguments.get(6, False)) is True:
+            yield arguments.get("weight", arguments.get(1)).name
+    for part in bsym.subsymbols:
+        yield from _with_sparse_gradients(part)
 
 
 def _results(computation: TraceCtx) -> Any:

@@ -1,0 +1,44 @@
+"""Parameters on one memory, such as two that are tied by ``b.data = a.data``: an update of one changes the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+
+__all__ = ["overlapping"]
+
+
+def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The `id` of each tensor whose memory overlaps with another's.
+
+    Flat parameters side by side on one storage do not overlap. Columns between another's columns count as if they did.
+    """
+    on_storage = defaultdict[int, dict[int, torch.Tensor]](dict)
+    for t in tensors:
+        if t.numel():
+            on_storage[t.untyped_storage()._cdata][id(t)] = t
+    found: set[int] = set()
+    for together in on_storage.values():
+        if len(together) > 1:
+            found |= _overlapping_on_one_storage(together.values())
+    return found
+
+
+def _overlapping_on_one_storage(tensors: Iterable[torch.Tensor]) -> set[int]:
+    found: set[int] = set()
+    longest, reached = 0, 0  # the tensor that reaches furthest so far, and the first byte behind it
+    for t in sorted(tensors, key=lambda t: t.storage_offset() * t.itemsize):
+        if t.storage_offset() * t.itemsize < reached:
+            found |= {longest, id(t)}
+        end = _end(t)
+        if end > reached:
+            longest, reached = id(t), end
+    return found
+
+
+def _end(t: torch.Tensor) -> int:
+    """The first byte behind a tensor in its storage."""
+    last = t.storage_offset() + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return (int(last) + 1) * t.itemsize
