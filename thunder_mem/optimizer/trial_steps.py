@@ -17,12 +17,15 @@ __all__ = ["bare_copy", "changed_for_all", "on_any_device"]
 def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer without attributes that other code added; its groups and state are still to be replaced.
 
-    What a step may change in place (tensors, containers, generators) are copies, and parameters are the same.
+    What a step may change in place (tensors, containers, generators) are copies, and parameters are the same. An
+    optimizer that wraps another gets a copy of that one, to which its groups and state belong.
     """
     copy = object.__new__(type(optimizer))
     shared = {"param_groups", "state"}
     with _disable_current_modes():
         copy.__dict__.update({k: v if k in shared else _apart(v) for k, v in vars(optimizer).items()})
+    if isinstance(wrapped := vars(optimizer).get("wrapped"), torch.optim.Optimizer):
+        copy.__dict__["wrapped"] = bare_copy(wrapped)
     copy.__dict__.pop("step", None)  # a learning-rate scheduler binds the original's
     copy.__dict__.pop("zero_grad", None)
     copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
