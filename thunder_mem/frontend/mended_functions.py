@@ -1,4 +1,6 @@
-"""Functions whose loss or gradient Thunder 0.2.6 gets wrong, written out in others.
+"""Functions that Thunder 0.2.6 gets wrong, or passes to PyTorch whole, written out in others.
+
+Thunder gets these wrong:
 
 - `cross_entropy` with smoothed labels and ``reduction="mean"``: the uniform part of the loss also adds up rows of
   ignored targets, silently.
@@ -7,11 +9,13 @@
 - `hstack`, `vstack` and their like: the tensors in a sequence silently get no gradient.
 
 Chunked heads use the same decompositions (`loss_decompositions.py`), so a whole head computes the same.
+
+Functions that Thunder passes to PyTorch whole are written out, too (`whole_functions.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -21,6 +25,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.frontend.loss_decompositions import STACKS, decomposed
+from thunder_mem.frontend.whole_functions import FUSED, WRITTEN_OUT, Written, written_out
 from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["with_mended_functions"]
@@ -30,32 +35,42 @@ _STACKS = {
 }
 
 
-def with_mended_functions(trace: TraceCtx) -> TraceCtx:
-    """The trace with such functions written out; the same object without any."""
-    new = _all_rewritten(trace.bound_symbols, trace)
+def with_mended_functions(trace: TraceCtx, *, fused: bool = False) -> TraceCtx:
+    """The trace with such functions written out; the same object without any.
+
+    Args:
+        fused: whether an executor fuses what is written out, so that its steps need no memory.
+    """
+    new = _all_rewritten(trace.bound_symbols, trace, {**WRITTEN_OUT, **FUSED} if fused else WRITTEN_OUT)
     if new is trace.bound_symbols:
         return trace
-    return rebuilt(trace, new, "Functions that Thunder differentiates wrongly written out")
+    return rebuilt(trace, new, "Functions that Thunder differentiates wrongly, or as a whole, written out")
 
 
-def _all_rewritten(bsyms: Sequence[BoundSymbol], trace: TraceCtx) -> Sequence[BoundSymbol]:
-    new = [part for bsym in bsyms for part in _rewritten(bsym, trace)]
+def _all_rewritten(
+    bsyms: Sequence[BoundSymbol], trace: TraceCtx, whole: Mapping[Any, Written]
+) -> Sequence[BoundSymbol]:
+    new = [part for bsym in bsyms for part in _rewritten(bsym, trace, whole)]
     return bsyms if len(new) == len(bsyms) and all(map(is_, new, bsyms)) else new
 
 
-def _rewritten(bsym: BoundSymbol, trace: TraceCtx) -> Sequence[BoundSymbol]:
+def _rewritten(bsym: BoundSymbol, trace: TraceCtx, whole: Mapping[Any, Written]) -> Sequence[BoundSymbol]:
+    if bsym.sym.id in whole and (parts := written_out(bsym, trace, whole[bsym.sym.id])):
+        return parts
     if bsym.sym.id not in (ltorch.cross_entropy.id, ltorch.nll_loss.id, *_STACKS):
-        parts = _all_rewritten(bsym.subsymbols, trace)
+        # PyTorch's own functions have derivatives of their own: that of `relu6` at its bounds is not that of `clamp`.
+        inside = whole if bsym.sym.id == ltorch.checkpoint.id or not str(bsym.sym.id).startswith("torch.") else {}
+        parts = _all_rewritten(bsym.subsymbols, trace, inside)
         return [bsym if parts is bsym.subsymbols else bsym.from_bsym(subsymbols=tuple(parts))]
     if not _is_wrong(bsym):
         return [bsym]
-    written_out = decomposed(bsym, trace)
-    if bsym.sym.id == ltorch.cross_entropy.id or not written_out.subsymbols:
-        return [written_out]
-    for part in written_out.subsymbols:  # an executor would run the function as one, and lose its gradient again
+    mended = decomposed(bsym, trace)
+    if bsym.sym.id == ltorch.cross_entropy.id or not mended.subsymbols:
+        return [mended]
+    for part in mended.subsymbols:  # an executor would run the function as one, and lose its gradient again
         for p in part.flat_proxy_outs:
             p.tags.update(bsym.flat_proxy_outs[0].tags)  # such as that of a checkpoint
-    return written_out.subsymbols
+    return mended.subsymbols
 
 
 def _is_wrong(bsym: BoundSymbol) -> bool:

@@ -49,7 +49,13 @@ def with_written_arguments(
 
 
 def prepared(
-    trace: TraceCtx, prologue_trace: TraceCtx, options: PlanningOptions, *, named: bool, kernels: bool = False
+    trace: TraceCtx,
+    prologue_trace: TraceCtx,
+    options: PlanningOptions,
+    *,
+    named: bool,
+    kernels: bool = False,
+    fused: bool = False,
 ) -> TraceCtx:
     """The trace in functional form, for planning; unchanged after a failure.
 
@@ -57,10 +63,11 @@ def prepared(
         trace, prologue_trace: the program's, before autograd.
         options: of planning.
         named: whether values get the names of the modules and lines that they come from.
+        fused: whether an executor fuses generally.
         kernels: whether batch norms are in the form that `mem_kernels` takes.
     """
     try:
-        opened = with_mended_functions(trace)
+        opened = with_mended_functions(trace, fused=fused)
         opened = name_origins(opened, prologue_trace) if named else opened
         ready = take_over_checkpoints(expand_scalars(without_writes(opened)))
         ready = with_statistics_apart(ready) if kernels else ready

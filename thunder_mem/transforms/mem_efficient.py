@@ -31,6 +31,7 @@ from thunder_mem.planning.fallback import Original
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.plan_file import program_of, read_plan
 from thunder_mem.planning.record import current_record, note_program
+from thunder_mem.regions.fusion_executors import fuses_generally
 from thunder_mem.rendering.progress import stage
 from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.semantics.shared_parameters import tag_shared_parameters
@@ -255,10 +256,15 @@ class MemEfficient(ListedTransform):
             )
         executors = with_own_executors(compile_data.executors_list)
         self._identify(computation_trace, self._asked(user_executors(executors)))
-        kernels = mem_kernels_ex in executors
+        kernels, fused = mem_kernels_ex in executors, any(map(fuses_generally, executors))
         with stage("preparing writes, scalars and checkpoints"):
             computation_trace = ready = prepared(
-                computation_trace, prologue_trace, self._options, named=self._names_operations, kernels=kernels
+                computation_trace,
+                prologue_trace,
+                self._options,
+                named=self._names_operations,
+                kernels=kernels,
+                fused=fused,
             )
         options = self._options
         other = rewriting_after(self, compile_data.transforms)

@@ -1,0 +1,118 @@
+"""Functions that Thunder passes to PyTorch whole are written out: PyTorch's values and gradients, and they fuse."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+from tests.fuzzing.command import uncompiled_regions
+from thunder_mem import MemEfficient, measure_peak, predict
+from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.frontend.whole_functions import FUSED, WRITTEN_OUT
+
+A = torch.arange(-12.0, 12).reshape(4, 6).double() / 4  # kinks and bounds are among its elements
+B = A.flip(0) * 0.5
+POSITIVE = B.abs() + 0.25
+IMAGE = torch.randn(2, 8, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+FUNCTIONS = {
+    "absolute": lambda x, y: torch.absolute(x) + x.absolute() * y,
+    "diff": lambda x, y: torch.diff(x, dim=0) * y.diff(dim=0),
+    "divide": lambda x, y: torch.divide(x, y.abs() + 1) + x.divide(2),
+    "divide rounded": lambda x, y: x * torch.divide(x, y.abs() + 1, rounding_mode="floor"),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.25) * x.lerp(y, 0.75),
+    "lerp by a tensor": lambda x, y: torch.lerp(x, y, POSITIVE) * torch.lerp(y, POSITIVE, x),
+    "moveaxis": lambda x, y: torch.moveaxis(x, 0, 1) @ y.moveaxis(-1, -2).t(),
+    "multiply": lambda x, y: torch.multiply(x, y) + x.multiply(3),
+    "narrow": lambda x, y: torch.narrow(x, 1, 1, 3) * y.narrow(-1, -4, 3),
+    "negative": lambda x, y: torch.negative(x) * y.negative(),
+    "subtract": lambda x, y: torch.subtract(x, y, alpha=2) * x.subtract(y),
+    "swapaxes": lambda x, y: torch.swapaxes(x, 0, 1) @ y.swapaxes(-1, 0).t(),
+    "swapdims": lambda x, y: x.swapdims(0, 1) * y.swapdims(1, 0),
+    "clamp": lambda x, y: torch.clamp(x, -1, 1.5) * y.clamp(max=0.5),
+    "clamp by tensors": lambda x, y: torch.clamp(x, y, y + 1),
+    "clamp_max": lambda x, y: torch.clamp_max(x, 1) * y.clamp_max(0.25),
+    "clamp_min": lambda x, y: torch.clamp_min(x, 0) * y.clamp_min(-0.25),
+    "clip": lambda x, y: torch.clip(x, -1, 1) * y.clip(min=0),
+    "clip from above to below": lambda x, y: torch.clip(x, 1, -1) * y,
+    "cosine_similarity": lambda x, y: F.cosine_similarity(x, y, -1) + F.cosine_similarity(x[:1], y, dim=1),
+    "cosine of zeros": lambda x, y: F.cosine_similarity(x * (x > 0), y * 0, -1),
+    "huber_loss": lambda x, y: F.huber_loss(x, y, delta=0.5) + F.huber_loss(x, y, "sum", 2.0),
+    "kl_div": lambda x, y: F.kl_div(x, y.exp(), reduction="batchmean") + F.kl_div(x, y, log_target=True),
+    "l1_loss": lambda x, y: F.l1_loss(x, y) + F.l1_loss(x, y, reduction="none"),
+    "smooth_l1_loss": lambda x, y: F.smooth_l1_loss(x, y) + F.smooth_l1_loss(x, y, reduction="sum", beta=0.5),
+    "smooth_l1_loss of beta 0": lambda x, y: F.smooth_l1_loss(x, y, beta=0.0),
+    "pixel_shuffle": lambda x, y: F.pixel_shuffle(IMAGE * x.sum(), 2) * F.pixel_shuffle(IMAGE[0] * y.mean(), 2),
+    "pixel_unshuffle": lambda x, y: F.pixel_unshuffle(IMAGE * x.sum(), 2) * y.mean(),
+    "roll": lambda x, y: torch.roll(x, 2, 0) * y.roll((-1,), (1,)) + x.roll(7),
+}
+LEFT_WHOLE = {
+    "clip of integers": lambda x, y: x * y.mul(4).long().clip(-1, 1),
+    "diff of order two": lambda x, y: x.diff(n=2) * y.diff(n=2, dim=1),
+    "a cosine of other dims": lambda x, y: F.cosine_similarity(x[0], y, dim=1),
+    "activations that clamp": lambda x, y: F.relu6(x) * F.hardtanh(y) + F.hardswish(4 * x),
+    "a roll along two dims": lambda x, y: x * y.roll((1, -2), (0, 1)),
+    "a roll by nothing": lambda x, y: x.roll(4, 0) * y,
+    "a loss that broadcasts": lambda x, y: F.l1_loss(x, y[:1].expand(4, 6)),
+}
+
+
+def compiled(fn, executors):
+    return thunder.jit(fn, executors=executors, transforms=[MemEfficient(strict=True)])
+
+
+def seen(call):
+    x, y = A.clone().requires_grad_(), B.clone().requires_grad_()
+    out = call(x, y)
+    grads = torch.autograd.grad((out * out.detach().cos()).sum(), [x, y], allow_unused=True)
+    return out, *(torch.zeros(()) if g is None else g for g in grads)
+
+
+@pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["unfused", "fused"])
+@pytest.mark.parametrize("name", FUNCTIONS | LEFT_WHOLE)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_values_and_gradients_are_pytorchs(name, executors):
+    fn = (FUNCTIONS | LEFT_WHOLE)[name]
+    jitted = compiled(fn, executors)
+    with uncompiled_regions():
+        found = seen(jitted)
+    for mine, eager in zip(found, seen(fn), strict=True):
+        torch.testing.assert_close(mine, eager.expand_as(mine), rtol=1e-12, atol=1e-12)
+    if name in FUNCTIONS and executors:
+        whole = [b.sym.name for b in thunder.last_backward_traces(jitted)[-1].bound_symbols]
+        assert not [called for called in whole if called.endswith("_vjp")]
+
+
+def test_each_function_is_tried():
+    tried = {name.split()[0] for name in FUNCTIONS}
+    assert {str(symbol).rpartition(".")[2] for symbol in FUSED | WRITTEN_OUT} <= tried
+
+
+@pytest.mark.parametrize("name", ["clip", "multiply", "l1_loss", "roll"])
+def test_fused_they_peak_below_eager(name):
+    x, y = torch.randn(64, 256, requires_grad=True), torch.randn(64, 256, requires_grad=True)
+
+    def loss(x, y):
+        return FUNCTIONS[name](x, y).square().sum()
+
+    eager_bytes = measure_peak(lambda: loss(x, y).backward())
+    x.grad = y.grad = None
+    assert predict(compiled(loss, [mem_pointwise_ex]), x, y).measured_bytes < 0.9 * eager_bytes
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_view_that_is_written_is_written(fused):
+    def fn(x):
+        y = x * 2
+        y.narrow(0, 1, 2).mul_(3)
+        y.swapaxes(0, 1)[2].add_(1)
+        return y.sin()
+
+    with uncompiled_regions():
+        for call in (fn, compiled(fn, [mem_pointwise_ex] if fused else [])):
+            x = A.clone().requires_grad_()
+            out = call(x)
+            (grad,) = torch.autograd.grad(out.sum(), x)
+            if call is fn:
+                expected = out, grad
+    torch.testing.assert_close((out, grad), expected, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,227 @@
+"""Functions that Thunder passes to PyTorch whole, written out in operations that it differentiates and fuses.
+
+Thunder registers hundreds of PyTorch's functions by themselves. Such a function runs as it is. Its gradient runs it
+once more, under autograd, and makes the gradients of all its arguments. No executor fuses it, and no tile or chunk runs
+it. These mean the same as a few operations of `thunder.torch`. At kinks the derivatives are PyTorch's, such as that of
+`clamp` at its bounds, where Thunder's own has 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from inspect import signature
+from math import prod
+from typing import Any
+
+import thunder.torch as ltorch
+import torch
+import torch.nn.functional as F
+from thunder.core import dtypes, prims
+from thunder.core.langctxs import Languages, langctx
+from thunder.core.proxies import TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from thunder_mem.trace.rebuilding import recorded
+
+__all__ = ["FUSED", "WRITTEN_OUT", "Written", "written_out"]
+
+Written = Callable[..., Any]
+
+
+def _clamp(a: TensorProxy, min: Any = None, max: Any = None) -> TensorProxy | None:
+    if (min is None and max is None) or not dtypes.is_float_dtype(a.dtype):
+        return None
+    if any(isinstance(bound, TensorProxy) and bound.dtype != a.dtype for bound in (min, max)):
+        return None
+    result = a
+    for beyond, bound in ((ltorch.lt, min), (ltorch.gt, max)):
+        result = result if bound is None else ltorch.where(beyond(result, bound), bound, result)
+    return result
+
+
+def _narrow(a: TensorProxy, dim: int, start: int, length: int) -> TensorProxy | None:
+    if not (isinstance(start, int) and isinstance(length, int)):
+        return None
+    dim = dim % a.ndim
+    start = start + a.shape[dim] if start < 0 else start
+    return _part(a, dim, start, start + length)
+
+
+def _part(a: TensorProxy, dim: int, start: int, end: int) -> TensorProxy:
+    starts, ends = [0] * a.ndim, list(a.shape)
+    starts[dim], ends[dim] = start, end
+    return prims.slice_prim(a, starts, ends)
+
+
+def _roll(a: TensorProxy, shifts: Any, dims: Any = None) -> TensorProxy | None:
+    """A roll along one dimension; along several it would be several copies."""
+    (shift,) = (shifts,) if isinstance(shifts, int) else shifts
+    if dims is None or dims == ():
+        flat = _roll(ltorch.reshape(a, (a.numel,)), shift, 0)
+        return None if flat is None else ltorch.reshape(flat, a.shape)
+    (dim,) = (dims % a.ndim,) if isinstance(dims, int) else (d % a.ndim for d in dims)
+    if not a.numel or not (cut := -shift % a.shape[dim]):
+        return None
+    return ltorch.cat([_part(a, dim, cut, a.shape[dim]), _part(a, dim, 0, cut)], dim)
+
+
+def _pixel_shuffle(a: TensorProxy, upscale_factor: int) -> TensorProxy | None:
+    *outer, c, h, w = a.shape
+    r = upscale_factor
+    if r < 2 or not a.numel:
+        return None
+    parts = ltorch.reshape(a, (prod(outer), c // r**2, r, r, h, w))
+    return ltorch.reshape(ltorch.permute(parts, (0, 1, 4, 2, 5, 3)), (*outer, c // r**2, h * r, w * r))
+
+
+def _pixel_unshuffle(a: TensorProxy, downscale_factor: int) -> TensorProxy | None:
+    *outer, c, h, w = a.shape
+    r = downscale_factor
+    if r < 2 or not a.numel:
+        return None
+    parts = ltorch.reshape(a, (prod(outer), c, h // r, r, w // r, r))
+    return ltorch.reshape(ltorch.permute(parts, (0, 1, 3, 5, 2, 4)), (*outer, c * r**2, h // r, w // r))
+
+
+def _diff(a: TensorProxy, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> TensorProxy | None:
+    dim = dim % a.ndim
+    if n != 1 or prepend is not None or append is not None or a.shape[dim] < 2 or dtypes.is_boolean_dtype(a.dtype):
+        return None
+    return ltorch.sub(_part(a, dim, 1, a.shape[dim]), _part(a, dim, 0, a.shape[dim] - 1))
+
+
+def _lerp(start: TensorProxy, end: TensorProxy, weight: float | TensorProxy) -> TensorProxy:
+    step = ltorch.sub(end, start)
+    from_start = ltorch.add(start, ltorch.mul(step, weight))
+    from_end = ltorch.sub(end, ltorch.mul(step, ltorch.sub(1, weight)))
+    if isinstance(weight, TensorProxy):
+        return ltorch.where(ltorch.lt(ltorch.abs(weight), 0.5), from_start, from_end)
+    return from_start if abs(weight) < 0.5 else from_end
+
+
+def _loss(function: Callable[..., Any], each: Callable[..., TensorProxy]) -> Written:
+    """A loss of PyTorch between tensors of one shape, by the loss of each element."""
+
+    def loss(*args: Any, **kwargs: Any) -> TensorProxy | None:
+        given = signature(function).bind(*args, **kwargs).arguments
+        a, target, reduction = given.pop("input"), given.pop("target"), given.pop("reduction", "mean")
+        if a.shape != target.shape or any(given.pop(name, None) is not None for name in _NOT_WRITTEN):
+            return None
+        result = each(a, target, **given)
+        if reduction == "batchmean":
+            return ltorch.true_divide(ltorch.sum(result), a.shape[0])
+        return {"mean": ltorch.mean, "sum": ltorch.sum}[reduction](result) if reduction != "none" else result
+
+    return loss
+
+
+_NOT_WRITTEN = ("size_average", "reduce", "weight")
+
+
+def _smooth_l1(a: TensorProxy, target: TensorProxy, beta: float = 1.0) -> TensorProxy:
+    distance = ltorch.abs(ltorch.sub(a, target))
+    if beta == 0:
+        return distance
+    near = ltorch.mul(ltorch.mul(distance, distance), 0.5 / beta)
+    return ltorch.where(ltorch.lt(distance, beta), near, ltorch.sub(distance, 0.5 * beta))
+
+
+def _huber(a: TensorProxy, target: TensorProxy, delta: float = 1.0) -> TensorProxy:
+    distance = ltorch.abs(ltorch.sub(a, target))
+    far = ltorch.mul(ltorch.sub(distance, 0.5 * delta), delta)
+    return ltorch.where(ltorch.lt(distance, delta), ltorch.mul(ltorch.mul(distance, distance), 0.5), far)
+
+
+def _kl_div(a: TensorProxy, target: TensorProxy, log_target: bool = False) -> TensorProxy:
+    if log_target:
+        return ltorch.mul(ltorch.exp(target), ltorch.sub(target, a))
+    log = ltorch.log(ltorch.where(ltorch.eq(target, 0), 1.0, target))  # 0 log 0 is 0
+    return ltorch.mul(target, ltorch.sub(log, a))
+
+
+def _cosine_similarity(a: TensorProxy, b: TensorProxy, dim: int = 1, eps: float = 1e-8) -> TensorProxy | None:
+    dtype = a.dtype
+    if b.dtype != dtype or not dtypes.is_float_dtype(dtype) or a.ndim != b.ndim or not a.ndim:
+        return None
+    wide = dtypes.float32 if dtypes.to_dtype(dtype).bytes < 4 else dtype  # the squares of 16 bits overflow
+    directions = []
+    for x in (ltorch.to(a, wide), ltorch.to(b, wide)):
+        squares = ltorch.sum(ltorch.mul(x, x), dim, keepdim=True)
+        # Clamped before the root, whose derivative at 0 is infinite.
+        length = ltorch.sqrt(ltorch.where(ltorch.lt(squares, eps**2), eps**2, squares))
+        directions.append(ltorch.true_divide(x, length))
+    return ltorch.to(ltorch.sum(ltorch.mul(*directions), dim), dtype)
+
+
+_ALWAYS: dict[str, Written] = {
+    "absolute": ltorch.abs,
+    # PyTorch's own, whose derivative at the bounds is right.
+    "clamp": lambda a, min=None, max=None: ltorch._torch_to_thunder_function_map[torch.clip](a, min, max),
+    "diff": _diff,
+    "divide": ltorch.div,
+    "lerp": _lerp,
+    "moveaxis": ltorch.movedim,
+    "multiply": ltorch.mul,
+    "narrow": _narrow,
+    "negative": ltorch.neg,
+    "subtract": ltorch.sub,
+    "swapaxes": ltorch.transpose,
+    "swapdims": ltorch.transpose,
+}
+
+_WHERE_FUSED: dict[str, Written] = {
+    "clamp": _clamp,
+    "clamp_max": lambda a, max: _clamp(a, None, max),
+    "clamp_min": lambda a, min: _clamp(a, min),
+    "clip": _clamp,
+    "cosine_similarity": _cosine_similarity,
+    "huber_loss": _loss(F.huber_loss, _huber),
+    "kl_div": _loss(F.kl_div, _kl_div),
+    "l1_loss": _loss(F.l1_loss, lambda a, target: ltorch.abs(ltorch.sub(a, target))),
+    "pixel_shuffle": _pixel_shuffle,
+    "pixel_unshuffle": _pixel_unshuffle,
+    "roll": _roll,
+    "smooth_l1_loss": _loss(F.smooth_l1_loss, _smooth_l1),
+}
+
+
+def _by_symbol(written: dict[str, Written]) -> dict[Any, Written]:
+    """The same by the ids of Thunder's symbols: a function, a method and a function of losses have one each."""
+    known = ltorch._torch_to_thunder_function_map
+    symbols = {
+        symbol.id: fn
+        for name, fn in written.items()
+        for home in ((F,) if name.endswith(("_loss", "_div")) else (torch, torch.Tensor, F))
+        if (symbol := known.get(getattr(home, name, None))) is not None
+    }
+    return symbols
+
+
+WRITTEN_OUT = _by_symbol(_ALWAYS)
+"""By symbol id: `fn(*args, **kwargs)`, which means the same, or None where it does not know the arguments."""
+
+FUSED = _by_symbol(_WHERE_FUSED)
+"""The same for functions of several steps: without fusion each step would be a tensor."""
+
+
+def written_out(bsym: BoundSymbol, trace: TraceCtx, fn: Written) -> Sequence[BoundSymbol]:
+    """The operations that mean the same as a bound symbol, with its result; none if `fn` does not know its case."""
+    (out,) = bsym.flat_proxy_outs if len(bsym.flat_proxy_outs) == 1 else (None,)
+    result = None
+    with suppress(Exception), recorded(trace) as scope:
+        result = langctx(Languages.TORCH)(fn)(*bsym.args, **bsym.kwargs)
+    if out is None or not isinstance(result, TensorProxy) or not scope or not _is_like(result, out):
+        return ()
+    swap = {variableify(result): out}
+    parts = [b.from_bsym_swap_proxies(swap) for b in scope]
+    for b in parts:
+        b.source_filename, b.source_positions = bsym.source_filename, bsym.source_positions
+        for p in b.flat_proxy_outs:
+            p.tags.update(out.tags)  # such as that of a checkpoint
+    return parts
+
+
+def _is_like(result: TensorProxy, out: Any) -> bool:
+    return isinstance(out, TensorProxy) and result.shape == out.shape and result.dtype == out.dtype
