@@ -138,11 +138,31 @@ def test_gradients_that_thunder_lacks(name):
     assert_as_eager(OTHERS[name], (6, 6))
 
 
+@pytest.mark.parametrize("padding_idx", [None, 0, 3, -1, -3, -7])
+def test_a_row_of_padding_gets_no_gradient(padding_idx):
+    tokens = torch.tensor([[0, 1, 4], [3, 0, 6]])
+
+    def embedded(w):
+        return F.embedding(tokens, w, padding_idx).sin()
+
+    assert_as_eager(embedded, (7, 2))
+    assert_as_eager(lambda w: checkpoint(embedded, w, use_reentrant=False), (7, 2))
+
+
+@pytest.mark.parametrize("padding_idx", [7, -8])
+def test_padding_outside_of_the_table_raises_as_in_eager(padding_idx):
+    tokens, w = torch.tensor([0, 6]), torch.randn(7, 2, requires_grad=True)
+    with pytest.raises(AssertionError, match="within num_embeddings"):
+        _planned(lambda w: F.embedding(tokens, w, padding_idx))(w)
+
+
 def test_thunder_alone_still_loses_them():
     """So that `frontend/mended_functions.py` goes when Thunder is repaired."""
     x = torch.randn(3, 3, requires_grad=True)
     lost = thunder.jit(lambda x: x.sum() + torch.hstack([x, x]).sin().sum(), executors=[])
     assert bool((torch.autograd.grad(lost(x), x)[0] == 1).all())
+    padded = thunder.jit(lambda w: F.embedding(torch.tensor([2]), w, -1), executors=[])
+    assert torch.autograd.grad(padded(x).sum(), x)[0][2].tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="None had an unexpected type"):
         thunder.jit(LOSSES["default"], executors=[])(torch.randn(6, 3, requires_grad=True))
     targets = torch.zeros(2, 4, dtype=torch.long)

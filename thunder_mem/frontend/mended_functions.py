@@ -7,6 +7,8 @@ Thunder gets these wrong:
 - `nll_loss` with the default ``ignore_index``, or another reduction than "mean": differentiating it fails.
 - both, of class indices beside logits with 3 or more than 4 dims: differentiating them fails.
 - `hstack`, `vstack` and their like: the tensors in a sequence silently get no gradient.
+- `embedding` with a negative ``padding_idx``: the row of padding silently gets a gradient, because the backward takes
+  the index as "no padding".
 
 Chunked heads use the same decompositions (`loss_decompositions.py`), so a whole head computes the same.
 
@@ -57,6 +59,8 @@ def _all_rewritten(
 def _rewritten(bsym: BoundSymbol, trace: TraceCtx, whole: Mapping[Any, Written]) -> Sequence[BoundSymbol]:
     if bsym.sym.id in whole and (parts := written_out(bsym, trace, whole[bsym.sym.id])):
         return parts
+    if bsym.sym.id == ltorch.embedding.id:
+        return [_with_padding_from_the_front(bsym)]
     if bsym.sym.id not in (ltorch.cross_entropy.id, ltorch.nll_loss.id, *_STACKS):
         # PyTorch's own functions have derivatives of their own: that of `relu6` at its bounds is not that of `clamp`.
         inside = whole if bsym.sym.id == ltorch.checkpoint.id or not str(bsym.sym.id).startswith("torch.") else {}
@@ -85,3 +89,14 @@ def _is_wrong(bsym: BoundSymbol) -> bool:
         return ignore_index is None or reduction != "mean"
     *_, smoothing = given
     return bool(pyval(smoothing))
+
+
+def _with_padding_from_the_front(bsym: BoundSymbol) -> BoundSymbol:
+    """An `embedding` whose negative index of padding is counted from the first row; the same object without any."""
+    given: tuple[Any, ...] = bsym.sym.normalize(*bsym.args, **bsym.kwargs)[0]
+    rows, padding = pyval(given[1].shape[0]), given[2]
+    padding = padding if padding is None else pyval(padding)
+    if padding is None or not -rows <= padding < 0:  # what is outside raises in PyTorch's function, as in eager
+        return bsym
+    parts = [part.from_bsym(kwargs={**part.kwargs, "padding_idx": rows + padding}) for part in bsym.subsymbols]
+    return bsym.from_bsym(args=(*given[:2], rows + padding, *given[3:]), kwargs={}, subsymbols=tuple(parts))
