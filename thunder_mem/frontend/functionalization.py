@@ -22,6 +22,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.torch import _inplace_to_out_of_place
 
+from thunder_mem.frontend.decided_views import SURE_VIEW
 from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.semantics.effects import effects_of, is_copy, leaves
 from thunder_mem.semantics.view_prims import CERTAIN_VIEWS
@@ -123,7 +124,8 @@ def _arguments(trace: TraceCtx) -> list[Proxy]:
 def _is_certain_view(bsym: BoundSymbol) -> bool:
     """Whether it makes views of its only argument for all strides, and autograd treats them as views."""
     parts = [leaf for leaf in leaves(bsym) if leaf.flat_proxy_outs]
-    allowed = CERTAIN_VIEWS | ({PrimIDs.RESHAPE} if bsym.sym.name in ("view", "view_as") else set())
+    reshapes = bsym.sym.name in ("view", "view_as") or SURE_VIEW in bsym.tags
+    allowed = CERTAIN_VIEWS | ({PrimIDs.RESHAPE} if reshapes else set())
     return (
         bool(parts)
         and len(bsym.flat_proxy_args) == 1

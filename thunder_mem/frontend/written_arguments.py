@@ -88,6 +88,8 @@ def with_histories(
     # A new history is one more result. Without any result no gradient flows, and Thunder runs every write.
     if not written or not (_tensors(result.args[0]["output"]) or any(p.name in with_grad for p in written)):
         return prologue, computation, epilogue
+    computation = _with_newest_names(computation, whole, {p.name for p in written})
+    whole = _whole_names(computation)
     written.sort(key=lambda p: p.name not in with_grad)  # a write under no_grad may need another one's result
     computation = _past_no_grad(computation, whole, {p.name for p in written})
     whole = _whole_names(computation)
@@ -118,12 +120,35 @@ def _whole_names(trace: TraceCtx) -> dict[str, str]:
     known = {p.name: p.name for p in _tensors(trace.args)}
     for bsym in trace.bound_symbols:
         for leaf in leaves(bsym):
-            if leaf.sym.id is PrimIDs.UPDATE_ALIASES:
+            if leaf.sym.id in (PrimIDs.UPDATE_ALIASES, PrimIDs.SHALLOW_COPY):
                 pairs = list(zip(leaf.flat_proxy_args, leaf.flat_proxy_outs, strict=True))
             else:
                 pairs = [(leaf.args[1], p) for p in leaf.flat_proxy_outs] if is_copy(leaf) else []
             known.update((new.name, known[old.name]) for old, new in pairs if old.name in known)
     return known
+
+
+def _with_newest_names(trace: TraceCtx, whole: Mapping[str, str], written: Collection[str]) -> TraceCtx:
+    """The trace in which each name of a written argument, such as that of `x.to(x.dtype)`, follows all its writes."""
+    if not any(leaf.sym.id is PrimIDs.SHALLOW_COPY for bsym in trace.bound_symbols for leaf in leaves(bsym)):
+        return trace
+
+    def renamed() -> Iterator[BoundSymbol]:
+        newest: dict[str, TensorProxy] = {}
+        for bsym in trace.bound_symbols:
+            swap: dict[Any, TensorProxy] = {
+                variableify(p): newest[whole[p.name]] for p in bsym.flat_proxy_args if whole.get(p.name) in newest
+            }
+            now = bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym
+            if now.sym.id is PrimIDs.UPDATE_ALIASES:
+                pairs = {p.name: (p, q) for p, q in zip(now.flat_proxy_args, now.flat_proxy_outs, strict=True)}
+                olds, news = (tuple(side) for side in zip(*pairs.values(), strict=True))
+                now = prims.update_aliases.bind(olds, output=news).from_bsym(tags=bsym.tags.copy())
+            yield now
+            if now.sym.id is PrimIDs.UPDATE_ALIASES or any(map(is_copy, leaves(now))):
+                newest.update((whole[p.name], p) for p in _tensors(now.output) if whole.get(p.name) in written)
+
+    return rebuilt(trace, renamed)
 
 
 def _written(trace: TraceCtx, whole: Mapping[str, str]) -> list[TensorProxy]:

@@ -10,6 +10,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.plan import about_chunks
 from thunder_mem.frontend.checkpoint_tags import take_over_checkpoints
+from thunder_mem.frontend.decided_views import with_decided_views
 from thunder_mem.frontend.functionalization import without_writes
 from thunder_mem.frontend.mended_functions import with_mended_functions
 from thunder_mem.frontend.scalar_broadcast import expand_scalars
@@ -42,7 +43,8 @@ def with_written_arguments(
         options: of planning.
     """
     try:
-        return with_histories(*traces, compile_options)
+        prologue, computation, epilogue = traces
+        return with_histories(*with_decided_views(prologue, computation), epilogue, compile_options)
     except Exception as error:
         left("writes to arguments as Thunder has them", error, strict=options.strict)
         return traces
