@@ -22,7 +22,7 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.frontend.call_strides import strides_of_call, with_checked_strides
+from thunder_mem.frontend.call_tensors import tensors_of_call, with_checked_fact
 from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.semantics.effects import is_copy, leaves, with_subsymbols
 from thunder_mem.semantics.layout import Layout
@@ -51,11 +51,11 @@ def with_decided_views(prologue: TraceCtx, computation: TraceCtx) -> tuple[Trace
     if not writes or not any(p.requires_grad for p in arguments):
         return prologue, computation
     unsure = _unsure(computation)
-    strides = strides_of_call(prologue) if unsure else {}
-    asked = _arguments_of(unsure, computation, {p.name for p in arguments})
-    if unsure and asked <= strides.keys():
-        layout = Layout.of({p.name: _meta(p, strides[p.name]) for p in arguments if p.name in strides})
-        prologue = with_checked_strides(prologue, {name: strides[name] for name in asked})
+    given = tensors_of_call(prologue) if unsure else {}
+    asked = _arguments_of(unsure, computation, [p.name for p in arguments])
+    if unsure and given.keys() >= set(asked):
+        layout = Layout.of({p.name: _meta(p, given[p.name]) for p in arguments if p.name in given})
+        prologue = with_checked_fact(prologue, asked, strides, strides([given[name] for name in asked]))
         computation = _all_decided(computation, unsure, layout)
     return prologue, _without_idle_aliases(computation)
 
@@ -64,8 +64,13 @@ def _tensors(tree: object) -> list[TensorProxy]:
     return [x for x in tree_flatten(tree)[0] if isinstance(x, TensorProxy)]
 
 
-def _meta(p: TensorProxy, strides: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty_strided(tuple(map(int, p.shape)), strides, dtype=to_torch_dtype(p.dtype), device="meta")
+def strides(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """The strides of each tensor."""
+    return [t.stride() for t in tensors]
+
+
+def _meta(p: TensorProxy, given: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tuple(map(int, p.shape)), given.stride(), dtype=to_torch_dtype(p.dtype), device="meta")
 
 
 def _written_memory(trace: TraceCtx, memory: Aliases) -> set[str]:
@@ -87,14 +92,14 @@ def _unsure(trace: TraceCtx) -> set[str]:
     }
 
 
-def _arguments_of(names: Collection[str], trace: TraceCtx, arguments: Collection[str]) -> set[str]:
-    """The arguments from which values are computed."""
+def _arguments_of(names: Collection[str], trace: TraceCtx, arguments: Sequence[str]) -> list[str]:
+    """The arguments from which values are computed, in their order."""
     needed = set(names)
     for bsym in reversed(trace.bound_symbols):
         made = {p.name for b in with_subsymbols(bsym) for p in b.flat_proxy_outs}
         if not needed.isdisjoint(made):
             needed |= {p.name for p in bsym.flat_proxy_args}
-    return needed & set(arguments)
+    return [name for name in arguments if name in needed]
 
 
 def _all_decided(trace: TraceCtx, unsure: Collection[str], layout: Layout) -> TraceCtx:

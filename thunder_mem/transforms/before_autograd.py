@@ -14,6 +14,7 @@ from thunder_mem.frontend.decided_views import with_decided_views
 from thunder_mem.frontend.functionalization import without_writes
 from thunder_mem.frontend.mended_functions import with_mended_functions
 from thunder_mem.frontend.scalar_broadcast import expand_scalars
+from thunder_mem.frontend.shared_arguments import with_arguments_apart
 from thunder_mem.frontend.written_arguments import with_histories
 from thunder_mem.kernels.registered import with_statistics_apart
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
@@ -44,7 +45,8 @@ def with_written_arguments(
     """
     try:
         prologue, computation, epilogue = traces
-        return with_histories(*with_decided_views(prologue, computation), epilogue, compile_options)
+        prologue, computation = with_decided_views(*with_arguments_apart(prologue, computation))
+        return with_histories(prologue, computation, epilogue, compile_options)
     except Exception as error:
         left("writes to arguments as Thunder has them", error, strict=options.strict)
         return traces
