@@ -23,6 +23,7 @@ from thunder.core.trace import TraceCtx
 from thunder.torch import _inplace_to_out_of_place
 
 from thunder_mem.frontend.decided_views import SURE_VIEW
+from thunder_mem.frontend.no_grad_writes import with_values_past_no_grad
 from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.semantics.effects import effects_of, is_copy, leaves
 from thunder_mem.semantics.view_prims import CERTAIN_VIEWS
@@ -58,7 +59,7 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
     """
     if not any(map(_copies, trace.bound_symbols)):
         return trace
-    trace = _with_own_repeats(trace)
+    trace = _with_own_repeats(with_values_past_no_grad(trace))
     memory = Aliases(trace.bound_symbols)
     recipes = {p.name: b for b in trace.bound_symbols if _is_certain_view(b) for p in _tensors(b.output)}
     arguments = frozenset(p.name for p in _arguments(trace))

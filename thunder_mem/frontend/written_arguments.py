@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.extend import OperatorExecutor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from thunder_mem.frontend.no_grad_writes import past_no_grad
 from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.semantics.effects import is_copy, leaves
 from thunder_mem.trace.origins import source_of
@@ -91,7 +91,7 @@ def with_histories(
     computation = _with_newest_names(computation, whole, {p.name for p in written})
     whole = _whole_names(computation)
     written.sort(key=lambda p: p.name not in with_grad)  # a write under no_grad may need another one's result
-    computation = _past_no_grad(computation, whole, {p.name for p in written})
+    computation = past_no_grad(computation, _is_under_no_grad(whole, {p.name for p in written}))
     whole = _whole_names(computation)
     for p in written:
         count = len(computation.bound_symbols[-1].args[0]["output"])
@@ -178,36 +178,9 @@ def _written(trace: TraceCtx, whole: Mapping[str, str]) -> list[TensorProxy]:
     return found
 
 
-def _past_no_grad(trace: TraceCtx, whole: Mapping[str, str], written: Collection[str]) -> TraceCtx:
-    """The trace in which gradients bypass a write under `torch.no_grad`, to the argument before it.
-
-    Nothing uses the written name afterwards. Thunder runs such a write only if it is an operation of the trace, not a
-    part of one. So an operation with a write inside is replaced by its parts.
-    """
-
-    def bypassed(leaf: BoundSymbol) -> bool:
-        return is_copy(leaf) and not leaf.kwargs["grad_enabled"] and whole.get(leaf.args[1].name) in written
-
-    def bypassing() -> Iterator[BoundSymbol]:
-        swap: dict[Any, TensorProxy] = {}
-        for bsym in chain.from_iterable(_taken_apart(b, bypassed) for b in trace.bound_symbols):
-            swapped = bsym.from_bsym_swap_proxies(swap, skip_output=True) if swap else bsym
-            yield swapped
-            if bypassed(bsym):
-                seen = TensorProxy(like=bsym.output, requires_grad=True)
-                yield prims.update_aliases.bind((swapped.args[1],), output=(seen,))
-                swap[variableify(bsym.output)] = seen
-
-    return rebuilt(trace, bypassing)
-
-
-def _taken_apart(bsym: BoundSymbol, wanted: Callable[[BoundSymbol], bool]) -> Iterator[BoundSymbol]:
-    """The bound symbol, or its parts if any of its leaves is wanted, so that this leaf is one of them."""
-    if bsym.subsymbols and any(map(wanted, leaves(bsym))):
-        for part in bsym.subsymbols:
-            yield from _taken_apart(part, wanted)
-    else:
-        yield bsym
+def _is_under_no_grad(whole: Mapping[str, str], written: Collection[str]) -> Callable[[BoundSymbol], bool]:
+    """A function that is true of a write under `torch.no_grad` to one of these arguments, as a whole."""
+    return lambda leaf: is_copy(leaf) and not leaf.kwargs["grad_enabled"] and whole.get(leaf.args[1].name) in written
 
 
 def _asking(
