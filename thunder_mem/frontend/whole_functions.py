@@ -157,8 +157,6 @@ def _cosine_similarity(a: TensorProxy, b: TensorProxy, dim: int = 1, eps: float 
 
 _ALWAYS: dict[str, Written] = {
     "absolute": ltorch.abs,
-    # PyTorch's own, whose derivative at the bounds is right.
-    "clamp": lambda a, min=None, max=None: ltorch._torch_to_thunder_function_map[torch.clip](a, min, max),
     "diff": _diff,
     "divide": ltorch.div,
     "lerp": _lerp,
