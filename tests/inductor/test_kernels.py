@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzzing.command import uncompiled_regions
-from thunder_mem import MemEfficient, measure_peak
+from thunder_mem import MemEfficient, last_plan, measure_peak
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.kernels.kernel_executor import is_float
 from thunder_mem.kernels.registered import mem_gradients_ex, mem_kernels_ex
@@ -432,9 +432,12 @@ def test_fused_convolutional_networks_peak_below_eager():
             return F.cross_entropy(self.head(self.blocks(x).mean((2, 3))), y)
 
     net, args = Net(), (torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,)))
-    eager_bytes = measure_peak(lambda: net(*args).backward())
+    held_bytes = sum(t.nbytes for t in (*net.state_dict().values(), *args))
+    eager_bytes = held_bytes + measure_peak(lambda: net(*args).backward())
     jitted = thunder.jit(net, executors=[mem_pointwise_ex], transforms=[MemEfficient(strict=True)])
-    assert predict(jitted, *args).peak_bytes < 0.9 * eager_bytes
+    with uncompiled_regions():
+        jitted(*args)
+    assert last_plan(jitted).candidate.peak_bytes < 0.8 * eager_bytes
 
 
 def test_they_join_where_nothing_fuses():

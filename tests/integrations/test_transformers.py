@@ -444,6 +444,7 @@ def test_thunder_is_not_asked_to_trace_script_functions(monkeypatch):
         assert model(**batch).loss.requires_grad
 
 
+@pytest.mark.slow
 def test_strides_that_inductor_did_not_foresee_leave_a_model_to_eager(monkeypatch):
     """Thunder's `repeat` is a view, and Inductor compiles `sinc` for the strides of eager's copy (SigLIP)."""
     model, batch = gpt2(layers=1)

@@ -15,7 +15,7 @@ from tests.programs.cases import Case, Seen, differences, observe
 from tests.programs.cases_memory import MEMORY
 from tests.programs.cases_programs import PROGRAMS
 from thunder_mem import MemEfficient
-from thunder_mem.kernels.registered import mem_kernels_ex
+from thunder_mem.kernels.registered import mem_gradients_ex, mem_kernels_ex
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.cpu_attention import mem_attention_ex
 
@@ -25,8 +25,12 @@ WAYS = {
     "pointwise": {"executors": [mem_attention_ex, mem_pointwise_ex]},
 }
 CASES = MEMORY | PROGRAMS
-# The same kernels as with these executors, in Thunder alone: a program that nothing fuses is given them.
-ALONE = WAYS | {"no fusion": {"executors": [mem_attention_ex, mem_kernels_ex]}}
+# The same kernels as with these executors, in Thunder alone: `MemEfficient` adds them to a list.
+ALONE = {
+    "default": {"executors": [*thunder.get_default_executors(), mem_gradients_ex]},
+    "no fusion": {"executors": [mem_attention_ex, mem_kernels_ex, mem_gradients_ex]},
+    "pointwise": {"executors": [mem_attention_ex, mem_pointwise_ex, mem_gradients_ex]},
+}
 # Where regions decompose a composite, or `mem_attention` joins the default list, other kernels run than in
 # Thunder alone, and results agree within rounding. So they do where a batch norm writes its statistics.
 OTHER_KERNELS = {
