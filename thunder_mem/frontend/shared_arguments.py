@@ -25,6 +25,7 @@ from thunder.core.trace import TraceCtx
 from thunder.core.update_aliases import insert_alias_updates
 
 from thunder_mem.frontend.call_tensors import tensors_of_call, with_checked_fact
+from thunder_mem.memory.strided import extent
 from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.semantics.effects import is_copy, leaves
 from thunder_mem.trace.origins import source_of
@@ -110,11 +111,7 @@ def _relation(a: torch.Tensor, b: torch.Tensor) -> Any:
 
 
 def _span_bytes(t: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    if t.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return (last + 1) * t.element_size()
+    return extent(t.shape, t.stride()) * t.element_size()
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -125,7 +122,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     start = min(a.data_ptr(), b.data_ptr())
     offsets = [(t.data_ptr() - start) // t.element_size() for t in (a, b)]
-    length = max(o + _span_bytes(t) // t.element_size() for o, t in zip(offsets, (a, b), strict=True))
+    length = max(o + extent(t.shape, t.stride()) for o, t in zip(offsets, (a, b), strict=True))
     seen = torch.zeros(length, dtype=torch.bool)
     seen.as_strided(a.shape, a.stride(), offsets[0]).fill_(True)
     return bool(seen.as_strided(b.shape, b.stride(), offsets[1]).any())

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from thunder_mem.memory.strided import extent
+
 __all__ = ["overlapping"]
 
 
@@ -40,5 +42,4 @@ def _overlapping_on_one_storage(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 def _end(t: torch.Tensor) -> int:
     """The first byte behind a tensor in its storage."""
-    last = t.storage_offset() + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return (int(last) + 1) * t.itemsize
+    return (int(t.storage_offset()) + extent(t.shape, t.stride())) * t.itemsize

@@ -25,6 +25,7 @@ import thunder
 import torch
 
 from thunder_mem.memory.outside_input import read_json, replace_file
+from thunder_mem.memory.strided import extent
 from thunder_mem.runtime.device_memory import device_memory_bytes
 from thunder_mem.runtime.output_layout import Output
 
@@ -193,10 +194,8 @@ def _from_json(entry: Any) -> Probe:
 
 def _shown_bytes(output: Output) -> int:
     """The bytes of its storage up to an output's end."""
-    if 0 in output.shape:
-        return 0
-    last = output.offset + sum((n - 1) * step for n, step in zip(output.shape, output.stride, strict=True))
-    return (last + 1) * output.dtype.itemsize
+    shown = extent(output.shape, output.stride)
+    return (output.offset + shown) * output.dtype.itemsize if shown else 0
 
 
 def _checked(value: Any, kind: type) -> Any:
