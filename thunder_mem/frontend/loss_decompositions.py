@@ -12,7 +12,7 @@ from typing import Any
 
 import thunder.torch as ltorch
 import torch
-from thunder.core import dtypes, prims
+from thunder.core import dtypes
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
@@ -22,7 +22,7 @@ from thunder_mem.sharding.op_rules import pointwise
 from thunder_mem.sharding.propagation import RULES, RuleError
 from thunder_mem.trace.rebuilding import recorded
 
-__all__ = ["DECOMPOSITIONS", "STACKS", "decomposed"]
+__all__ = ["DECOMPOSITIONS", "STACKS", "decomposed", "written_out"]
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """By symbol id: `fn(*args, **kwargs)`, written in `thunder.torch` ops, that means the same as the op
@@ -34,23 +34,34 @@ def decomposed(bsym: BoundSymbol, trace: TraceCtx) -> BoundSymbol:
     fn = DECOMPOSITIONS.get(bsym.sym.id)
     subsymbols: Sequence[BoundSymbol] = bsym.subsymbols
     if fn is not None:
-        result = None
-        # The op stays closed if the decomposition does not know its arguments.
-        with suppress(Exception), recorded(trace) as scope:
-            result = langctx(Languages.TORCH)(fn)(*bsym.args, **bsym.kwargs)
-        if result is not None:
-            (out,) = bsym.flat_proxy_outs
-            result.tags.update(out.tags)
-            swap = {variableify(result): out}
-            subsymbols = [b.from_bsym_swap_proxies(swap) for b in scope]
-            for b in subsymbols:
-                b.source_filename, b.source_positions = bsym.source_filename, bsym.source_positions
+        subsymbols = written_out(bsym, trace, fn) or subsymbols
     if not subsymbols:
         return bsym
     new = [decomposed(b, trace) for b in subsymbols]
     if len(new) == len(bsym.subsymbols) and all(a is b for a, b in zip(new, bsym.subsymbols, strict=True)):
         return bsym
     return bsym.from_bsym(subsymbols=tuple(new))
+
+
+def written_out(bsym: BoundSymbol, trace: TraceCtx, fn: Callable[..., Any]) -> Sequence[BoundSymbol]:
+    """What `fn` records for a bound symbol's arguments, with its result; none if it does not know these arguments.
+
+    Args:
+        bsym: of one result.
+        trace: in which it stands.
+        fn: `fn(*args, **kwargs)`, written in `thunder.torch` ops.
+    """
+    (out,) = bsym.flat_proxy_outs
+    result = None
+    with suppress(Exception), recorded(trace) as scope:
+        result = langctx(Languages.TORCH)(fn)(*bsym.args, **bsym.kwargs)
+    if not isinstance(result, TensorProxy) or result.shape != out.shape or result.dtype != out.dtype:
+        return ()
+    swap = {variableify(result): out}
+    parts = [b.from_bsym_swap_proxies(swap) for b in scope]
+    for b in parts:
+        b.source_filename, b.source_positions = bsym.source_filename, bsym.source_positions
+    return parts
 
 
 def _weights_of(target: TensorProxy, weight: TensorProxy) -> TensorProxy:
@@ -197,15 +208,6 @@ def _permuted(a: TensorProxy, dims: str, wanted: str) -> TensorProxy:
     return a if dims == wanted else ltorch.permute(a, [dims.index(d) for d in wanted])
 
 
-def _narrow(a, dim, start, length):
-    if not (isinstance(start, int) and isinstance(length, int)):
-        return None
-    dim, start = dim % a.ndim, start % max(1, a.shape[dim])
-    starts = [start if d == dim else 0 for d in range(a.ndim)]
-    ends = [start + length if d == dim else size for d, size in enumerate(a.shape)]
-    return prims.slice_prim(a, starts, ends)
-
-
 def _hstack(tensors):
     tensors = [ltorch.reshape(t, (1,)) if t.ndim == 0 else t for t in tensors]
     return ltorch.cat(tensors, 0 if tensors[0].ndim == 1 else 1)
@@ -238,7 +240,6 @@ _OTHERS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.addmm: _addmm,
     torch.mm: _mm,
     torch.inner: _inner,
-    torch.narrow: _narrow,
     torch.einsum: _einsum,
     **STACKS,
 }

@@ -26,8 +26,8 @@ from thunder.core.proxies import pyval
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.frontend.loss_decompositions import STACKS, decomposed
-from thunder_mem.frontend.whole_functions import FUSED, WRITTEN_OUT, Written, written_out
+from thunder_mem.frontend.loss_decompositions import STACKS, decomposed, written_out
+from thunder_mem.frontend.whole_functions import FUSED, WRITTEN_OUT, Written
 from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["with_mended_functions"]
@@ -58,7 +58,7 @@ def _all_rewritten(
 
 def _rewritten(bsym: BoundSymbol, trace: TraceCtx, whole: Mapping[Any, Written]) -> Sequence[BoundSymbol]:
     if bsym.sym.id in whole and (parts := written_out(bsym, trace, whole[bsym.sym.id])):
-        return parts
+        return _in_place_of(bsym, parts)
     if bsym.sym.id == ltorch.embedding.id:
         return [_with_padding_from_the_front(bsym)]
     if bsym.sym.id not in (ltorch.cross_entropy.id, ltorch.nll_loss.id, *_STACKS):
@@ -71,10 +71,16 @@ def _rewritten(bsym: BoundSymbol, trace: TraceCtx, whole: Mapping[Any, Written])
     mended = decomposed(bsym, trace)
     if bsym.sym.id == ltorch.cross_entropy.id or not mended.subsymbols:
         return [mended]
-    for part in mended.subsymbols:  # an executor would run the function as one, and lose its gradient again
+    # An executor would run the function as one, and lose its gradient again.
+    return _in_place_of(bsym, mended.subsymbols)
+
+
+def _in_place_of(bsym: BoundSymbol, parts: Sequence[BoundSymbol]) -> Sequence[BoundSymbol]:
+    """The parts of a bound symbol, whose values have the tags of its result, such as that of a checkpoint."""
+    for part in parts:
         for p in part.flat_proxy_outs:
-            p.tags.update(bsym.flat_proxy_outs[0].tags)  # such as that of a checkpoint
-    return mended.subsymbols
+            p.tags.update(bsym.flat_proxy_outs[0].tags)
+    return parts
 
 
 def _is_wrong(bsym: BoundSymbol) -> bool:

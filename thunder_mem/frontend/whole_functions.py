@@ -8,8 +8,7 @@ it. These mean the same as a few operations of `thunder.torch`. At kinks the der
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from inspect import signature
 from math import prod
 from typing import Any
@@ -18,14 +17,9 @@ import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
 from thunder.core import dtypes, prims
-from thunder.core.langctxs import Languages, langctx
-from thunder.core.proxies import TensorProxy, variableify
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
+from thunder.core.proxies import TensorProxy
 
-from thunder_mem.trace.rebuilding import recorded
-
-__all__ = ["FUSED", "WRITTEN_OUT", "Written", "written_out"]
+__all__ = ["FUSED", "WRITTEN_OUT", "Written"]
 
 Written = Callable[..., Any]
 
@@ -155,46 +149,39 @@ def _cosine_similarity(a: TensorProxy, b: TensorProxy, dim: int = 1, eps: float 
     return ltorch.to(ltorch.sum(ltorch.mul(*directions), dim), dtype)
 
 
-_ALWAYS: dict[str, Written] = {
-    "absolute": ltorch.abs,
-    "diff": _diff,
-    "divide": ltorch.div,
-    "lerp": _lerp,
-    "moveaxis": ltorch.movedim,
-    "multiply": ltorch.mul,
-    "narrow": _narrow,
-    "negative": ltorch.neg,
-    "subtract": ltorch.sub,
-    "swapaxes": ltorch.transpose,
-    "swapdims": ltorch.transpose,
+_ALWAYS: dict[Callable[..., Any], Written] = {
+    torch.absolute: ltorch.abs,
+    torch.diff: _diff,
+    torch.divide: ltorch.div,
+    torch.lerp: _lerp,
+    torch.moveaxis: ltorch.movedim,
+    torch.multiply: ltorch.mul,
+    torch.narrow: _narrow,
+    torch.negative: ltorch.neg,
+    torch.subtract: ltorch.sub,
+    torch.swapaxes: ltorch.transpose,
+    torch.swapdims: ltorch.transpose,
 }
 
-_WHERE_FUSED: dict[str, Written] = {
-    "clamp": _clamp,
-    "clamp_max": lambda a, max: _clamp(a, None, max),
-    "clamp_min": lambda a, min: _clamp(a, min),
-    "clip": _clamp,
-    "cosine_similarity": _cosine_similarity,
-    "huber_loss": _loss(F.huber_loss, _huber),
-    "kl_div": _loss(F.kl_div, _kl_div),
-    "l1_loss": _loss(F.l1_loss, lambda a, target: ltorch.abs(ltorch.sub(a, target))),
-    "pixel_shuffle": _pixel_shuffle,
-    "pixel_unshuffle": _pixel_unshuffle,
-    "roll": _roll,
-    "smooth_l1_loss": _loss(F.smooth_l1_loss, _smooth_l1),
+_WHERE_FUSED: dict[Callable[..., Any], Written] = {
+    torch.clamp: _clamp,
+    torch.clamp_max: lambda a, max: _clamp(a, None, max),
+    torch.clamp_min: lambda a, min: _clamp(a, min),
+    torch.clip: _clamp,
+    F.cosine_similarity: _cosine_similarity,
+    F.huber_loss: _loss(F.huber_loss, _huber),
+    F.kl_div: _loss(F.kl_div, _kl_div),
+    F.l1_loss: _loss(F.l1_loss, lambda a, target: ltorch.abs(ltorch.sub(a, target))),
+    F.pixel_shuffle: _pixel_shuffle,
+    F.pixel_unshuffle: _pixel_unshuffle,
+    torch.roll: _roll,
+    F.smooth_l1_loss: _loss(F.smooth_l1_loss, _smooth_l1),
 }
 
 
-def _by_symbol(written: dict[str, Written]) -> dict[Any, Written]:
-    """The same by the ids of Thunder's symbols: a function, a method and a function of losses have one each."""
+def _by_symbol(written: dict[Callable[..., Any], Written]) -> dict[Any, Written]:
     known = ltorch._torch_to_thunder_function_map
-    symbols = {
-        symbol.id: fn
-        for name, fn in written.items()
-        for home in ((F,) if name.endswith(("_loss", "_div")) else (torch, torch.Tensor, F))
-        if (symbol := known.get(getattr(home, name, None))) is not None
-    }
-    return symbols
+    return {known[function].id: fn for function, fn in written.items() if function in known}
 
 
 WRITTEN_OUT = _by_symbol(_ALWAYS)
@@ -202,24 +189,3 @@ WRITTEN_OUT = _by_symbol(_ALWAYS)
 
 FUSED = _by_symbol(_WHERE_FUSED)
 """The same for functions of several steps: without fusion each step would be a tensor."""
-
-
-def written_out(bsym: BoundSymbol, trace: TraceCtx, fn: Written) -> Sequence[BoundSymbol]:
-    """The operations that mean the same as a bound symbol, with its result; none if `fn` does not know its case."""
-    (out,) = bsym.flat_proxy_outs if len(bsym.flat_proxy_outs) == 1 else (None,)
-    result = None
-    with suppress(Exception), recorded(trace) as scope:
-        result = langctx(Languages.TORCH)(fn)(*bsym.args, **bsym.kwargs)
-    if out is None or not isinstance(result, TensorProxy) or not scope or not _is_like(result, out):
-        return ()
-    swap = {variableify(result): out}
-    parts = [b.from_bsym_swap_proxies(swap) for b in scope]
-    for b in parts:
-        b.source_filename, b.source_positions = bsym.source_filename, bsym.source_positions
-        for p in b.flat_proxy_outs:
-            p.tags.update(out.tags)  # such as that of a checkpoint
-    return parts
-
-
-def _is_like(result: TensorProxy, out: Any) -> bool:
-    return isinstance(out, TensorProxy) and result.shape == out.shape and result.dtype == out.dtype

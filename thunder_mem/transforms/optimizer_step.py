@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import thunder.torch as ltorch
 import torch
 from thunder.core.compile_data import _compile_data
 from thunder.core.proxies import TensorProxy
@@ -21,6 +22,7 @@ from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.optimizer.update import check_arguments, is_update, note_forward, see_tangents, update_of
 from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.rewrites.updates import Optimized
+from thunder_mem.semantics.effects import with_subsymbols
 from thunder_mem.trace.reading import UNPACKING, read_trace
 from thunder_mem.trace.rebuilding import rebuilt
 
@@ -96,12 +98,11 @@ def with_optimizer(
 
 def _with_sparse_gradients(bsym: BoundSymbol) -> Iterator[str]:
     """The tensors that an operation looks up rows of with ``sparse=True``."""
-    if bsym.sym.name == "embedding":
-        arguments = dict(enumerate(bsym.args)) | bsym.kwargs
-        if arguments.get("sparse", arguments.get(6, False)) is True:
-            yield arguments.get("weight", arguments.get(1)).name
-    for part in bsym.subsymbols:
-        yield from _with_sparse_gradients(part)
+    for part in with_subsymbols(bsym):
+        if part.sym.id == ltorch.embedding.id:
+            _, weight, *_, sparse = part.sym.normalize(*part.args, **part.kwargs)[0]
+            if sparse is True:
+                yield weight.name
 
 
 def _results(computation: TraceCtx) -> Any:
