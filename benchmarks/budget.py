@@ -28,11 +28,11 @@ from benchmarks.models import gpt_module
 from thunder_mem import MemEfficient, predict, simulate
 from thunder_mem.analysis.partition_problem import Study, study_program
 from thunder_mem.costs.plan_time import plan_seconds
+from thunder_mem.decisions.program import Planned
 from thunder_mem.memory.device_models import device_model
 from thunder_mem.partition.budget_search import PartitionChoice, PartitionProblem, fit_budget
 from thunder_mem.partition.min_cut_partition import min_cut_partition
 from thunder_mem.partition.tradeoff_curve import TradeoffPoint
-from thunder_mem.planning.program import Planned
 from thunder_mem.runtime.collector import collector_off
 
 matplotlib.use("Agg")

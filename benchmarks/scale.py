@@ -25,8 +25,8 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
+from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.planning.executor import install_planner
-from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
 __all__ = ["SHAPES", "count", "joint_trace", "planned"]

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.models import gpt_module, small_llama
 from thunder_mem import ChunkLossHead, MemEfficient
-from thunder_mem.regions.fusion_executors import fuser_of, with_fuser
+from thunder_mem.fusers.fusion_executors import fuser_of, with_fuser
 
 __all__ = ["LONG", "SHORT", "check"]
 
@@ -35,7 +35,7 @@ def check(device: str, fusion: str, dtype: torch.dtype, config: Config = SHORT) 
 
     Args:
         device: "cuda" or "cpu".
-        fusion: who fuses, one of `thunder_mem.regions.fusion_executors.FUSIONS`.
+        fusion: who fuses, one of `thunder_mem.fusers.fusion_executors.FUSIONS`.
         dtype: of the model.
         config: its sizes.
 

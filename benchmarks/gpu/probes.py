@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.loss_head import Head, eager, make_inputs, planned, step
 from thunder_mem import MemEfficient, StepInBackward, estimate, last_plan, measure_peak, predict, predict_step, simulate
 from thunder_mem.chunk_loop.matmul import gemm
+from thunder_mem.fusers.fusion_executors import fuser_of, with_fuser
 from thunder_mem.memory.device_specs import DEVICES, device_spec
 from thunder_mem.prediction.library_memory import cublas_workspace_bytes
 from thunder_mem.prediction.training_step import training_step
-from thunder_mem.regions.fusion_executors import fuser_of, with_fuser
 
 __all__ = [
     "HEADS",

@@ -24,7 +24,7 @@ from benchmarks.gpu import attention, longchat, probes, updates
 from benchmarks.gpu.book import STOPPED, load, save
 from benchmarks.gpu.correctness import LONG, SHORT, check
 from benchmarks.litgpt.machine import machine_kind, versions
-from thunder_mem.regions.nvfuser import installed_nvfuser
+from thunder_mem.fusers.nvfuser import installed_nvfuser
 
 __all__ = ["PARTS", "Context", "main", "run_parts"]
 

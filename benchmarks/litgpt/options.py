@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from thunder_mem.fusers.fusion_executors import fuser_of
+from thunder_mem.fusers.nvfuser import installed_nvfuser
+from thunder_mem.fusers.nvfuser_model import modelled_nvfuser
 from thunder_mem.memory.device_specs import device_spec
 from thunder_mem.optimizer.step_in_backward import StepInBackward
-from thunder_mem.regions.fusion_executors import fuser_of
-from thunder_mem.regions.nvfuser import installed_nvfuser
-from thunder_mem.regions.nvfuser_model import modelled_nvfuser
 from thunder_mem.transforms import ChunkLossHead, MemEfficient
 
 __all__ = ["Options"]

@@ -7,10 +7,10 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from tests.checking.traces import replaced
+from thunder_mem.decisions.options import PlanningOptions
+from thunder_mem.decisions.pipeline import plan_joint_trace
+from thunder_mem.decisions.program import Planned
 from thunder_mem.memory.plan import PlannedRegion
-from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.pipeline import plan_joint_trace
-from thunder_mem.planning.program import Planned
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.semantics.effects import effects_of
 from thunder_mem.trace.emission import emit

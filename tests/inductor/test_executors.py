@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_mem import ChunkLossHead, MemEfficient
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.regions import compiled_region
 from thunder_mem.regions.compiled_region import CompileWarning
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex, region_function
 from thunder_mem.regions.region_outputs import return_whole_results
-from thunder_mem.runtime.cpu_attention import mem_attention_ex
 
 # A region that silently runs unfused would pass every comparison below.
 pytestmark = pytest.mark.filterwarnings("error::thunder_mem.regions.compiled_region.CompileWarning")

@@ -9,8 +9,8 @@ import torch
 
 from thunder_mem import MemEfficient, predict, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.fusers.nvfuser_fallback import GuardedFusion
 from thunder_mem.regions.compiled_region import CompileWarning
-from thunder_mem.regions.nvfuser_fallback import GuardedFusion
 
 
 def fn(x, y):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from thunder_mem import MemEfficient, last_plan, predict, predict_step, simulate
-from thunder_mem.regions.nvfuser import installed_nvfuser, without_broken_nvfuser
+from thunder_mem.fusers.nvfuser import installed_nvfuser, without_broken_nvfuser
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex, region_function
 from thunder_mem.trace.verification import VerificationError
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from thunder_mem import MemEfficient, StepInBackward, last_plan
-from thunder_mem.optimizer.shared_memory import overlapping
+from thunder_mem.runtime.memory_spans import overlapping
 
 
 class Tied(nn.Module):

@@ -3,8 +3,8 @@
 import pytest
 from thunder.extend import FusionExecutor
 
+from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.planning.executor import install_planner, user_executors
-from thunder_mem.planning.options import PlanningOptions
 
 
 class Echo(FusionExecutor):

@@ -100,7 +100,7 @@ def test_an_edited_file_is_refused(saved, tmp_path, change, says):
 
 
 def test_where_planning_fails_the_file_is_refused_too(saved, monkeypatch):
-    monkeypatch.setattr("thunder_mem.planning.stages.emit", lambda *args: 1 / 0)
+    monkeypatch.setattr("thunder_mem.decisions.stages.emit", lambda *args: 1 / 0)
     jitted = thunder.jit(fn, executors=["mem_pointwise"], transforms=[MemEfficient(plan=saved[0])])
     with pytest.raises(PlanFileError, match="ZeroDivisionError"), pytest.warns(UserWarning), uncompiled_regions():
         jitted(*arguments())

@@ -30,7 +30,7 @@ from tests.programs.cases import randn
 from tests.programs.cases_memory import MEMORY
 from tests.programs.cases_programs import PROGRAMS
 from thunder_mem import BudgetError, MemEfficient, last_plan
-from thunder_mem.frontend.functionalization import without_writes
+from thunder_mem.functionalization.functionalize import without_writes
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.collector import collector_off
 

@@ -9,9 +9,9 @@ from thunder.core import dtypes, prims
 
 from benchmarks.models import llama_step
 from thunder_mem import MemEfficient, last_plan
+from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning import tile_selection
-from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.tile_selection import _tidied
 from thunder_mem.prediction.compiled_call import compiled_entry
 

@@ -9,6 +9,7 @@ from thunder.core.trace import from_trace
 from tests.checking.graphs import training
 from tests.programs.offload_cases import PROGRAMS, stack, transfers
 from thunder_mem.analysis.partition_problem import study_program
+from thunder_mem.decisions.budget_loop import within_budget
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.device_models import device_model
 from thunder_mem.partition.budget_search import fit_budget
@@ -18,7 +19,6 @@ from thunder_mem.partition.min_cut_partition import saved_storages
 from thunder_mem.partition.offload_on_graph import move_in_backward
 from thunder_mem.partition.offload_search import fit_with_offload
 from thunder_mem.partition.recompute_on_graph import recompute_on_graph
-from thunder_mem.planning.budget_loop import within_budget
 from thunder_mem.rewrites.offload import offload_obstacle
 from thunder_mem.rewrites.transfer_scheduling import schedule_transfers
 from thunder_mem.trace.renaming import renamed

@@ -12,11 +12,11 @@ from tests.frontend import test_checkpoint as checkpoints
 from tests.frontend.test_checkpoint import Ops, checkpoint, close, drop
 from thunder_mem import MemEfficient, simulate
 from thunder_mem.costs.roofline import cost_s
+from thunder_mem.decisions.options import PlanningOptions
+from thunder_mem.decisions.pipeline import plan_joint_trace
 from thunder_mem.frontend.checkpoint_tags import take_over_checkpoints
 from thunder_mem.memory.device_models import device_model
 from thunder_mem.partition.min_cut_partition import saved_storages
-from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.pipeline import plan_joint_trace
 from thunder_mem.prediction.predict import predict
 from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.runtime.rng_replay import original, replays_rng_state, saves_rng_state

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.checking.traces import unfused
 from thunder_mem import MemEfficient, last_plan, predict
-from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.pipeline import plan_joint_trace
+from thunder_mem.decisions.options import PlanningOptions
+from thunder_mem.decisions.pipeline import plan_joint_trace
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.rewrites.recompute import gathers_of_held
 from thunder_mem.runtime.measure import measure_peak

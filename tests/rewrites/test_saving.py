@@ -23,14 +23,14 @@ from tests.fuzzing.configs import uncompiled_regions
 from tests.programs.fusible import fusible
 from tests.programs.generate import Profile
 from thunder_mem import MemEfficient
+from thunder_mem.decisions.loss_outside import rank_with_loss_outside
+from thunder_mem.decisions.options import PlanningOptions
+from thunder_mem.decisions.pipeline import plan_joint_trace
+from thunder_mem.fusers.fusion_queries import fusibility
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.graph import Graph
 from thunder_mem.partition.constraints import Constraints
 from thunder_mem.partition.min_cut_partition import Exchange, min_cut_partition, saved_storages
-from thunder_mem.planning.loss_outside import rank_with_loss_outside
-from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.pipeline import plan_joint_trace
-from thunder_mem.regions.fusion_queries import fusibility
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.rewrites.recompute import recompute_in_backward
 from thunder_mem.runtime.repeatability import recompute_obstacle

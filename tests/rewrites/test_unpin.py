@@ -6,8 +6,8 @@ import torch
 
 from tests.checking.traces import unfused
 from thunder_mem import MemEfficient, last_plan, predict
-from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.pipeline import plan_joint_trace
+from thunder_mem.decisions.options import PlanningOptions
+from thunder_mem.decisions.pipeline import plan_joint_trace
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.rewrites.copy_small_views import pinned_bases
 from thunder_mem.runtime.measure import measure_peak

@@ -129,6 +129,7 @@ def test_architecture_names_every_module():
     for package, section in sections.items():
         names = re.findall(r"^(?:`\w+`(?:, |$))+$", section, re.M)[-1]  # the line of nothing but names
         assert set(re.findall(r"\w+", names)) == there[package], f"docs/architecture.md: the modules of {package}"
+        assert len(there[package]) <= 15, f"{package} is too large to see at a glance"
     for path in re.findall(r"`(\w+/\w+\.py)`", text):
         assert (ROOT / "thunder_mem" / path).is_file(), f"docs/architecture.md names {path}"
 

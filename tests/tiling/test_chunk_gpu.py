@@ -16,7 +16,7 @@ from thunder_mem.chunk_loop.price import HOST_SHARE, device_seconds, host_calls,
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.executors import mem_pointwise_ex
 from thunder_mem.memory.device_models import device_model
-from thunder_mem.memory.kernel_figures import KernelFigures
+from thunder_mem.semantics.kernel_figures import KernelFigures
 from thunder_mem.tiling import build
 
 H100 = device_model("H100-80GB")

@@ -17,13 +17,13 @@ from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
 from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, memory_time_frontier, predict, tiled
 from thunder_mem.chunk_loop import gradient_sums
 from thunder_mem.chunk_loop.gradient_sums import sole_owner
+from thunder_mem.decisions.options import PlanningOptions
+from thunder_mem.decisions.partition_choice import TooSlowError
+from thunder_mem.decisions.program import Planned
+from thunder_mem.decisions.refine import TILES_AGAIN
 from thunder_mem.loop_body import block as blocks_of_rows
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning import tile_selection
-from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.partition_choice import TooSlowError
-from thunder_mem.planning.program import Planned
-from thunder_mem.planning.refine import TILES_AGAIN
 from thunder_mem.tiling.tiles import TilingError
 
 WIDTH, WIDE = 16, 64

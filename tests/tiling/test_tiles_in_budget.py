@@ -14,8 +14,8 @@ from tests.loop_sizes.test_tile_choice import inputs, mlp, step
 from tests.tiling.test_tiles import Stack, compiled, errors, gradients, made, tiles_of
 from thunder_mem import BudgetError, MemEfficient, StepInBackward, last_plan, memory_time_frontier, simulate
 from thunder_mem.analysis.partition_problem import study_call, study_program
-from thunder_mem.planning.partition_choice import plan_partition
-from thunder_mem.planning.program import free_partitions
+from thunder_mem.decisions.partition_choice import plan_partition
+from thunder_mem.decisions.program import free_partitions
 
 
 def without_checkpoints(x, layers):

@@ -19,7 +19,7 @@ from thunder_mem import MemEfficient, StepInBackward, last_plan, predict, predic
 from thunder_mem.chunk_loop.body import Body
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
-from thunder_mem.regions.nvfuser_fallback import GuardedFusion
+from thunder_mem.fusers.nvfuser_fallback import GuardedFusion
 from thunder_mem.trace.reading import read_trace
 
 __all__ = ["Program", "defined", "defined_in_loops", "planned"]

@@ -9,10 +9,10 @@ import thunder
 import torch
 
 from thunder_mem import MemEfficient, predict, simulate
+from thunder_mem.fusers.nvfuser import without_broken_nvfuser
+from thunder_mem.fusers.nvfuser_fallback import GuardedFusion
+from thunder_mem.fusers.nvfuser_model import modelled_nvfuser
 from thunder_mem.regions.compiled_region import CompileWarning
-from thunder_mem.regions.nvfuser import without_broken_nvfuser
-from thunder_mem.regions.nvfuser_fallback import GuardedFusion
-from thunder_mem.regions.nvfuser_model import modelled_nvfuser
 
 
 def test_the_executor_that_is_modelled_has_the_wheels_version():

@@ -14,9 +14,9 @@ from thunder_mem.analysis.frontier_points import Frontier, Point
 from thunder_mem.analysis.partition_problem import Study, check_program, study_call
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.decisions.program import Planned, device_of
 from thunder_mem.partition.budget import BudgetError
 from thunder_mem.partition.min_cut_partition import saved_storages
-from thunder_mem.planning.program import Planned, device_of
 from thunder_mem.planning.record import Studied
 from thunder_mem.user_choices.offload import OffloadOption, parse_offload
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import thunder
 
+from thunder_mem.decisions.partition_choice import plan_partition
+from thunder_mem.decisions.program import Planned, Program, partition_problem
+from thunder_mem.decisions.stages import carried_out
 from thunder_mem.partition.budget_search import PartitionProblem
 from thunder_mem.planning.executor import user_executors
-from thunder_mem.planning.partition_choice import plan_partition
-from thunder_mem.planning.program import Planned, Program, partition_problem
 from thunder_mem.planning.record import Studied, studied
-from thunder_mem.planning.stages import carried_out
 from thunder_mem.prediction.compiled_call import compiled_entry
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.transforms.mem_efficient import MemEfficient

@@ -19,11 +19,11 @@ from thunder_mem.analysis.partition_problem import check_program, study_program
 from thunder_mem.analysis.recompute_rows import Kept, RecomputeTable, Row
 from thunder_mem.analysis.symbolic_sizes import Dims
 from thunder_mem.costs.roofline import cost_s, device_model_of, extra_region_cost_s
+from thunder_mem.decisions.program import Planned, device_of
 from thunder_mem.memory.device_models import DeviceModel
 from thunder_mem.partition.budget_search import PartitionProblem
 from thunder_mem.partition.constraints import RecomputeError
 from thunder_mem.partition.min_cut_partition import min_cut_partition, saved_storages
-from thunder_mem.planning.program import Planned, device_of
 from thunder_mem.trace.origins import alike, origin_of, source_of
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.user_choices.config import choices_of

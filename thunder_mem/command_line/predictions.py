@@ -21,6 +21,8 @@ from thunder_mem.command_line.training import loss_of, optimizer_of, stepper_of
 from thunder_mem.comparison.compare import compare
 from thunder_mem.comparison.result import Comparison
 from thunder_mem.frontend.thunderfx import by_thunderfx, highest_peak, is_fx
+from thunder_mem.fusers.fusion_executors import fuser_of, with_fuser
+from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.memory.device_specs import DeviceSpec
 from thunder_mem.memory.plan import Plan
 from thunder_mem.optimizer.figures import large_state_bytes
@@ -30,9 +32,7 @@ from thunder_mem.prediction.caching_allocator import allocate
 from thunder_mem.prediction.predict import PredictionError, predict
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.prediction.training_step import predict_step
-from thunder_mem.regions.fusion_executors import fuser_of, with_fuser
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
-from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.transforms import MemEfficient
 
 __all__ = ["ask", "compare_compilers", "machine", "survey"]

@@ -9,8 +9,8 @@ from thunder.executors.torchex import ex as torch_ex
 
 from thunder_mem.costs.roofline import bound_symbol_bytes, cost_s, is_free, kernels_cost_s, region_cost_s
 from thunder_mem.memory.device_models import DeviceModel
-from thunder_mem.memory.kernel_figures import KernelFigures
 from thunder_mem.memory.plan import Plan
+from thunder_mem.semantics.kernel_figures import KernelFigures
 from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.reading import TraceGraph, read_trace
 

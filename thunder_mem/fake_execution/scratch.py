@@ -31,18 +31,18 @@ from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.fake_execution.operator_scratch import OPERATOR_SCRATCH, zeros_like
 from thunder_mem.fake_execution.probe_keys import lasting_key, operation_key
 from thunder_mem.fake_execution.replay import Ran, proxies, tensor_proxies
-from thunder_mem.memory.kernel_figures import KernelFigures
+from thunder_mem.fusers.fake_regions import run_region
+from thunder_mem.kernels.head_groups import runs_in_groups
 from thunder_mem.optimizer.update import is_update, rehearsal_now, rehearsed, update_of
-from thunder_mem.regions.fake_regions import run_region
 from thunder_mem.regions.region_kernels import kernel_figures, region_function_of
 from thunder_mem.runtime import scratch_cache
 from thunder_mem.runtime.allocation_watch import AllocationWatch
 from thunder_mem.runtime.collector import collector_off
-from thunder_mem.runtime.head_groups import runs_in_groups
 from thunder_mem.runtime.measure import record_curve
 from thunder_mem.runtime.output_layout import describe, lay_out
 from thunder_mem.runtime.rng_replay import with_valid_state
 from thunder_mem.runtime.scratch_cache import Probe
+from thunder_mem.semantics.kernel_figures import KernelFigures
 from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.semantics.op_traits import region_function
 

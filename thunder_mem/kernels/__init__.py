@@ -1,1 +1,1 @@
-"""The executor `mem_kernels`: PyTorch's own kernels for composite operations, for programs without fusion."""
+"""PyTorch's own kernels for composite operations and gradients that nothing fuses, and for attention."""

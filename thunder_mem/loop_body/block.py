@@ -26,6 +26,7 @@ from thunder.executors.passes import del_last_used, transform_for_execution
 from thunder.transforms.autodiff import grad_transform_on_trace
 
 from thunder_mem.chunk_loop.body import Body
+from thunder_mem.fusers.nvfuser_fallback import with_guarded_fusions
 from thunder_mem.loop_body.block_replay import trace_block
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.fusible_gathers import fusible_picks
@@ -33,7 +34,6 @@ from thunder_mem.loop_body.gradients_in_place import with_gradients_over_logits
 from thunder_mem.loop_body.leaves import walk
 from thunder_mem.loop_body.region import Region, Value
 from thunder_mem.loop_body.sums_in_block import with_sums
-from thunder_mem.regions.nvfuser_fallback import with_guarded_fusions
 from thunder_mem.semantics.effects import with_subsymbols
 from thunder_mem.sharding.propagation import RuleError
 from thunder_mem.trace.equal_views import without_equal_views

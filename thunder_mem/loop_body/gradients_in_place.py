@@ -19,10 +19,10 @@ from thunder_mem.chunk_loop.body import Body
 from thunder_mem.costs.plan_time import final_seconds
 from thunder_mem.costs.roofline import device_model_of
 from thunder_mem.loop_body.sums_in_block import adds_to_sum
-from thunder_mem.memory.kernel_figures import KernelFigures
 from thunder_mem.memory.live_ranges import price_order
 from thunder_mem.regions.region_kernels import kernel_figures
 from thunder_mem.rewrites.buffer_reuse import reuse_dying
+from thunder_mem.semantics.kernel_figures import KernelFigures
 from thunder_mem.semantics.layout import is_view
 from thunder_mem.trace.reading import TraceGraph, read_trace
 

@@ -20,7 +20,7 @@ from thunder_mem.optimizer.all_gradients import FIRST_IS_MISSING, AllGradients, 
 from thunder_mem.optimizer.gradient_edges import add_gradient, hooked, is_asked_for
 from thunder_mem.optimizer.group_options import GroupOptions, changed_option, group_options
 from thunder_mem.optimizer.host_states import step_with
-from thunder_mem.optimizer.shared_memory import overlapping
+from thunder_mem.runtime.memory_spans import overlapping
 
 __all__ = ["CompiledUpdates", "Updates"]
 

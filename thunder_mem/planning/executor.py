@@ -20,13 +20,13 @@ from thunder.core.trace import TraceCtx, TraceTag
 from thunder.core.transform_common import Transform
 from thunder.extend import Executor, FusionExecutor
 
+from thunder_mem.decisions.options import PlanningOptions
+from thunder_mem.decisions.program import Planned, with_checkpoints
 from thunder_mem.distributed.agreement import agree
 from thunder_mem.memory.plan import Plan
 from thunder_mem.partition.budget import BudgetError
 from thunder_mem.partition.constraints import RecomputeError
 from thunder_mem.planning.fallback import Original, final_halves
-from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.program import Planned, with_checkpoints
 from thunder_mem.planning.record import Studied, note_plan, noted_program
 from thunder_mem.planning.state_placement import place_states, with_states_placed
 from thunder_mem.planning.tile_selection import TileVariants, lower_plan

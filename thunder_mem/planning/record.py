@@ -8,9 +8,9 @@ from typing import Any
 
 from thunder.core.compile_data import _compile_data
 
+from thunder_mem.decisions.program import Planned
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx
 from thunder_mem.memory.plan import Plan
-from thunder_mem.planning.program import Planned
 from thunder_mem.user_choices.offload import OffloadOption
 
 __all__ = [

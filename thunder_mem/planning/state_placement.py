@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from thunder_mem.decisions.options import PlanningOptions
+from thunder_mem.decisions.program import Planned
 from thunder_mem.memory.plan import Decision
 from thunder_mem.memory.units import size
 from thunder_mem.optimizer.figures import large_state_bytes
 from thunder_mem.optimizer.host_states import stays_on_device
 from thunder_mem.optimizer.update import is_update, update_of
 from thunder_mem.partition.budget import BudgetError, parse_budget
-from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.program import Planned
 from thunder_mem.rewrites.updates import Optimized
 from thunder_mem.runtime.device_memory import device_memory_bytes
 

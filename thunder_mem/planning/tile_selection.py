@@ -22,15 +22,15 @@ from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import dce
 from thunder.extend import FusionExecutor
 
+from thunder_mem.decisions.loss_outside import peak_with_loss_outside
+from thunder_mem.decisions.options import PlanningOptions
+from thunder_mem.decisions.partition_choice import FreePartitions, TooSlowError
+from thunder_mem.decisions.pipeline import checked, drafted, made, planned_trace
+from thunder_mem.decisions.program import Planned, device_of
+from thunder_mem.decisions.refine import TILES_AGAIN
+from thunder_mem.decisions.rows_at_peak import with_fewer_rows_at_peak
 from thunder_mem.loop_sizes.tile_choice import room_bytes
 from thunder_mem.memory.plan import Decision
-from thunder_mem.planning.loss_outside import peak_with_loss_outside
-from thunder_mem.planning.options import PlanningOptions
-from thunder_mem.planning.partition_choice import FreePartitions, TooSlowError
-from thunder_mem.planning.pipeline import checked, drafted, made, planned_trace
-from thunder_mem.planning.program import Planned, device_of
-from thunder_mem.planning.refine import TILES_AGAIN
-from thunder_mem.planning.rows_at_peak import with_fewer_rows_at_peak
 from thunder_mem.trace.round_trips import without_round_trips
 
 __all__ = ["TileVariants", "lower_plan"]

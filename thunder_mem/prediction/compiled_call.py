@@ -15,8 +15,8 @@ from thunder.core.proxies import NumberProxy, TensorProxy
 
 from thunder_mem.fake_execution.replay import PredictionError
 from thunder_mem.frontend.thunderfx import is_fx, only_subgraph
+from thunder_mem.fusers.fake_regions import empty_like_proxy
 from thunder_mem.prediction.fake_inputs import mode_of, tensors_of
-from thunder_mem.regions.fake_regions import empty_like_proxy
 from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.runtime.torch_modes import kept_modes

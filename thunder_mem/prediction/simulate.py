@@ -31,10 +31,10 @@ from thunder.core import dtypes
 from thunder.executors.utils import SpdaBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from thunder_mem.fusers.fake_regions import modelled_region
+from thunder_mem.fusers.fusion_executors import fuser_of, with_fuser
+from thunder_mem.fusers.nvfuser_model import modelled_nvfuser
 from thunder_mem.memory.device_specs import DeviceSpec, device_spec
-from thunder_mem.regions.fake_regions import modelled_region
-from thunder_mem.regions.fusion_executors import fuser_of, with_fuser
-from thunder_mem.regions.nvfuser_model import modelled_nvfuser
 from thunder_mem.runtime.simulated_device import CURRENT, SimulatedDevice
 
 __all__ = ["attention_backend_for", "simulate"]

@@ -10,7 +10,7 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thunder_mem.regions.fake_regions import empty_like_proxy
+from thunder_mem.fusers.fake_regions import empty_like_proxy
 
 __all__ = ["checked_tangents", "fill_with_zeros", "passed_through"]
 

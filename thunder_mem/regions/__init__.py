@@ -1,1 +1,1 @@
-"""Fused regions: `mem_pointwise`, which fuses with Inductor what nvFuser would fuse, and the installed nvFuser."""
+"""Fused regions of `mem_pointwise`: Inductor fuses in them what nvFuser would fuse."""

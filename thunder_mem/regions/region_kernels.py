@@ -22,12 +22,12 @@ from thunder.core.symbol import BoundSymbol
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from thunder_mem.memory.kernel_figures import KernelFigures, NotWritten
 from thunder_mem.regions.compiled_region import RegionFunction
 from thunder_mem.regions.inductor_target import can_write, written
 from thunder_mem.regions.kernel_module import KernelModule, read_module
 from thunder_mem.runtime import scratch_cache
 from thunder_mem.runtime.output_layout import meta_like
+from thunder_mem.semantics.kernel_figures import KernelFigures, NotWritten
 from thunder_mem.semantics.layout import Layout
 from thunder_mem.semantics.op_traits import region_function
 

@@ -12,6 +12,9 @@ import torch
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx
+from thunder_mem.fusers.fusion_executors import fuses_generally
+from thunder_mem.kernels.cpu_attention import mem_attention_ex
+from thunder_mem.kernels.cudnn_attention import mem_cudnn_attention_ex
 from thunder_mem.kernels.registered import mem_gradients_ex, mem_kernels_ex
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.partition.budget import parse_budget
@@ -19,7 +22,6 @@ from thunder_mem.planning.executor import user_executors
 from thunder_mem.planning.record import last_failure, last_plan
 from thunder_mem.prediction.compiled_call import compiled_entry
 from thunder_mem.prediction.predict import Prediction, predict
-from thunder_mem.regions.fusion_executors import fuses_generally
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.report.above_eager import about_eager, eager_memory
 from thunder_mem.report.advice import about_step
@@ -29,8 +31,6 @@ from thunder_mem.report.notes import about_compilation, about_subgraphs
 from thunder_mem.report.optimality import Optimality, optimality
 from thunder_mem.report.owners import parameter_paths
 from thunder_mem.report.report import CompiledBy, Report
-from thunder_mem.runtime.cpu_attention import mem_attention_ex
-from thunder_mem.runtime.cudnn_attention import mem_cudnn_attention_ex
 from thunder_mem.runtime.device_memory import device_memory_bytes
 from thunder_mem.tiling.cuttable import cuttable_values
 from thunder_mem.transforms import ChunkLossHead, MemEfficient

@@ -16,10 +16,10 @@ from thunder_mem.frontend.thunderfx import (
     left_to_others,
     subgraphs,
 )
+from thunder_mem.fusers.fusion_executors import fuses_generally
 from thunder_mem.loop_body.region import RETURNED_WHOLE
 from thunder_mem.planning.executor import user_executors
 from thunder_mem.planning.record import last_plan
-from thunder_mem.regions.fusion_executors import fuses_generally
 
 __all__ = ["about_compilation", "about_subgraphs"]
 

@@ -1,6 +1,6 @@
 """Copy old contents that the backward still needs before the forward overwrites them.
 
-`frontend/functionalization.py` turns most writes into new values before autograd. Writes to the caller's tensors
+`functionalization/functionalize.py` turns most writes into new values before autograd. Writes to the caller's tensors
 remain, and writes seen through another view. Before such a write the joint trace copies the old content that the
 backward still needs, as eager does.
 """

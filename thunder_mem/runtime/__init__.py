@@ -1,1 +1,1 @@
-"""The runtime beside regions: transfers to the host, generator states, attention on a CPU, facts about devices."""
+"""The runtime beside regions: transfers to the host, generator states, facts about devices and tensors."""

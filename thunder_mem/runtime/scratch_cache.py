@@ -25,8 +25,8 @@ import thunder
 import torch
 
 from thunder_mem.memory.outside_input import read_json, replace_file
-from thunder_mem.memory.strided import extent
 from thunder_mem.runtime.device_memory import device_memory_bytes
+from thunder_mem.runtime.memory_spans import extent
 from thunder_mem.runtime.output_layout import Output
 
 __all__ = ["Codec", "Probe", "Table", "kernel_table", "save_tables", "table"]

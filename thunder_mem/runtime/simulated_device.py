@@ -19,7 +19,7 @@ class SimulatedDevice:
     Attributes:
         spec: its memory, capability and names.
         fusion: the fusion executor in place of those of a real machine, one of `FUSIONS` of
-            `regions/fusion_executors.py`.
+            `fusers/fusion_executors.py`.
         mode: the mode that all fake tensors belong to.
     """
 

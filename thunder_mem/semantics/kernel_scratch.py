@@ -17,7 +17,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, has_tags
 
 from thunder_mem.memory.device_bytes import block_bytes
-from thunder_mem.memory.kernel_figures import KernelFigures
+from thunder_mem.semantics.kernel_figures import KernelFigures
 from thunder_mem.semantics.layout import Layout, dense_bytes, padded_head
 from thunder_mem.semantics.op_traits import traits_of
 

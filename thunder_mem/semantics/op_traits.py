@@ -17,7 +17,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.extend import Executor
 
 from thunder_mem.memory.device_models import DeviceModel
-from thunder_mem.memory.kernel_figures import KernelFigures, NotWritten
+from thunder_mem.semantics.kernel_figures import KernelFigures, NotWritten
 
 __all__ = ["PLAIN", "MemoryTraits", "declare", "region_function", "traits_of"]
 

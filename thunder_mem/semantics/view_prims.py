@@ -1,7 +1,7 @@
 """The prims whose results are views of their operand, as functions on tensors.
 
-This is the only table of views. `layout.py` runs it on meta tensors, `regions/fake_regions.py` on fake tensors, and
-`frontend/functionalization.py` reads the ops that are views for all strides.
+This is the only table of views. `layout.py` runs it on meta tensors, `fusers/fake_regions.py` on fake tensors, and
+`functionalization/functionalize.py` reads the ops that are views for all strides.
 """
 
 from __future__ import annotations

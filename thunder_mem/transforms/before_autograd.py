@@ -9,19 +9,19 @@ from typing import Any
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.plan import about_chunks
+from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.frontend.checkpoint_tags import take_over_checkpoints
-from thunder_mem.frontend.decided_views import with_decided_views
-from thunder_mem.frontend.functionalization import without_writes
 from thunder_mem.frontend.mended_functions import with_mended_functions
 from thunder_mem.frontend.scalar_broadcast import expand_scalars
-from thunder_mem.frontend.shared_arguments import with_arguments_apart
-from thunder_mem.frontend.written_arguments import with_histories
+from thunder_mem.functionalization.decided_views import with_decided_views
+from thunder_mem.functionalization.functionalize import without_writes
+from thunder_mem.functionalization.shared_arguments import with_arguments_apart
+from thunder_mem.functionalization.written_arguments import with_histories
 from thunder_mem.kernels.registered import with_statistics_apart
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_sizes.rows_per_chunk import lean_rows, leanest_rows
 from thunder_mem.loop_sizes.tile_choice import ALL_STRETCHES, TileChoice
 from thunder_mem.memory.plan import Refusal
-from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.tiling.find import ChunkingError, chunk_trace
 from thunder_mem.tiling.heads import with_head_groups
 from thunder_mem.tiling.tiles import Tiles, TilingError, tile_trace

@@ -15,11 +15,13 @@ from thunder.core.transform_common import Transform
 from thunder.extend import TemporaryExecutor
 
 from thunder_mem.costs.measured import COSTS, check_measurable
+from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.frontend.fx_calls import watch_calls
 from thunder_mem.frontend.fx_prologue_checks import pruned
 from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.frontend.tensor_parallel import waits_for_shards
 from thunder_mem.frontend.unchecked_arguments import with_unchecked_arguments
+from thunder_mem.fusers.fusion_executors import fuses_generally
 from thunder_mem.kernels.registered import mem_kernels_ex
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.memory.outside_input import quoted
@@ -28,10 +30,8 @@ from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.partition.budget import parse_budget
 from thunder_mem.planning.executor import final_trace, install_planner, user_executors
 from thunder_mem.planning.fallback import Original
-from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.planning.plan_file import program_of, read_plan
 from thunder_mem.planning.record import current_record, note_program
-from thunder_mem.regions.fusion_executors import fuses_generally
 from thunder_mem.rendering.progress import stage
 from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.semantics.shared_parameters import tag_shared_parameters

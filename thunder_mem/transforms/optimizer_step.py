@@ -14,13 +14,13 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceTag
 from torch.utils._pytree import tree_leaves
 
+from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.frontend.optimized_parameters import optimized_parameters
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.memory.plan import Refusal
 from thunder_mem.optimizer.gradient_edges import hooked
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.optimizer.update import check_arguments, is_update, note_forward, see_tangents, update_of
-from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.rewrites.updates import Optimized
 from thunder_mem.semantics.effects import with_subsymbols
 from thunder_mem.trace.reading import UNPACKING, read_trace

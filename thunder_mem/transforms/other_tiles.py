@@ -14,12 +14,12 @@ from thunder.extend import Executor
 
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_sizes.tile_choice import TileChoice, cheaper_choices, forward_seconds, whole_off_peak
 from thunder_mem.memory.plan import Decision
 from thunder_mem.planning.executor import user_executors
 from thunder_mem.planning.fallback import Original
-from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.tiling.tiles import Tiles
 from thunder_mem.transforms.before_autograd import tiled
 

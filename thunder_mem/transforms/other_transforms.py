@@ -17,9 +17,9 @@ from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.transforms.cudagraph import CUDAGraphTransform
 
+from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.memory.plan import Refusal
-from thunder_mem.planning.options import PlanningOptions
 from thunder_mem.schedule.registry import SORTS, SortFunction
 from thunder_mem.tiling.find import ChunkingError
 from thunder_mem.tiling.marks import strip_marks, strip_tile_marks

@@ -10,8 +10,8 @@ from thunder.core.transform_common import Transform
 from thunder.extend import Executor, get_executor
 from thunder.plugins import register_plugin
 
+from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
-from thunder_mem.runtime.cpu_attention import mem_attention_ex
 from thunder_mem.transforms import MemEfficient
 
 __all__ = ["MemEfficientPlugin"]

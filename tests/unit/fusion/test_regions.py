@@ -13,6 +13,7 @@ from tests.checking.graphs import Builder, graphs, layered, oracle_optimum, shuf
 from tests.checking.traces import traced_programs, unfused
 from tests.programs.fusible import fusible, fusible_graphs, values
 from tests.programs.generate import Profile
+from thunder_mem.fusers.fusion_queries import fusibility
 from thunder_mem.fusion.contraction import (
     FusionCapabilities,
     consecutive_groups,
@@ -22,7 +23,6 @@ from thunder_mem.fusion.merging import _Merger, merge_for_speed
 from thunder_mem.fusion.producer_duplication import MAX_CHAIN_SOURCES, MAX_CHAIN_VALUES, duplicate_cheap_producers
 from thunder_mem.memory.graph import Graph
 from thunder_mem.memory.live_ranges import price_order
-from thunder_mem.regions.fusion_queries import fusibility
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.sorting import sort_graph
 from thunder_mem.trace.reading import read_trace

@@ -8,8 +8,8 @@ from thunder.extend import OperatorExecutor
 
 from tests.checking.collectives import tensor
 from tests.checking.traces import body, unfused
-from thunder_mem.memory.kernel_figures import KernelFigures, NotWritten
 from thunder_mem.semantics import kernel_scratch
+from thunder_mem.semantics.kernel_figures import KernelFigures, NotWritten
 from thunder_mem.semantics.kernel_scratch import empty_outputs, estimated_scratch_bytes, region_scratch_bytes
 from thunder_mem.semantics.layout import Layout
 from thunder_mem.semantics.op_traits import MemoryTraits, declare
