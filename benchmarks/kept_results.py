@@ -21,9 +21,9 @@ from rich.console import Console
 from benchmarks.longchat import config
 from benchmarks.models import gpt_module
 from thunder_mem import MemEfficient, simulate
+from thunder_mem.decisions import pipeline
 from thunder_mem.decisions.kept_results import KEPT, with_kept_results
 from thunder_mem.decisions.program import Planned
-from thunder_mem.planning import pipeline
 from thunder_mem.prediction.compiled_call import compiled_entry
 
 RESULT = Path(__file__).parent / "results" / "kept_results.json"

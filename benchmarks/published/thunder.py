@@ -20,7 +20,7 @@ import torch
 from benchmarks.litgpt.command import parse
 from benchmarks.litgpt.harness import run
 from benchmarks.published.case import Case, Predicted
-from thunder_mem.regions import fake_regions
+from thunder_mem.fusers import fake_regions
 from thunder_mem.runtime.output_layout import Output, lay_out
 
 __all__ = ["CASES"]

@@ -25,11 +25,11 @@ from thunder_mem.costs.roofline import (
     is_free,
     region_cost_s,
 )
+from thunder_mem.kernels import head_groups
 from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.memory.device_models import DEVICE_MODELS, DeviceModel, device_model
 from thunder_mem.memory.device_specs import DEVICES
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
-from thunder_mem.runtime import head_groups
 from thunder_mem.trace.reading import read_trace
 
 TOY = DeviceModel("toy", 0, 1e3, {"float32": 1e6, "bfloat16": 1e7}, vector_flops=1e4, launch_s=0.5)

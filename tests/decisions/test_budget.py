@@ -22,12 +22,12 @@ from tests.programs.models import stack
 from tests.programs.predict_cases import peaks_as_planned
 from thunder_mem import BudgetError, MemEfficient, last_plan, measure_peak, predict, predict_step, simulate
 from thunder_mem.analysis.partition_problem import study_program
+from thunder_mem.decisions import budget_loop
 from thunder_mem.fusion.contraction import FusionCapabilities
 from thunder_mem.memory.plan import BudgetOutcome
 from thunder_mem.partition.budget import parse_budget
 from thunder_mem.partition.budget_search import PartitionChoice, PartitionProblem, fit_budget
 from thunder_mem.partition.tradeoff_curve import tradeoff_curves
-from thunder_mem.planning import budget_loop
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
 

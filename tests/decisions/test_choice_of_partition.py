@@ -17,6 +17,7 @@ from tests.fuzzing.configs import uncompiled_regions
 from thunder_mem import BudgetError, MemEfficient, last_plan, predict, simulate
 from thunder_mem.costs.plan_time import plan_seconds
 from thunder_mem.costs.roofline import device_model_of
+from thunder_mem.decisions import partition_choice, pipeline
 from thunder_mem.decisions.budget_loop import within_budget
 from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.decisions.partition_choice import (
@@ -28,7 +29,7 @@ from thunder_mem.decisions.partition_choice import (
     plan_partition,
 )
 from thunder_mem.decisions.program import Program, read_program
-from thunder_mem.planning import partition_choice, pipeline, tile_selection
+from thunder_mem.planning import tile_selection
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
 

@@ -8,11 +8,11 @@ from thunder.distributed import FSDPBucketingStrategy
 
 from tests.checking.collectives import two_groups
 from tests.checking.traces import claimed, unfused
+from thunder_mem.decisions import collective_stages
 from thunder_mem.decisions.collective_stages import buckets_not_built, communicating, prepared
 from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.decisions.pipeline import plan_joint_trace
 from thunder_mem.decisions.stages import Emitted, overlap_collectives
-from thunder_mem.planning import collective_stages
 from thunder_mem.semantics.collectives import starts
 
 

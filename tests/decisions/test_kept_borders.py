@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fuzzing.command import uncompiled_regions
 from thunder_mem import MemEfficient, Tiles
+from thunder_mem.decisions import program, tile_borders
 from thunder_mem.decisions.refine import _is_repeated
-from thunder_mem.planning import program, tile_borders
 
 
 def step(x, up, down):

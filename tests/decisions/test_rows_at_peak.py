@@ -13,8 +13,9 @@ from tests.programs.chunk_tools import chunked, head
 from tests.programs.chunk_tools import inputs as head_inputs
 from thunder_mem import MemEfficient, Tiles, last_plan, predict, simulate
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.decisions import rows_at_peak
 from thunder_mem.decisions.rows_at_peak import with_fewer_rows_at_peak
-from thunder_mem.planning import rows_at_peak, tile_selection
+from thunder_mem.planning import tile_selection
 
 TOKENS, WIDTH, WIDE, VOCABULARY = 16384, 2048, 8192, 65536
 

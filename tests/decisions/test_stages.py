@@ -11,10 +11,10 @@ from thunder.extend import OperatorExecutor
 from tests.checking.collectives import tensor
 from tests.checking.graphs import Builder
 from tests.checking.traces import unfused
+from thunder_mem.decisions import stages
 from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.decisions.pipeline import plan_joint_trace
 from thunder_mem.decisions.stages import Emitted, with_kernels
-from thunder_mem.planning import stages
 from thunder_mem.semantics.kernel_figures import KernelFigures
 from thunder_mem.semantics.layout import Layout
 from thunder_mem.semantics.op_traits import MemoryTraits, declare

@@ -24,13 +24,13 @@ from thunder.distributed import (
 from tests.checking.collectives import in_place, two_groups
 from tests.programs.distributed_cases import CPU, VOCABULARY, model
 from thunder_mem import MemEfficient, last_plan, predict_step, simulate
+from thunder_mem.decisions import pipeline, stages
 from thunder_mem.distributed import agreement as ranks
 from thunder_mem.distributed.agreement import RanksDifferError, agree, first_difference, schedule_of
 from thunder_mem.distributed.collective_order import free_predecessors, ordered_collectives
 from thunder_mem.distributed.link_model import transfer_s
 from thunder_mem.memory.device_models import DEVICE_MODELS
 from thunder_mem.memory.plan import Arrangement, Plan, PlannedRegion
-from thunder_mem.planning import pipeline, stages
 from thunder_mem.planning.plan_file import plan_json
 from thunder_mem.rewrites.regathered_values import gathered_twice
 from thunder_mem.semantics.collectives import awaited_futures, is_gather, is_reduction, starts

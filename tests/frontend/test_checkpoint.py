@@ -279,7 +279,7 @@ def test_batch_norm_counts_a_step_once(executors: str):
 
 
 def test_a_plan_that_fails_leaves_the_checkpoint(monkeypatch):
-    from thunder_mem.planning import partition_choice
+    from thunder_mem.decisions import partition_choice
 
     def fails(*args, **kwargs):
         raise RuntimeError("no plan")

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from thunder_mem.kernels import cpu_attention
 from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
-from thunder_mem.runtime import cpu_attention
 from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
 from thunder_mem.semantics.layout import Layout

@@ -21,9 +21,9 @@ from tests.inductor.test_executors import trace_of
 from tests.programs.cases import randn
 from tests.programs.predict_cases import peaks_as_planned
 from thunder_mem import MemEfficient, last_plan, measure_peak
+from thunder_mem.decisions import stages
 from thunder_mem.memory import live_ranges
 from thunder_mem.memory.live_ranges import peaks_of
-from thunder_mem.planning import stages
 from thunder_mem.prediction.predict import predict
 from thunder_mem.prediction.simulate import simulate
 from thunder_mem.regions.compiled_region import CompileWarning, RegionFunction

@@ -13,9 +13,9 @@ from thunder_mem import BudgetError, ChunkLossHead, MemEfficient, last_plan, mea
 from thunder_mem.chunk_loop.body import BodiesByRows, Body
 from thunder_mem.chunk_loop.row_blocks import block_sizes
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
+from thunder_mem.decisions import pipeline
 from thunder_mem.loop_sizes import even_chunks
 from thunder_mem.loop_sizes.rows_per_chunk import even_rows
-from thunder_mem.planning import pipeline
 from thunder_mem.prediction.predict import predict
 from thunder_mem.tiling import opening
 

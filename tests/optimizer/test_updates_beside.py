@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.fuzzing.stepping import running_beside
 from thunder_mem import MemEfficient, StepInBackward, last_plan, measure_peak, predict_step, simulate
 from thunder_mem.costs.plan_time import bound_symbol_seconds
+from thunder_mem.decisions import pipeline
 from thunder_mem.memory.device_models import device_model
 from thunder_mem.optimizer import one_parameter, update
 from thunder_mem.optimizer.update import end_update, is_update, start_update, update_of
-from thunder_mem.planning import pipeline
 from thunder_mem.prediction.training_step import training_step
 from thunder_mem.rewrites import update_scheduling
 from thunder_mem.trace.rebuilding import rebuilt

@@ -23,7 +23,8 @@ from tests.checking.traces import replaced, unfused
 from tests.fuzzing.command import uncompiled_regions
 from thunder_mem import ChunkLossHead, MemEfficient, last_plan
 from thunder_mem.chunk_loop import symbols
-from thunder_mem.planning import executor, pipeline, stages
+from thunder_mem.decisions import pipeline, stages
+from thunder_mem.planning import executor
 from thunder_mem.planning.fallback import final_halves
 from thunder_mem.planning.record import last_failure
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex

@@ -18,9 +18,9 @@ from thunder_mem import MemEfficient, estimate, last_plan, predict, simulate
 from thunder_mem.costs.roofline import bound_symbol_flops, cost_s
 from thunder_mem.executors import mem_cudnn_attention_ex, mem_pointwise_ex
 from thunder_mem.fake_execution.operator_scratch import OPERATOR_SCRATCH
+from thunder_mem.kernels import attention_kernels, cudnn_attention, head_groups
 from thunder_mem.kernels.attention_kernels import ATTENTION_KERNELS
 from thunder_mem.memory.device_models import DEVICE_MODELS
-from thunder_mem.runtime import attention_kernels, cudnn_attention, head_groups
 from thunder_mem.runtime.allocation_watch import AllocationWatch
 from thunder_mem.semantics.kernel_scratch import (
     CUDNN_FORWARD_BYTES,

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from tests.tiling.test_head_groups import Layers, assert_right, compiled, few_blocks  # noqa: F401 - a fixture
 from tests.tiling.test_tiles import made
 from thunder_mem import Tiles, last_plan
+from thunder_mem.decisions import partition_choice, refine, tile_borders
+from thunder_mem.decisions import program as programs
 from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.decisions.program import Program, _only_offered
 from thunder_mem.partition.constraints import Constraints
-from thunder_mem.planning import partition_choice, refine, tile_borders
-from thunder_mem.planning import program as programs
 
 
 class Layer(nn.Module):

@@ -32,9 +32,9 @@ from tests.checking.traces import Run, run, traced_programs, unfused
 from tests.fuzzing.command import uncompiled_regions
 from tests.programs.generate import Profile
 from thunder_mem import MemEfficient
+from thunder_mem.decisions import stages
 from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.decisions.pipeline import plan_joint_trace
-from thunder_mem.planning import stages
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.semantics import kernel_scratch
 from thunder_mem.semantics.layout import is_view

@@ -16,9 +16,9 @@ from tests.checking.corruptions import CORRUPTIONS, Rewritten, rewrite
 from tests.checking.traces import replaced, unfused
 from tests.programs.written_programs import WRITTEN, arguments
 from thunder_mem import MemEfficient
+from thunder_mem.decisions import pipeline
 from thunder_mem.kernels.in_place import in_place
 from thunder_mem.kernels.kernel_executor import mem_kernels_ex
-from thunder_mem.planning import pipeline
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.semantics.effects import effects_of, leaves
 from thunder_mem.semantics.op_traits import traits_of
@@ -278,7 +278,7 @@ def test_small_programs_are_always_verified_and_long_ones_sampled():
 
 
 def test_a_plan_that_fails_is_a_failure_of_planning(monkeypatch):
-    from thunder_mem.planning import stages
+    from thunder_mem.decisions import stages
 
     def wrong(source, trace, plan, executors, note):
         new = emit(source, trace, plan, executors, note)

@@ -16,7 +16,7 @@ from tests.checking.orders import latest_first
 from tests.fuzzing.command import uncompiled_regions
 from tests.programs.cases import randn
 from thunder_mem import SORTS, GraphError, MemEfficient, last_plan
-from thunder_mem.planning import pipeline, stages
+from thunder_mem.decisions import pipeline, stages
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.schedule.registry import register_sort
 
