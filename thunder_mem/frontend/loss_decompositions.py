@@ -44,20 +44,21 @@ def decomposed(bsym: BoundSymbol, trace: TraceCtx) -> BoundSymbol:
 
 
 def written_out(bsym: BoundSymbol, trace: TraceCtx, fn: Callable[..., Any]) -> Sequence[BoundSymbol]:
-    """What `fn` records for a bound symbol's arguments, with its result; none if it does not know these arguments.
+    """What `fn` records for a bound symbol's arguments, with its results; none if it does not know these arguments.
 
     Args:
-        bsym: of one result.
+        bsym: of one result, or of several.
         trace: in which it stands.
         fn: `fn(*args, **kwargs)`, written in `thunder.torch` ops.
     """
-    (out,) = bsym.flat_proxy_outs
     result = None
     with suppress(Exception), recorded(trace) as scope:
         result = langctx(Languages.TORCH)(fn)(*bsym.args, **bsym.kwargs)
-    if not isinstance(result, TensorProxy) or result.shape != out.shape or result.dtype != out.dtype:
+    made = [p for p in (result if isinstance(result, tuple) else (result,)) if isinstance(p, TensorProxy)]
+    outs = bsym.flat_proxy_outs
+    if [(p.shape, p.dtype) for p in made] != [(p.shape, p.dtype) for p in outs]:
         return ()
-    swap = {variableify(result): out}
+    swap = {variableify(new): out for new, out in zip(made, outs, strict=True)}
     parts = [b.from_bsym_swap_proxies(swap) for b in scope]
     for b in parts:
         b.source_filename, b.source_positions = bsym.source_filename, bsym.source_positions

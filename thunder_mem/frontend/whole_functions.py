@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 
+from thunder_mem.frontend.random_functions import RANDOM
+
 __all__ = ["FUSED", "WRITTEN_OUT", "Written"]
 
 Written = Callable[..., Any]
@@ -184,7 +186,7 @@ def _by_symbol(written: dict[Callable[..., Any], Written]) -> dict[Any, Written]
     return {known[function].id: fn for function, fn in written.items() if function in known}
 
 
-WRITTEN_OUT = _by_symbol(_ALWAYS)
+WRITTEN_OUT = _by_symbol(_ALWAYS | RANDOM)
 """By symbol id: `fn(*args, **kwargs)`, which means the same, or None where it does not know the arguments."""
 
 FUSED = _by_symbol(_WHERE_FUSED)

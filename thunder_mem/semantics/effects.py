@@ -31,7 +31,13 @@ COMMUNICATION = "communication"
 _PURE_WITHOUT_TENSORS = {
     PrimIDs.SHAPE, PrimIDs.CONSTRUCT_TUPLE, PrimIDs.PACK_LIST, PrimIDs.COMMENT, PrimIDs.CONVERT_ELEMENT_TYPE,
 }  # fmt: skip
-_RANDOM_NAMES = {"uniform", "randn", "randint", "multinomial", "get_and_update_rng_state", "set_rng_state"}
+_RANDOM_NAMES = {
+    "uniform", "randn", "randint", "multinomial", "get_and_update_rng_state", "set_rng_state",
+    # of `torch.nn.functional`, where no operator of ATen has the name
+    "dropout1d", "dropout2d", "dropout3d", "gumbel_softmax", "multi_head_attention_forward",
+    "fractional_max_pool2d", "fractional_max_pool2d_with_indices",
+    "fractional_max_pool3d", "fractional_max_pool3d_with_indices",
+}  # fmt: skip
 _TAGS_WITHOUT_EFFECT = {
     OpTags.SHAPE_OP, OpTags.REDUCTION_OP, OpTags.MATMUL_OP, OpTags.DONT_RECOMPUTE_IN_BACKWARD,
     OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,

@@ -1,0 +1,77 @@
+"""Functions that draw inside: eager's numbers, and the gradient of those numbers, not of others."""
+
+import pytest
+import thunder
+import thunder.torch as ltorch
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.fuzzing.command import uncompiled_regions
+from thunder_mem import MemEfficient, measure_peak, predict
+from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.frontend.random_functions import RANDOM
+
+X = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+FUNCTIONS = {
+    "dropout": lambda x: torch.dropout(x, 0.3, True),
+    "feature_dropout": lambda x: torch.feature_dropout(x, 0.3, True),
+    "alpha_dropout": lambda x: torch.alpha_dropout(x, 0.3, True) + F.alpha_dropout(x, 0.6, training=True),
+    "feature_alpha_dropout": lambda x: (
+        torch.feature_alpha_dropout(x, 0.3, True) * F.feature_alpha_dropout(x, training=True)
+    ),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "dropout1d": lambda x: F.dropout1d(x, 0.3) * F.dropout1d(x[0])[None],
+    "dropout2d": lambda x: F.dropout2d(x[None], 0.3)[0] * F.dropout2d(x.view(4, 3, 4, 4)).reshape(4, 6, 8),
+    "dropout3d": lambda x: F.dropout3d(x[:, None, None])[:, 0, 0] * F.dropout3d(x[None, None])[0, 0],
+    "dropout1d of all": lambda x: F.dropout1d(x, 1.0) + x,
+    "alpha_dropout of nothing": lambda x: F.alpha_dropout(x, 0.0, training=True) * F.dropout2d(x[None], training=False),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x) * F.gumbel_softmax(x, tau=0.5, dim=1),
+    "gumbel_softmax, hard": lambda x: F.gumbel_softmax(x, hard=True, dim=1),
+    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x[None], 2, (3, 5)),
+    "fractional_max_pool2d_with_indices": lambda x: F.fractional_max_pool2d(
+        x, 2, output_ratio=(0.5, 0.5), return_indices=True
+    )[0],
+    "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(x[None], 2, output_size=(2, 3, 5)),
+    "fractional_max_pool3d_with_indices": lambda x: F.fractional_max_pool3d_with_indices(x[None], 2, (2, 3, 5))[0],
+}
+
+
+def seen(fn):
+    """The result under a seed, its gradient, and the next number of the generator."""
+    torch.manual_seed(5)
+    x = X.clone().requires_grad_()
+    out = fn(x)
+    weight = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).sin()
+    after = torch.rand(())
+    (grad,) = torch.autograd.grad((out * weight).sum(), x)
+    return out, grad, after
+
+
+@pytest.mark.filterwarnings("ignore:dropout2d. Received a 3D input")
+@pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["unfused", "fused"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_numbers_and_gradients_are_eagers(name, executors):
+    def in_checkpoint(x):
+        return checkpoint(lambda x: FUNCTIONS[name](x.sin()).exp(), x, use_reentrant=False)
+
+    for fn in (FUNCTIONS[name], in_checkpoint):
+        with uncompiled_regions():
+            found = seen(thunder.jit(fn, executors=executors, transforms=[MemEfficient(strict=True)]))
+        for mine, eager in zip(found, seen(fn), strict=True):
+            torch.testing.assert_close(mine, eager, rtol=1e-12, atol=1e-12)
+
+
+def test_each_function_is_tried():
+    tried = {name.split(",")[0].split()[0] for name in FUNCTIONS}
+    assert {function.__name__ for function in RANDOM} <= tried | {"fn"}  # "fn" are the pools, by `boolean_dispatch`
+    assert {ltorch._torch_to_thunder_function_map[function].name for function in RANDOM} <= tried
+
+
+@pytest.mark.parametrize("name", ["dropout2d", "alpha_dropout"])
+def test_predictions_count_the_numbers(name):
+    fn = thunder.jit(lambda x: FUNCTIONS[name](x).square().sum(), executors=[], transforms=[MemEfficient()])
+    x = X.clone().requires_grad_()
+    fn(x)
+    assert measure_peak(lambda: fn(x).backward()) == predict(fn, x, keep_outputs=True).measured_bytes

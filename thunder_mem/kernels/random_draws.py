@@ -1,0 +1,53 @@
+"""Random numbers as PyTorch's own functions draw them, as operations of a trace.
+
+A function that draws inside and is differentiated as a whole draws once more in the backward: its gradient belongs to
+other numbers. Written out with these operations it draws once, and in the order of eager PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from thunder.core import dtypes
+from thunder.core.devices import Device, to_torch_device
+from thunder.core.prims import OpTags
+from thunder.core.proxies import TensorProxy
+from thunder.extend import OperatorExecutor
+
+__all__ = ["bernoulli", "exponential"]
+
+mem_random_ex = OperatorExecutor("mem_random", version="0.1")
+"""Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
+
+
+def _bernoulli_meta(shape: Sequence[int], p: float, device: Device) -> TensorProxy:
+    return TensorProxy(shape=tuple(shape), device=device, dtype=dtypes.bool8, requires_grad=False)
+
+
+def _bernoulli(shape: Sequence[int], p: float, device: Any) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bool, device=_of_torch(device)).bernoulli_(p)
+
+
+def _exponential_meta(shape: Sequence[int], device: Device, dtype: dtypes.dtype) -> TensorProxy:
+    return TensorProxy(shape=tuple(shape), device=device, dtype=dtype, requires_grad=False)
+
+
+def _exponential(shape: Sequence[int], device: Any, dtype: Any) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtypes.to_torch_dtype(dtype), device=_of_torch(device)).exponential_()
+
+
+def _of_torch(device: Any) -> torch.device:
+    return to_torch_device(device) if isinstance(device, Device) else torch.device(device)
+
+
+bernoulli = mem_random_ex.register_operator(
+    "mem_bernoulli", meta=_bernoulli_meta, fn=_bernoulli, tags=[OpTags.RANDOM_OP]
+)
+"""`bernoulli(shape, p, device)`: booleans that are true with probability `p`."""
+
+exponential = mem_random_ex.register_operator(
+    "mem_exponential", meta=_exponential_meta, fn=_exponential, tags=[OpTags.RANDOM_OP]
+)
+"""`exponential(shape, device, dtype)`: numbers with the density exp(-x)."""
