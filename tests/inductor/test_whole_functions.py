@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from tests.fuzzing.command import uncompiled_regions
 from thunder_mem import MemEfficient, measure_peak, predict
 from thunder_mem.executors import mem_pointwise_ex
-from thunder_mem.frontend.random_functions import RANDOM
-from thunder_mem.frontend.whole_functions import FUSED, WRITTEN_OUT
+from thunder_mem.torch_functions.random_functions import RANDOM
+from thunder_mem.torch_functions.whole_functions import FUSED, WRITTEN_OUT
 
 A = torch.arange(-12.0, 12).reshape(4, 6).double() / 4  # kinks and bounds are among its elements
 B = A.flip(0) * 0.5

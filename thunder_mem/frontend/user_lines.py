@@ -17,36 +17,24 @@ from weakref import WeakKeyDictionary
 
 import torch
 from thunder.core.codeutils import Positions
-from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import InterpreterFrame, InterpreterRuntimeCtx, unwrap
 
+from thunder_mem.frontend.own_programs import is_own_program
 from thunder_mem.trace.source_lines import MODULE, node_line
 
 __all__ = ["name_user_lines"]
 
 _THUNDERS = InterpreterRuntimeCtx.get_current_user_source_location
 _LIBRARIES = {"torch", "thunder"}
-_KINDS: tuple[type, ...] = ()
 
 
-def name_user_lines(transform: type) -> None:
-    """From now on, traces name the innermost line outside PyTorch and Thunder, if there is one.
-
-    No hook of a transform runs before Thunder's interpreter. So Thunder's own function is replaced when a transform
-    is made. It works as before for programs without a transform of that class.
-    """
-    global _KINDS
-    _KINDS = tuple({*_KINDS, transform})
+def name_user_lines() -> None:
+    """From now on, traces of this package's programs name the innermost line outside PyTorch and Thunder, if any."""
     InterpreterRuntimeCtx.get_current_user_source_location = _user_line
 
 
-def _is_asked() -> bool:
-    data: Any = get_compile_data()
-    return data is not None and any(isinstance(transform, _KINDS) for transform in data.transforms)
-
-
 def _user_line(self: InterpreterRuntimeCtx) -> tuple[str, Any] | tuple[None, None]:
-    if not _is_asked():
+    if not is_own_program():
         return _THUNDERS(self)
     for frame in reversed(self.frame_stack):
         if unwrap(frame.globals).get("__name__", "").split(".")[0] not in _LIBRARIES:

@@ -22,8 +22,8 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transforms import nondifferentiable_vjp_symbols
 
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
-from thunder_mem.frontend.loss_decompositions import DECOMPOSITIONS, decomposed
 from thunder_mem.sharding.propagation import RULES
+from thunder_mem.torch_functions.loss_decompositions import DECOMPOSITIONS, decomposed
 from thunder_mem.trace.origins import symbol_name
 from thunder_mem.trace.source_lines import place_of
 

@@ -22,7 +22,6 @@ from thunder.core.transform_common import dce
 from thunder_mem.chunk_loop.plan import ACCUMULATE, ChunkRecord, Head, HeadRefusal, LoopPlan
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import check_autograd, is_chunk_loop, loop_of
-from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.loop_body.leaves import Leaf, Program, numel, read_program, size_bytes
 from thunder_mem.loop_body.region import Refused, Region, amplifying_products, grow
 from thunder_mem.loop_body.region_trimming import trim
@@ -35,6 +34,7 @@ from thunder_mem.tiling.opening import grow_opening
 from thunder_mem.tiling.opening_build import with_opening
 from thunder_mem.tiling.splice import splice, unchunked
 from thunder_mem.tiling.vocab_parallel import with_vocabulary_in_parts
+from thunder_mem.torch_functions.missing_gradients import register_missing
 from thunder_mem.trace.verification import VerificationError, verify_rewrite
 
 __all__ = ["ChunkRecord", "ChunkingError", "Head", "HeadRefusal", "LoopPlan", "check_options", "chunk_trace"]

@@ -27,7 +27,6 @@ from thunder_mem.chunk_loop.plan import ChunkRecord, LoopPlan, StretchRefusal
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import check_autograd, is_chunk_loop, loop_of
 from thunder_mem.frontend.checkpoint_tags import CHECKPOINTED
-from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.loop_body.borders import Borders, Mask
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.leaves import Leaf, Program, read_program, size_bytes
@@ -44,6 +43,7 @@ from thunder_mem.tiling.seeds import Seed, seeds_of
 from thunder_mem.tiling.splice import splice, unchunked
 from thunder_mem.tiling.stretch import WIDE_RATIO, grow_stretch
 from thunder_mem.tiling.tile_build import build_tiles, tile_gain_bytes
+from thunder_mem.torch_functions.missing_gradients import register_missing
 from thunder_mem.trace.verification import VerificationError, verify_rewrite
 
 __all__ = ["Tiles", "TilingError", "tile_trace"]

@@ -13,6 +13,8 @@ from thunder.core.transform_common import Transform
 
 from thunder_mem.frontend.dynamo_tags import run_tags_outside
 from thunder_mem.frontend.fx_prologue_checks import take_back_pruning
+from thunder_mem.frontend.own_programs import own_programs_have
+from thunder_mem.frontend.traced_code import mend_traced_code
 from thunder_mem.frontend.user_lines import name_user_lines
 
 __all__ = ["ListedTransform"]
@@ -35,7 +37,9 @@ class ListedTransform(Transform, metaclass=_Class):
     plans: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        name_user_lines(ListedTransform)
+        own_programs_have(ListedTransform)
+        name_user_lines()
+        mend_traced_code()
         run_tags_outside()
 
     def transform_module(self, model: Any = None) -> None:

@@ -11,7 +11,6 @@ from thunder.core.trace import TraceCtx
 from thunder_mem.chunk_loop.plan import about_chunks
 from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.frontend.checkpoint_tags import take_over_checkpoints
-from thunder_mem.frontend.mended_functions import with_mended_functions
 from thunder_mem.frontend.scalar_broadcast import expand_scalars
 from thunder_mem.functionalization.decided_views import with_decided_views
 from thunder_mem.functionalization.functionalize import without_writes
@@ -25,6 +24,7 @@ from thunder_mem.memory.plan import Refusal
 from thunder_mem.tiling.find import ChunkingError, chunk_trace
 from thunder_mem.tiling.heads import with_head_groups
 from thunder_mem.tiling.tiles import Tiles, TilingError, tile_trace
+from thunder_mem.torch_functions.mended_functions import with_mended_functions
 from thunder_mem.trace.origins import name_origins
 from thunder_mem.trace.verification import verify_final
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead

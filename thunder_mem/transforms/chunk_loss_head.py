@@ -10,11 +10,11 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.chunk_loop.plan import ChunkRecord, HeadRefusal
 from thunder_mem.frontend.fx_prologue_checks import pruned
-from thunder_mem.frontend.mended_functions import with_mended_functions
 from thunder_mem.frontend.tensor_parallel import waits_for_shards
 from thunder_mem.functionalization.functionalize import without_writes
 from thunder_mem.loop_sizes.chunk_resizing import write_over_dead_rows
 from thunder_mem.tiling.find import ChunkingError, check_options, chunk_trace
+from thunder_mem.torch_functions.mended_functions import with_mended_functions
 from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.default_executors import with_own_executors
 from thunder_mem.transforms.failures import left

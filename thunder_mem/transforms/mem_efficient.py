@@ -18,7 +18,6 @@ from thunder_mem.costs.measured import COSTS, check_measurable
 from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.frontend.fx_calls import watch_calls
 from thunder_mem.frontend.fx_prologue_checks import pruned
-from thunder_mem.frontend.missing_gradients import register_missing
 from thunder_mem.frontend.tensor_parallel import waits_for_shards
 from thunder_mem.frontend.unchecked_arguments import with_unchecked_arguments
 from thunder_mem.fusers.fusion_executors import fuses_generally
@@ -37,6 +36,7 @@ from thunder_mem.schedule.registry import SortFunction
 from thunder_mem.semantics.shared_parameters import tag_shared_parameters
 from thunder_mem.tiling.marks import strip_tile_marks
 from thunder_mem.tiling.tiles import Tiles
+from thunder_mem.torch_functions.missing_gradients import register_missing
 from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
 from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.before_autograd import chunked, prepared, tiled, with_written_arguments

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.fuzzing.command import uncompiled_regions
 from thunder_mem import MemEfficient, measure_peak, predict
 from thunder_mem.executors import mem_pointwise_ex
-from thunder_mem.frontend.random_functions import RANDOM
+from thunder_mem.torch_functions.random_functions import RANDOM
 
 X = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

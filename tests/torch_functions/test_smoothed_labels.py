@@ -72,7 +72,7 @@ def test_in_regions_and_in_a_checkpoint():
 
 
 def test_plain_thunder_counts_ignored_targets():
-    """So that `frontend/mended_functions.py` goes when Thunder is repaired."""
+    """So that `torch_functions/mended_functions.py` goes when Thunder is repaired."""
     fn = head()
     loss, *_ = differences(fn, thunder.jit(fn, executors=[]), inputs())
     assert loss > 0.01

@@ -157,7 +157,7 @@ def test_padding_outside_of_the_table_raises_as_in_eager(padding_idx):
 
 
 def test_thunder_alone_still_loses_them():
-    """So that `frontend/mended_functions.py` goes when Thunder is repaired."""
+    """So that `torch_functions/mended_functions.py` goes when Thunder is repaired."""
     x = torch.randn(3, 3, requires_grad=True)
     lost = thunder.jit(lambda x: x.sum() + torch.hstack([x, x]).sin().sum(), executors=[])
     assert bool((torch.autograd.grad(lost(x), x)[0] == 1).all())

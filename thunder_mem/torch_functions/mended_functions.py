@@ -27,8 +27,8 @@ from thunder.core.proxies import pyval
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from thunder_mem.frontend.loss_decompositions import STACKS, decomposed, written_out
-from thunder_mem.frontend.whole_functions import FUSED, WRITTEN_OUT, Written
+from thunder_mem.torch_functions.loss_decompositions import STACKS, decomposed, written_out
+from thunder_mem.torch_functions.whole_functions import FUSED, WRITTEN_OUT, Written
 from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["with_mended_functions"]

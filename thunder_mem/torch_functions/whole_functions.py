@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 
-from thunder_mem.frontend.random_functions import RANDOM
+from thunder_mem.torch_functions.multi_head_attention import multi_head_attention
+from thunder_mem.torch_functions.random_functions import RANDOM
 
 __all__ = ["FUSED", "WRITTEN_OUT", "Written"]
 
@@ -160,6 +161,7 @@ _ALWAYS: dict[Callable[..., Any], Written] = {
     torch.multiply: ltorch.mul,
     torch.narrow: _narrow,
     torch.negative: ltorch.neg,
+    F.multi_head_attention_forward: multi_head_attention,
     torch.subtract: ltorch.sub,
     torch.swapaxes: ltorch.transpose,
     torch.swapdims: ltorch.transpose,

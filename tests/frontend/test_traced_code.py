@@ -1,0 +1,81 @@
+"""Code that Thunder traces means what it means with PyTorch."""
+
+import pytest
+import thunder
+import torch
+import torch.nn as nn
+
+from thunder_mem import MemEfficient
+
+WIDTHS = {torch.float32: 4.0, torch.bfloat16: 2.0}
+
+QUESTIONS = {
+    "equal": lambda x, m: x.dtype == torch.float32,
+    "equal from the right": lambda x, m: torch.bool == m.dtype,
+    "unequal": lambda x, m: x.dtype != torch.float32,
+    "identical": lambda x, m: x.dtype is torch.float32,
+    "among": lambda x, m: x.dtype in (torch.float16, torch.bfloat16, torch.float32),
+    "of a value": lambda x, m: (x > 0).dtype == m.dtype == torch.bool,
+    "by getattr": lambda x, m: getattr(m, "dtype", None) == torch.bool,
+    "of another": lambda x, m: x.to(torch.bfloat16).dtype == torch.bfloat16 and x.to(m.dtype).dtype == torch.bool,
+    "of a new tensor": lambda x, m: torch.zeros(2, dtype=x.dtype).dtype == x.dtype,
+    "its own attributes": lambda x, m: x.dtype.is_floating_point and x.dtype.itemsize == 4,
+    "the default": lambda x, m: torch.get_default_dtype() == x.dtype,
+    "a key": lambda x, m: WIDTHS[x.dtype] == 4.0,
+    "a number of it": lambda x, m: torch.finfo(x.dtype).eps < 1e-6,
+}
+
+
+def branching(question):
+    def fn(x, mask):
+        return x * 2 if question(x, mask) else x.masked_fill(mask, -1.0)
+
+    return fn
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_dtypes_are_pytorchs(name):
+    fn = branching(QUESTIONS[name])
+    x, mask = torch.tensor([1.0, 2.0]), torch.tensor([True, False])
+    for given in (x, x.to(torch.bfloat16)) if name != "a number of it" else (x,):
+        found = thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])(given, mask)
+        torch.testing.assert_close(found, fn(given, mask), rtol=0, atol=0)
+
+
+def test_of_parameters_and_under_autocast():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(x.to(self.linear.weight.dtype))
+            return y.float() * 2 if y.dtype == torch.bfloat16 else y
+
+    model, x = Model(), torch.randn(3, 4, dtype=torch.float64)
+    compiled = thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True)])
+    torch.testing.assert_close(compiled(x), model(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_other_programs_are_traced_as_before():
+    MemEfficient()
+    x, mask = torch.tensor([1.0, 2.0]), torch.tensor([True, False])
+    fn = branching(QUESTIONS["equal"])
+    if not torch.equal(thunder.jit(fn, executors=[])(x, mask), x.masked_fill(mask, -1.0)):
+        pytest.fail("Thunder compares dtypes as PyTorch: `traced_code` need not change `getattr`")
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4), 1, enable_nested_tensor=False)
+    with pytest.raises(NotImplementedError, match="data dependency"):
+        thunder.jit(encoder)(torch.randn(3, 2, 4), mask=nn.Transformer.generate_square_subsequent_mask(3))
+
+
+@pytest.mark.parametrize("causal", [None, True, False])
+def test_an_encoder_with_a_mask_is_compiled(causal):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, dtype=torch.float64)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    x = torch.randn(5, 2, 8, dtype=torch.float64)
+    compiled = thunder.jit(encoder, executors=[], transforms=[MemEfficient(strict=True)])
+    torch.testing.assert_close(compiled(x, mask=mask, is_causal=causal), encoder(x, mask=mask, is_causal=causal))
