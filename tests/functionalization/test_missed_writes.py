@@ -40,6 +40,13 @@ def flat(x, w):
     return y.sin()
 
 
+def of_the_shape_of_another(x, w):
+    y = x @ w
+    y.view_as(y).mul_(x)
+    y.view_as(x.view(2, 8))[1].mul_(2)
+    return y.sin()
+
+
 def function_in_place(x, w):
     y = x @ w
     F.relu_(y[:2])
@@ -188,8 +195,8 @@ def test_no_alarm_where_gradients_are_right(fn):
     "fn",
     [
         row, columns, transposed, transposed_sums, flat, function_in_place, returned,
-        one_view_and_another, every_second_row, a_part_of_a_part, before_and_after, a_checkpoint,
-        a_part_of_a_split,
+        one_view_and_another, every_second_row, of_the_shape_of_another, a_part_of_a_part, before_and_after,
+        a_checkpoint, a_part_of_a_split,
     ],
     ids=name,
 )  # fmt: skip

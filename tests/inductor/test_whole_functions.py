@@ -15,13 +15,13 @@ from thunder_mem.torch_functions.whole_functions import FUSED, WRITTEN_OUT
 A = torch.arange(-12.0, 12).reshape(4, 6).double() / 4  # kinks and bounds are among its elements
 B = A.flip(0) * 0.5
 POSITIVE = B.abs() + 0.25
+FAR = torch.tensor([0, 0, torch.inf, 0, 0, -torch.inf], dtype=torch.float64)
 IMAGE = torch.randn(2, 8, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 FUNCTIONS = {
     "absolute": lambda x, y: torch.absolute(x) + x.absolute() * y,
     "diff": lambda x, y: torch.diff(x, dim=0) * y.diff(dim=0),
     "divide": lambda x, y: torch.divide(x, y.abs() + 1) + x.divide(2),
-    "divide rounded": lambda x, y: x * torch.divide(x, y.abs() + 1, rounding_mode="floor"),
     "lerp": lambda x, y: torch.lerp(x, y, 0.25) * x.lerp(y, 0.75),
     "lerp by a tensor": lambda x, y: torch.lerp(x, y, POSITIVE) * torch.lerp(y, POSITIVE, x),
     "moveaxis": lambda x, y: torch.moveaxis(x, 0, 1) @ y.moveaxis(-1, -2).t(),
@@ -30,6 +30,9 @@ FUNCTIONS = {
     "negative": lambda x, y: torch.negative(x) * y.negative(),
     "subtract": lambda x, y: torch.subtract(x, y, alpha=2) * x.subtract(y),
     "swapaxes": lambda x, y: torch.swapaxes(x, 0, 1) @ y.swapaxes(-1, 0).t(),
+    "expand_as": lambda x, y: x[:1].expand_as(y) * y,
+    "reshape_as": lambda x, y: x.reshape_as(y.t()) * y.t(),
+    "view_as": lambda x, y: x.view_as(y.view(3, 8)) * x.view_as(x).reshape(3, 8),
     "swapdims": lambda x, y: x.swapdims(0, 1) * y.swapdims(1, 0),
     "clamp": lambda x, y: torch.clamp(x, -1, 1.5) * y.clamp(max=0.5),
     "clamp by tensors": lambda x, y: torch.clamp(x, y, y + 1),
@@ -39,6 +42,13 @@ FUNCTIONS = {
     "clip from above to below": lambda x, y: torch.clip(x, 1, -1) * y,
     "cosine_similarity": lambda x, y: F.cosine_similarity(x, y, -1) + F.cosine_similarity(x[:1], y, dim=1),
     "cosine of zeros": lambda x, y: F.cosine_similarity(x * (x > 0), y * 0, -1),
+    "cosine of short rows": lambda x, y: (
+        F.cosine_similarity(x / 8, y, -1, eps=1.0) + F.cosine_similarity(x, y, -1, eps=3.0)
+    ),
+    "clamp to a single value": lambda x, y: torch.clamp(x, y, y) + torch.clamp(x, y.abs(), -y.abs()),
+    "clip of infinities": lambda x, y: torch.clip(x / x.relu(), -1, 1).nan_to_num(3.0) * y,
+    "huber_loss of infinities": lambda x, y: F.huber_loss(x + FAR, y) + F.huber_loss(x, y, delta=torch.inf),
+    "smooth_l1_loss of infinities": lambda x, y: F.smooth_l1_loss(x + FAR, y) + F.smooth_l1_loss(x, y, beta=5e-324),
     "huber_loss": lambda x, y: F.huber_loss(x, y, delta=0.5) + F.huber_loss(x, y, "sum", 2.0),
     "kl_div": lambda x, y: F.kl_div(x, y.exp(), reduction="batchmean") + F.kl_div(x, y, log_target=True),
     "l1_loss": lambda x, y: F.l1_loss(x, y) + F.l1_loss(x, y, reduction="none"),
@@ -49,6 +59,13 @@ FUNCTIONS = {
     "roll": lambda x, y: torch.roll(x, 2, 0) * y.roll((-1,), (1,)) + x.roll(7),
 }
 LEFT_WHOLE = {
+    "a quotient rounded down": lambda x, y: x * torch.divide(x, y.abs() + 1, rounding_mode="floor"),
+    "a quotient cut off": lambda x, y: x * x.divide(y.abs() + 1, rounding_mode="trunc"),
+    "a pixel_shuffle of single pixels": lambda x, y: (
+        F.pixel_shuffle(x[:, 0].reshape(1, 4, 1, 1), 2).mul_(3).sum() * x * y
+    ),
+    "a cosine of broadcast dims": lambda x, y: F.cosine_similarity(x, y[:, :1], -1).sum() + x * y,
+    "a clip by what is no number": lambda x, y: torch.clip(x, torch.nan, 1).nan_to_num(2.0) * y,
     "clip of integers": lambda x, y: x * y.mul(4).long().clip(-1, 1),
     "diff of order two": lambda x, y: x.diff(n=2) * y.diff(n=2, dim=1),
     "a cosine of other dims": lambda x, y: F.cosine_similarity(x[0], y, dim=1),
@@ -57,7 +74,7 @@ LEFT_WHOLE = {
     "a roll by nothing": lambda x, y: x.roll(4, 0) * y,
     "a loss that broadcasts": lambda x, y: F.l1_loss(x, y[:1].expand(4, 6)),
 }
-THUNDERS = ("clamp", "clamp by tensors")
+THUNDERS = ("clamp", "clamp by tensors", "clamp to a single value")
 
 
 def compiled(fn, executors):
@@ -82,7 +99,7 @@ def test_values_and_gradients_are_pytorchs(name, executors):
     with uncompiled_regions():
         found = seen(jitted)
     for mine, eager in zip(found, seen(fn), strict=True):
-        torch.testing.assert_close(mine, eager.expand_as(mine), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine, eager.expand_as(mine), rtol=1e-12, atol=1e-12, equal_nan=True)
     if name in FUNCTIONS and executors:
         whole = [b.sym.name for b in thunder.last_backward_traces(jitted)[-1].bound_symbols]
         assert not [called for called in whole if called.endswith("_vjp")]
@@ -90,8 +107,29 @@ def test_values_and_gradients_are_pytorchs(name, executors):
 
 def test_each_function_is_tried():
     tried = {name.split()[0] for name in FUNCTIONS}
-    random = {ltorch._torch_to_thunder_function_map[function].id for function in RANDOM}
-    assert {str(symbol).rpartition(".")[2] for symbol in {*FUSED, *WRITTEN_OUT} - random} <= tried
+    elsewhere = {ltorch._torch_to_thunder_function_map[fn].id for fn in (*RANDOM, F.multi_head_attention_forward)}
+    assert {str(symbol).rpartition(".")[2] for symbol in {*FUSED, *WRITTEN_OUT} - elsewhere} <= tried
+
+
+def test_bounds_are_rounded_as_the_tensor_is():
+    x = torch.tensor([0.1, 0.3, 0.7], dtype=torch.bfloat16).requires_grad_()
+    for fn in (lambda x: torch.clip(x, 0.1, 0.3), compiled(lambda x: torch.clip(x, 0.1, 0.3), [mem_pointwise_ex])):
+        (grad,) = torch.autograd.grad(fn(x).sum(), x)
+        assert grad.tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["unfused", "fused"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, y: F.smooth_l1_loss(x, y, beta=-1.0),
+        lambda x, y: F.huber_loss(x, y, delta=0.0),
+    ],
+)
+def test_what_eager_refuses_is_refused(fn, executors):
+    for call in (fn, compiled(fn, executors)):
+        with pytest.raises((RuntimeError, ValueError)):
+            call(A, B)
 
 
 @pytest.mark.parametrize("name", ["clip", "multiply", "l1_loss", "roll"])

@@ -58,6 +58,8 @@ def written_out(bsym: BoundSymbol, trace: TraceCtx, fn: Callable[..., Any]) -> S
     outs = bsym.flat_proxy_outs
     if [(p.shape, p.dtype) for p in made] != [(p.shape, p.dtype) for p in outs]:
         return ()
+    if not {p.name for p in made}.isdisjoint(p.name for p in bsym.flat_proxy_args):  # it is an argument
+        return ()
     swap = {variableify(new): out for new, out in zip(made, outs, strict=True)}
     parts = [b.from_bsym_swap_proxies(swap) for b in scope]
     for b in parts:

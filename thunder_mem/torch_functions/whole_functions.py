@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from math import prod
+from math import isnan, prod
 from typing import Any
 
 import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
 from thunder.core import dtypes, prims
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import ProxyTag, TensorProxy, pyval
 
 from thunder_mem.torch_functions.multi_head_attention import multi_head_attention
 from thunder_mem.torch_functions.random_functions import RANDOM
@@ -28,14 +28,40 @@ Written = Callable[..., Any]
 
 
 def _clamp(a: TensorProxy, min: Any = None, max: Any = None) -> TensorProxy | None:
-    if (min is None and max is None) or not dtypes.is_float_dtype(a.dtype):
+    """Where an element is inside its bounds, it has the gradient; elsewhere a bound that is a tensor, or nobody."""
+    low, high = (_bound_in_dtype_of(a, bound) for bound in (min, max))
+    if low is high is None or any(bound is _UNKNOWN for bound in (low, high)) or not dtypes.is_float_dtype(a.dtype):
         return None
-    if any(isinstance(bound, TensorProxy) and bound.dtype != a.dtype for bound in (min, max)):
+    outside, inside = a, None
+    for is_inside, bound in ((ltorch.ge, low), (ltorch.le, high)):
+        if bound is not None:
+            # What is no number stays so: in `a`, and in a bound.
+            stays = ltorch.logical_or(is_inside(outside, bound), ltorch.ne(outside, outside))
+            outside = ltorch.where(stays, outside, bound)
+            inside = is_inside(a, bound) if inside is None else ltorch.logical_and(inside, is_inside(a, bound))
+    outside.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+    if isinstance(high, TensorProxy):
+        takes = ltorch.gt(a, high)
+        takes = takes if low is None else ltorch.logical_or(takes, ltorch.lt(high, low))
+        outside = ltorch.where(takes, high, outside)
+    if isinstance(low, TensorProxy):
+        takes = ltorch.lt(a, low)
+        takes = takes if high is None else ltorch.logical_and(takes, ltorch.lt(low, high))
+        outside = ltorch.where(takes, low, outside)
+    return ltorch.where(inside, a, outside)
+
+
+_UNKNOWN = object()
+
+
+def _bound_in_dtype_of(a: TensorProxy, bound: Any) -> Any:
+    """A bound rounded to the dtype of `a`, as PyTorch compares with it."""
+    if bound is None:
         return None
-    result = a
-    for beyond, bound in ((ltorch.lt, min), (ltorch.gt, max)):
-        result = result if bound is None else ltorch.where(beyond(result, bound), bound, result)
-    return result
+    if isinstance(bound, TensorProxy):
+        return bound if bound.dtype == a.dtype else _UNKNOWN
+    rounded = torch.tensor(float(pyval(bound)), dtype=dtypes.to_torch_dtype(a.dtype)).item()
+    return _UNKNOWN if isnan(rounded) else rounded
 
 
 def _narrow(a: TensorProxy, dim: int, start: int, length: int) -> TensorProxy | None:
@@ -67,7 +93,7 @@ def _roll(a: TensorProxy, shifts: Any, dims: Any = None) -> TensorProxy | None:
 def _pixel_shuffle(a: TensorProxy, upscale_factor: int) -> TensorProxy | None:
     *outer, c, h, w = a.shape
     r = upscale_factor
-    if r < 2 or not a.numel:
+    if r < 2 or not a.numel or h == w == 1:  # of single pixels it would be a view, where PyTorch copies
         return None
     parts = ltorch.reshape(a, (prod(outer), c // r**2, r, r, h, w))
     return ltorch.reshape(ltorch.permute(parts, (0, 1, 4, 2, 5, 3)), (*outer, c // r**2, h * r, w * r))
@@ -76,7 +102,7 @@ def _pixel_shuffle(a: TensorProxy, upscale_factor: int) -> TensorProxy | None:
 def _pixel_unshuffle(a: TensorProxy, downscale_factor: int) -> TensorProxy | None:
     *outer, c, h, w = a.shape
     r = downscale_factor
-    if r < 2 or not a.numel:
+    if r < 2 or not a.numel or h == w == r:
         return None
     parts = ltorch.reshape(a, (prod(outer), c, h // r, r, w // r, r))
     return ltorch.reshape(ltorch.permute(parts, (0, 1, 3, 5, 2, 4)), (*outer, c * r**2, h // r, w // r))
@@ -89,7 +115,13 @@ def _diff(a: TensorProxy, n: int = 1, dim: int = -1, prepend: Any = None, append
     return ltorch.sub(_part(a, dim, 1, a.shape[dim]), _part(a, dim, 0, a.shape[dim] - 1))
 
 
-def _lerp(start: TensorProxy, end: TensorProxy, weight: float | TensorProxy) -> TensorProxy:
+def _divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> TensorProxy | None:
+    return ltorch.true_divide(a, b) if rounding_mode is None else None
+
+
+def _lerp(start: TensorProxy, end: TensorProxy, weight: float | TensorProxy) -> TensorProxy | None:
+    if not _are_floats(start, end, *([weight] if isinstance(weight, TensorProxy) else [])):
+        return None
     step = ltorch.sub(end, start)
     from_start = ltorch.add(start, ltorch.mul(step, weight))
     from_end = ltorch.sub(end, ltorch.mul(step, ltorch.sub(1, weight)))
@@ -98,15 +130,21 @@ def _lerp(start: TensorProxy, end: TensorProxy, weight: float | TensorProxy) -> 
     return from_start if abs(weight) < 0.5 else from_end
 
 
-def _loss(function: Callable[..., Any], each: Callable[..., TensorProxy]) -> Written:
-    """A loss of PyTorch between tensors of one shape, by the loss of each element."""
+def _are_floats(*tensors: TensorProxy) -> bool:
+    """Whether all are floating, of one dtype."""
+    return dtypes.is_float_dtype(tensors[0].dtype) and all(t.dtype == tensors[0].dtype for t in tensors)
 
-    def loss(*args: Any, **kwargs: Any) -> TensorProxy | None:
+
+def _loss(function: Callable[..., Any], each: Callable[..., TensorProxy | None]) -> Written:
+    """A loss of PyTorch between tensors of one shape and dtype, by the loss of each element."""
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
         given = signature(function).bind(*args, **kwargs).arguments
         a, target, reduction = given.pop("input"), given.pop("target"), given.pop("reduction", "mean")
         if a.shape != target.shape or any(given.pop(name, None) is not None for name in _NOT_WRITTEN):
             return None
-        result = each(a, target, **given)
+        if not _are_floats(a, target) or (result := each(a, target, **given)) is None:
+            return None
         if reduction == "batchmean":
             return ltorch.true_divide(ltorch.sum(result), a.shape[0])
         return {"mean": ltorch.mean, "sum": ltorch.sum}[reduction](result) if reduction != "none" else result
@@ -117,18 +155,30 @@ def _loss(function: Callable[..., Any], each: Callable[..., TensorProxy]) -> Wri
 _NOT_WRITTEN = ("size_average", "reduce", "weight")
 
 
-def _smooth_l1(a: TensorProxy, target: TensorProxy, beta: float = 1.0) -> TensorProxy:
+def _smooth_l1(a: TensorProxy, target: TensorProxy, beta: float = 1.0) -> TensorProxy | None:
     distance = ltorch.abs(ltorch.sub(a, target))
     if beta == 0:
         return distance
-    near = ltorch.mul(ltorch.mul(distance, distance), 0.5 / beta)
-    return ltorch.where(ltorch.lt(distance, beta), near, ltorch.sub(distance, 0.5 * beta))
+    if not beta > 0:
+        return None
+    slope = _at_most(distance, beta)
+    share = ltorch.true_divide(slope, beta)
+    return ltorch.mul(share, ltorch.sub(distance, ltorch.mul(slope, 0.5)))
 
 
-def _huber(a: TensorProxy, target: TensorProxy, delta: float = 1.0) -> TensorProxy:
+def _huber(a: TensorProxy, target: TensorProxy, delta: float = 1.0) -> TensorProxy | None:
+    if not delta > 0:
+        return None
     distance = ltorch.abs(ltorch.sub(a, target))
-    far = ltorch.mul(ltorch.sub(distance, 0.5 * delta), delta)
-    return ltorch.where(ltorch.lt(distance, delta), ltorch.mul(ltorch.mul(distance, distance), 0.5), far)
+    slope = _at_most(distance, delta)
+    return ltorch.mul(slope, ltorch.sub(distance, ltorch.mul(slope, 0.5)))
+
+
+def _at_most(distance: TensorProxy, most: float) -> TensorProxy:
+    """The derivative of a Huber loss by the distance, as a constant: a choice of formulas would multiply 0 by inf."""
+    slope = ltorch.where(ltorch.lt(distance, most), distance, most)
+    slope.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+    return slope
 
 
 def _kl_div(a: TensorProxy, target: TensorProxy, log_target: bool = False) -> TensorProxy:
@@ -139,23 +189,27 @@ def _kl_div(a: TensorProxy, target: TensorProxy, log_target: bool = False) -> Te
 
 
 def _cosine_similarity(a: TensorProxy, b: TensorProxy, dim: int = 1, eps: float = 1e-8) -> TensorProxy | None:
-    dtype = a.dtype
-    if b.dtype != dtype or not dtypes.is_float_dtype(dtype) or a.ndim != b.ndim or not a.ndim:
+    if a.ndim != b.ndim or not a.ndim or a.shape[dim] != b.shape[dim] or not _are_floats(a, b):
         return None
-    wide = dtypes.float32 if dtypes.to_dtype(dtype).bytes < 4 else dtype  # the squares of 16 bits overflow
-    directions = []
-    for x in (ltorch.to(a, wide), ltorch.to(b, wide)):
-        squares = ltorch.sum(ltorch.mul(x, x), dim, keepdim=True)
-        # Clamped before the root, whose derivative at 0 is infinite.
-        length = ltorch.sqrt(ltorch.where(ltorch.lt(squares, eps**2), eps**2, squares))
-        directions.append(ltorch.true_divide(x, length))
-    return ltorch.to(ltorch.sum(ltorch.mul(*directions), dim), dtype)
+    wide = dtypes.float32 if dtypes.to_dtype(a.dtype).bytes < 4 else a.dtype  # the squares of 16 bits overflow
+    directions = [ltorch.true_divide(x, _length(x, dim, eps)) for x in (ltorch.to(a, wide), ltorch.to(b, wide))]
+    return ltorch.to(ltorch.sum(ltorch.mul(*directions), dim), a.dtype)
+
+
+def _length(a: TensorProxy, dim: int, eps: float) -> TensorProxy:
+    """The norm, at least `eps`, with the derivative of the norm, which is 0 for zeros."""
+    squares = ltorch.sum(ltorch.mul(a, a), dim, keepdim=True)
+    is_zero = ltorch.eq(squares, 0)
+    norm = ltorch.sqrt(ltorch.where(is_zero, 1.0, squares))
+    missing = ltorch.where(ltorch.lt(norm, eps), ltorch.sub(eps, norm), 0.0)
+    missing.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+    return ltorch.where(is_zero, eps, ltorch.add(norm, missing))
 
 
 _ALWAYS: dict[Callable[..., Any], Written] = {
     torch.absolute: ltorch.abs,
     torch.diff: _diff,
-    torch.divide: ltorch.div,
+    torch.divide: _divide,
     torch.lerp: _lerp,
     torch.moveaxis: ltorch.movedim,
     torch.multiply: ltorch.mul,
@@ -165,6 +219,10 @@ _ALWAYS: dict[Callable[..., Any], Written] = {
     torch.subtract: ltorch.sub,
     torch.swapaxes: ltorch.transpose,
     torch.swapdims: ltorch.transpose,
+    # Of their other argument they read the shape alone: it shares no memory with the result.
+    torch.Tensor.expand_as: lambda a, other: ltorch.expand(a, other.shape),
+    torch.Tensor.reshape_as: lambda a, other: ltorch.reshape(a, other.shape),
+    torch.Tensor.view_as: lambda a, other: ltorch.view(a, other.shape),
 }
 
 _WHERE_FUSED: dict[Callable[..., Any], Written] = {
