@@ -15,6 +15,7 @@ from thunder_mem.torch_functions.whole_functions import FUSED, WRITTEN_OUT
 A = torch.arange(-12.0, 12).reshape(4, 6).double() / 4  # kinks and bounds are among its elements
 B = A.flip(0) * 0.5
 POSITIVE = B.abs() + 0.25
+SIGNS = torch.tensor([1.0, -1.0, -1.0, 1.0]).double()[:, None].expand(4, 6).contiguous()
 FAR = torch.tensor([0, 0, torch.inf, 0, 0, -torch.inf], dtype=torch.float64)
 IMAGE = torch.randn(2, 8, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -50,6 +51,26 @@ FUNCTIONS = {
     "huber_loss of infinities": lambda x, y: F.huber_loss(x + FAR, y) + F.huber_loss(x, y, delta=torch.inf),
     "smooth_l1_loss of infinities": lambda x, y: F.smooth_l1_loss(x + FAR, y) + F.smooth_l1_loss(x, y, beta=5e-324),
     "huber_loss": lambda x, y: F.huber_loss(x, y, delta=0.5) + F.huber_loss(x, y, "sum", 2.0),
+    "cosine_embedding_loss": lambda x, y: (
+        F.cosine_embedding_loss(x, y, SIGNS[:, 0], 0.25)
+        + F.cosine_embedding_loss(x[0], y[0], SIGNS[0, 0], reduction="none")
+    ),
+    "hinge_embedding_loss": lambda x, y: (
+        F.hinge_embedding_loss(x * y, SIGNS) + F.hinge_embedding_loss(x, y.sign(), 0.5)
+    ),
+    "margin_ranking_loss": lambda x, y: (
+        F.margin_ranking_loss(x, y, SIGNS, 0.5) + F.margin_ranking_loss(x, y, SIGNS[:1], reduction="none")
+    ),
+    "pairwise_distance": lambda x, y: F.pairwise_distance(x, y) + F.pairwise_distance(x, y[:1], eps=0.0, keepdim=True),
+    "pairwise_distance of equal rows": lambda x, y: F.pairwise_distance(x, A, eps=0.0).sum() * y,
+    "poisson_nll_loss": lambda x, y: (
+        F.poisson_nll_loss(x, POSITIVE, full=True) + F.poisson_nll_loss(x.abs(), y, log_input=False, reduction="none")
+    ),
+    "triplet_margin_loss": lambda x, y: (
+        F.triplet_margin_loss(x, y, POSITIVE, swap=True)
+        + F.triplet_margin_loss(x, y, POSITIVE[:1], margin=0.5, reduction="none")
+    ),
+    "soft_margin_loss": lambda x, y: F.soft_margin_loss(x, SIGNS) + F.soft_margin_loss(y, SIGNS, reduction="none"),
     "kl_div": lambda x, y: F.kl_div(x, y.exp(), reduction="batchmean") + F.kl_div(x, y, log_target=True),
     "l1_loss": lambda x, y: F.l1_loss(x, y) + F.l1_loss(x, y, reduction="none"),
     "smooth_l1_loss": lambda x, y: F.smooth_l1_loss(x, y) + F.smooth_l1_loss(x, y, reduction="sum", beta=0.5),
@@ -72,6 +93,7 @@ LEFT_WHOLE = {
     "activations that clamp": lambda x, y: F.relu6(x) * F.hardtanh(y) + F.hardswish(4 * x),
     "a roll along two dims": lambda x, y: x * y.roll((1, -2), (0, 1)),
     "a roll by nothing": lambda x, y: x.roll(4, 0) * y,
+    "a distance by the sum": lambda x, y: F.pairwise_distance(x, y, p=1).sum() + x * y,
     "a loss that broadcasts": lambda x, y: F.l1_loss(x, y[:1].expand(4, 6)),
 }
 THUNDERS = ("clamp", "clamp by tensors", "clamp to a single value")

@@ -56,6 +56,7 @@ from thunder_mem.rewrites.projection_in_groups import with_projections_in_groups
 from thunder_mem.rewrites.updates import about_states, with_updates
 from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_words
 from thunder_mem.runtime.scratch_cache import save_tables
+from thunder_mem.torch_functions.whole_gradients import with_lean_gradients
 from thunder_mem.trace.dead_halves import without_dead_halves
 from thunder_mem.trace.verification import is_verified, verify_final, verify_rewrite
 from thunder_mem.user_choices.offload import moves_for
@@ -124,7 +125,9 @@ def _prepared(given: TraceCtx, executors: Sequence[FusionExecutor], options: Pla
 
         given = replace_uniform(given)
     optimized = given if options.optimized is None else with_updates(given, options.optimized)
-    return prepared(with_projections_in_groups(without_dead_halves(without_unread_gradients(optimized))))
+    return prepared(
+        with_projections_in_groups(without_dead_halves(with_lean_gradients(without_unread_gradients(optimized))))
+    )
 
 
 def checked(planned: Planned) -> Planned:

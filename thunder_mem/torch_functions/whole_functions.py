@@ -9,59 +9,23 @@ it. These mean the same as a few operations of `thunder.torch`. At kinks the der
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
-from math import isnan, prod
+from math import prod
 from typing import Any
 
 import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
 from thunder.core import dtypes, prims
-from thunder.core.proxies import ProxyTag, TensorProxy, pyval
+from thunder.core.proxies import TensorProxy
 
 from thunder_mem.torch_functions.multi_head_attention import multi_head_attention
 from thunder_mem.torch_functions.random_functions import RANDOM
+from thunder_mem.torch_functions.steps import are_floats, clamp, constant, norm, wide_dtype
+from thunder_mem.torch_functions.whole_losses import LOSSES, LOSSES_WITHOUT_DERIVATIVE
 
 __all__ = ["FUSED", "WRITTEN_OUT", "Written"]
 
 Written = Callable[..., Any]
-
-
-def _clamp(a: TensorProxy, min: Any = None, max: Any = None) -> TensorProxy | None:
-    """Where an element is inside its bounds, it has the gradient; elsewhere a bound that is a tensor, or nobody."""
-    low, high = (_bound_in_dtype_of(a, bound) for bound in (min, max))
-    if low is high is None or any(bound is _UNKNOWN for bound in (low, high)) or not dtypes.is_float_dtype(a.dtype):
-        return None
-    outside, inside = a, None
-    for is_inside, bound in ((ltorch.ge, low), (ltorch.le, high)):
-        if bound is not None:
-            # What is no number stays so: in `a`, and in a bound.
-            stays = ltorch.logical_or(is_inside(outside, bound), ltorch.ne(outside, outside))
-            outside = ltorch.where(stays, outside, bound)
-            inside = is_inside(a, bound) if inside is None else ltorch.logical_and(inside, is_inside(a, bound))
-    outside.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-    if isinstance(high, TensorProxy):
-        takes = ltorch.gt(a, high)
-        takes = takes if low is None else ltorch.logical_or(takes, ltorch.lt(high, low))
-        outside = ltorch.where(takes, high, outside)
-    if isinstance(low, TensorProxy):
-        takes = ltorch.lt(a, low)
-        takes = takes if high is None else ltorch.logical_and(takes, ltorch.lt(low, high))
-        outside = ltorch.where(takes, low, outside)
-    return ltorch.where(inside, a, outside)
-
-
-_UNKNOWN = object()
-
-
-def _bound_in_dtype_of(a: TensorProxy, bound: Any) -> Any:
-    """A bound rounded to the dtype of `a`, as PyTorch compares with it."""
-    if bound is None:
-        return None
-    if isinstance(bound, TensorProxy):
-        return bound if bound.dtype == a.dtype else _UNKNOWN
-    rounded = torch.tensor(float(pyval(bound)), dtype=dtypes.to_torch_dtype(a.dtype)).item()
-    return _UNKNOWN if isnan(rounded) else rounded
 
 
 def _narrow(a: TensorProxy, dim: int, start: int, length: int) -> TensorProxy | None:
@@ -120,7 +84,7 @@ def _divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> TensorProxy 
 
 
 def _lerp(start: TensorProxy, end: TensorProxy, weight: float | TensorProxy) -> TensorProxy | None:
-    if not _are_floats(start, end, *([weight] if isinstance(weight, TensorProxy) else [])):
+    if not are_floats(start, end, *([weight] if isinstance(weight, TensorProxy) else [])):
         return None
     step = ltorch.sub(end, start)
     from_start = ltorch.add(start, ltorch.mul(step, weight))
@@ -130,80 +94,19 @@ def _lerp(start: TensorProxy, end: TensorProxy, weight: float | TensorProxy) -> 
     return from_start if abs(weight) < 0.5 else from_end
 
 
-def _are_floats(*tensors: TensorProxy) -> bool:
-    """Whether all are floating, of one dtype."""
-    return dtypes.is_float_dtype(tensors[0].dtype) and all(t.dtype == tensors[0].dtype for t in tensors)
-
-
-def _loss(function: Callable[..., Any], each: Callable[..., TensorProxy | None]) -> Written:
-    """A loss of PyTorch between tensors of one shape and dtype, by the loss of each element."""
-
-    def loss(*args: Any, **kwargs: Any) -> Any:
-        given = signature(function).bind(*args, **kwargs).arguments
-        a, target, reduction = given.pop("input"), given.pop("target"), given.pop("reduction", "mean")
-        if a.shape != target.shape or any(given.pop(name, None) is not None for name in _NOT_WRITTEN):
-            return None
-        if not _are_floats(a, target) or (result := each(a, target, **given)) is None:
-            return None
-        if reduction == "batchmean":
-            return ltorch.true_divide(ltorch.sum(result), a.shape[0])
-        return {"mean": ltorch.mean, "sum": ltorch.sum}[reduction](result) if reduction != "none" else result
-
-    return loss
-
-
-_NOT_WRITTEN = ("size_average", "reduce", "weight")
-
-
-def _smooth_l1(a: TensorProxy, target: TensorProxy, beta: float = 1.0) -> TensorProxy | None:
-    distance = ltorch.abs(ltorch.sub(a, target))
-    if beta == 0:
-        return distance
-    if not beta > 0:
-        return None
-    slope = _at_most(distance, beta)
-    share = ltorch.true_divide(slope, beta)
-    return ltorch.mul(share, ltorch.sub(distance, ltorch.mul(slope, 0.5)))
-
-
-def _huber(a: TensorProxy, target: TensorProxy, delta: float = 1.0) -> TensorProxy | None:
-    if not delta > 0:
-        return None
-    distance = ltorch.abs(ltorch.sub(a, target))
-    slope = _at_most(distance, delta)
-    return ltorch.mul(slope, ltorch.sub(distance, ltorch.mul(slope, 0.5)))
-
-
-def _at_most(distance: TensorProxy, most: float) -> TensorProxy:
-    """The derivative of a Huber loss by the distance, as a constant: a choice of formulas would multiply 0 by inf."""
-    slope = ltorch.where(ltorch.lt(distance, most), distance, most)
-    slope.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-    return slope
-
-
-def _kl_div(a: TensorProxy, target: TensorProxy, log_target: bool = False) -> TensorProxy:
-    if log_target:
-        return ltorch.mul(ltorch.exp(target), ltorch.sub(target, a))
-    log = ltorch.log(ltorch.where(ltorch.eq(target, 0), 1.0, target))  # 0 log 0 is 0
-    return ltorch.mul(target, ltorch.sub(log, a))
-
-
 def _cosine_similarity(a: TensorProxy, b: TensorProxy, dim: int = 1, eps: float = 1e-8) -> TensorProxy | None:
-    if a.ndim != b.ndim or not a.ndim or a.shape[dim] != b.shape[dim] or not _are_floats(a, b):
+    if a.ndim != b.ndim or not a.ndim or a.shape[dim] != b.shape[dim] or not are_floats(a, b):
         return None
-    wide = dtypes.float32 if dtypes.to_dtype(a.dtype).bytes < 4 else a.dtype  # the squares of 16 bits overflow
+    wide = wide_dtype(a)
     directions = [ltorch.true_divide(x, _length(x, dim, eps)) for x in (ltorch.to(a, wide), ltorch.to(b, wide))]
     return ltorch.to(ltorch.sum(ltorch.mul(*directions), dim), a.dtype)
 
 
 def _length(a: TensorProxy, dim: int, eps: float) -> TensorProxy:
-    """The norm, at least `eps`, with the derivative of the norm, which is 0 for zeros."""
-    squares = ltorch.sum(ltorch.mul(a, a), dim, keepdim=True)
-    is_zero = ltorch.eq(squares, 0)
-    norm = ltorch.sqrt(ltorch.where(is_zero, 1.0, squares))
-    missing = ltorch.where(ltorch.lt(norm, eps), ltorch.sub(eps, norm), 0.0)
-    missing.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-    return ltorch.where(is_zero, eps, ltorch.add(norm, missing))
+    """The norm, at least `eps`, with the derivative of the norm."""
+    length, is_zero = norm(a, dim, keepdim=True)
+    missing = constant(ltorch.where(ltorch.lt(length, eps), ltorch.sub(eps, length), 0.0))
+    return ltorch.where(is_zero, eps, ltorch.add(length, missing))
 
 
 _ALWAYS: dict[Callable[..., Any], Written] = {
@@ -226,18 +129,14 @@ _ALWAYS: dict[Callable[..., Any], Written] = {
 }
 
 _WHERE_FUSED: dict[Callable[..., Any], Written] = {
-    torch.clamp: _clamp,
-    torch.clamp_max: lambda a, max: _clamp(a, None, max),
-    torch.clamp_min: lambda a, min: _clamp(a, min),
-    torch.clip: _clamp,
+    torch.clamp: clamp,
+    torch.clamp_max: lambda a, max: clamp(a, None, max),
+    torch.clamp_min: lambda a, min: clamp(a, min),
+    torch.clip: clamp,
     F.cosine_similarity: _cosine_similarity,
-    F.huber_loss: _loss(F.huber_loss, _huber),
-    F.kl_div: _loss(F.kl_div, _kl_div),
-    F.l1_loss: _loss(F.l1_loss, lambda a, target: ltorch.abs(ltorch.sub(a, target))),
     F.pixel_shuffle: _pixel_shuffle,
     F.pixel_unshuffle: _pixel_unshuffle,
     torch.roll: _roll,
-    F.smooth_l1_loss: _loss(F.smooth_l1_loss, _smooth_l1),
 }
 
 
@@ -246,8 +145,8 @@ def _by_symbol(written: dict[Callable[..., Any], Written]) -> dict[Any, Written]
     return {known[function].id: fn for function, fn in written.items() if function in known}
 
 
-WRITTEN_OUT = _by_symbol(_ALWAYS | RANDOM)
+WRITTEN_OUT = _by_symbol(_ALWAYS | RANDOM | LOSSES_WITHOUT_DERIVATIVE)
 """By symbol id: `fn(*args, **kwargs)`, which means the same, or None where it does not know the arguments."""
 
-FUSED = _by_symbol(_WHERE_FUSED)
+FUSED = _by_symbol(_WHERE_FUSED | LOSSES)
 """The same for functions of several steps: without fusion each step would be a tensor."""

@@ -1,0 +1,57 @@
+"""Functions that stay whole: Thunder's gradients, of which only the read ones are made."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+from thunder_mem import MemEfficient, measure_peak, predict
+
+A = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+B = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+GRID = torch.rand(1, 5, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 2 - 1
+
+FUNCTIONS = {
+    "two arguments": lambda x, y: torch.tensordot(x, y, dims=1),
+    "an unread one": lambda x, y: torch.tensordot(x, B, dims=1) * y[0],
+    "several results": lambda x, y: sum(torch.std_mean(x @ y, -1)),
+    "a result without gradient": lambda x, y: torch.kthvalue(x @ y, 2, -1)[0],
+    "a result that is not used": lambda x, y: torch.std_mean(x @ y, 1)[1],
+    "a keyword": lambda x, y: F.grid_sample(x[None, None], GRID, align_corners=False).sum() * y,
+    "a list of arguments": lambda x, y: torch.cartesian_prod(x[0], y[1]),
+    "its own argument": lambda x, y: F.alpha_dropout(x, 0.5, training=False) @ y,
+    "twice the same": lambda x, y: torch.hypot(x, x) @ torch.logaddexp(y, y),
+    "integers": lambda x, y: x * torch.bucketize(x.detach(), B[0].sort()[0]) @ y,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_are_eagers(name):
+    fn = FUNCTIONS[name]
+    found = []
+    for call in (fn, thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])):
+        x, y = A.clone().requires_grad_(), B.clone().requires_grad_()
+        out = call(x, y)
+        found.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), [x, y])))
+    for eager, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-12, atol=1e-12)
+
+
+def test_unread_gradients_are_not_made():
+    jitted = thunder.jit(FUNCTIONS["an unread one"], executors=[], transforms=[MemEfficient(strict=True)])
+    jitted(A.clone().requires_grad_(), B.clone().requires_grad_())
+    (gradient,) = (b for b in thunder.last_backward_traces(jitted)[-1].bound_symbols if "vjp" in b.sym.name)
+    assert gradient.sym.name == "lean_tensordot_vjp" and gradient.args[-1] == (True, False)
+
+
+@pytest.mark.parametrize("function", [lambda x: torch.rot90(x, 1, (0, 1)), lambda x: torch.logaddexp(x, x)])
+def test_peaks_are_eagers(function):
+    def loss(x):
+        return function(x * 2).square().sum()
+
+    x = torch.randn(128, 128, requires_grad=True)
+    jitted = thunder.jit(loss, executors=[], transforms=[MemEfficient(strict=True)])
+    found = predict(jitted, x, keep_outputs=True).measured_bytes
+    assert 0 <= measure_peak(lambda: jitted(x).backward()) - found <= 8  # the loss
+    x.grad = None
+    assert found <= measure_peak(lambda: loss(x).backward()) + 64

@@ -1,0 +1,88 @@
+"""Gradients of functions that Thunder passes to PyTorch whole: those that are read, beside no result.
+
+Thunder's own run such a function once more, under autograd, and make the gradients of all its floating arguments, while
+the function's result is alive. Here the result is gone before the gradients are made, as far as PyTorch's derivative
+does not need it, and only gradients that something reads are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from thunder.core.pytree import tree_flatten, tree_unflatten
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx
+from thunder.extend import OperatorExecutor
+from thunder.torch import _is_differentiable, _vjp_impl
+from torch.autograd.graph import get_gradient_edge
+
+from thunder_mem.trace.rebuilding import rebuilt
+
+__all__ = ["with_lean_gradients"]
+
+mem_whole_ex = OperatorExecutor("mem_whole", version="0.1")
+"""Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
+
+
+def with_lean_gradients(trace: TraceCtx) -> TraceCtx:
+    """The joint trace with such gradients; the same object without any."""
+    bsyms = trace.bound_symbols
+    if not any(_function(b) is not None for b in bsyms):
+        return trace
+    read = {p.name for b in bsyms for p in b.flat_proxy_args}
+    bound = [b if (function := _function(b)) is None else _lean(b, function, read) for b in bsyms]
+    return rebuilt(trace, bound, "Gradients of whole functions are made as they are read")
+
+
+def _function(bsym: BoundSymbol) -> Callable[..., Any] | None:
+    """The function of PyTorch whose gradients Thunder's bound symbol makes; None for others."""
+    called = (bsym._call_ctx or {}).get(bsym.sym.name)
+    return called.args[0] if isinstance(called, partial) and called.func is _vjp_impl else None
+
+
+def _lean(bsym: BoundSymbol, function: Callable[..., Any], read: set[str]) -> BoundSymbol:
+    made = bsym.flat_proxy_outs
+    kept = tuple(p.name in read for p in made)
+    if not any(kept):
+        return bsym
+    name = f"lean_{bsym.sym.name}"
+    symbol = Symbol(name, meta=None, id=name, executor=mem_whole_ex, tags=bsym.sym.tags)
+    outputs = tuple(p for p, is_read in zip(made, kept, strict=True) if is_read)
+    return bsym.from_bsym(
+        sym=symbol, args=(*bsym.args, kept), output=outputs, subsymbols=(), _call_ctx={name: _gradients(function)}
+    )
+
+
+@cache
+def _gradients(function: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """`gradients(saved, *tangents, kept)`, where `saved` are the function's arguments, by position and by name."""
+
+    def gradients(saved: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+        *tangents, kept = given
+        flat, spec = tree_flatten(tuple(saved))
+        variables, wanted = [], iter(kept)
+        for i, x in enumerate(flat):
+            if _is_differentiable(x):
+                flat[i] = x.detach().requires_grad_(next(wanted, False))
+                if flat[i].requires_grad:
+                    variables.append(flat[i])
+        args, kwargs = tree_unflatten(flat, spec)
+        with torch.enable_grad():
+            edges = _edges(function(*args, **kwargs))
+        pairs = [(edge, g) for edge, g in zip(edges, tangents, strict=False) if edge is not None and g is not None]
+        if not pairs:
+            return tuple(map(torch.zeros_like, variables))
+        outputs, weights = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(outputs, variables, weights, allow_unused=True)
+        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(variables, grads, strict=True))
+
+    return gradients
+
+
+def _edges(result: Any) -> list[Any]:
+    """Where gradients of a function's results enter; without the results, which may die."""
+    results = result if isinstance(result, tuple | list) else (result,)
+    return [get_gradient_edge(x) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in results]

@@ -1,0 +1,169 @@
+"""Losses that Thunder passes to PyTorch whole, by the loss of each element or row.
+
+The formulas are those of `ATen/native/Loss.cpp` and `ATen/native/Distance.cpp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from math import pi
+from typing import Any
+
+import thunder.torch as ltorch
+import torch.nn.functional as F
+from thunder.core.proxies import TensorProxy
+
+from thunder_mem.torch_functions.steps import are_floats, clamp, constant, norm, wide_dtype
+
+__all__ = ["LOSSES", "LOSSES_WITHOUT_DERIVATIVE"]
+
+_NOT_WRITTEN = ("size_average", "reduce", "weight")
+
+
+def _loss(function: Callable[..., Any], each: Callable[..., TensorProxy | None]) -> Callable[..., Any]:
+    """A loss of PyTorch, by a function of the same arguments without the reduction."""
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        given = signature(function).bind(*args, **kwargs).arguments
+        reduction = given.pop("reduction", "mean")
+        if any(given.pop(name, None) is not None for name in _NOT_WRITTEN):
+            return None
+        tensors = [x for x in given.values() if isinstance(x, TensorProxy)]
+        if not are_floats(*tensors) or (result := each(**given)) is None:
+            return None
+        if reduction == "batchmean":
+            return ltorch.true_divide(ltorch.sum(result), tensors[0].shape[0])
+        return {"mean": ltorch.mean, "sum": ltorch.sum}[reduction](result) if reduction != "none" else result
+
+    return loss
+
+
+def _of_one_shape(each: Callable[..., TensorProxy | None]) -> Callable[..., TensorProxy | None]:
+    def checked(input: TensorProxy, target: TensorProxy, **options: Any) -> TensorProxy | None:
+        return each(input, target, **options) if input.shape == target.shape else None
+
+    return checked
+
+
+def _l1(a: TensorProxy, target: TensorProxy) -> TensorProxy:
+    return ltorch.abs(ltorch.sub(a, target))
+
+
+def _smooth_l1(a: TensorProxy, target: TensorProxy, beta: float = 1.0) -> TensorProxy | None:
+    distance = ltorch.abs(ltorch.sub(a, target))
+    if beta == 0:
+        return distance
+    if not beta > 0:
+        return None
+    slope = _at_most(distance, beta)
+    share = ltorch.true_divide(slope, beta)
+    return ltorch.mul(share, ltorch.sub(distance, ltorch.mul(slope, 0.5)))
+
+
+def _huber(a: TensorProxy, target: TensorProxy, delta: float = 1.0) -> TensorProxy | None:
+    if not delta > 0:
+        return None
+    distance = ltorch.abs(ltorch.sub(a, target))
+    slope = _at_most(distance, delta)
+    return ltorch.mul(slope, ltorch.sub(distance, ltorch.mul(slope, 0.5)))
+
+
+def _at_most(distance: TensorProxy, most: float) -> TensorProxy:
+    """The derivative of a Huber loss by the distance, as a constant: a choice of formulas would multiply 0 by inf."""
+    return constant(ltorch.where(ltorch.lt(distance, most), distance, most))
+
+
+def _kl_div(a: TensorProxy, target: TensorProxy, log_target: bool = False) -> TensorProxy:
+    if log_target:
+        return ltorch.mul(ltorch.exp(target), ltorch.sub(target, a))
+    log = ltorch.log(ltorch.where(ltorch.eq(target, 0), 1.0, target))  # 0 log 0 is 0
+    return ltorch.mul(target, ltorch.sub(log, a))
+
+
+def _soft_margin(a: TensorProxy, target: TensorProxy) -> TensorProxy:
+    return ltorch.log1p(ltorch.exp(ltorch.mul(ltorch.neg(target), a)))
+
+
+def _poisson(
+    input: TensorProxy, target: TensorProxy, log_input: bool = True, full: bool = False, eps: float = 1e-8
+) -> TensorProxy:
+    if log_input:
+        result = ltorch.sub(ltorch.exp(input), ltorch.mul(target, input))
+    else:
+        result = ltorch.sub(input, ltorch.mul(target, ltorch.log(ltorch.add(input, eps))))
+    if not full:
+        return result
+    stirling = ltorch.add(
+        ltorch.sub(ltorch.mul(target, ltorch.log(target)), target),
+        ltorch.mul(ltorch.log(ltorch.mul(target, 2 * pi)), 0.5),
+    )
+    return ltorch.add(result, ltorch.where(ltorch.le(target, 1), 0.0, stirling))
+
+
+def _margin_ranking(input1: TensorProxy, input2: TensorProxy, target: TensorProxy, margin: float = 0) -> Any:
+    return clamp(ltorch.add(ltorch.mul(ltorch.neg(target), ltorch.sub(input1, input2)), margin), 0)
+
+
+def _hinge_embedding(input: TensorProxy, target: TensorProxy, margin: float = 1.0) -> Any:
+    far = ltorch.where(ltorch.ne(target, 1), clamp(ltorch.sub(margin, input), 0), 0.0)
+    return ltorch.add(far, ltorch.where(ltorch.ne(target, -1), input, 0.0))
+
+
+def _cosine_embedding(input1: TensorProxy, input2: TensorProxy, target: TensorProxy, margin: float = 0) -> Any:
+    if input1.shape != input2.shape or target.ndim != input1.ndim - 1:
+        return None
+    product, *lengths = (
+        ltorch.sum(ltorch.mul(x, y), -1) for x, y in ((input1, input2), (input1, input1), (input2, input2))
+    )
+    lengths = [ltorch.add(length, 1e-12) for length in lengths]
+    cosine = ltorch.true_divide(product, ltorch.sqrt(ltorch.mul(*lengths)))
+    near = ltorch.where(ltorch.eq(target, 1), ltorch.sub(1, cosine), 0.0)
+    return ltorch.add(near, ltorch.where(ltorch.eq(target, -1), clamp(ltorch.sub(cosine, margin), 0), 0.0))
+
+
+def _pairwise_distance(
+    x1: TensorProxy, x2: TensorProxy, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> TensorProxy | None:
+    if p != 2 or not are_floats(x1, x2) or not x1.ndim or not x2.ndim:
+        return None
+    difference = ltorch.add(ltorch.sub(x1, x2), eps)
+    distance, is_zero = norm(ltorch.to(difference, wide_dtype(x1)), -1, keepdim)
+    return ltorch.to(ltorch.where(is_zero, 0.0, distance), x1.dtype)
+
+
+def _triplet_margin(
+    anchor: TensorProxy,
+    positive: TensorProxy,
+    negative: TensorProxy,
+    margin: float = 1.0,
+    p: float = 2.0,
+    eps: float = 1e-6,
+    swap: bool = False,
+) -> TensorProxy | None:
+    near, far = (_pairwise_distance(anchor, x, p, eps) for x in (positive, negative))
+    if near is None or far is None:
+        return None
+    if swap and (other := _pairwise_distance(positive, negative, p, eps)) is not None:
+        far = ltorch.minimum(far, other)
+    return clamp(ltorch.sub(ltorch.add(near, margin), far), 0)
+
+
+LOSSES: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.cosine_embedding_loss: _loss(F.cosine_embedding_loss, _cosine_embedding),
+    F.hinge_embedding_loss: _loss(F.hinge_embedding_loss, _hinge_embedding),
+    F.huber_loss: _loss(F.huber_loss, _of_one_shape(_huber)),
+    F.kl_div: _loss(F.kl_div, _of_one_shape(_kl_div)),
+    F.l1_loss: _loss(F.l1_loss, _of_one_shape(_l1)),
+    F.margin_ranking_loss: _loss(F.margin_ranking_loss, _margin_ranking),
+    F.pairwise_distance: _pairwise_distance,
+    F.poisson_nll_loss: _loss(F.poisson_nll_loss, _poisson),
+    F.smooth_l1_loss: _loss(F.smooth_l1_loss, _of_one_shape(_smooth_l1)),
+    F.triplet_margin_loss: _loss(F.triplet_margin_loss, _triplet_margin),
+}
+"""By PyTorch's function: `fn(*args, **kwargs)`, which means the same, or None where it does not know the arguments."""
+
+LOSSES_WITHOUT_DERIVATIVE: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.soft_margin_loss: _loss(F.soft_margin_loss, _of_one_shape(_soft_margin)),
+}
+"""The same for losses that Thunder cannot differentiate."""
