@@ -172,6 +172,7 @@ def test_a_view_that_is_written_is_written(fused):
         y = x * 2
         y.narrow(0, 1, 2).mul_(3)
         y.swapaxes(0, 1)[2].add_(1)
+        y.lerp_(x.cos(), 0.25).clamp_(max=2)
         return y.sin()
 
     with uncompiled_regions():

@@ -1,19 +1,22 @@
-"""Convolutions differentiated by PyTorch's kernels, with the argument's gradient separate from the parameters'.
+"""Convolutions and pools differentiated by PyTorch's kernels, with an argument's gradient separate from parameters'.
 
 Thunder differentiates a convolution by two more convolutions, of flipped, padded and transposed copies. PyTorch's
 single backward makes all gradients while the argument is alive. With separate kernels, the argument may die before its
-own gradient exists.
+own gradient exists. An average pool, which Thunder makes a convolution of, is PyTorch's own, both ways.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+import thunder.torch as ltorch
 import torch
+import torch.nn.functional as F
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
 from thunder.core.transforms import get_grad, put_grad
 from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for, suggest_memory_format
 
@@ -92,3 +95,104 @@ def _differentiate(
 
 
 register(prims.convolution, _is_supported, _differentiate, mem_gradients_ex)
+
+
+def _of_dims(n: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """A number for each dim of a window, of which one may stand for all."""
+    return (n,) * dims if isinstance(n, int) else tuple(n) * (dims // len(n))
+
+
+def _register_transposed(function: Callable[..., Any], dims: int) -> None:
+    """Let `F.conv_transpose1d` and its like have these gradients; Thunder runs them once more, as a whole."""
+    operation: Symbol = ltorch._torch_to_thunder_function_map[function]
+
+    def differentiate(
+        a: TensorProxy,
+        weight: TensorProxy,
+        bias: TensorProxy | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        output_padding: int | Sequence[int] = 0,
+        groups: int = 1,
+        dilation: int | Sequence[int] = 1,
+    ) -> TensorProxy:
+        out = operation(a, weight, bias, stride, padding, output_padding, groups, dilation)
+        stride, padding, dilation, output_padding = (
+            _of_dims(n, dims) for n in (stride, padding, dilation, output_padding)
+        )
+        geometry = stride, padding, dilation, True, output_padding, groups
+        grad, mask = get_grad(out), (True, bias is not None)
+        put_asked((weight, bias), mask, _parameters(grad, a, weight, *geometry, mask))
+        put_grad(a, _argument(grad, weight, tuple(a.shape), *geometry))
+        return out
+
+    def is_supported(a: Any, weight: Any, bias: Any = None, *geometry: Any, **named: Any) -> bool:
+        return a.ndim == dims + 2 and _is_supported(a, weight, bias, *geometry, *named.values())
+
+    register(operation, is_supported, differentiate, mem_gradients_ex)
+
+
+for _dims, _function in enumerate((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 1):
+    _register_transposed(_function, _dims)
+
+
+def _register_pool(operation: Symbol, function: Callable[..., Any], dims: int) -> None:
+    """Let PyTorch's kernels run an average pool, and its gradient; of one dim it is one of two, as in PyTorch."""
+    backward: Any = getattr(torch.ops.aten, f"avg_pool{max(dims, 2)}d_backward").default
+
+    def meta(a: TensorProxy, size: Sequence[int], stride: Sequence[int], padding: Sequence[int], _: Any) -> TensorProxy:
+        planes = zip(a.shape[-dims:], size, stride, padding, strict=True)
+        shape = (*a.shape[:-dims], *((n + 2 * pad - k) // step + 1 for n, k, step, pad in planes))
+        return TensorProxy(like=a, shape=shape)
+
+    def pool(a: torch.Tensor, size: Any, stride: Any, padding: Any, divisor: int | None) -> torch.Tensor:
+        return function(a, size, stride, padding, **({} if dims == 1 else {"divisor_override": divisor}))
+
+    def gradient_meta(grad: TensorProxy, a: TensorProxy, *_: Any) -> TensorProxy:
+        return TensorProxy(like=a, requires_grad=False)
+
+    def gradient(
+        grad: torch.Tensor, a: torch.Tensor, size: Any, stride: Any, padding: Any, divisor: int | None
+    ) -> torch.Tensor:
+        if dims > 1:
+            return backward(grad, a, size, stride, padding, False, True, divisor)
+        grad, a = grad.unsqueeze(-2), a.unsqueeze(-2)
+        return backward(grad, a, (1, *size), (1, *stride), (0, *padding), False, True, None).squeeze(-2)
+
+    forward = mem_gradients_ex.register_operator(f"mem_{operation.name}", meta=meta, fn=pool)
+    of_a = mem_gradients_ex.register_operator(f"mem_{operation.name}_backward", meta=gradient_meta, fn=gradient)
+
+    def windows(
+        a: TensorProxy,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> tuple[Any, ...]:
+        stride = kernel_size if stride is None or stride == () or stride == [] else stride
+        return *(_of_dims(n, dims) for n in (kernel_size, stride, padding)), divisor_override
+
+    def run(a: TensorProxy, *args: Any, **kwargs: Any) -> TensorProxy:
+        return forward(a, *windows(a, *args, **kwargs))
+
+    def differentiate(a: TensorProxy, *args: Any, **kwargs: Any) -> TensorProxy:
+        geometry = windows(a, *args, **kwargs)
+        out = forward(a, *geometry)
+        put_grad(a, of_a(get_grad(out), a, *geometry))
+        return out
+
+    def is_supported(a: Any, *args: Any, **kwargs: Any) -> bool:
+        *sizes, divisor = windows(a, *args, **kwargs)
+        known = all(isinstance(n, int) for part in sizes for n in part) and isinstance(divisor, int | None)
+        return known and is_float(a) and a.ndim in (dims + 1, dims + 2)
+
+    mem_gradients_ex.register_implementation(
+        operation, checker=is_supported, execution_transform=run, grad_transform=differentiate
+    )
+
+
+_register_pool(ltorch.avg_pool1d, F.avg_pool1d, 1)
+_register_pool(ltorch.avg_pool2d, F.avg_pool2d, 2)
+_register_pool(ltorch.avg_pool3d, F.avg_pool3d, 3)

@@ -63,8 +63,12 @@ def _rewritten(bsym: BoundSymbol, trace: TraceCtx, whole: Mapping[Any, Written])
     if bsym.sym.id == ltorch.embedding.id:
         return [_with_padding_from_the_front(bsym)]
     if bsym.sym.id not in (ltorch.cross_entropy.id, ltorch.nll_loss.id, *_STACKS):
-        # PyTorch's own functions have derivatives of their own: that of `relu6` at its bounds is not that of `clamp`.
         inside = whole if bsym.sym.id == ltorch.checkpoint.id or not str(bsym.sym.id).startswith("torch.") else {}
+        if not inside:
+            # PyTorch's own functions have derivatives of their own: that of `relu6` at its bounds is not that of
+            # `clamp`. But `lerp_` is `lerp`, and a write.
+            twins = (part.sym for part in bsym.subsymbols if f"{part.sym.name}_" == bsym.sym.name)
+            inside = {sym.id: whole[sym.id] for sym in twins if sym.id in whole}
         parts = _all_rewritten(bsym.subsymbols, trace, inside)
         return [bsym if parts is bsym.subsymbols else bsym.from_bsym(subsymbols=tuple(parts))]
     if not _is_wrong(bsym):

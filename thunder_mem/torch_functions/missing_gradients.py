@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import prims
@@ -41,16 +40,6 @@ def _trunc_grad(a: TensorProxy) -> TensorProxy:
     return fwd
 
 
-def _lerp_grad(start: TensorProxy, end: TensorProxy, weight: Any) -> TensorProxy:
-    fwd = prims.lerp(start, end, weight)
-    g = prims.get_grad(fwd)
-    prims.put_grad(start, ltorch.mul(g, ltorch.sub(1, weight)))
-    prims.put_grad(end, ltorch.mul(g, weight))
-    if isinstance(weight, TensorProxy):
-        prims.put_grad(weight, ltorch.mul(g, ltorch.sub(end, start)))
-    return fwd
-
-
 def _index_add_grad(a: TensorProxy, index: TensorProxy, value: TensorProxy, dim: int) -> TensorProxy:
     fwd = prims.index_add(a, index, value, dim)
     g = prims.get_grad(fwd)
@@ -62,7 +51,6 @@ def _index_add_grad(a: TensorProxy, index: TensorProxy, value: TensorProxy, dim:
 _MISSING = {
     prims.minimum: _minimum_grad,
     prims.flip: _flip_grad,
-    prims.lerp: _lerp_grad,
     prims.round: _round_grad,
     prims.trunc: _trunc_grad,
     prims.index_add: _index_add_grad,
