@@ -169,3 +169,40 @@ def test_thunder_alone_still_loses_them():
     sequences = thunder.jit(lambda x: F.cross_entropy(x, targets), executors=[])
     with pytest.raises(RuntimeError):
         sequences(torch.randn(2, 3, 4, requires_grad=True)).backward()
+
+
+def test_cells_in_a_loop_have_the_gradients_of_their_states():
+    torch.manual_seed(0)
+    cell = torch.nn.LSTMCell(3, 4).double()
+    x = torch.randn(2, 5, 3, dtype=torch.float64)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = cell
+
+        def forward(self, x):
+            h = c = torch.zeros(2, 4, dtype=x.dtype)
+            for t in range(x.shape[1]):
+                h, c = self.cell(x[:, t], (h, c))
+            return h * c
+
+    found = []
+    for model in (Model(), thunder.jit(Model(), executors=[], transforms=[MemEfficient(strict=True)])):
+        out = model(x)
+        found.append((out, *torch.autograd.grad(out.sum(), list(cell.parameters()))))
+    for eager, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-12, atol=1e-12)
+
+
+def test_a_grid_of_a_sequence_has_gradients():
+    def fn(x, y):
+        rows, columns = torch.meshgrid([x, y], indexing="ij")
+        return rows * columns.sin()
+
+    found = []
+    for call in (fn, thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])):
+        x, y = torch.arange(3.0).requires_grad_(), torch.arange(4.0).requires_grad_()
+        found.append(torch.autograd.grad(call(x, y).square().sum(), [x, y]))
+    for eager, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, eager)

@@ -8,7 +8,7 @@ it. These mean the same as a few operations of `thunder.torch`. At kinks the der
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -109,11 +109,37 @@ def _length(a: TensorProxy, dim: int, eps: float) -> TensorProxy:
     return ltorch.where(is_zero, eps, ltorch.add(length, missing))
 
 
+def _lstm_cell(
+    a: TensorProxy,
+    hx: Sequence[TensorProxy],
+    w_ih: TensorProxy,
+    w_hh: TensorProxy,
+    b_ih: TensorProxy | None = None,
+    b_hh: TensorProxy | None = None,
+) -> tuple[TensorProxy, TensorProxy]:
+    """One step; as a whole it has no gradient of `hx`, because that is a sequence."""
+    hidden, cell = hx
+    gates = ltorch.add(ltorch.linear(a, w_ih, b_ih), ltorch.linear(hidden, w_hh, b_hh))
+    taken, kept, new, shown = ltorch.chunk(gates, 4, -1)
+    taken, kept, new, shown = ltorch.sigmoid(taken), ltorch.sigmoid(kept), ltorch.tanh(new), ltorch.sigmoid(shown)
+    after = ltorch.add(ltorch.mul(kept, cell), ltorch.mul(taken, new))
+    return ltorch.mul(shown, ltorch.tanh(after)), after
+
+
+def _meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
+    """Of a sequence, in which gradients would be lost, as of its elements."""
+    if len(tensors) != 1 or isinstance(tensors[0], TensorProxy):
+        return None
+    return ltorch._torch_to_thunder_function_map[torch.meshgrid](*tensors[0], indexing=indexing)
+
+
 _ALWAYS: dict[Callable[..., Any], Written] = {
     torch.absolute: ltorch.abs,
     torch.diff: _diff,
     torch.divide: _divide,
     torch.lerp: _lerp,
+    torch.lstm_cell: _lstm_cell,
+    torch.meshgrid: _meshgrid,
     torch.moveaxis: ltorch.movedim,
     torch.multiply: ltorch.mul,
     torch.narrow: _narrow,
