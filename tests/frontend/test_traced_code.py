@@ -4,6 +4,7 @@ import pytest
 import thunder
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from thunder_mem import MemEfficient
 
@@ -79,3 +80,47 @@ def test_an_encoder_with_a_mask_is_compiled(causal):
     x = torch.randn(5, 2, 8, dtype=torch.float64)
     compiled = thunder.jit(encoder, executors=[], transforms=[MemEfficient(strict=True)])
     torch.testing.assert_close(compiled(x, mask=mask, is_causal=causal), encoder(x, mask=mask, is_causal=causal))
+
+
+@pytest.mark.parametrize("module", [nn.LogSoftmax(-1), nn.Softmin(0), nn.Softmax(1)])
+def test_softmax_modules_are_compiled(module):
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(thunder.jit(module, executors=[], transforms=[MemEfficient(strict=True)])(x), module(x))
+
+
+@pytest.mark.parametrize("name", ["dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"])
+@pytest.mark.parametrize("training", [True, False])
+def test_dropouts_in_place_write(name, training):
+    x = torch.randn((3, 4, 5, 2, 2)[: {"dropout1d": 3, "dropout2d": 4}.get(name, 5)], dtype=torch.float64)
+
+    def drop(z):
+        return getattr(F, name)(z, 0.4, training, inplace=True)
+
+    def fn(x):
+        z = x * 2
+        drop(z)
+        return drop(z.sin()) * 2 + z.sum()
+
+    found = []
+    for call in (fn, thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])):
+        torch.manual_seed(1)
+        given = x.clone().requires_grad_()
+        out = call(given)
+        found.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), given)))
+    for eager, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-12, atol=1e-12)
+
+
+def test_a_plain_dropout_in_place_writes():
+    drop = nn.Dropout(0.4, inplace=True)
+
+    def fn(x):
+        z = x * 2
+        drop(z)
+        return z
+
+    x = torch.ones(64, requires_grad=True)
+    out = thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])(x)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert 0 < (out == 0).sum() < 64
+    torch.testing.assert_close(grad, out.detach())

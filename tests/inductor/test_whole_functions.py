@@ -96,7 +96,7 @@ LEFT_WHOLE = {
     "a distance by the sum": lambda x, y: F.pairwise_distance(x, y, p=1).sum() + x * y,
     "a loss that broadcasts": lambda x, y: F.l1_loss(x, y[:1].expand(4, 6)),
 }
-OTHERS = (F.multi_head_attention_forward, torch.lstm_cell, torch.meshgrid)
+OTHERS = (F.multi_head_attention_forward, F.scaled_dot_product_attention, torch.lstm_cell, torch.meshgrid)
 THUNDERS = ("clamp", "clamp by tensors", "clamp to a single value")
 
 

@@ -23,6 +23,7 @@ def drawn(*shape, seed=0):
 
 
 QUERY, KEY, VALUE, NARROW = drawn(L, B, E), drawn(S, B, E, seed=1), drawn(S, B, E, seed=2), drawn(S, B, 8, seed=3)
+EMPTY = torch.tensor([[False] * 5, [True, True] + [False] * 3, [False] * 5])
 BY_HEAD = drawn(B * H, L, S, seed=4)
 
 CALLS = {
@@ -50,6 +51,10 @@ CALLS = {
     "rows of bias and zeros": (
         {"add_bias_kv": True, "add_zero_attn": True},
         lambda m, x, k: m(x, k, k, PADDED, attn_mask=BY_HEAD[0]),
+    ),
+    "no key for a query, dropout": (
+        {"dropout": 0.4},
+        lambda m, x, k: m(x, x, x, EMPTY, attn_mask=CAUSAL < 0, need_weights=False),
     ),
     "dropout": ({"dropout": 0.4}, lambda m, x, k: m(x, k, k)),
     "dropout without weights": ({"dropout": 0.4}, lambda m, x, k: m(x, x, x, need_weights=False)),
@@ -96,6 +101,7 @@ def test_attention_is_eagers(name, executors):
     assert_like_eager(module, call, executors, QUERY, KEY)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("training", "norm_first"), itertools.product([True, False], [True, False]))
 def test_layers_train(training, norm_first):
     torch.manual_seed(0)
@@ -109,6 +115,7 @@ def test_layers_train(training, norm_first):
     assert_like_eager(module.to(FLOAT).train(training), call, [mem_pointwise_ex], QUERY, KEY)
 
 
+@pytest.mark.slow
 def test_a_transformer_trains():
     torch.manual_seed(0)
     module = nn.Transformer(E, H, 1, 1, 16, dropout=0.0, activation="gelu", batch_first=True).to(FLOAT)
@@ -128,3 +135,14 @@ def test_static_keys_stay_whole():
 
     found = thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])(QUERY)
     torch.testing.assert_close(found, fn(QUERY))
+
+
+def test_an_encoder_is_evaluated_and_frozen():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True), 2).to(FLOAT).eval()
+    compiled = thunder.jit(encoder, executors=[], transforms=[MemEfficient(strict=True)])
+    for p in encoder.parameters():
+        p.requires_grad_(False)
+    torch.testing.assert_close(compiled(QUERY), encoder(QUERY))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(QUERY), encoder(QUERY))

@@ -3,19 +3,26 @@
 - `x.dtype` is PyTorch's. Thunder shows a dtype of its own, which equals none of PyTorch's: ``mask.dtype == torch.bool``
   takes the wrong branch, silently.
 - The layers of `nn.Transformer` look whether a mask without ``is_causal=`` is causal, which needs its values: tracing
-  fails. It is only a hint beside the mask, and so it is not given.
+  fails. It is only a hint beside the mask, and so it is not given. In evaluation they ask for a fast path that Thunder
+  has not, and get none.
+- `nn.LogSoftmax` and `nn.Softmin` pass on ``_stacklevel=``, which Thunder's functions do not take.
+- Dropouts in place (`nn.Dropout(inplace=True)`) are refused, or do not write. They draw, and the result is copied.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from types import FunctionType
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from thunder.core.dtypes import dtype, to_torch_dtype
 from thunder.core.interpreter import INTERPRETER_SIGNALS, _interpret_call, unwrap, wrap, wrap_const
 from thunder.core.jit_ext import _general_jit_lookaside_map
 from thunder.core.proxies import TensorProxy
+from torch.backends.mha import get_fastpath_enabled
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
 from thunder_mem.frontend.own_programs import is_own_program
@@ -29,6 +36,8 @@ def mend_traced_code() -> None:
     """From now on, code of this package's programs means that while it is traced."""
     _general_jit_lookaside_map[getattr] = _getattr
     _general_jit_lookaside_map[_detect_is_causal_mask] = _is_causal
+    _general_jit_lookaside_map[get_fastpath_enabled] = _has_fast_path
+    _general_jit_lookaside_map.update(_WRAPPED)
 
 
 @wraps(_THUNDERS)
@@ -41,15 +50,58 @@ def _getattr(obj: Any, name: Any, *default: Any) -> Any:
     return wrap(to_torch_dtype(unwrap(value)), provenance=value.provenance)
 
 
-# The same function, for which no other is called.
-_PYTORCHS = FunctionType(
-    _detect_is_causal_mask.__code__,
-    _detect_is_causal_mask.__globals__,
-    argdefs=_detect_is_causal_mask.__defaults__,
-)
+def _same(function: Any) -> FunctionType:
+    """The same function, for which no other is called."""
+    return FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
+
+
+_CAUSAL, _FAST_PATH = _same(_detect_is_causal_mask), _same(get_fastpath_enabled)
 
 
 def _is_causal(mask: Any, is_causal: Any = None, size: Any = None) -> Any:
     if not is_own_program():
-        return _interpret_call(_PYTORCHS, *(x for x in (mask, is_causal, size) if x is not None))
+        return _interpret_call(_CAUSAL, *(x for x in (mask, is_causal, size) if x is not None))
     return wrap_const(is_causal is not None and unwrap(is_causal) is True)
+
+
+def _has_fast_path() -> Any:
+    return wrap_const(False) if is_own_program() else _interpret_call(_FAST_PATH)
+
+
+def _without_stacklevel(thunders: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(thunders)
+    def softmax(*args: Any, **kwargs: Any) -> Any:
+        if is_own_program():
+            kwargs.pop("_stacklevel", None)
+        return thunders(*args, **kwargs)
+
+    return softmax
+
+
+def _with_a_write(thunders: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(thunders)
+    def dropout(a: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(("p", "training", "inplace"), args, strict=False)) | kwargs
+        if not is_own_program() or "inplace" not in given or not unwrap(given["inplace"]):
+            return thunders(a, *args, **kwargs)
+        del given["inplace"]
+        drawn = thunders(a, **given)
+        if drawn is INTERPRETER_SIGNALS.EXCEPTION_RAISED or unwrap(drawn) is unwrap(a):
+            return drawn
+        return _interpret_call(torch.Tensor.copy_, a, drawn)
+
+    return dropout
+
+
+_WRAPPED = {
+    function: wrapper(_general_jit_lookaside_map[function])
+    for wrapper, functions in (
+        (_without_stacklevel, (F.log_softmax, F.softmin)),
+        (
+            _with_a_write,
+            (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+        ),
+    )
+    for function in functions
+    if function in _general_jit_lookaside_map
+}

@@ -15,9 +15,10 @@ from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import dtypes
+from thunder.core.devices import DeviceType
 from thunder.core.proxies import TensorProxy, pyval
 
-__all__ = ["multi_head_attention"]
+__all__ = ["masked_attention_with_dropout", "multi_head_attention"]
 
 
 def multi_head_attention(
@@ -78,7 +79,8 @@ def multi_head_attention(
         out, weights = _with_weights(q, k, v, mask, drop)
         weights = ltorch.mean(weights, 1) if average_attn_weights else weights
     else:
-        out, weights = ltorch.scaled_dot_product_attention(q, k, v, mask, drop, is_causal), None
+        out, weights = masked_attention_with_dropout(q, k, v, mask, drop, is_causal), None
+        out = ltorch.scaled_dot_product_attention(q, k, v, mask, drop, is_causal) if out is None else out
     rows = ltorch.reshape(ltorch.permute(out, (2, 0, 1, 3)), (q.shape[2], q.shape[0], heads * v.shape[3]))
     result = ltorch.linear(rows, out_proj_weight, out_proj_bias)
     if batched:
@@ -140,3 +142,32 @@ def _added(mask: TensorProxy, dtype: Any) -> TensorProxy:
     if not dtypes.is_boolean_dtype(mask.dtype):
         return mask
     return ltorch.to(ltorch.where(mask, float("-inf"), 0.0), dtype)
+
+
+def masked_attention_with_dropout(
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    attn_mask: TensorProxy | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> TensorProxy | None:
+    """`scaled_dot_product_attention` with mask and dropout on a CPU, where no kernel of PyTorch's runs it as a whole.
+
+    Queries of which the mask leaves no key get zeros, as in PyTorch, where Thunder's own steps give NaN. None for other
+    calls.
+    """
+    if attn_mask is None or not pyval(dropout_p) or is_causal or query.device.devicetype is not DeviceType.CPU:
+        return None
+    factor = sqrt(1 / sqrt(query.shape[-1]) if scale is None else scale)
+    scores = ltorch.matmul(ltorch.mul(query, factor), ltorch.transpose(ltorch.mul(key, factor), -2, -1))
+    if dtypes.is_boolean_dtype(attn_mask.dtype):
+        scores = ltorch.where(attn_mask, scores, float("-inf"))
+    else:
+        scores = ltorch.add(scores, attn_mask)
+    empty = ltorch.eq(ltorch.amax(scores, -1, keepdim=True), float("-inf"))
+    weights = ltorch.softmax(ltorch.where(empty, 0.0, scores), -1)
+    weights = ltorch.dropout(ltorch.where(empty, 0.0, weights), float(pyval(dropout_p)))
+    return ltorch.matmul(weights, value)

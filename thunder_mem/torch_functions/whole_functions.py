@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 
-from thunder_mem.torch_functions.multi_head_attention import multi_head_attention
+from thunder_mem.torch_functions.multi_head_attention import masked_attention_with_dropout, multi_head_attention
 from thunder_mem.torch_functions.random_functions import RANDOM
 from thunder_mem.torch_functions.steps import are_floats, clamp, constant, norm, wide_dtype
 from thunder_mem.torch_functions.whole_losses import LOSSES, LOSSES_WITHOUT_DERIVATIVE
@@ -145,6 +145,7 @@ _ALWAYS: dict[Callable[..., Any], Written] = {
     torch.narrow: _narrow,
     torch.negative: ltorch.neg,
     F.multi_head_attention_forward: multi_head_attention,
+    F.scaled_dot_product_attention: masked_attention_with_dropout,
     torch.subtract: ltorch.sub,
     torch.swapaxes: ltorch.transpose,
     torch.swapdims: ltorch.transpose,
