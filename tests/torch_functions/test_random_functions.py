@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.fuzzing.command import uncompiled_regions
 from thunder_mem import MemEfficient, measure_peak, predict
 from thunder_mem.executors import mem_pointwise_ex
+from thunder_mem.semantics.effects import is_random
 from thunder_mem.torch_functions.random_functions import RANDOM
 
 X = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -67,6 +68,17 @@ def test_each_function_is_tried():
     tried = {name.split(",")[0].split()[0] for name in FUNCTIONS}
     assert {function.__name__ for function in RANDOM} <= tried | {"fn"}  # "fn" are the pools, by `boolean_dispatch`
     assert {ltorch._torch_to_thunder_function_map[function].name for function in RANDOM} <= tried
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore:dropout2d. Received a 3D input")
+def test_whole_they_count_as_random(name):
+    """Those that stay whole, because nothing is known of their arguments, are never run twice."""
+    drawing = {ltorch._torch_to_thunder_function_map[function].id for function in RANDOM}
+    alone = thunder.jit(FUNCTIONS[name], executors=[])
+    alone(X)
+    whole = [b for b in thunder.last_traces(alone)[0].bound_symbols if b.sym.id in drawing]
+    assert whole and all(map(is_random, whole))
 
 
 @pytest.mark.parametrize("name", ["dropout2d", "alpha_dropout"])

@@ -60,7 +60,8 @@ _CAUSAL, _FAST_PATH = _same(_detect_is_causal_mask), _same(get_fastpath_enabled)
 
 def _is_causal(mask: Any, is_causal: Any = None, size: Any = None) -> Any:
     if not is_own_program():
-        return _interpret_call(_CAUSAL, *(x for x in (mask, is_causal, size) if x is not None))
+        named = {"is_causal": is_causal, "size": size}
+        return _interpret_call(_CAUSAL, mask, **{name: x for name, x in named.items() if x is not None})
     return wrap_const(is_causal is not None and unwrap(is_causal) is True)
 
 

@@ -88,10 +88,16 @@ def _differentiate(
 ) -> TensorProxy:
     geometry = tuple(stride), tuple(padding), tuple(dilation), bool(transposed), tuple(output_padding), groups
     out = prims.convolution(a, weight, bias, *geometry)
+    _put_gradients(out, a, weight, bias, geometry)
+    return out
+
+
+def _put_gradients(
+    out: TensorProxy, a: TensorProxy, weight: TensorProxy, bias: TensorProxy | None, geometry: tuple[Any, ...]
+) -> None:
     grad, mask = get_grad(out), (True, bias is not None)
     put_asked((weight, bias), mask, _parameters(grad, a, weight, *geometry, mask))
     put_grad(a, _argument(grad, weight, tuple(a.shape), *geometry))
-    return out
 
 
 register(prims.convolution, _is_supported, _differentiate, mem_gradients_ex)
@@ -121,9 +127,7 @@ def _register_transposed(function: Callable[..., Any], dims: int) -> None:
             _of_dims(n, dims) for n in (stride, padding, dilation, output_padding)
         )
         geometry = stride, padding, dilation, True, output_padding, groups
-        grad, mask = get_grad(out), (True, bias is not None)
-        put_asked((weight, bias), mask, _parameters(grad, a, weight, *geometry, mask))
-        put_grad(a, _argument(grad, weight, tuple(a.shape), *geometry))
+        _put_gradients(out, a, weight, bias, geometry)
         return out
 
     def is_supported(a: Any, weight: Any, bias: Any = None, *geometry: Any, **named: Any) -> bool:

@@ -9,6 +9,8 @@ Thunder gets these wrong:
 - `hstack`, `vstack` and their like: the tensors in a sequence silently get no gradient.
 - `embedding` with a negative ``padding_idx``: the row of padding silently gets a gradient, because the backward takes
   the index as "no padding".
+- `lstm_cell`, and `meshgrid` of a list: tensors in a sequence get no gradient here, either.
+- attention with mask and dropout on a CPU: a query without keys gives NaN (`multi_head_attention.py`).
 - functions that draw random numbers inside (`random_functions.py`): silently, their gradients have other numbers.
 
 Chunked heads use the same decompositions (`loss_decompositions.py`), so a whole head computes the same.

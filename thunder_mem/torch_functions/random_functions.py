@@ -2,7 +2,8 @@
 
 Thunder 0.2.6 differentiates such a function by running it once more, which draws other numbers: silently, the gradient
 has another mask than the result. Written out, the function draws once, the numbers that eager PyTorch draws from the
-same generator. The formulas are those of `ATen/native/Dropout.cpp` and of `torch/nn/functional.py`.
+same generator. The formulas are those of `ATen/native/Dropout.cpp` and of `torch/nn/functional.py`. None is in place
+here: `frontend/traced_code.py` makes a dropout and a write of such a call.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
-from thunder.core.proxies import ProxyTag, TensorProxy, pyval
+from thunder.core.proxies import TensorProxy, pyval
 
 from thunder_mem.kernels.random_draws import bernoulli, exponential
+from thunder_mem.torch_functions.steps import constant
 
 __all__ = ["RANDOM"]
 
@@ -28,54 +30,52 @@ def _of_channels(a: TensorProxy, leading: int = 2) -> Sequence[int]:
     return (*a.shape[:leading], *(1 for _ in a.shape[leading:]))
 
 
-def _draws(a: TensorProxy, p: Any, training: bool) -> bool:
-    """Whether a dropout draws; otherwise its result is its argument."""
-    return bool(training and pyval(p) and a.numel)
-
-
-def _scaled(a: TensorProxy, p: Any, training: bool, mask_shape: Sequence[int]) -> TensorProxy | None:
-    if not _draws(a, p, training):
+def _drop(a: TensorProxy, p: Any, training: bool, mask_shape: Sequence[int], formula: _Formula) -> TensorProxy | None:
+    """A dropout by the formula of what is kept; None where nothing is drawn and the result is the argument."""
+    p = float(pyval(p))
+    if not (training and p and a.numel):
         return None
-    if (p := float(pyval(p))) == 1:
+    if p == 1:
         return ltorch.mul(a, 0.0)
-    kept = ltorch.to(bernoulli(tuple(mask_shape), 1 - p, a.device), a.dtype)
+    return formula(a, ltorch.to(bernoulli(tuple(mask_shape), 1 - p, a.device), a.dtype), p)
+
+
+_Formula = Callable[[TensorProxy, TensorProxy, float], TensorProxy]
+
+
+def _scaled(a: TensorProxy, kept: TensorProxy, p: float) -> TensorProxy:
     return ltorch.mul(a, ltorch.true_divide(kept, 1 - p))
 
 
-def _shifted(a: TensorProxy, p: Any, training: bool, mask_shape: Sequence[int]) -> TensorProxy | None:
-    if not _draws(a, p, training):
-        return None
-    if (p := float(pyval(p))) == 1:
-        return ltorch.mul(a, 0.0)
+def _shifted(a: TensorProxy, kept: TensorProxy, p: float) -> TensorProxy:
     scale = 1 / sqrt((_ALPHA**2 * p + 1) * (1 - p))
-    kept = ltorch.to(bernoulli(tuple(mask_shape), 1 - p, a.device), a.dtype)
     shift = ltorch.add(ltorch.mul(ltorch.sub(kept, 1), _ALPHA * scale), _ALPHA * scale * p)
     return ltorch.add(ltorch.mul(a, ltorch.mul(kept, scale)), shift)
 
 
 def _dropout(a: TensorProxy, p: float, train: bool) -> TensorProxy | None:
-    return _scaled(a, p, train, a.shape)
+    return _drop(a, p, train, a.shape, _scaled)
 
 
 def _feature_dropout(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    return _scaled(a, p, training, _of_channels(a))
+    return _drop(a, p, training, _of_channels(a), _scaled)
 
 
 def _maybe_of_one_sample(ndim: int) -> Callable[..., Any]:
     """Dropout of channels whose argument has `ndim` dims, or one less without the dimension of samples."""
 
     def dropout(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: bool = False) -> TensorProxy | None:
-        return _scaled(a, p, training, _of_channels(a, 2 if a.ndim == ndim else 1))
+        return _drop(a, p, training, _of_channels(a, 2 if a.ndim == ndim else 1), _scaled)
 
     return dropout
 
 
 def _alpha_dropout(a: TensorProxy, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
-    return _shifted(a, p, training, a.shape)
+    return _drop(a, p, training, a.shape, _shifted)
 
 
 def _feature_alpha_dropout(a: TensorProxy, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
-    return _shifted(a, p, training, _of_channels(a))
+    return _drop(a, p, training, _of_channels(a), _shifted)
 
 
 def _native_dropout(a: TensorProxy, p: Any, train: bool | None) -> tuple[TensorProxy, TensorProxy] | None:
@@ -98,9 +98,8 @@ def _gumbel_softmax(
     places = ltorch.reshape(
         ltorch.arange(length, device=soft.device), [length if d == dim % soft.ndim else 1 for d in range(soft.ndim)]
     )
-    offset = ltorch.sub(ltorch.to(ltorch.eq(places, largest), soft.dtype), soft)
-    offset.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)  # the gradient is that of `soft`, straight through
-    return ltorch.add(offset, soft)
+    offset = constant(ltorch.sub(ltorch.to(ltorch.eq(places, largest), soft.dtype), soft))
+    return ltorch.add(offset, soft)  # the gradient is that of `soft`, straight through
 
 
 def _fractional_pool(with_indices: Callable[..., Any], dims: int, indices_too: bool) -> Callable[..., Any]:
@@ -123,9 +122,7 @@ def _fractional_pool(with_indices: Callable[..., Any], dims: int, indices_too: b
         chosen = ltorch._torch_to_thunder_function_map[with_indices](
             a, kernel_size, output_size, output_ratio, True, _random_samples
         )
-        for p in chosen:
-            p.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-        indices = chosen[1]
+        _, indices = map(constant, chosen)
         of_plane = ltorch.gather(ltorch.flatten(a, -dims), -1, ltorch.flatten(indices, -dims))
         values = ltorch.reshape(of_plane, indices.shape)
         return (values, indices) if indices_too or return_indices else values

@@ -51,7 +51,7 @@ def _l1(a: TensorProxy, target: TensorProxy) -> TensorProxy:
 
 
 def _smooth_l1(a: TensorProxy, target: TensorProxy, beta: float = 1.0) -> TensorProxy | None:
-    distance = ltorch.abs(ltorch.sub(a, target))
+    distance = _l1(a, target)
     if beta == 0:
         return distance
     if not beta > 0:
@@ -64,7 +64,7 @@ def _smooth_l1(a: TensorProxy, target: TensorProxy, beta: float = 1.0) -> Tensor
 def _huber(a: TensorProxy, target: TensorProxy, delta: float = 1.0) -> TensorProxy | None:
     if not delta > 0:
         return None
-    distance = ltorch.abs(ltorch.sub(a, target))
+    distance = _l1(a, target)
     slope = _at_most(distance, delta)
     return ltorch.mul(slope, ltorch.sub(distance, ltorch.mul(slope, 0.5)))
 
