@@ -12,7 +12,6 @@ The epilogue, which runs outside the function, gives the argument that view's hi
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -84,7 +83,7 @@ def with_histories(
         return prologue, computation, epilogue
     whole = _whole_names(computation)
     written = _written(computation, whole)
-    with_grad = {whole.get(leaf.args[1].name) for _, leaf in _copies(computation) if leaf.kwargs["grad_enabled"]}
+    with_grad = {whole.get(leaf.args[1].name) for leaf in _copies(computation) if leaf.kwargs["grad_enabled"]}
     # A new history is one more result. Without any result no gradient flows, and Thunder runs every write.
     if not written or not (_tensors(result.args[0]["output"]) or any(p.name in with_grad for p in written)):
         return prologue, computation, epilogue
@@ -110,9 +109,9 @@ def _tensors(tree: object) -> list[TensorProxy]:
     return [x for x in tree_flatten(tree)[0] if isinstance(x, TensorProxy)]
 
 
-def _copies(trace: TraceCtx) -> list[tuple[BoundSymbol, BoundSymbol]]:
-    """Each write in place, with its operation in the program."""
-    return [(bsym, leaf) for bsym in trace.bound_symbols for leaf in leaves(bsym) if is_copy(leaf)]
+def _copies(trace: TraceCtx) -> list[BoundSymbol]:
+    """Each write in place."""
+    return [leaf for bsym in trace.bound_symbols for leaf in leaves(bsym) if is_copy(leaf)]
 
 
 def _whole_names(trace: TraceCtx) -> dict[str, str]:
@@ -153,29 +152,26 @@ def _with_newest_names(trace: TraceCtx, whole: Mapping[str, str], written: Colle
 
 def _written(trace: TraceCtx, whole: Mapping[str, str]) -> list[TensorProxy]:
     """The arguments with a gradient that are written as a whole; of one written in another way, a warning says so."""
-    copies = _copies(trace)
-    if not copies:
-        return []
-    memory = Aliases(trace.bound_symbols)
-    copies_to: dict[str, list[tuple[BoundSymbol, str]]] = {}
-    for bsym, leaf in copies:
-        copies_to.setdefault(memory(leaf.args[1].name), []).append((bsym, leaf.args[1].name))
-    sharers = Counter(memory(name) for name in {p.name for p in _tensors(trace.args)})
-    found = []
-    for p in _tensors(trace.args):
-        here = memory(p.name)
-        if not p.requires_grad or not dtypes.is_inexact_dtype(p.dtype) or here not in copies_to:
-            continue
-        if sharers[here] > 1:
-            why = "another argument may share its memory"
-        elif any(whole.get(name) != p.name for _, name in copies_to[here]):
-            why = "it goes through a view"
-        else:
-            found.append(p)
-            continue
-        first = copies_to[here][0][0]
-        warnings.warn(LOST.format(line=source_of(first) or first.sym.name, why=why), stacklevel=3)
-    return found
+    arguments = {p.name: p for p in _tensors(trace.args)}
+    as_wholes, otherwise = set(), {}
+    memory = Aliases([])  # of the program so far: a write does not reach what later operations make of its memory
+    for bsym in trace.bound_symbols:
+        memory.follow(bsym)
+        for to in (leaf.args[1].name for leaf in leaves(bsym) if is_copy(leaf)):
+            reached = [name for name in arguments if memory(name) == memory(to)]
+            if len(reached) > 1:
+                why = "another argument may share its memory"
+            elif reached and whole.get(to) != reached[0]:
+                why = "it goes through a view"
+            else:
+                as_wholes.update(reached)
+                continue
+            for name in reached:
+                otherwise.setdefault(name, (bsym, why))
+    with_gradient = [p for p in arguments.values() if p.requires_grad and dtypes.is_inexact_dtype(p.dtype)]
+    for bsym, why in (otherwise[p.name] for p in with_gradient if p.name in otherwise):
+        warnings.warn(LOST.format(line=source_of(bsym) or bsym.sym.name, why=why), stacklevel=3)
+    return [p for p in with_gradient if p.name in as_wholes - otherwise.keys()]
 
 
 def _is_under_no_grad(whole: Mapping[str, str], written: Collection[str]) -> Callable[[BoundSymbol], bool]:

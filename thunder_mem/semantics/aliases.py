@@ -72,7 +72,7 @@ class Aliases:
         self._in_place = in_place
         self._above: dict[str, str] = {}
         for bsym in bsyms:
-            self._follow(bsym)
+            self.follow(bsym)
 
     def __call__(self, name: str) -> str:
         above = self._above
@@ -85,7 +85,8 @@ class Aliases:
         if (a := self(a)) != (b := self(b)):
             self._above[a] = b
 
-    def _follow(self, bsym: BoundSymbol) -> None:
+    def follow(self, bsym: BoundSymbol) -> None:
+        """What a bound symbol makes may share its operands' memory from now on."""
         for a, b, in_place in _pairs(bsym):
             if self._in_place or not in_place:
                 self.join(a, b)
