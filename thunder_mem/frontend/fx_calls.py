@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from thunder_mem.frontend.fx_changes import when_imported
 from thunder_mem.memory.outside_input import shortened
 
 __all__ = ["left_whole", "watch_calls"]
@@ -26,10 +27,11 @@ def watch_calls(is_ours: Callable[[Any], bool]) -> None:
     Args:
         is_ours: whether a transform is one of this package.
     """
-    compiler = sys.modules.get("thunder.dynamo.compiler")
-    if compiler is None:  # so there is no program of ThunderFX, and none is being made
-        return
-    kind = compiler.ThunderFXCompiledObject
+    when_imported("watch_calls", lambda: _watch(is_ours))
+
+
+def _watch(is_ours: Callable[[Any], bool]) -> None:
+    kind = sys.modules["thunder.dynamo.compiler"].ThunderFXCompiledObject
     if not hasattr(kind.__call__, "__wrapped__"):
         kind.__call__ = _noting(kind.__call__, is_ours)
 

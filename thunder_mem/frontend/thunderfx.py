@@ -17,6 +17,7 @@ import thunder
 import torch
 
 from thunder_mem.frontend.fx_calls import left_whole
+from thunder_mem.frontend.fx_changes import replace_waiting
 from thunder_mem.trace.source_lines import node_line
 
 __all__ = [
@@ -41,6 +42,7 @@ def by_thunderfx(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """
     from thunder.dynamo import thunderfx  # imports Dynamo, which takes a while
 
+    replace_waiting()
     before = torch.compile
     try:
         return thunderfx(fn, **options)

@@ -153,7 +153,8 @@ def _with_newest_names(trace: TraceCtx, whole: Mapping[str, str], written: Colle
 def _written(trace: TraceCtx, whole: Mapping[str, str]) -> list[TensorProxy]:
     """The arguments with a gradient that are written as a whole; of one written in another way, a warning says so."""
     arguments = {p.name: p for p in _tensors(trace.args)}
-    as_wholes, otherwise = set(), {}
+    as_wholes: set[str] = set()
+    otherwise: dict[str, tuple[BoundSymbol, str]] = {}
     memory = Aliases([])  # of the program so far: a write does not reach what later operations make of its memory
     for bsym in trace.bound_symbols:
         memory.follow(bsym)

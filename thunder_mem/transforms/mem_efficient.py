@@ -17,6 +17,7 @@ from thunder.extend import TemporaryExecutor
 from thunder_mem.costs.measured import COSTS, check_measurable
 from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.frontend.fx_calls import watch_calls
+from thunder_mem.frontend.fx_changes import keep_written_out
 from thunder_mem.frontend.fx_prologue_checks import pruned
 from thunder_mem.frontend.tensor_parallel import waits_for_shards
 from thunder_mem.frontend.unchecked_arguments import with_unchecked_arguments
@@ -37,6 +38,7 @@ from thunder_mem.semantics.shared_parameters import tag_shared_parameters
 from thunder_mem.tiling.marks import strip_tile_marks
 from thunder_mem.tiling.tiles import Tiles
 from thunder_mem.torch_functions.missing_gradients import register_missing
+from thunder_mem.torch_functions.whole_functions import FUSED, WRITTEN_OUT
 from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
 from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.before_autograd import chunked, prepared, tiled, with_written_arguments
@@ -202,7 +204,8 @@ class MemEfficient(ListedTransform):
         )
         self._chunk = chunk
         self._tile = tile
-        watch_calls(lambda transform: isinstance(transform, MemEfficient))
+        watch_calls(_is_ours)
+        keep_written_out(_is_ours, WRITTEN_OUT | FUSED)
         self._recompute = recompute
         self._plan = None if plan is None else read_plan(plan)
         self._offload = offload
@@ -369,3 +372,7 @@ def _chooser(recompute: Written | Policy) -> PartitionPolicy:
         raise TypeError(f"recompute is a configuration or a policy (op, graph) -> Action, not {quoted(recompute)}")
     check_policy(recompute)
     return PolicyChooser(recompute)
+
+
+def _is_ours(transform: Any) -> bool:
+    return isinstance(transform, MemEfficient)

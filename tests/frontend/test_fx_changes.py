@@ -1,0 +1,159 @@
+"""What MemEfficient writes out stays in Thunder's parts of a program of ThunderFX, with eager's values."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from thunder.dynamo import thunderfx
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.fuzzing.command import uncompiled_regions
+from thunder_mem import MemEfficient, fx
+
+FLOAT = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    torch._dynamo.reset()
+    with uncompiled_regions():
+        yield
+
+
+class Scaled(torch.autograd.Function):
+    """Its derivative is not that of its forward, so that nobody can compute it otherwise."""
+
+    @staticmethod
+    def forward(ctx, x, w, factor):
+        ctx.save_for_backward(x, w)
+        ctx.factor = factor
+        return x.square() * w * factor
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return 3 * x * g * w * ctx.factor, (g * x.square()).sum((0, 1)), None
+
+
+class WithPlaces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        places = x.argmax(-1)
+        ctx.save_for_backward(x)
+        ctx.mark_non_differentiable(places)
+        return x.sin(), places, x.clone()
+
+    @staticmethod
+    def backward(ctx, g, _, h):
+        (x,) = ctx.saved_tensors
+        return g * 3 * x.cos() + h
+
+
+class Rounded(torch.autograd.Function):
+    """Thunder knows `sinc` only as something to fall back for."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.sinc(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 5 * g
+
+
+def with_places(x, w):
+    y, places, z = WithPlaces.apply(x * w)
+    return (y * z).exp() + places.unsqueeze(-1)
+
+
+def cells(x, w):
+    h = c = torch.zeros(x.shape[1], 8, dtype=FLOAT)
+    weight = w.expand(32, 8).contiguous()
+    for row in x:
+        h, c = torch.lstm_cell(row, (h, c), weight, weight)
+    return h
+
+
+FUNCTIONS = {
+    "draws": lambda x, w: F.gumbel_softmax(x * w),
+    "a method": lambda x, w: (x * w).roll(1, 0).narrow(0, 0, 2),
+    "of two values": cells,
+    "rms_norm": lambda x, w: F.rms_norm(x, (8,), w),
+    "in a checkpoint": lambda x, w: checkpoint(
+        lambda x: F.rms_norm(F.gumbel_softmax(x * w), (8,)).absolute(), x, use_reentrant=False
+    ),
+    "autograd.Function, twice": lambda x, w: Scaled.apply(Scaled.apply(x, w, 2.0), w, 3.0).relu(),
+    "autograd.Function with integers": with_places,
+    "autograd.Function in a checkpoint": lambda x, w: checkpoint(
+        lambda x: Scaled.apply(x, w, 3.0), x, use_reentrant=False
+    ),
+}
+
+
+def seen(fn, x, w):
+    torch.manual_seed(3)
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = fn(x, w)
+    return y, *torch.autograd.grad((y * torch.arange(y.numel(), dtype=FLOAT).view(y.shape).cos()).sum(), (x, w))
+
+
+def drawn(*shape):
+    return torch.randn(*shape, dtype=FLOAT, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_thunder_compiles_all_of_it(name):
+    fn, x, w = FUNCTIONS[name], drawn(5, 3, 8), drawn(8)
+    compiled = thunderfx(fn, executors=[], transforms=[MemEfficient(strict=True)])
+    for mine, eager in zip(seen(compiled, x, w), seen(fn, x, w), strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-12, atol=1e-12)
+    (part,) = fx.subgraphs(compiled)
+    assert part.compiler == "thunder"
+
+
+def test_attention_without_weights_is_a_value_and_none():
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(8, 2, dropout=0.3).to(FLOAT)
+
+    def fn(x, w):
+        return layer(x * w, x, x, need_weights=False)[0]
+
+    compiled = thunderfx(fn, executors=[], transforms=[MemEfficient(strict=True)])
+    for mine, eager in zip(seen(compiled, drawn(5, 3, 8), drawn(8)), seen(fn, drawn(5, 3, 8), drawn(8)), strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-12, atol=1e-12)
+    (part,) = fx.subgraphs(compiled)
+    assert part.compiler == "thunder"
+
+
+def test_others_stay_with_inductor():
+    compiled = thunderfx(lambda x: torch.roll(x.sin(), 1), executors=[])
+    compiled(torch.ones(3))
+    assert [part.compiler for part in fx.subgraphs(compiled)] == ["thunder", "inductor"]
+
+
+def test_a_function_that_thunder_cannot_compile_is_left_as_it_was():
+    def fn(x, w):
+        return Rounded.apply(x * w).relu()
+
+    compiled = thunderfx(fn, executors=[], transforms=[MemEfficient(strict=True)])
+    for mine, eager in zip(seen(compiled, drawn(5, 3, 8), drawn(8)), seen(fn, drawn(5, 3, 8), drawn(8)), strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-12, atol=1e-12)
+    assert [part.compiler for part in fx.subgraphs(compiled)] == ["thunder", "inductor", "thunder"]
+
+
+@pytest.mark.slow
+def test_a_transform_may_be_made_before_thunderfx_is_imported():
+    program = """
+import sys, torch, thunder_mem
+from thunder_mem.frontend.thunderfx import by_thunderfx
+transform = thunder_mem.MemEfficient()
+assert "thunder.dynamo.compiler" not in sys.modules
+f = by_thunderfx(lambda x: torch.roll(x.sin(), 1), executors=[], transforms=[transform])
+f(torch.ones(3))
+print([part.compiler for part in thunder_mem.fx.subgraphs(f)])
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "['thunder']"

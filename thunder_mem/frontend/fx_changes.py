@@ -1,0 +1,124 @@
+"""Changes to ThunderFX, for programs of this package.
+
+ThunderFX has no hooks for a transform: it splits a program before it calls `thunder.jit`. So functions of it are
+replaced when a transform is made. For all other programs they do as before. Importing ThunderFX takes seconds, so a
+change waits until somebody has imported it.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+from thunder.core.langctxs import Languages, langctx
+from thunder.torch import _torch_to_thunder_function_map
+
+__all__ = ["keep_written_out", "replace_waiting", "when_imported"]
+
+_KNOWN_AS: dict[Any, Callable[..., Any]] = {torch.rms_norm: F.rms_norm}
+
+_changes: dict[str, Callable[[], None]] = {}
+
+
+def when_imported(name: str, change: Callable[[], None]) -> None:
+    """Make a change to ThunderFX now if it is imported, else at the next `replace_waiting`.
+
+    Args:
+        name: of the change; a later one of the same name replaces one that waits.
+        change: does nothing if it was made before.
+    """
+    _changes[name] = change
+    replace_waiting()
+
+
+def replace_waiting() -> None:
+    """Make the changes that wait, if ThunderFX is imported."""
+    if "thunder.dynamo.compiler" in sys.modules:
+        while _changes:
+            _changes.popitem()[1]()
+
+
+def keep_written_out(is_ours: Callable[[Any], bool], written: Mapping[Any, Callable[..., Any]]) -> None:
+    """From now on, Thunder's parts of our programs keep functions that this package writes out.
+
+    Thunder's splitter gives all functions that Thunder passes to PyTorch whole to Inductor. There no plan sees them,
+    and they draw other random numbers than in eager. Thunder's parts also keep what Thunder knows by another name or
+    convention than PyTorch 2.11's: `nn.RMSNorm`, `torch.autograd.Function`.
+
+    Args:
+        is_ours: whether a transform writes them out.
+        written: by the id of Thunder's symbol, `fn(*args, **kwargs)`; None where it does not know the arguments.
+    """
+    when_imported("keep_written_out", lambda: _ask_first(is_ours, written))
+
+
+def _ask_first(is_ours: Callable[[Any], bool], written: Mapping[Any, Callable[..., Any]]) -> None:
+    from thunder.dynamo import splitter, utils
+
+    by_thunder = utils.is_node_supported_by_thunder
+    if hasattr(by_thunder, "__wrapped__"):
+        return
+
+    def is_written_out(node: torch.fx.Node) -> bool:
+        if node.target is operator.getitem:  # Thunder cannot look into a tuple with None
+            return isinstance(of := node.args[0], torch.fx.Node) and is_written_out(of)
+        fn = _written(node, written)
+        return fn is not None and utils.try_execute_thunder_symbol(fn, node, {"disable_torch_autograd": True})[0]
+
+    @wraps(by_thunder)
+    def supported(node: torch.fx.Node, thunder_options: dict[str, Any]) -> tuple[bool, Any]:
+        if any(map(is_ours, thunder_options.get("transforms", ()))):
+            _in_terms_of_thunder(node, lambda m: utils.is_graphmodule_supported_by_thunder(m, thunder_options)[0])
+            if is_written_out(node):
+                return True, None
+        return by_thunder(node, thunder_options)
+
+    utils.is_node_supported_by_thunder = splitter.is_node_supported_by_thunder = supported
+
+
+def _in_terms_of_thunder(node: torch.fx.Node, supports: Callable[[torch.fx.GraphModule], bool]) -> None:
+    """Change a node, with the same meaning, to what Thunder knows.
+
+    Args:
+        node: Dynamo replaces some functions by what they call, and PyTorch has changed how it calls others.
+        supports: whether Thunder compiles all of a module.
+    """
+    whole = node.graph.owning_module
+    if (known := _KNOWN_AS.get(node.target)) is not None:
+        node.target = known
+    elif node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
+        bodies: list[Any] = [whole.get_submodule(str(body.target)) for body in node.all_input_nodes[:2]]
+        if not all(map(supports, bodies)):
+            return
+        # Before PyTorch 2.11 a body's first argument was the context, and a mask said which arguments were tensors.
+        for body in bodies:
+            with body.graph.inserting_before(next(iter(body.graph.nodes))):
+                body.graph.placeholder("context")
+            body.recompile()
+        mask = [True] * (len(node.args) - len(bodies))
+        node.kwargs = {"args_tensor_mask": mask, "non_differentiable_idx": node.kwargs["non_differentiable_idx"]}
+    else:
+        return
+    whole.recompile()
+
+
+def _written(node: torch.fx.Node, written: Mapping[Any, Callable[..., Any]]) -> Callable[..., Any] | None:
+    target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    fn = written.get(getattr(_torch_to_thunder_function_map.get(target), "id", None))
+    return None if fn is None else _refusing_none(fn)
+
+
+def _refusing_none(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @langctx(Languages.TORCH)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if (result := fn(*args, **kwargs)) is None:
+            raise NotImplementedError("not written out for these arguments")
+        return result
+
+    return refusing
