@@ -81,6 +81,13 @@ FUNCTIONS = {
     "draws": lambda x, w: F.gumbel_softmax(x * w),
     "a method": lambda x, w: (x * w).roll(1, 0).narrow(0, 0, 2),
     "of two values": cells,
+    "of two namesakes": lambda x, w: (x * w).norm(dim=-1) + torch.linalg.norm(x, dim=-1),
+    "products": lambda x, w: torch.addmm(w, x[0], x[1].t() @ x[2]) + (x[0] * w).mm(x[1].t() @ x[2]),
+    "detach": lambda x, w: F.mse_loss(x * w, (x * w).detach() * 2) + (x * w).float().double().sum(),
+    "log_softmax with its own warning": lambda x, w: F.nll_loss(
+        nn.LogSoftmax(-1)((x * w).flatten(0, 1)), torch.arange(15) % 8, ignore_index=3
+    ),
+    "conv_transpose": lambda x, w: F.conv_transpose1d(x * w, x[:3], stride=2),
     "rms_norm": lambda x, w: F.rms_norm(x, (8,), w),
     "in a checkpoint": lambda x, w: checkpoint(
         lambda x: F.rms_norm(F.gumbel_softmax(x * w), (8,)).absolute(), x, use_reentrant=False

@@ -124,3 +124,11 @@ def test_a_plain_dropout_in_place_writes():
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert 0 < (out == 0).sum() < 64
     torch.testing.assert_close(grad, out.detach())
+
+
+def test_remainders_of_integers_and_signs():
+    def fn(i):
+        return i % 3 + 5 % (i + 9) + (+i)
+
+    i = torch.arange(-4, 5)
+    assert torch.equal(thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])(i), fn(i))

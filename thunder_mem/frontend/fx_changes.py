@@ -21,6 +21,11 @@ from thunder.torch import _torch_to_thunder_function_map
 
 __all__ = ["keep_written_out", "replace_waiting", "when_imported"]
 
+_MENDED = {
+    symbol
+    for function in (torch.detach, F.nll_loss, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+    if (symbol := _torch_to_thunder_function_map.get(function)) is not None
+}
 _KNOWN_AS: dict[Any, Callable[..., Any]] = {torch.rms_norm: F.rms_norm}
 
 _changes: dict[str, Callable[[], None]] = {}
@@ -48,8 +53,9 @@ def keep_written_out(is_ours: Callable[[Any], bool], written: Mapping[Any, Calla
     """From now on, Thunder's parts of our programs keep functions that this package writes out.
 
     Thunder's splitter gives all functions that Thunder passes to PyTorch whole to Inductor. There no plan sees them,
-    and they draw other random numbers than in eager. Thunder's parts also keep what Thunder knows by another name or
-    convention than PyTorch 2.11's: `nn.RMSNorm`, `torch.autograd.Function`.
+    and they draw other random numbers than in eager. Thunder's parts also keep functions whose gradients this package
+    mends, `detach`, and what Thunder knows by another name or convention than PyTorch 2.11's: `nn.RMSNorm`,
+    `nn.LogSoftmax`, `torch.autograd.Function`.
 
     Args:
         is_ours: whether a transform writes them out.
@@ -68,7 +74,8 @@ def _ask_first(is_ours: Callable[[Any], bool], written: Mapping[Any, Callable[..
     def is_written_out(node: torch.fx.Node) -> bool:
         if node.target is operator.getitem:  # Thunder cannot look into a tuple with None
             return isinstance(of := node.args[0], torch.fx.Node) and is_written_out(of)
-        fn = _written(node, written)
+        symbol = _symbol(node)
+        fn = symbol if symbol in _MENDED else _refusing_none(written.get(getattr(symbol, "id", None)))
         return fn is not None and utils.try_execute_thunder_symbol(fn, node, {"disable_torch_autograd": True})[0]
 
     @wraps(by_thunder)
@@ -90,7 +97,9 @@ def _in_terms_of_thunder(node: torch.fx.Node, supports: Callable[[torch.fx.Graph
         supports: whether Thunder compiles all of a module.
     """
     whole = node.graph.owning_module
-    if (known := _KNOWN_AS.get(node.target)) is not None:
+    if "_stacklevel" in node.kwargs:  # of a warning
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != "_stacklevel"}
+    elif (known := _KNOWN_AS.get(node.target)) is not None:
         node.target = known
     elif node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
         bodies: list[Any] = [whole.get_submodule(str(body.target)) for body in node.all_input_nodes[:2]]
@@ -108,13 +117,15 @@ def _in_terms_of_thunder(node: torch.fx.Node, supports: Callable[[torch.fx.Graph
     whole.recompile()
 
 
-def _written(node: torch.fx.Node, written: Mapping[Any, Callable[..., Any]]) -> Callable[..., Any] | None:
+def _symbol(node: torch.fx.Node) -> Any:
     target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
-    fn = written.get(getattr(_torch_to_thunder_function_map.get(target), "id", None))
-    return None if fn is None else _refusing_none(fn)
+    return _torch_to_thunder_function_map.get(target)
 
 
-def _refusing_none(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing_none(fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    if fn is None:
+        return None
+
     @langctx(Languages.TORCH)
     def refusing(*args: Any, **kwargs: Any) -> Any:
         if (result := fn(*args, **kwargs)) is None:

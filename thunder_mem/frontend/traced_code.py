@@ -6,6 +6,7 @@
   fails. It is only a hint beside the mask, and so it is not given. In evaluation they ask for a fast path that Thunder
   has not, and get none.
 - `nn.LogSoftmax` and `nn.Softmin` pass on ``_stacklevel=``, which Thunder's functions do not take.
+- ``x % n`` and ``+x`` are missing.
 - Dropouts in place (`nn.Dropout(inplace=True)`) are refused, or do not write. They draw, and the result is copied.
 """
 
@@ -16,12 +17,14 @@ from functools import wraps
 from types import FunctionType
 from typing import Any
 
+import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
 from thunder.core.dtypes import dtype, to_torch_dtype
 from thunder.core.interpreter import INTERPRETER_SIGNALS, _interpret_call, unwrap, wrap, wrap_const
 from thunder.core.jit_ext import _general_jit_lookaside_map
 from thunder.core.proxies import TensorProxy
+from thunder.torch.langctx import register_method
 from torch.backends.mha import get_fastpath_enabled
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
@@ -38,6 +41,8 @@ def mend_traced_code() -> None:
     _general_jit_lookaside_map[_detect_is_causal_mask] = _is_causal
     _general_jit_lookaside_map[get_fastpath_enabled] = _has_fast_path
     _general_jit_lookaside_map.update(_WRAPPED)
+    register_method("mod", ltorch.remainder)
+    register_method("pos", lambda a: a)
 
 
 @wraps(_THUNDERS)

@@ -22,7 +22,7 @@ from thunder_mem.sharding.op_rules import pointwise
 from thunder_mem.sharding.propagation import RULES, RuleError
 from thunder_mem.trace.rebuilding import recorded
 
-__all__ = ["DECOMPOSITIONS", "STACKS", "decomposed", "written_out"]
+__all__ = ["DECOMPOSITIONS", "STACKS", "addmm", "decomposed", "written_out"]
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """By symbol id: `fn(*args, **kwargs)`, written in `thunder.torch` ops, that means the same as the op
@@ -173,7 +173,7 @@ for _name in ("kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logit
         DECOMPOSITIONS[_symbol.id] = _elementwise_loss(_symbol)
 
 
-def _addmm(bias, a, b, *, beta=1, alpha=1):
+def addmm(bias, a, b, *, beta=1, alpha=1):
     product = ltorch.matmul(a, b)
     product = product if alpha == 1 else ltorch.mul(product, alpha)
     return ltorch.add(product, bias if beta == 1 else ltorch.mul(bias, beta))
@@ -240,7 +240,7 @@ STACKS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 # Thunder passes these to torch whole, except `einsum`.
 _OTHERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.addmm: _addmm,
+    torch.addmm: addmm,
     torch.mm: _mm,
     torch.inner: _inner,
     torch.einsum: _einsum,

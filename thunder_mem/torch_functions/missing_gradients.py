@@ -1,13 +1,28 @@
-"""Gradients that Thunder 0.2.6 lacks, as in PyTorch's `derivatives.yaml`, registered when a program is compiled."""
+"""Gradients that Thunder 0.2.6 lacks or confuses, registered when a program is compiled.
+
+Those that it lacks are as in PyTorch's `derivatives.yaml`; that of `addmm` makes no product twice. Of functions that
+Thunder passes to PyTorch whole, it keeps the gradients by name, so that `torch.norm` silently gets those of
+`torch.linalg.norm`, and `torch.cross`, `torch.svd` and others those of their namesakes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from numbers import Number
+from typing import Any
 
 import thunder.torch as ltorch
+import torch
 from thunder.core import prims
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
-from thunder.core.transforms import _grad_fn_map, register_grad
+from thunder.core.symbol import Symbol
+from thunder.core.transforms import _grad_fn_map, backward_impls, nondifferentiable_vjp_symbols, register_grad
+from thunder.executors.torchex import _always_executable
+from thunder.executors.torchex import ex as torch_ex
+from thunder.torch.default_torch_ops import torch_auto_registered_ops
 
 __all__ = ["register_missing"]
 
@@ -40,6 +55,16 @@ def _trunc_grad(a: TensorProxy) -> TensorProxy:
     return fwd
 
 
+def _remainder_grad(a: TensorProxy | Number, b: TensorProxy | Number) -> TensorProxy:
+    fwd = prims.remainder(a, b)
+    g = prims.get_grad(fwd)
+    if isinstance(a, TensorProxy):
+        prims.put_grad(a, g)
+    if isinstance(b, TensorProxy):
+        prims.put_grad(b, ltorch.neg(ltorch.mul(g, ltorch.floor(ltorch.true_divide(a, b)))))
+    return fwd
+
+
 def _index_add_grad(a: TensorProxy, index: TensorProxy, value: TensorProxy, dim: int) -> TensorProxy:
     fwd = prims.index_add(a, index, value, dim)
     g = prims.get_grad(fwd)
@@ -48,17 +73,57 @@ def _index_add_grad(a: TensorProxy, index: TensorProxy, value: TensorProxy, dim:
     return fwd
 
 
+def _addmm_grad(bias: TensorProxy, a: TensorProxy, b: TensorProxy, *, beta: float = 1, alpha: float = 1) -> TensorProxy:
+    """By two products. Thunder's own runs the whole function once more."""
+    fwd = _ADDMM(bias, a, b, beta=beta, alpha=alpha)
+    g = prims.get_grad(fwd)
+    of_product = g if alpha == 1 else ltorch.mul(g, alpha)
+    prims.put_grad(a, ltorch.matmul(of_product, ltorch.transpose(b, 0, 1)))
+    prims.put_grad(b, ltorch.matmul(ltorch.transpose(a, 0, 1), of_product))
+    missing = g.ndim - bias.ndim
+    repeated = [d for d in range(g.ndim) if d < missing or (bias.shape[d - missing] == 1 and g.shape[d] != 1)]
+    of_bias = ltorch.reshape(ltorch.sum(g, repeated), bias.shape) if repeated else g
+    prims.put_grad(bias, of_bias if beta == 1 else ltorch.mul(of_bias, beta))
+    return fwd
+
+
+_ADDMM: Any = ltorch._torch_to_thunder_function_map[torch.addmm]
+
 _MISSING = {
+    _ADDMM: _addmm_grad,
     prims.minimum: _minimum_grad,
     prims.flip: _flip_grad,
+    prims.remainder: _remainder_grad,
     prims.round: _round_grad,
     prims.trunc: _trunc_grad,
     prims.index_add: _index_add_grad,
 }
 
 
+_WITHOUT_GRADIENT = (PrimIDs.ARGMIN, PrimIDs.ISFINITE)
+"""Operations that Thunder refuses where an argument has a gradient, though their results have none."""
+
+
 def register_missing() -> None:
-    """Register gradients that Thunder lacks."""
+    """Register gradients that Thunder lacks, and give functions of the same name each its own."""
+    nondifferentiable_vjp_symbols.update(_WITHOUT_GRADIENT)
     for prim, gradient in _MISSING.items():
         if prim.id not in _grad_fn_map:
             register_grad(prim, gradient)
+    _tell_namesakes_apart()
+
+
+@cache
+def _tell_namesakes_apart() -> None:
+    named: dict[str, dict[Symbol, Callable[..., Any]]] = defaultdict(dict)
+    for function in (fn for functions in torch_auto_registered_ops.values() for fn in functions):
+        symbol: Any = ltorch._torch_to_thunder_function_map[function]
+        named[symbol.name].setdefault(symbol, function)  # a method's symbol is the function's
+    for symbol, function in (pair for same in named.values() if len(same) > 1 for pair in same.items()):
+        gradient = torch_ex.register_operator(
+            f"{str(symbol.id).replace('.', '_')}_vjp",
+            meta=ltorch.backward_adaptor(function),
+            fn=partial(ltorch._vjp_impl, function),
+        )
+        torch_ex.register_implementation(gradient.id, gradient, checker=_always_executable)
+        backward_impls[symbol.id] = gradient

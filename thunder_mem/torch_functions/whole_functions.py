@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 
+from thunder_mem.torch_functions.loss_decompositions import addmm
 from thunder_mem.torch_functions.multi_head_attention import masked_attention_with_dropout, multi_head_attention
 from thunder_mem.torch_functions.random_functions import RANDOM
 from thunder_mem.torch_functions.steps import are_floats, clamp, constant, norm, wide_dtype
@@ -102,6 +103,30 @@ def _cosine_similarity(a: TensorProxy, b: TensorProxy, dim: int = 1, eps: float 
     return ltorch.to(ltorch.sum(ltorch.mul(*directions), dim), a.dtype)
 
 
+def _vector_norm(
+    a: TensorProxy, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> TensorProxy | None:
+    """The Euclidean norm of all elements, or along some dims."""
+    if ord != 2 or dtype is not None or not are_floats(a) or dim in ((), []):
+        return None
+    length, is_zero = norm(ltorch.to(a, wide_dtype(a)), dim, keepdim)
+    return ltorch.to(ltorch.where(is_zero, 0.0, length), a.dtype)
+
+
+def _linalg_norm(
+    a: TensorProxy, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> TensorProxy | None:
+    """Where that is the Euclidean norm of elements: an order and two dims make the norm of a matrix."""
+    of_a_vector = isinstance(dim, int) or (dim is None and a.ndim == 1) or (isinstance(dim, Sequence) and len(dim) == 1)
+    return _vector_norm(a, 2 if ord is None else ord, dim, keepdim, dtype=dtype) if ord is None or of_a_vector else None
+
+
+def _norm(
+    a: TensorProxy, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> TensorProxy | None:
+    return _vector_norm(a, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
+
+
 def _length(a: TensorProxy, dim: int, eps: float) -> TensorProxy:
     """The norm, at least `eps`, with the derivative of the norm."""
     length, is_zero = norm(a, dim, keepdim=True)
@@ -133,18 +158,40 @@ def _meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
     return ltorch._torch_to_thunder_function_map[torch.meshgrid](*tensors[0], indexing=indexing)
 
 
+def _cast(dtype: torch.dtype) -> Written:
+    return lambda a, *, memory_format=torch.preserve_format: (
+        ltorch.to(a, dtype) if memory_format is torch.preserve_format else None
+    )
+
+
+_CASTS: dict[Callable[..., Any], Written] = {
+    torch.Tensor.bfloat16: _cast(torch.bfloat16),
+    torch.Tensor.bool: _cast(torch.bool),
+    torch.Tensor.byte: _cast(torch.uint8),
+    torch.Tensor.char: _cast(torch.int8),
+    torch.Tensor.double: _cast(torch.float64),
+    torch.Tensor.half: _cast(torch.float16),
+    torch.Tensor.int: _cast(torch.int32),
+    torch.Tensor.short: _cast(torch.int16),
+}
+
 _ALWAYS: dict[Callable[..., Any], Written] = {
+    **_CASTS,
     torch.absolute: ltorch.abs,
     torch.diff: _diff,
     torch.divide: _divide,
+    torch.dot: ltorch.matmul,
     torch.lerp: _lerp,
     torch.lstm_cell: _lstm_cell,
     torch.meshgrid: _meshgrid,
+    torch.mm: ltorch.matmul,
     torch.moveaxis: ltorch.movedim,
     torch.multiply: ltorch.mul,
+    torch.mv: ltorch.matmul,
     torch.narrow: _narrow,
     torch.negative: ltorch.neg,
     F.multi_head_attention_forward: multi_head_attention,
+    torch.rsub: lambda a, b, alpha=1: ltorch.sub(b, a, alpha=alpha),
     F.scaled_dot_product_attention: masked_attention_with_dropout,
     torch.subtract: ltorch.sub,
     torch.swapaxes: ltorch.transpose,
@@ -156,6 +203,7 @@ _ALWAYS: dict[Callable[..., Any], Written] = {
 }
 
 _WHERE_FUSED: dict[Callable[..., Any], Written] = {
+    torch.addmm: addmm,
     torch.clamp: clamp,
     torch.clamp_max: lambda a, max: clamp(a, None, max),
     torch.clamp_min: lambda a, min: clamp(a, min),
@@ -163,6 +211,9 @@ _WHERE_FUSED: dict[Callable[..., Any], Written] = {
     F.cosine_similarity: _cosine_similarity,
     F.pixel_shuffle: _pixel_shuffle,
     F.pixel_unshuffle: _pixel_unshuffle,
+    torch.linalg.norm: _linalg_norm,
+    torch.linalg.vector_norm: _vector_norm,
+    torch.norm: _norm,
     torch.roll: _roll,
 }
 

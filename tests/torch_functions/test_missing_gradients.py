@@ -1,0 +1,39 @@
+"""Gradients that Thunder lacks, and those of functions of one name, such as `torch.norm` and `torch.linalg.norm`."""
+
+import pytest
+import thunder
+import torch
+
+from thunder_mem import MemEfficient
+
+X = torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+FUNCTIONS = {
+    "a norm along two dims": lambda x: x.norm(2, dim=(0, 1)),
+    "a norm of order 1": lambda x: torch.norm(x, 1),
+    "the norm of a matrix": lambda x: torch.linalg.norm(x, 2, dim=(1, 2)),
+    "both products": lambda x: torch.cross(x, x.cos()) + torch.linalg.cross(x[:, :3], x.cos()[:, :3], dim=1).sum(1)[0],
+    "both decompositions": lambda x: (torch.svd(x)[2] * torch.linalg.svd(x)[2].mT * x).abs(),
+    "an upper factor": lambda x: torch.cholesky(x @ x.mT, upper=True),
+    "remainders": lambda x: x % 0.75 + x % x.cos() + (-x).remainder(x.exp()),
+    "the least and the finite": lambda x: x * x.argmin(-1, keepdim=True) + torch.isfinite(x) * x.sin(),
+    "a product with a bias": lambda x: (
+        torch.addmm(x[0, 0], x[1], x[2], alpha=2) + torch.addmm(x[0], x[1], x[2], beta=3)
+    ),
+    "a product with numbers": lambda x: torch.addmm(x[0, :1, :1], x[1], x[2]) @ torch.addmm(x[1, 2, 3], x[1], x[2]),
+    "a product with columns": lambda x: torch.addmm(x[0, :, 1:2], x[1], x[2]) @ torch.addmm(x[0, 1:2], x[1], x[2]),
+    "a reduction by its number": lambda x: torch.kl_div(x, x.softmax(-1), 1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore")
+def test_values_and_gradients_are_pytorchs(name):
+    fn = FUNCTIONS[name]
+    found = []
+    for call in (fn, thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])):
+        x = X.clone().requires_grad_()
+        out = call(x)
+        (grad,) = torch.autograd.grad((out * torch.arange(out.numel()).view(out.shape).cos()).sum(), x)
+        found.append((out, grad))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
