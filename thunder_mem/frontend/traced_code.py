@@ -6,6 +6,8 @@
   fails. It is only a hint beside the mask, and so it is not given. In evaluation they ask for a fast path that Thunder
   has not, and get none.
 - `nn.LogSoftmax` and `nn.Softmin` pass on ``_stacklevel=``, which Thunder's functions do not take.
+- `nn.LSTM`, `nn.GRU` and `nn.RNN` keep weak references to their weights, which Thunder cannot trace, and pass on a list
+  of them. Here the list is made of the module's parameters.
 - ``x % n`` and ``+x`` are missing.
 - Dropouts in place (`nn.Dropout(inplace=True)`) are refused, or do not write. They draw, and the result is copied.
 """
@@ -25,6 +27,7 @@ from thunder.core.interpreter import INTERPRETER_SIGNALS, _interpret_call, unwra
 from thunder.core.jit_ext import _general_jit_lookaside_map
 from thunder.core.proxies import TensorProxy
 from thunder.torch.langctx import register_method
+from torch import nn
 from torch.backends.mha import get_fastpath_enabled
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
@@ -40,6 +43,7 @@ def mend_traced_code() -> None:
     _general_jit_lookaside_map[getattr] = _getattr
     _general_jit_lookaside_map[_detect_is_causal_mask] = _is_causal
     _general_jit_lookaside_map[get_fastpath_enabled] = _has_fast_path
+    _general_jit_lookaside_map[nn.RNNBase._update_flat_weights] = _without_weak_references
     _general_jit_lookaside_map.update(_WRAPPED)
     register_method("mod", ltorch.remainder)
     register_method("pos", lambda a: a)
@@ -47,6 +51,8 @@ def mend_traced_code() -> None:
 
 @wraps(_THUNDERS)
 def _getattr(obj: Any, name: Any, *default: Any) -> Any:
+    if unwrap(name) == "_flat_weights" and isinstance(unwrap(obj), nn.RNNBase) and is_own_program():
+        return _interpret_call(lambda rnn: [getattr(rnn, weight) for weight in rnn._flat_weights_names], obj)
     value = _THUNDERS(obj, name, *default)
     if value is INTERPRETER_SIGNALS.EXCEPTION_RAISED or unwrap(name) != "dtype" or not is_own_program():
         return value
@@ -60,7 +66,9 @@ def _same(function: Any) -> FunctionType:
     return FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
 
 
-_CAUSAL, _FAST_PATH = _same(_detect_is_causal_mask), _same(get_fastpath_enabled)
+_CAUSAL, _FAST_PATH, _UPDATE = map(
+    _same, (_detect_is_causal_mask, get_fastpath_enabled, nn.RNNBase._update_flat_weights)
+)
 
 
 def _is_causal(mask: Any, is_causal: Any = None, size: Any = None) -> Any:
@@ -72,6 +80,10 @@ def _is_causal(mask: Any, is_causal: Any = None, size: Any = None) -> Any:
 
 def _has_fast_path() -> Any:
     return wrap_const(False) if is_own_program() else _interpret_call(_FAST_PATH)
+
+
+def _without_weak_references(rnn: Any) -> Any:
+    return wrap_const(None) if is_own_program() else _interpret_call(_UPDATE, rnn)
 
 
 def _without_stacklevel(thunders: Callable[..., Any]) -> Callable[..., Any]:

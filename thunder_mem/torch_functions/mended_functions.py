@@ -9,7 +9,8 @@ Thunder gets these wrong:
 - `hstack`, `vstack` and their like: the tensors in a sequence silently get no gradient.
 - `embedding` with a negative ``padding_idx``: the row of padding silently gets a gradient, because the backward takes
   the index as "no padding".
-- `lstm_cell`, and `meshgrid` of a list: tensors in a sequence get no gradient here, either.
+- `lstm_cell`, `lstm`, `meshgrid` of a list and others: tensors in a sequence get no gradient here, either
+  (`plain_arguments.py`).
 - attention with mask and dropout on a CPU: a query without keys gives NaN (`multi_head_attention.py`).
 - functions that draw random numbers inside (`random_functions.py`): silently, their gradients have other numbers.
 
@@ -30,6 +31,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_mem.torch_functions.loss_decompositions import STACKS, decomposed, written_out
+from thunder_mem.torch_functions.plain_arguments import with_plain_arguments
 from thunder_mem.torch_functions.whole_functions import FUSED, WRITTEN_OUT, Written
 from thunder_mem.trace.rebuilding import rebuilt
 
@@ -61,7 +63,9 @@ def _all_rewritten(
 
 def _rewritten(bsym: BoundSymbol, trace: TraceCtx, whole: Mapping[Any, Written]) -> Sequence[BoundSymbol]:
     if bsym.sym.id in whole and (parts := written_out(bsym, trace, whole[bsym.sym.id])):
-        return _in_place_of(bsym, parts)
+        return _in_place_of(bsym, [with_plain_arguments(part) for part in parts])
+    if (plain := with_plain_arguments(bsym)) is not bsym:
+        return [plain]
     if bsym.sym.id == ltorch.embedding.id:
         return [_with_padding_from_the_front(bsym)]
     if bsym.sym.id not in (ltorch.cross_entropy.id, ltorch.nll_loss.id, *_STACKS):

@@ -21,6 +21,7 @@ from thunder.core.proxies import TensorProxy
 from thunder_mem.torch_functions.loss_decompositions import addmm
 from thunder_mem.torch_functions.multi_head_attention import masked_attention_with_dropout, multi_head_attention
 from thunder_mem.torch_functions.random_functions import RANDOM
+from thunder_mem.torch_functions.recurrent import RECURRENT
 from thunder_mem.torch_functions.steps import are_floats, clamp, constant, norm, wide_dtype
 from thunder_mem.torch_functions.whole_losses import LOSSES, LOSSES_WITHOUT_DERIVATIVE
 
@@ -223,7 +224,7 @@ def _by_symbol(written: dict[Callable[..., Any], Written]) -> dict[Any, Written]
     return {known[function].id: fn for function, fn in written.items() if function in known}
 
 
-WRITTEN_OUT = _by_symbol(_ALWAYS | RANDOM | LOSSES_WITHOUT_DERIVATIVE)
+WRITTEN_OUT = _by_symbol(_ALWAYS | RANDOM | RECURRENT | LOSSES_WITHOUT_DERIVATIVE)
 """By symbol id: `fn(*args, **kwargs)`, which means the same, or None where it does not know the arguments."""
 
 FUSED = _by_symbol(_WHERE_FUSED | LOSSES)
