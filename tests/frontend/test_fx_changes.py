@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -52,6 +53,45 @@ class WithPlaces(torch.autograd.Function):
         return g * 3 * x.cos() + h
 
 
+class Reversed(torch.autograd.Function):
+    """Of one result, and without saved values."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -5 * g
+
+
+class Added(torch.autograd.Function):
+    """To a number, which is all that is saved."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(total := (x.square() * w).sum())
+        ctx.shape = x.shape
+        return total
+
+    @staticmethod
+    def backward(ctx, g):
+        (total,) = ctx.saved_tensors
+        return (g * total).expand(ctx.shape), None
+
+
+class Three(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w, x + w, x.sum()
+
+    @staticmethod
+    def backward(ctx, g, h, k):
+        x, w = ctx.saved_tensors
+        return g * w + h + k, (2 * g * x + h).sum((0, 1))
+
+
 class Rounded(torch.autograd.Function):
     """Thunder knows `sinc` only as something to fall back for."""
 
@@ -93,6 +133,9 @@ FUNCTIONS = {
         lambda x: F.rms_norm(F.gumbel_softmax(x * w), (8,)).absolute(), x, use_reentrant=False
     ),
     "autograd.Function, twice": lambda x, w: Scaled.apply(Scaled.apply(x, w, 2.0), w, 3.0).relu(),
+    "autograd.Function of one result": lambda x, w: Reversed.apply(x * w) * x,
+    "autograd.Function of a number": lambda x, w: Added.apply(x * w, w) * x + Reversed.apply(x),
+    "autograd.Function, of whose results two are not read": lambda x, w: Three.apply(x, w)[1].sin(),
     "autograd.Function with integers": with_places,
     "autograd.Function in a checkpoint": lambda x, w: checkpoint(
         lambda x: Scaled.apply(x, w, 3.0), x, use_reentrant=False
@@ -149,6 +192,17 @@ def test_a_function_that_thunder_cannot_compile_is_left_as_it_was():
     for mine, eager in zip(seen(compiled, drawn(5, 3, 8), drawn(8)), seen(fn, drawn(5, 3, 8), drawn(8)), strict=True):
         torch.testing.assert_close(mine, eager, rtol=1e-12, atol=1e-12)
     assert [part.compiler for part in fx.subgraphs(compiled)] == ["thunder", "inductor", "thunder"]
+
+
+def test_softmax_modules_without_a_dim():
+    for module in (nn.LogSoftmax(), nn.Softmin()):
+        for shape in ((4,), (3, 4), (2, 3, 4), (2, 2, 3, 4)):
+            x = drawn(*shape)
+            compiled = thunderfx(module, executors=[], transforms=[MemEfficient(strict=True)])
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Implicit dimension choice")
+                torch.testing.assert_close(compiled(x), module(x))
+            torch._dynamo.reset()
 
 
 @pytest.mark.slow

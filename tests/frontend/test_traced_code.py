@@ -132,3 +132,13 @@ def test_remainders_of_integers_and_signs():
 
     i = torch.arange(-4, 5)
     assert torch.equal(thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])(i), fn(i))
+
+
+@pytest.mark.parametrize("module", [torch.nn.LogSoftmax(), torch.nn.Softmin()])
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+def test_softmax_modules_without_a_dim(module):
+    for shape in ((4,), (3, 4), (2, 3, 4), (2, 2, 3, 4)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(
+            thunder.jit(module, executors=[], transforms=[MemEfficient(strict=True)])(x), module(x)
+        )

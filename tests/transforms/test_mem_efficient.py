@@ -32,11 +32,12 @@ ALONE = {
     "pointwise": {"executors": [mem_attention_ex, mem_pointwise_ex, mem_gradients_ex]},
 }
 # Where regions decompose a composite, or `mem_attention` joins the default list, other kernels run than in
-# Thunder alone, and results agree within rounding. So they do where a batch norm writes its statistics.
+# Thunder alone, and results agree within rounding. So they do where a batch norm writes its statistics, or a norm is
+# written out.
 OTHER_KERNELS = {
-    "default": ("loss inside", "checkpoints", "attention block"),
+    "default": ("loss inside", "checkpoints", "attention block", "reductions"),
     "no fusion": ("batch norm in training", "one batch norm twice"),
-    "pointwise": ("loss inside", "checkpoints", "attention block"),
+    "pointwise": ("loss inside", "checkpoints", "attention block", "reductions"),
 }
 
 

@@ -97,7 +97,7 @@ def _in_terms_of_thunder(node: torch.fx.Node, supports: Callable[[torch.fx.Graph
         supports: whether Thunder compiles all of a module.
     """
     whole = node.graph.owning_module
-    if "_stacklevel" in node.kwargs:  # of a warning
+    if "_stacklevel" in node.kwargs and node.kwargs.get("dim", (*node.args, None)[1]) is not None:  # of a warning
         node.kwargs = {name: value for name, value in node.kwargs.items() if name != "_stacklevel"}
     elif (known := _KNOWN_AS.get(node.target)) is not None:
         node.target = known
@@ -109,12 +109,28 @@ def _in_terms_of_thunder(node: torch.fx.Node, supports: Callable[[torch.fx.Graph
         for body in bodies:
             with body.graph.inserting_before(next(iter(body.graph.nodes))):
                 body.graph.placeholder("context")
+        _with_two_results(*(body.graph for body in bodies))
+        for body in bodies:
             body.recompile()
         mask = [True] * (len(node.args) - len(bodies))
         node.kwargs = {"args_tensor_mask": mask, "non_differentiable_idx": node.kwargs["non_differentiable_idx"]}
     else:
         return
     whole.recompile()
+
+
+def _with_two_results(forward: torch.fx.Graph, backward: torch.fx.Graph) -> None:
+    """Give a forward of one result another one, which nobody reads: of one Thunder returns it, not the tuple."""
+    (result,) = forward.find_nodes(op="output")
+    outputs, saved = result.args[0]
+    if len(outputs) > 1:
+        return
+    with forward.inserting_before(result):
+        unread = forward.call_function(torch.zeros, ((1,),))
+    result.args = (((*outputs, unread), saved),)
+    _, tangent, *_ = backward.find_nodes(op="placeholder")
+    with backward.inserting_after(tangent):
+        backward.placeholder("unread")
 
 
 def _symbol(node: torch.fx.Node) -> Any:

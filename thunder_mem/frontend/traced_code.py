@@ -88,10 +88,12 @@ def _without_weak_references(rnn: Any) -> Any:
 
 def _without_stacklevel(thunders: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(thunders)
-    def softmax(*args: Any, **kwargs: Any) -> Any:
+    def softmax(a: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         if is_own_program():
             kwargs.pop("_stacklevel", None)
-        return thunders(*args, **kwargs)
+            if dim is None or unwrap(dim) is None:
+                dim = wrap_const(0 if unwrap(a).ndim in (0, 1, 3) else 1)  # PyTorch's own choice
+        return thunders(a, dim, *args, **kwargs)
 
     return softmax
 

@@ -52,6 +52,11 @@ def without_writes(trace: TraceCtx) -> TraceCtx:
     """
     if not any(map(copies_in, trace.bound_symbols)):
         return trace
+    if (own := _write_inside_an_own_gradient(trace)) is not None:
+        raise NotImplementedError(
+            f"the forward of a torch.autograd.Function writes in place at {place_of(own)}, and Thunder cannot "
+            "differentiate it then: compute a new value there"
+        )
     trace = _with_own_repeats(with_values_past_no_grad(trace))
     memory = Aliases(trace.bound_symbols)
     recipes = {p.name: b for b in trace.bound_symbols if is_certain_view(b) for p in tensors_in(b.output)}
@@ -99,6 +104,14 @@ def _warn(write: BoundSymbol, why: str, instead: str) -> None:
         f"Thunder's autograd misses the write at {place_of(write)}: {why}, with MemEfficient and without. {instead}",
         stacklevel=3,
     )
+
+
+def _write_inside_an_own_gradient(trace: TraceCtx) -> BoundSymbol | None:
+    """The first write in a function with the user's own gradient, which the function's parts do not have."""
+    if not any(p.requires_grad for p in arguments_of(trace)):
+        return None
+    own = (b for b in trace.bound_symbols if b.sym.executor is not None and b.sym.executor.get_grad_transform(b.sym))
+    return next((b for b in own if copies_in(b)), None)
 
 
 def _write_to_a_diagonal(trace: TraceCtx, memory: Aliases) -> BoundSymbol | None:

@@ -174,6 +174,8 @@ for _name in ("kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logit
 
 
 def addmm(bias, a, b, *, beta=1, alpha=1):
+    if not beta or dtypes.is_complex_dtype(a.dtype):  # the bias is ignored, also if it is no number
+        return None
     product = ltorch.matmul(a, b)
     product = product if alpha == 1 else ltorch.mul(product, alpha)
     return ltorch.add(product, bias if beta == 1 else ltorch.mul(bias, beta))

@@ -15,13 +15,16 @@ from typing import Any
 
 import thunder.torch as ltorch
 import torch
-from thunder.core import prims
+from thunder.core import dtypes, prims
+from thunder.core.devices import to_torch_device
+from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.core.transforms import _grad_fn_map, backward_impls, nondifferentiable_vjp_symbols, register_grad
 from thunder.executors.torchex import _always_executable
 from thunder.executors.torchex import ex as torch_ex
+from thunder.executors.torchex import zeros as torch_zeros
 from thunder.torch.default_torch_ops import torch_auto_registered_ops
 
 __all__ = ["register_missing"]
@@ -78,8 +81,10 @@ def _addmm_grad(bias: TensorProxy, a: TensorProxy, b: TensorProxy, *, beta: floa
     fwd = _ADDMM(bias, a, b, beta=beta, alpha=alpha)
     g = prims.get_grad(fwd)
     of_product = g if alpha == 1 else ltorch.mul(g, alpha)
-    prims.put_grad(a, ltorch.matmul(of_product, ltorch.transpose(b, 0, 1)))
-    prims.put_grad(b, ltorch.matmul(ltorch.transpose(a, 0, 1), of_product))
+    is_complex = dtypes.is_complex_dtype(a.dtype)
+    left, right = (ltorch.transpose(ltorch.conj(x) if is_complex else x, 0, 1) for x in (a, b))
+    prims.put_grad(a, ltorch.matmul(of_product, right))
+    prims.put_grad(b, ltorch.matmul(left, of_product))
     missing = g.ndim - bias.ndim
     repeated = [d for d in range(g.ndim) if d < missing or (bias.shape[d - missing] == 1 and g.shape[d] != 1)]
     of_bias = ltorch.reshape(ltorch.sum(g, repeated), bias.shape) if repeated else g
@@ -110,7 +115,13 @@ def register_missing() -> None:
     for prim, gradient in _MISSING.items():
         if prim.id not in _grad_fn_map:
             register_grad(prim, gradient)
+    torch_ex.register_implementation(ltorch.zeros, checker=_always_executable, execution_transform=_zeros)
     _tell_namesakes_apart()
+
+
+def _zeros(*shape: Any, device: Any = None, dtype: Any = None) -> TensorProxy:
+    """Thunder's own of no dims, the gradient of a number that nobody reads, calls `torch.zeros` without a shape."""
+    return torch_zeros(*(shape or ((),)), device=to_torch_device(device), dtype=to_torch_dtype(dtype))
 
 
 @cache

@@ -1,8 +1,8 @@
 """`torch.lstm`, `gru` and `rnn_*` of several layers, written out as one call for each layer.
 
 A call of one layer stays whole: its gradient runs the layer once more, so that only the layer's input is saved, and the
-values inside of one layer at a time are alive. Dropout between the layers is apart from them: inside, Thunder's gradient
-would draw other numbers than the forward.
+values inside of one layer at a time are alive. Dropout between the layers is apart from them: inside, a gradient would
+draw other numbers.
 """
 
 from __future__ import annotations

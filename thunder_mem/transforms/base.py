@@ -15,6 +15,7 @@ from thunder_mem.frontend.dynamo_tags import run_tags_outside
 from thunder_mem.frontend.fx_prologue_checks import take_back_pruning
 from thunder_mem.frontend.own_programs import own_programs_have
 from thunder_mem.frontend.traced_code import mend_traced_code
+from thunder_mem.frontend.traced_functions import complete_functions
 from thunder_mem.frontend.user_lines import name_user_lines
 
 __all__ = ["ListedTransform"]
@@ -40,6 +41,7 @@ class ListedTransform(Transform, metaclass=_Class):
         own_programs_have(ListedTransform)
         name_user_lines()
         mend_traced_code()
+        complete_functions()
         run_tags_outside()
 
     def transform_module(self, model: Any = None) -> None:

@@ -1,0 +1,61 @@
+"""Functions that Thunder refuses, or refuses with some arguments: eager's values and gradients."""
+
+import pytest
+import thunder
+import torch
+
+from thunder_mem import MemEfficient
+
+X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def dense(x):
+    features = [x]
+    for _ in range(3):
+        features.append(torch.cat(features, 1)[:, ::2].sin())
+        features[0] = features[0] * 2
+    return torch.cat(features, dim=-1)
+
+
+def stacked(x):
+    rows = []
+    for i in range(3):
+        rows.append(x * i)
+        rows.append(torch.stack(rows).sum(0))
+    return torch.stack(tuple(rows), 1) + torch.hstack(rows).sum() + torch.vstack([x, *rows]).sum()
+
+
+FUNCTIONS = {
+    "lists that grow": dense,
+    "lists that are stacked": stacked,
+    "var": lambda x: x.var(-1, unbiased=False) + torch.var(x, False) + x.var(1, False) + x.var(0, correction=0).sum(),
+    "std": lambda x: x.std(0, False, True) * torch.std(x, dim=1, unbiased=True, keepdim=True) * x.std(),
+    "var_mean": lambda x: (
+        torch.var_mean(x, 0, False)[0] * torch.var_mean(x, False)[1] + torch.std_mean(x, 1, False)[0][0]
+    ),
+    "eye": lambda x: x * torch.eye(4, 6, dtype=x.dtype) + x @ torch.eye(6, dtype=torch.float64),
+    "as_tensor": lambda x: torch.as_tensor(x) * torch.as_tensor(x, dtype=torch.float32) * torch.as_tensor(2.0),
+    "tile": lambda x: x.tile(2) * torch.tile(x, (3, 1, 2)) * x.tile((2,)) + x.tile(1, 2),
+    "clone": lambda x: x.t().clone(memory_format=torch.contiguous_format).view(-1) * torch.clone(x).view(-1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients_are_pytorchs(name):
+    fn, found = FUNCTIONS[name], []
+    for call in (fn, thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])):
+        x = X.clone().requires_grad_()
+        out = call(x)
+        weights = torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape).cos()
+        found.append((out, *torch.autograd.grad((out * weights).sum(), x)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+def test_an_identity_is_pytorchs():
+    def fn(n):
+        return torch.eye(n), torch.eye(2, n, dtype=torch.int64), torch.eye(n, 1, dtype=torch.bool)
+
+    for mine, eager in zip(
+        thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])(3), fn(3), strict=True
+    ):
+        assert torch.equal(mine, eager) and mine.dtype == eager.dtype

@@ -1,0 +1,115 @@
+"""Functions of PyTorch that Thunder 0.2.6 refuses, or refuses with some arguments, in others that it knows.
+
+- `torch.cat`, `stack` and their like of a list to which more is appended later, as in a DenseNet;
+- `var`, `std` and their means with ``unbiased=``;
+- `torch.eye`, `as_tensor` of a tensor, `x.tile(2)`, and `x.clone(memory_format=...)`.
+
+These are the same for all programs, which fail without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import thunder.torch as ltorch
+import torch
+from thunder.core.interpreter import _interpret_call, interpreter_needs_wrap, unwrap
+from thunder.core.jit_ext import (
+    _general_jit_lookaside_map,
+    ensure_recursive_proxies,
+    record_source_loc_in_symbol_header,
+)
+from thunder.core.proxies import TensorProxy
+from thunder.torch.langctx import register_method
+
+__all__ = ["complete_functions"]
+
+
+def complete_functions() -> None:
+    """From now on, Thunder traces them."""
+    _general_jit_lookaside_map.update(_OF_SEQUENCES)
+    for name, function in _METHODS.items():
+        register_method(name, function)
+    for original, replacement in _FUNCTIONS.items():
+        traced = ensure_recursive_proxies(interpreter_needs_wrap(record_source_loc_in_symbol_header(replacement)))
+        _general_jit_lookaside_map[original] = traced
+
+
+def _of_a_tuple(thunders: Callable[..., Any]) -> Callable[..., Any]:
+    """Thunder remembers a list as it is at the call, and cannot trace what a program does with it afterwards."""
+
+    @wraps(thunders)
+    def of_a_tuple(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(unwrap(tensors), list):
+            tensors = _interpret_call(tuple, tensors)
+        return thunders(tensors, *args, **kwargs)
+
+    return of_a_tuple
+
+
+_OF_SEQUENCES = {
+    function: _of_a_tuple(_general_jit_lookaside_map[function])
+    for function in (torch.cat, torch.stack, torch.hstack, torch.vstack, torch.dstack, torch.column_stack)
+    if function in _general_jit_lookaside_map
+}
+
+
+def _with_unbiased(thunders: Callable[..., Any]) -> Callable[..., Any]:
+    """The variance, or what is made of it, with PyTorch's older arguments, too: ``(a, unbiased)`` and by name."""
+
+    @wraps(thunders)
+    def variance(
+        a: TensorProxy, dim: Any = None, unbiased: bool | None = None, keepdim: Any = None, **kwargs: Any
+    ) -> Any:
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        if unbiased is not None:
+            kwargs["correction"] = int(unbiased)
+        return thunders(a, dim, keepdim=bool(keepdim), **{k: v for k, v in kwargs.items() if v is not None})
+
+    return variance
+
+
+def _eye(n: int, m: int | None = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
+    rows = ltorch.unsqueeze(ltorch.arange(n, device=device), 1)
+    ones = ltorch.eq(rows, ltorch.arange(n if m is None else m, device=device))
+    return ltorch.to(ones, torch.get_default_dtype() if dtype is None else dtype)
+
+
+def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Any:
+    if isinstance(data, TensorProxy):
+        return ltorch.to(data, dtype=dtype, device=device) if dtype is not None or device is not None else data
+    return ltorch.tensor(data, dtype=dtype, device=device)
+
+
+def _tile(a: TensorProxy, *dims: Any) -> TensorProxy:
+    (times,) = dims if len(dims) == 1 and not isinstance(dims[0], int) else (dims,)
+    return ltorch.repeat(a, *(1,) * (a.ndim - len(times)), *times)
+
+
+def _clone(a: TensorProxy, *, memory_format: Any = torch.preserve_format) -> TensorProxy:
+    copied = ltorch.clone(a)
+    return copied if memory_format is torch.preserve_format else ltorch.contiguous(copied, memory_format=memory_format)
+
+
+_VARIANCES = {
+    name: _with_unbiased(getattr(ltorch, name)) for name in ("var", "std", "var_mean") if hasattr(ltorch, name)
+}
+_METHODS: dict[str, Callable[..., Any]] = {
+    **{name: _VARIANCES[name] for name in ("var", "std")},
+    "tile": _tile,
+    "clone": _clone,
+}
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **{getattr(torch, name): function for name, function in _VARIANCES.items()},
+    torch.Tensor.var: _VARIANCES["var"],
+    torch.Tensor.std: _VARIANCES["std"],
+    torch.eye: _eye,
+    torch.as_tensor: _as_tensor,
+    torch.tile: _tile,
+    torch.Tensor.tile: _tile,
+    torch.clone: _clone,
+    torch.Tensor.clone: _clone,
+}
