@@ -28,6 +28,21 @@ _MENDED = {
 }
 _KNOWN_AS: dict[Any, Callable[..., Any]] = {torch.rms_norm: F.rms_norm}
 
+_IN_PLACE = {
+    "iadd",
+    "iand",
+    "ifloordiv",
+    "ilshift",
+    "imod",
+    "imul",
+    "ior",
+    "ipow",
+    "irshift",
+    "isub",
+    "itruediv",
+    "ixor",
+}
+
 _changes: dict[str, Callable[[], None]] = {}
 
 
@@ -80,43 +95,60 @@ def _ask_first(is_ours: Callable[[Any], bool], written: Mapping[Any, Callable[..
 
     @wraps(by_thunder)
     def supported(node: torch.fx.Node, thunder_options: dict[str, Any]) -> tuple[bool, Any]:
-        if any(map(is_ours, thunder_options.get("transforms", ()))):
-            _in_terms_of_thunder(node, lambda m: utils.is_graphmodule_supported_by_thunder(m, thunder_options)[0])
-            if is_written_out(node):
-                return True, None
-        return by_thunder(node, thunder_options)
+        if not any(map(is_ours, thunder_options.get("transforms", ()))):
+            return by_thunder(node, thunder_options)
+        if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
+            for body in _bodies(node):
+                if _writes(body.graph):
+                    why = f"node with name: {node.name} is not supported, because it writes in place"
+                    return False, utils.SplitReason(utils.SplitReasonType.UNSUPPORTED_NODE, info=why)
+                is_supported, reason = utils.is_graphmodule_supported_by_thunder(body, thunder_options)
+                if not is_supported:
+                    return False, reason
+            _pass_as_before(node)
+        _in_terms_of_thunder(node)
+        return (True, None) if is_written_out(node) else by_thunder(node, thunder_options)
 
     utils.is_node_supported_by_thunder = splitter.is_node_supported_by_thunder = supported
 
 
-def _in_terms_of_thunder(node: torch.fx.Node, supports: Callable[[torch.fx.GraphModule], bool]) -> None:
-    """Change a node, with the same meaning, to what Thunder knows.
-
-    Args:
-        node: Dynamo replaces some functions by what they call, and PyTorch has changed how it calls others.
-        supports: whether Thunder compiles all of a module.
-    """
-    whole = node.graph.owning_module
+def _in_terms_of_thunder(node: torch.fx.Node) -> None:
+    """Name a function as Thunder knows it, where Dynamo has replaced it by what it calls, or given it more."""
     if "_stacklevel" in node.kwargs and node.kwargs.get("dim", (*node.args, None)[1]) is not None:  # of a warning
         node.kwargs = {name: value for name, value in node.kwargs.items() if name != "_stacklevel"}
     elif (known := _KNOWN_AS.get(node.target)) is not None:
         node.target = known
-    elif node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
-        bodies: list[Any] = [whole.get_submodule(str(body.target)) for body in node.all_input_nodes[:2]]
-        if not all(map(supports, bodies)):
-            return
-        # Before PyTorch 2.11 a body's first argument was the context, and a mask said which arguments were tensors.
-        for body in bodies:
-            with body.graph.inserting_before(next(iter(body.graph.nodes))):
-                body.graph.placeholder("context")
-        _with_two_results(*(body.graph for body in bodies))
-        for body in bodies:
-            body.recompile()
-        mask = [True] * (len(node.args) - len(bodies))
-        node.kwargs = {"args_tensor_mask": mask, "non_differentiable_idx": node.kwargs["non_differentiable_idx"]}
     else:
         return
-    whole.recompile()
+    node.graph.owning_module.recompile()
+
+
+def _bodies(node: torch.fx.Node) -> tuple[Any, Any]:
+    """The forward and the backward of a `torch.autograd.Function`."""
+    forward, backward = (node.graph.owning_module.get_submodule(str(n.target)) for n in node.all_input_nodes[:2])
+    return forward, backward
+
+
+def _writes(graph: torch.fx.Graph) -> bool:
+    names = (str(getattr(n.target, "__name__", n.target)) for n in graph.nodes if n.op.startswith("call_"))
+    return any(name.rstrip("_") + "_" == name or name == "setitem" or name in _IN_PLACE for name in names)
+
+
+def _pass_as_before(node: torch.fx.Node) -> None:
+    """Call a `torch.autograd.Function` as before PyTorch 2.11.
+
+    There a body's first argument was the context, and a mask said which arguments were tensors.
+    """
+    bodies = _bodies(node)
+    for body in bodies:
+        with body.graph.inserting_before(next(iter(body.graph.nodes))):
+            body.graph.placeholder("context")
+    _with_two_results(*(body.graph for body in bodies))
+    for body in bodies:
+        body.recompile()
+    mask = [True] * (len(node.args) - len(bodies))
+    node.kwargs = {"args_tensor_mask": mask, "non_differentiable_idx": node.kwargs["non_differentiable_idx"]}
+    node.graph.owning_module.recompile()
 
 
 def _with_two_results(forward: torch.fx.Graph, backward: torch.fx.Graph) -> None:
