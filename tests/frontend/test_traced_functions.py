@@ -3,6 +3,7 @@
 import pytest
 import thunder
 import torch
+import torch.nn.functional as F
 
 from thunder_mem import MemEfficient
 
@@ -32,6 +33,17 @@ FUNCTIONS = {
     "std": lambda x: x.std(0, False, True) * torch.std(x, dim=1, unbiased=True, keepdim=True) * x.std(),
     "var_mean": lambda x: (
         torch.var_mean(x, 0, False)[0] * torch.var_mean(x, False)[1] + torch.std_mean(x, 1, False)[0][0]
+    ),
+    "names of results": lambda x: x.max(dim=1).values + x.topk(2, 1).values.sum() + x.sort(-1).values[:, 0] * x[:, 1],
+    "places by name": lambda x: x * torch.max(x, 1, keepdim=True).indices + torch.sort(x, 0).indices,
+    "axis": lambda x: (
+        x.sum(axis=1) * x.mean(axis=0, keepdims=True).sum() + torch.prod(x, axis=1) * x.var(axis=1) + x.max(axis=1)[0]
+    ),
+    "axis of sequences": lambda x: torch.cat([x, x], axis=1) + torch.stack([x, x], axis=0).softmax(axis=1).sum(),
+    "interpolate": lambda x: (
+        F.interpolate(x[None, None], scale_factor=2)
+        * F.interpolate(x[None, None], scale_factor=2, mode="bilinear", align_corners=False)
+        * F.interpolate(x[None, None], (8, 12), mode="bilinear")
     ),
     "eye": lambda x: x * torch.eye(4, 6, dtype=x.dtype) + x @ torch.eye(6, dtype=torch.float64),
     "as_tensor": lambda x: torch.as_tensor(x) * torch.as_tensor(x, dtype=torch.float32) * torch.as_tensor(2.0),

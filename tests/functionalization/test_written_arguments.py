@@ -261,3 +261,10 @@ def test_a_step_with_an_argument_that_has_a_history_is_no_step():
     jitted = thunder.jit(torch.sin, executors=[])
     with pytest.raises(ValueError, match=r"only a part of one: give predict_step t.detach\(\).requires_grad_\(\)"):
         predict_step(jitted, None, torch.sum, torch.ones(3, requires_grad=True) * 2)
+
+
+def test_a_write_to_what_a_function_computes_is_no_write_to_its_arguments():
+    model = torch.nn.Sequential(torch.nn.ConvTranspose2d(1, 1, 4, 2, 1), torch.nn.ReLU(inplace=True))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Thunder's autograd loses")
+        thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True)])(torch.randn(1, 1, 4, 4))

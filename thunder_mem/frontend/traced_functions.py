@@ -2,6 +2,8 @@
 
 - `torch.cat`, `stack` and their like of a list to which more is appended later, as in a DenseNet;
 - `var`, `std` and their means with ``unbiased=``;
+- reductions, `cat`, `stack` and `softmax` with ``axis=`` and ``keepdims=``, NumPy's names that PyTorch takes, too;
+- `F.interpolate` with ``align_corners=False``, or by an integer factor;
 - `torch.eye`, `as_tensor` of a tensor, `x.tile(2)`, and `x.clone(memory_format=...)`.
 
 These are the same for all programs, which fail without them.
@@ -15,6 +17,7 @@ from typing import Any
 
 import thunder.torch as ltorch
 import torch
+import torch.nn.functional as F
 from thunder.core.interpreter import _interpret_call, interpreter_needs_wrap, unwrap
 from thunder.core.jit_ext import (
     _general_jit_lookaside_map,
@@ -22,7 +25,7 @@ from thunder.core.jit_ext import (
     record_source_loc_in_symbol_header,
 )
 from thunder.core.proxies import TensorProxy
-from thunder.torch.langctx import register_method
+from thunder.torch.langctx import _method_name_to_fn_map, register_method
 
 __all__ = ["complete_functions"]
 
@@ -30,6 +33,7 @@ __all__ = ["complete_functions"]
 def complete_functions() -> None:
     """From now on, Thunder traces them."""
     _general_jit_lookaside_map.update(_OF_SEQUENCES)
+    _general_jit_lookaside_map.update(_WITH_NUMPYS_NAMES)
     for name, function in _METHODS.items():
         register_method(name, function)
     for original, replacement in _FUNCTIONS.items():
@@ -72,6 +76,31 @@ def _with_unbiased(thunders: Callable[..., Any]) -> Callable[..., Any]:
     return variance
 
 
+def _with_numpys_names(thunders: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(thunders)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return thunders(*args, **{_NUMPYS_NAMES.get(name, name): value for name, value in kwargs.items()})
+
+    return named
+
+
+_NUMPYS_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+_REDUCTIONS = ("sum", "mean", "prod", "argmax", "argmin", "amax", "amin", "max", "min", "all", "any", "softmax")
+
+
+def _interpolate(
+    a: TensorProxy,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: Any = None,
+    **kwargs: Any,
+) -> TensorProxy:
+    """PyTorch's default is not to align corners."""
+    factor = float(scale_factor) if isinstance(scale_factor, int) else scale_factor
+    return ltorch.interpolate(a, size, factor, mode, align_corners or None, **kwargs)
+
+
 def _eye(n: int, m: int | None = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
     rows = ltorch.unsqueeze(ltorch.arange(n, device=device), 1)
     ones = ltorch.eq(rows, ltorch.arange(n if m is None else m, device=device))
@@ -97,8 +126,17 @@ def _clone(a: TensorProxy, *, memory_format: Any = torch.preserve_format) -> Ten
 _VARIANCES = {
     name: _with_unbiased(getattr(ltorch, name)) for name in ("var", "std", "var_mean") if hasattr(ltorch, name)
 }
+_WITH_NUMPYS_NAMES = {
+    **{
+        function: _with_numpys_names(_general_jit_lookaside_map[function])
+        for function in (getattr(torch, name) for name in _REDUCTIONS)
+        if function in _general_jit_lookaside_map
+    },
+    **{function: _with_numpys_names(traced) for function, traced in _OF_SEQUENCES.items()},
+}
 _METHODS: dict[str, Callable[..., Any]] = {
-    **{name: _VARIANCES[name] for name in ("var", "std")},
+    **{name: _with_numpys_names(_method_name_to_fn_map[name]) for name in _REDUCTIONS},
+    **{name: _with_numpys_names(_VARIANCES[name]) for name in ("var", "std")},
     "tile": _tile,
     "clone": _clone,
 }
@@ -107,6 +145,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.var: _VARIANCES["var"],
     torch.Tensor.std: _VARIANCES["std"],
     torch.eye: _eye,
+    F.interpolate: _interpolate,
     torch.as_tensor: _as_tensor,
     torch.tile: _tile,
     torch.Tensor.tile: _tile,

@@ -24,6 +24,8 @@ __all__ = ["Aliases", "may_share_memory"]
 
 # All results of these executors' operations have their own memory.
 _FRESH_EXECUTORS = {"mem_attention", "mem_cudnn_attention", "mem_kernels", "mem_gradients"}
+# Composites that always compute.
+_FRESH_COMPOSITES = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "multi_head_attention_forward"}
 _MAY_RETURN_THEIR_OPERAND = {PrimIDs.BITCAST, PrimIDs.DEVICE_PUT, PrimIDs.STRIDE_ORDER}
 
 
@@ -41,6 +43,8 @@ def may_share_memory(bsym: BoundSymbol) -> bool:
 @cache
 def _makes_fresh_memory(name: str) -> bool:
     """Whether PyTorch's operator of that name has its own kernels, whose schemas promise fresh memory."""
+    if name in _FRESH_COMPOSITES:
+        return True
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or torch_view(name) is not None or name.endswith("_"):  # in place: the operand itself
         return False
