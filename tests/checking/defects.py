@@ -379,11 +379,6 @@ DEFECTS |= {
         "its proxy has the shape of the first operand",
         r"Expected normalized_shape=\(\) to have length >= 1!",
     ),
-    "variance of a scalar": Defect(
-        Program((_x(shape=(), grad=True),), (Step("var_mean", ("v0", "v1"), ("x0",), (0, True)),), ("v0",)),
-        "the backward makes zeros of no shape",
-        r"zeros\(\) received an invalid combination of arguments - got \(dtype=",
-    ),
     "a value twice in a torch.autograd.Function": Defect(
         Program((_G,), (Step("apply_Product", ("v0",), ("x0", "x0")),), ("v0",)),
         "the function's trace has two parameters of one name",

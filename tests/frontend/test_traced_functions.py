@@ -36,8 +36,11 @@ FUNCTIONS = {
     ),
     "names of results": lambda x: x.max(dim=1).values + x.topk(2, 1).values.sum() + x.sort(-1).values[:, 0] * x[:, 1],
     "places by name": lambda x: x * torch.max(x, 1, keepdim=True).indices + torch.sort(x, 0).indices,
+    "decompositions by name": lambda x: torch.linalg.svd(x, full_matrices=False).S * torch.linalg.qr(x).R.sum(),
     "axis": lambda x: (
-        x.sum(axis=1) * x.mean(axis=0, keepdims=True).sum() + torch.prod(x, axis=1) * x.var(axis=1) + x.max(axis=1)[0]
+        x.sum(axis=1) * x.mean(axis=0, keepdims=True).sum()
+        + torch.prod(x, axis=1) * x.var(axis=1) * torch.std(x, axis=1)
+        + x.max(axis=1)[0]
     ),
     "axis of sequences": lambda x: torch.cat([x, x], axis=1) + torch.stack([x, x], axis=0).softmax(axis=1).sum(),
     "interpolate": lambda x: (

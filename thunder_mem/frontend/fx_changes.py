@@ -29,18 +29,8 @@ _MENDED = {
 _KNOWN_AS: dict[Any, Callable[..., Any]] = {torch.rms_norm: F.rms_norm}
 
 _IN_PLACE = {
-    "iadd",
-    "iand",
-    "ifloordiv",
-    "ilshift",
-    "imod",
-    "imul",
-    "ior",
-    "ipow",
-    "irshift",
-    "isub",
-    "itruediv",
-    "ixor",
+    f"i{name}"
+    for name in ["add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor"]
 }
 
 _changes: dict[str, Callable[[], None]] = {}

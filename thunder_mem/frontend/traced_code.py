@@ -8,7 +8,7 @@
 - `nn.LogSoftmax` and `nn.Softmin` pass on ``_stacklevel=``, which Thunder's functions do not take.
 - `nn.LSTM`, `nn.GRU` and `nn.RNN` keep weak references to their weights, which Thunder cannot trace, and pass on a list
   of them. Here the list is made of the module's parameters.
-- Of the results of `max`, `min`, `topk` and `sort` along a dim, ``values`` and ``indices`` are missing.
+- Results of several tensors have no names: ``x.max(1).values``, ``torch.linalg.svd(x).S``.
 - ``x % n`` and ``+x`` are missing.
 - Dropouts in place (`nn.Dropout(inplace=True)`) are refused, or do not write. They draw, and the result is copied.
 """
@@ -53,8 +53,8 @@ def mend_traced_code() -> None:
 
 @wraps(_THUNDERS)
 def _getattr(obj: Any, name: Any, *default: Any) -> Any:
-    if unwrap(name) in _PLACES and _is_pair(unwrap(obj)) and is_own_program():
-        return _interpret_call(operator.getitem, obj, wrap_const(_PLACES[unwrap(name)]))
+    if (place := _PLACES.get(unwrap(name))) is not None and _is_result(unwrap(obj)) and is_own_program():
+        return _interpret_call(operator.getitem, obj, wrap_const(place))
     if unwrap(name) == "_flat_weights" and isinstance(unwrap(obj), nn.RNNBase) and is_own_program():
         return _interpret_call(lambda rnn: [getattr(rnn, weight) for weight in rnn._flat_weights_names], obj)
     value = _THUNDERS(obj, name, *default)
@@ -65,12 +65,20 @@ def _getattr(obj: Any, name: Any, *default: Any) -> Any:
     return wrap(to_torch_dtype(unwrap(value)), provenance=value.provenance)
 
 
-_PLACES = {"values": 0, "indices": 1}
+_NAMES = (
+    ("values", "indices"),
+    ("sign", "logabsdet"),
+    ("eigenvalues", "eigenvectors"),
+    ("Q", "R"),
+    ("U", "S", "V"),
+    ("U", "S", "Vh"),
+)
+_PLACES = {name: place for names in _NAMES for place, name in enumerate(names)}
 
 
-def _is_pair(obj: Any) -> bool:
-    """Whether it is Thunder's result of `max`, `topk` or `sort` along a dim, a tuple without PyTorch's names."""
-    return type(obj) is tuple and len(obj) == 2 and all(isinstance(x, TensorProxy) for x in obj)
+def _is_result(obj: Any) -> bool:
+    """Whether it is Thunder's result of a function such as `max` along a dim, a tuple without PyTorch's names."""
+    return type(obj) is tuple and all(isinstance(x, TensorProxy) for x in obj)
 
 
 def _same(function: Any) -> FunctionType:

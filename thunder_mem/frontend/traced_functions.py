@@ -36,7 +36,8 @@ def complete_functions() -> None:
     _general_jit_lookaside_map.update(_WITH_NUMPYS_NAMES)
     for name, function in _METHODS.items():
         register_method(name, function)
-    for original, replacement in _FUNCTIONS.items():
+    # A method is looked up as such a function, too: interpreted, its lines would stand for the program's.
+    for original, replacement in (_FUNCTIONS | {function: function for function in _METHODS.values()}).items():
         traced = ensure_recursive_proxies(interpreter_needs_wrap(record_source_loc_in_symbol_header(replacement)))
         _general_jit_lookaside_map[original] = traced
 
@@ -124,7 +125,9 @@ def _clone(a: TensorProxy, *, memory_format: Any = torch.preserve_format) -> Ten
 
 
 _VARIANCES = {
-    name: _with_unbiased(getattr(ltorch, name)) for name in ("var", "std", "var_mean") if hasattr(ltorch, name)
+    name: _with_numpys_names(_with_unbiased(getattr(ltorch, name)))
+    for name in ("var", "std", "var_mean")
+    if hasattr(ltorch, name)
 }
 _WITH_NUMPYS_NAMES = {
     **{
@@ -136,7 +139,7 @@ _WITH_NUMPYS_NAMES = {
 }
 _METHODS: dict[str, Callable[..., Any]] = {
     **{name: _with_numpys_names(_method_name_to_fn_map[name]) for name in _REDUCTIONS},
-    **{name: _with_numpys_names(_VARIANCES[name]) for name in ("var", "std")},
+    **{name: _VARIANCES[name] for name in ("var", "std")},
     "tile": _tile,
     "clone": _clone,
 }

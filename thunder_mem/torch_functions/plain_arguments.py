@@ -20,14 +20,18 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.transforms import augmented_forward_impls, backward_impls
 from thunder.torch import _vjp_impl, augmented_forward_adaptor, backward_adaptor, meta_adaptor
 
+from thunder_mem.kernels.kernel_executor import mem_gradients_ex
 from thunder_mem.torch_functions.whole_gradients import mem_whole_ex
 
 __all__ = ["with_plain_arguments"]
 
 
 def with_plain_arguments(bsym: BoundSymbol) -> BoundSymbol:
-    """The call of such a function by an operation that takes its tensors one by one; the same object for others."""
-    if OpTags.AUTO_REGISTERED not in (bsym.sym.tags or ()):
+    """The call of such a function by an operation that takes its tensors one by one; the same object for others.
+
+    Functions with a gradient of our own stay.
+    """
+    if OpTags.AUTO_REGISTERED not in (bsym.sym.tags or ()) or mem_gradients_ex.get_grad_transform(bsym.sym):
         return bsym
     leaves, spec = tree_flatten((bsym.args, bsym.kwargs))
     found = {id(x) for x in bsym.args}

@@ -50,30 +50,6 @@ def _l1(a: TensorProxy, target: TensorProxy) -> TensorProxy:
     return ltorch.abs(ltorch.sub(a, target))
 
 
-def _weighted_logits(
-    a: TensorProxy,
-    target: TensorProxy,
-    weight: TensorProxy | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    pos_weight: TensorProxy | None = None,
-) -> TensorProxy | None:
-    """Binary cross entropy of logits with weights, which has no kernel; None without."""
-    if (weight is None and pos_weight is None) or size_average is not None or reduce is not None:
-        return None
-    x, t = (ltorch.to(y, wide_dtype(a)) for y in (a, target))
-    is_positive = ltorch.gt(x, 0)
-    # At 0 the derivative is a half; for large numbers nothing overflows.
-    spread = ltorch.log1p(ltorch.exp(ltorch.where(is_positive, ltorch.neg(x), x)))
-    log_sigmoid = ltorch.sub(ltorch.where(is_positive, 0.0, x), spread)
-    if pos_weight is not None:
-        log_sigmoid = ltorch.mul(log_sigmoid, ltorch.add(ltorch.mul(ltorch.sub(pos_weight, 1), t), 1))
-    each = ltorch.sub(ltorch.mul(ltorch.sub(1, t), x), log_sigmoid)
-    each = ltorch.to(each if weight is None else ltorch.mul(each, weight), a.dtype)
-    return {"mean": ltorch.mean, "sum": ltorch.sum}[reduction](each) if reduction != "none" else each
-
-
 def _smooth_l1(a: TensorProxy, target: TensorProxy, beta: float = 1.0) -> TensorProxy | None:
     distance = _l1(a, target)
     if beta == 0:
@@ -188,7 +164,6 @@ LOSSES: dict[Callable[..., Any], Callable[..., Any]] = {
 """By PyTorch's function: `fn(*args, **kwargs)`, which means the same, or None where it does not know the arguments."""
 
 LOSSES_WITHOUT_DERIVATIVE: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.binary_cross_entropy_with_logits: _weighted_logits,
     F.soft_margin_loss: _loss(F.soft_margin_loss, _of_one_shape(_soft_margin)),
 }
 """The same for losses that Thunder cannot differentiate."""
