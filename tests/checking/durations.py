@@ -7,10 +7,12 @@ test that is not marked slow takes more than S seconds. Seconds are of the proce
 another process on the same machine does not count. With `--longest` a test that took too long runs a second time, and
 the shorter time counts: the first test of a process that imports a library, or compiles the first kernel of a machine,
 pays for all later ones. That time is then divided by how much slower than usual the processor is at that moment.
+Collections of garbage do not count: they look at all that earlier tests of the process keep.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 import zlib
 from collections import defaultdict
@@ -107,10 +109,19 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _timed(item: pytest.Item, nextitem: pytest.Item | None) -> tuple[list[pytest.TestReport], float]:
-    """The reports of one run, and the processor's seconds with its fixtures."""
+    """The reports of one run, and the processor's seconds with its fixtures, without those of the garbage collector."""
+    collecting: list[float] = []  # the processor's time at each start and end
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collecting.append(time.process_time())
+
+    gc.callbacks.append(note)
     start = time.process_time()
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
-    return reports, time.process_time() - start
+    end = time.process_time()
+    gc.callbacks.remove(note)
+    collected = sum(collecting[1::2]) - sum(collecting[: len(collecting) // 2 * 2 : 2])
+    return reports, end - start - collected
 
 
 def _slowness() -> float:

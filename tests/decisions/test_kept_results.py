@@ -118,6 +118,7 @@ def test_what_the_user_asks_to_recompute_is_recomputed():
     assert kept(jitted) and not kept(asked)
 
 
+@pytest.mark.slow
 def test_a_budget_is_the_limit():
     module, x = seeded()
     free = compiled(module)

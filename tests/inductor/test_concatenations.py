@@ -120,7 +120,7 @@ _STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.sampled_from(sorted(_STEPS)), min_size=1, max_size=5),
     st.integers(0, 3),
