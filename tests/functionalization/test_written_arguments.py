@@ -263,8 +263,17 @@ def test_a_step_with_an_argument_that_has_a_history_is_no_step():
         predict_step(jitted, None, torch.sum, torch.ones(3, requires_grad=True) * 2)
 
 
-def test_a_write_to_what_a_function_computes_is_no_write_to_its_arguments():
-    model = torch.nn.Sequential(torch.nn.ConvTranspose2d(1, 1, 4, 2, 1), torch.nn.ReLU(inplace=True))
+def attended(x):
+    return ATTENTION(x, x, x, need_weights=False)[0].relu_()
+
+
+ATTENTION = torch.nn.MultiheadAttention(4, 1)
+UPSAMPLED = torch.nn.Sequential(torch.nn.ConvTranspose2d(1, 1, 4, 2, 1), torch.nn.ReLU(inplace=True))
+
+
+@pytest.mark.parametrize("model", [UPSAMPLED, attended], ids=["convolution", "attention"])
+def test_a_write_to_what_a_function_computes_is_no_write_to_its_arguments(model):
+    x = torch.randn((1, 1, 4, 4) if model is UPSAMPLED else (3, 2, 4), requires_grad=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Thunder's autograd loses")
-        thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True)])(torch.randn(1, 1, 4, 4))
+        thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True)])(x)

@@ -4,6 +4,7 @@ import pytest
 import thunder
 import torch
 
+from tests.checking.gradients import with_gradients
 from tests.fuzzing.command import uncompiled_regions
 from thunder_mem import MemEfficient
 from thunder_mem.executors import mem_pointwise_ex
@@ -47,11 +48,7 @@ FUNCTIONS |= {
 @pytest.mark.filterwarnings("ignore")
 def test_values_and_gradients_are_pytorchs(name, executors):
     fn = FUNCTIONS[name]
-    found = []
-    for call in (fn, thunder.jit(fn, executors=executors, transforms=[MemEfficient(strict=True)])):
-        x = X.clone().requires_grad_()
-        with uncompiled_regions():
-            out = call(x)
-        (grad,) = torch.autograd.grad((out * torch.arange(out.numel()).view(out.shape).cos()).sum(), x)
-        found.append((out, grad))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12, equal_nan=True)
+    compiled = thunder.jit(fn, executors=executors, transforms=[MemEfficient(strict=True)])
+    with uncompiled_regions():
+        found = with_gradients(compiled, X)
+    torch.testing.assert_close(found, with_gradients(fn, X), rtol=1e-12, atol=1e-12, equal_nan=True)

@@ -36,10 +36,7 @@ def complete_functions() -> None:
     _general_jit_lookaside_map.update(_WITH_NUMPYS_NAMES)
     for name, function in _METHODS.items():
         register_method(name, function)
-    # A method is looked up as such a function, too: interpreted, its lines would stand for the program's.
-    for original, replacement in (_FUNCTIONS | {function: function for function in _METHODS.values()}).items():
-        traced = ensure_recursive_proxies(interpreter_needs_wrap(record_source_loc_in_symbol_header(replacement)))
-        _general_jit_lookaside_map[original] = traced
+    _general_jit_lookaside_map.update(_TRACED)
 
 
 def _of_a_tuple(thunders: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,4 +151,9 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.tile: _tile,
     torch.clone: _clone,
     torch.Tensor.clone: _clone,
+}
+# A method is looked up as such a function, too: interpreted, its lines would stand for the program's.
+_TRACED = {
+    original: ensure_recursive_proxies(interpreter_needs_wrap(record_source_loc_in_symbol_header(replacement)))
+    for original, replacement in (_FUNCTIONS | {function: function for function in _METHODS.values()}).items()
 }

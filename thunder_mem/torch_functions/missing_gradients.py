@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from numbers import Number
 from typing import Any
 
@@ -21,11 +21,13 @@ from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
-from thunder.core.transforms import _grad_fn_map, backward_impls, nondifferentiable_vjp_symbols, register_grad
+from thunder.core.transforms import _grad_fn_map, nondifferentiable_vjp_symbols, register_grad
 from thunder.executors.torchex import _always_executable
 from thunder.executors.torchex import ex as torch_ex
 from thunder.executors.torchex import zeros as torch_zeros
 from thunder.torch.default_torch_ops import torch_auto_registered_ops
+
+from thunder_mem.torch_functions.whole_gradients import give_gradient
 
 __all__ = ["register_missing"]
 
@@ -109,8 +111,9 @@ _WITHOUT_GRADIENT = (PrimIDs.ARGMIN, PrimIDs.ISFINITE)
 """Operations that Thunder refuses where an argument has a gradient, though their results have none."""
 
 
+@cache
 def register_missing() -> None:
-    """Register gradients that Thunder lacks, and give functions of the same name each its own."""
+    """Register gradients that Thunder lacks, once, and give functions of the same name each its own."""
     nondifferentiable_vjp_symbols.update(_WITHOUT_GRADIENT)
     for prim, gradient in _MISSING.items():
         if prim.id not in _grad_fn_map:
@@ -124,17 +127,10 @@ def _zeros(*shape: Any, device: Any = None, dtype: Any = None) -> TensorProxy:
     return torch_zeros(*(shape or ((),)), device=to_torch_device(device), dtype=to_torch_dtype(dtype))
 
 
-@cache
 def _tell_namesakes_apart() -> None:
     named: dict[str, dict[Symbol, Callable[..., Any]]] = defaultdict(dict)
     for function in (fn for functions in torch_auto_registered_ops.values() for fn in functions):
         symbol: Any = ltorch._torch_to_thunder_function_map[function]
         named[symbol.name].setdefault(symbol, function)  # a method's symbol is the function's
     for symbol, function in (pair for same in named.values() if len(same) > 1 for pair in same.items()):
-        gradient = torch_ex.register_operator(
-            f"{str(symbol.id).replace('.', '_')}_vjp",
-            meta=ltorch.backward_adaptor(function),
-            fn=partial(ltorch._vjp_impl, function),
-        )
-        torch_ex.register_implementation(gradient.id, gradient, checker=_always_executable)
-        backward_impls[symbol.id] = gradient
+        give_gradient(symbol, function, f"{str(symbol.id).replace('.', '_')}_vjp")

@@ -8,7 +8,7 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from zlib import crc32
 
@@ -17,11 +17,11 @@ from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.transforms import augmented_forward_impls, backward_impls
-from thunder.torch import _vjp_impl, augmented_forward_adaptor, backward_adaptor, meta_adaptor
+from thunder.core.transforms import augmented_forward_impls
+from thunder.torch import augmented_forward_adaptor, meta_adaptor
 
 from thunder_mem.kernels.kernel_executor import mem_gradients_ex
-from thunder_mem.torch_functions.whole_gradients import mem_whole_ex
+from thunder_mem.torch_functions.whole_gradients import give_gradient, mem_whole_ex
 
 __all__ = ["with_plain_arguments"]
 
@@ -60,7 +60,5 @@ def _operation(function: Callable[..., Any], spec: Any, name: str) -> Symbol:
     name = f"{name}_{crc32(str(spec).encode()):08x}"  # the same in each process, for plan files
     operation = mem_whole_ex.register_operator(name, meta=meta_adaptor(plain), fn=plain)
     augmented_forward_impls[operation.id] = augmented_forward_adaptor(operation)
-    backward_impls[operation.id] = mem_whole_ex.register_operator(
-        f"{name}_vjp", meta=backward_adaptor(plain), fn=partial(_vjp_impl, plain)
-    )
+    give_gradient(operation, plain, f"{name}_vjp")
     return operation

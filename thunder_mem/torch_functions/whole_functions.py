@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 
-from thunder_mem.torch_functions.loss_decompositions import addmm
+from thunder_mem.torch_functions.loss_decompositions import addmm, product
 from thunder_mem.torch_functions.multi_head_attention import masked_attention_with_dropout, multi_head_attention
 from thunder_mem.torch_functions.random_functions import RANDOM
 from thunder_mem.torch_functions.recurrent import RECURRENT
@@ -159,11 +159,6 @@ def _meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
     return ltorch._torch_to_thunder_function_map[torch.meshgrid](*tensors[0], indexing=indexing)
 
 
-def _product(a: TensorProxy, b: TensorProxy) -> TensorProxy | None:
-    """Of complex numbers Thunder's derivative lacks the conjugate."""
-    return None if dtypes.is_complex_dtype(a.dtype) else ltorch.matmul(a, b)
-
-
 def _cast(dtype: torch.dtype) -> Written:
     return lambda a, *, memory_format=torch.preserve_format: (
         ltorch.to(a, dtype) if memory_format is torch.preserve_format else None
@@ -186,14 +181,14 @@ _ALWAYS: dict[Callable[..., Any], Written] = {
     torch.absolute: ltorch.abs,
     torch.diff: _diff,
     torch.divide: _divide,
-    torch.dot: _product,
+    torch.dot: product,
     torch.lerp: _lerp,
     torch.lstm_cell: _lstm_cell,
     torch.meshgrid: _meshgrid,
-    torch.mm: _product,
+    torch.mm: product,
     torch.moveaxis: ltorch.movedim,
     torch.multiply: ltorch.mul,
-    torch.mv: _product,
+    torch.mv: product,
     torch.narrow: _narrow,
     torch.negative: ltorch.neg,
     F.multi_head_attention_forward: multi_head_attention,

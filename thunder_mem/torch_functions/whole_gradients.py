@@ -15,16 +15,29 @@ import torch
 from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
+from thunder.core.transforms import backward_impls
 from thunder.extend import OperatorExecutor
-from thunder.torch import _is_differentiable, _vjp_impl
+from thunder.torch import _is_differentiable, _vjp_impl, backward_adaptor
 from torch.autograd.graph import get_gradient_edge
 
 from thunder_mem.trace.rebuilding import rebuilt
 
-__all__ = ["with_lean_gradients"]
+__all__ = ["give_gradient", "mem_whole_ex", "with_lean_gradients"]
 
 mem_whole_ex = OperatorExecutor("mem_whole", version="0.1")
 """Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
+
+
+def give_gradient(symbol: Symbol, function: Callable[..., Any], name: str) -> None:
+    """The gradient that Thunder makes of any function becomes that of a symbol.
+
+    Args:
+        symbol: calls the function.
+        function: of tensors that are arguments themselves.
+        name: of the operation that makes the gradients; Thunder's own are named by the function alone.
+    """
+    gradient = mem_whole_ex.register_operator(name, meta=backward_adaptor(function), fn=partial(_vjp_impl, function))
+    backward_impls[symbol.id] = gradient
 
 
 def with_lean_gradients(trace: TraceCtx) -> TraceCtx:
