@@ -62,7 +62,7 @@ def as_fitted(monkeypatch):
     return planned_so
 
 
-@pytest.mark.parametrize("n", [1024, 1021])
+@pytest.mark.parametrize("n", [1024, pytest.param(1021, marks=pytest.mark.slow)])
 def test_chunks_are_equal_in_one_block_each_at_no_higher_peak(n, as_fitted):
     before, old = as_fitted(n)
     jitted, loop = planned(n)

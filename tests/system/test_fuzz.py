@@ -72,7 +72,7 @@ def report(result: Campaign) -> str:
 
 
 @settings(
-    max_examples=12,
+    max_examples=8,
     phases=(Phase.generate,),  # `shrink` knows programs, hypothesis does not
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
 )

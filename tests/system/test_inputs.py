@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import thunder
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thunder_mem
@@ -116,6 +116,7 @@ def test_messages_quote_little_of_what_was_given(refuse):
 # ---- files ----
 
 
+@settings(max_examples=50)
 @given(JSON)
 def test_a_configuration_parses_or_is_refused(value):
     try:

@@ -105,7 +105,9 @@ def test_attention_is_eagers(name, executors):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("training", "norm_first"), itertools.product([True, False], [True, False]))
-@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+@pytest.mark.parametrize(
+    "layer", [nn.TransformerEncoderLayer, pytest.param(nn.TransformerDecoderLayer, marks=pytest.mark.slow)]
+)
 def test_layers_train(layer, training, norm_first):
     torch.manual_seed(0)
     module = layer(E, nhead=H, dim_feedforward=16, dropout=0.25, norm_first=norm_first).to(FLOAT).train(training)

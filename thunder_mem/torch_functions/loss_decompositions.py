@@ -22,7 +22,7 @@ from thunder_mem.sharding.op_rules import pointwise
 from thunder_mem.sharding.propagation import RULES, RuleError
 from thunder_mem.trace.rebuilding import recorded
 
-__all__ = ["DECOMPOSITIONS", "STACKS", "addmm", "decomposed", "product", "written_out"]
+__all__ = ["DECOMPOSITIONS", "STACKS", "addmm", "decomposed", "written_out"]
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """By symbol id: `fn(*args, **kwargs)`, written in `thunder.torch` ops, that means the same as the op
@@ -174,16 +174,11 @@ for _name in ("kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logit
 
 
 def addmm(bias, a, b, *, beta=1, alpha=1):
-    if not beta or dtypes.is_complex_dtype(a.dtype):  # the bias is ignored, also if it is no number
+    if not beta:  # the bias is ignored, also if it is no number
         return None
     of_rows = ltorch.matmul(a, b)
     of_rows = of_rows if alpha == 1 else ltorch.mul(of_rows, alpha)
     return ltorch.add(of_rows, bias if beta == 1 else ltorch.mul(bias, beta))
-
-
-def product(a, b):
-    """`mm`, `mv` and `dot`; None of complex numbers, where Thunder's derivative lacks the conjugate."""
-    return None if dtypes.is_complex_dtype(a.dtype) else ltorch.matmul(a, b)
 
 
 def _inner(a, b):
@@ -244,7 +239,7 @@ STACKS: dict[Callable[..., Any], Callable[..., Any]] = {
 # Thunder passes these to torch whole, except `einsum`.
 _OTHERS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.addmm: addmm,
-    torch.mm: product,
+    torch.mm: ltorch.matmul,
     torch.inner: _inner,
     torch.einsum: _einsum,
     **STACKS,

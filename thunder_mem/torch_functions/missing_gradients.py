@@ -15,7 +15,7 @@ from typing import Any
 
 import thunder.torch as ltorch
 import torch
-from thunder.core import dtypes, prims
+from thunder.core import prims
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import PrimIDs
@@ -27,6 +27,7 @@ from thunder.executors.torchex import ex as torch_ex
 from thunder.executors.torchex import zeros as torch_zeros
 from thunder.torch.default_torch_ops import torch_auto_registered_ops
 
+from thunder_mem.torch_functions.complex_gradients import register_complex
 from thunder_mem.torch_functions.whole_gradients import give_gradient
 
 __all__ = ["register_missing"]
@@ -70,6 +71,20 @@ def _remainder_grad(a: TensorProxy | Number, b: TensorProxy | Number) -> TensorP
     return fwd
 
 
+def _prod_grad(a: TensorProxy, dims: Sequence[int]) -> TensorProxy:
+    """Right beside zeros, by which Thunder's own divides: the product of all others, 0 if another one is 0."""
+    fwd = prims.prod(a, dims)
+    g = prims.get_grad(fwd)
+    is_zero = ltorch.eq(a, 0)
+    factors = ltorch.where(is_zero, 1, a)
+    product, zeros = prims.prod(factors, dims), ltorch.sum(is_zero, dims)
+    for d in sorted(dims):
+        g, product, zeros = (ltorch.unsqueeze(x, d) for x in (g, product, zeros))
+    others = ltorch.where(is_zero, ltorch.sub(zeros, 1), zeros)
+    prims.put_grad(a, ltorch.where(ltorch.eq(others, 0), ltorch.mul(g, ltorch.true_divide(product, factors)), 0.0))
+    return fwd
+
+
 def _index_add_grad(a: TensorProxy, index: TensorProxy, value: TensorProxy, dim: int) -> TensorProxy:
     fwd = prims.index_add(a, index, value, dim)
     g = prims.get_grad(fwd)
@@ -78,31 +93,48 @@ def _index_add_grad(a: TensorProxy, index: TensorProxy, value: TensorProxy, dim:
     return fwd
 
 
+def _index_put_grad(
+    a: TensorProxy, indices: Sequence[TensorProxy], values: TensorProxy, accumulate: bool = False
+) -> TensorProxy:
+    """Thunder gives the gradient of the values to the indices."""
+    fwd = ltorch.index_put(a, indices, values, accumulate)
+    g = prims.get_grad(fwd)
+    prims.put_grad(a, g if accumulate else ltorch.index_put(g, indices, ltorch.zeros_like(values)))
+    prims.put_grad(values, _summed_to(g[tuple(indices)], values.shape))
+    return fwd
+
+
 def _addmm_grad(bias: TensorProxy, a: TensorProxy, b: TensorProxy, *, beta: float = 1, alpha: float = 1) -> TensorProxy:
     """By two products. Thunder's own runs the whole function once more."""
     fwd = _ADDMM(bias, a, b, beta=beta, alpha=alpha)
     g = prims.get_grad(fwd)
     of_product = g if alpha == 1 else ltorch.mul(g, alpha)
-    is_complex = dtypes.is_complex_dtype(a.dtype)
-    left, right = (ltorch.transpose(ltorch.conj(x) if is_complex else x, 0, 1) for x in (a, b))
+    left, right = (ltorch.transpose(x, 0, 1) for x in (a, b))
     prims.put_grad(a, ltorch.matmul(of_product, right))
     prims.put_grad(b, ltorch.matmul(left, of_product))
-    missing = g.ndim - bias.ndim
-    repeated = [d for d in range(g.ndim) if d < missing or (bias.shape[d - missing] == 1 and g.shape[d] != 1)]
-    of_bias = ltorch.reshape(ltorch.sum(g, repeated), bias.shape) if repeated else g
+    of_bias = _summed_to(g, bias.shape)
     prims.put_grad(bias, of_bias if beta == 1 else ltorch.mul(of_bias, beta))
     return fwd
+
+
+def _summed_to(g: TensorProxy, shape: Sequence[int]) -> TensorProxy:
+    """The gradient of what was broadcast from a shape."""
+    missing = g.ndim - len(shape)
+    repeated = [d for d in range(g.ndim) if d < missing or (shape[d - missing] == 1 and g.shape[d] != 1)]
+    return ltorch.reshape(ltorch.sum(g, repeated), shape) if repeated else g
 
 
 _ADDMM: Any = ltorch._torch_to_thunder_function_map[torch.addmm]
 
 _MISSING = {
     _ADDMM: _addmm_grad,
+    ltorch.index_put: _index_put_grad,
     prims.minimum: _minimum_grad,
     prims.flip: _flip_grad,
     prims.remainder: _remainder_grad,
     prims.round: _round_grad,
     prims.trunc: _trunc_grad,
+    prims.prod: _prod_grad,
     prims.index_add: _index_add_grad,
 }
 
@@ -118,6 +150,7 @@ def register_missing() -> None:
     for prim, gradient in _MISSING.items():
         if prim.id not in _grad_fn_map:
             register_grad(prim, gradient)
+    register_complex()
     torch_ex.register_implementation(ltorch.zeros, checker=_always_executable, execution_transform=_zeros)
     _tell_namesakes_apart()
 

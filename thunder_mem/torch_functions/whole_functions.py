@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 
-from thunder_mem.torch_functions.loss_decompositions import addmm, product
+from thunder_mem.torch_functions.loss_decompositions import addmm
 from thunder_mem.torch_functions.multi_head_attention import masked_attention_with_dropout, multi_head_attention
 from thunder_mem.torch_functions.random_functions import RANDOM
 from thunder_mem.torch_functions.recurrent import RECURRENT
@@ -181,14 +181,14 @@ _ALWAYS: dict[Callable[..., Any], Written] = {
     torch.absolute: ltorch.abs,
     torch.diff: _diff,
     torch.divide: _divide,
-    torch.dot: product,
+    torch.dot: ltorch.matmul,
     torch.lerp: _lerp,
     torch.lstm_cell: _lstm_cell,
     torch.meshgrid: _meshgrid,
-    torch.mm: product,
+    torch.mm: ltorch.matmul,
     torch.moveaxis: ltorch.movedim,
     torch.multiply: ltorch.mul,
-    torch.mv: product,
+    torch.mv: ltorch.matmul,
     torch.narrow: _narrow,
     torch.negative: ltorch.neg,
     F.multi_head_attention_forward: multi_head_attention,
