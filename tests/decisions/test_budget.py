@@ -343,6 +343,25 @@ def test_a_budget_out_of_reach_names_the_smallest_peak():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("rows", "classes", "budget"), [(256, 300, 200_000), (211, 4096, 1_340_000)])
+def test_heads_that_are_large_beside_the_budget_take_few_rows(rows, classes, budget):
+    """Also those that are left alone beside a larger one, and in blocks of fewer rows."""
+    drawn = [
+        torch.randn(n, 32, requires_grad=True, generator=torch.Generator().manual_seed(n)) for n in (rows, classes)
+    ]
+    args = *drawn, torch.arange(rows)
+
+    def head(h, w, t):
+        return F.cross_entropy(F.linear(h, w), t)
+
+    step = thunder.jit(head, executors=[], transforms=[MemEfficient(strict=True, budget=budget)])
+    found, expected = (torch.autograd.grad(fn(*args), drawn) for fn in (step, head))
+    torch.testing.assert_close(found, expected)
+    assert last_plan(step).budget.peak_bytes <= budget
+    held_bytes = sum(x.nbytes for x in args)
+    assert measure_peak(lambda: torch.autograd.grad(step(*args), drawn)) + held_bytes <= budget
+
+
 def test_what_holds_a_peak_is_named_by_module_or_line():
     compiled = thunder.jit(stack(), executors=[], transforms=[MemEfficient(budget="64 KiB")])
     named = r"values \(3.00 MiB of 3 Softmax in modules [\d, ]+; .* in modules? [\d., ]+, backward\)"

@@ -248,6 +248,7 @@ def simulated(monkeypatch=None, budget=None, rows=65536):
         return predict_step(step, ours, loss_of, x), step
 
 
+@pytest.mark.slow
 def test_copies_hide_behind_the_backward_without_a_higher_peak(monkeypatch):
     beside, step = simulated()
     alone, _ = simulated(monkeypatch)

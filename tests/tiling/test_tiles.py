@@ -243,6 +243,7 @@ def time_is_free(monkeypatch):
     monkeypatch.setattr(tile_selection, "_FREE_TIME", float("inf"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("time_is_free")
 def test_by_default_checkpoints_are_tiled_where_the_plan_has_a_lower_peak():
     module, x = made(Stack(blocks=2, width=64, wide=256), (1, 1024, 64))

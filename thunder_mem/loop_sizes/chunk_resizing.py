@@ -27,7 +27,7 @@ from thunder_mem.chunk_loop.plan import LoopPlan, about_chunks
 from thunder_mem.chunk_loop.run import ChunkLoop
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of, makes_gradients, rebind, scratch_bytes_under
 from thunder_mem.loop_sizes.built_blocks import with_blocks_built
-from thunder_mem.loop_sizes.rows_per_chunk import floor_rows, most_rows
+from thunder_mem.loop_sizes.rows_per_chunk import allowed_block_rows, even_part, floor_rows, most_rows
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.memory.live_ranges import peaks_of, price_order
 from thunder_mem.memory.plan import Plan
@@ -46,6 +46,9 @@ __all__ = [
     "with_fitted_loops",
     "write_over_dead_rows",
 ]
+
+# Where nothing else fits a budget, chunks on a CPU start from as few rows. Products of fewer take as long again each.
+_LEAST_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def resized(trace: TraceCtx, source: TraceGraph, swap: Mapping[int, ChunkLoop]) 
 
 
 def leanest_loops(trace: TraceCtx) -> TraceCtx | None:
-    """The trace with chunks of one step where the user set no rows, in one block, or None if that saves nothing.
+    """The trace with chunks of one step where the user set no rows, or None if that saves nothing.
 
     A single chunk of 16 bits becomes several chunks whose sums keep one more byte, in the same dtype.
 
@@ -141,11 +144,17 @@ def leanest_loops(trace: TraceCtx) -> TraceCtx | None:
 
 def _leanest(loop: ChunkLoop) -> ChunkLoop:
     plan, opening = loop.plan, loop.plan.opening
-    rows = min(plan.chunk_rows, plan.step_rows)
-    if rows >= plan.block_rows:
+    on_cpu = plan.device.startswith("cpu") and not plan.is_stretch
+    rows = min(plan.chunk_rows, max(_LEAST_ROWS, plan.step_rows // 4) if on_cpu else plan.step_rows)
+    block_rows = min(rows, plan.block_rows)
+    if on_cpu:
+        scratch = max(plan.forward_block_bytes, plan.backward_block_bytes) // plan.block_rows
+        few = allowed_block_rows(plan.device, plan.n, rows, plan.row_bytes, scratch, asked=True)
+        block_rows = min(block_rows, even_part(rows, min(rows, max(1, few))))
+    if block_rows == plan.block_rows:
         return loop.with_plan(replace(plan, chunk_rows=rows))
     opening = opening and replace(opening, block_rows=min(rows, opening.block_rows))
-    return with_blocks_built(loop.with_plan(replace(plan, chunk_rows=rows, block_rows=rows, opening=opening)))
+    return with_blocks_built(loop.with_plan(replace(plan, chunk_rows=rows, block_rows=block_rows, opening=opening)))
 
 
 def _scratch_bytes(plan: LoopPlan) -> int:

@@ -45,6 +45,9 @@ AUTO_RATIO = 4.0
 AUTO_MIN_BYTES = 1 << 20
 """In automatic mode smaller results are left alone."""
 
+_MIN_SHARE = 16
+"""Under a budget, results are left alone that are smaller than a sixteenth of it, too."""
+
 SAVES_NOTHING = "one chunk would save nothing: its gradients are much larger than its logits"
 
 
@@ -60,6 +63,7 @@ def chunk_trace(
     accumulate: str | None = None,
     executors_list: Sequence[Any] = (),
     choose_rows: Callable[[Head], int | None] | None = None,
+    budget_bytes: int | None = None,
     verify: bool = True,
 ) -> tuple[TraceCtx, ChunkRecord]:
     """Replace the loss heads of a computation trace (before autograd) by chunk loops.
@@ -73,6 +77,7 @@ def chunk_trace(
             None is float32, which a budget may narrow.
         executors_list: the executors of the blocks; Thunder's own if empty.
         choose_rows: rows per chunk for a head whose rows the user did not set, None to leave it whole.
+        budget_bytes: for the program's peak; heads that are large beside a small one are chunked, too.
         verify: check that the new trace computes the same values, apart from the inside of loops.
 
     Returns:
@@ -86,6 +91,7 @@ def chunk_trace(
     register_missing()
     check_options(chunks, rows, accumulate)
     explicit = isinstance(chunks, int) or isinstance(rows, int)
+    least_bytes = AUTO_MIN_BYTES if budget_bytes is None else min(AUTO_MIN_BYTES, budget_bytes // _MIN_SHARE)
     start = time.perf_counter_ns()
     executors = tuple(executors_list) or tuple(thunder.get_default_executors())
 
@@ -111,7 +117,7 @@ def chunk_trace(
     picked: frozenset[str] = frozenset()
     while True:
         marked = frozenset().union(*(m.names for m in marks))
-        head = _next_head(read_program(new), explicit, marked, tried, refusals)
+        head = _next_head(read_program(new), None if explicit else least_bytes, marked, tried, refusals)
         if head is None:
             break
         region, first = head.region, head.region.amplifiers[0].leaf
@@ -251,14 +257,25 @@ def _check_marks(marks: Sequence[Mark], done: set[str], refusals: Mapping[str, H
 
 
 def _next_head(
-    program: Program, explicit: bool, marked: frozenset[str], tried: set[str], refusals: dict[str, HeadRefusal]
+    program: Program,
+    least_bytes: int | None,
+    marked: frozenset[str],
+    tried: set[str],
+    refusals: dict[str, HeadRefusal],
 ) -> _Grown | None:
-    """The largest amplifier not yet tried that has a region. Refusals are noted on the way."""
+    """The largest amplifier not yet tried that has a region. Refusals are noted on the way.
+
+    Args:
+        program: to search.
+        least_bytes: of the results of products that count, which are much larger than their rows; None if all count.
+        marked, tried: names of values in the user's marks, and keys of products that were refused.
+        refusals: by name of the product's result; more are added.
+    """
     for leaf, rows in amplifying_products(program):
         out = leaf.outputs[0]
         ratio = numel(out) / max(1, numel(leaf.inputs[rows]))
-        large = ratio > AUTO_RATIO and size_bytes(out) >= AUTO_MIN_BYTES
-        if not (explicit or large or out.name in marked):
+        large = least_bytes is None or (ratio > AUTO_RATIO and size_bytes(out) >= least_bytes)
+        if not (large or out.name in marked):
             continue
         key = f"{out.name}/{rows}"
         if key in tried:

@@ -29,7 +29,8 @@ __all__ = ["register_complex"]
 
 _ANALYTIC = (
     *(PrimIDs.MUL, PrimIDs.DIV, PrimIDs.POW, PrimIDs.RECIPROCAL, PrimIDs.RSQRT, PrimIDs.MATMUL, PrimIDs.LINEAR),
-    *(PrimIDs.EXP, PrimIDs.LOG, PrimIDs.SIN, PrimIDs.COS, PrimIDs.TANH, PrimIDs.PROD, ltorch.addmm.id),
+    *(PrimIDs.EXP, PrimIDs.LOG, PrimIDs.SIN, PrimIDs.COS, PrimIDs.TANH, PrimIDs.PROD),
+    *(ltorch.addmm.id, ltorch.sigmoid.id),
 )
 """Whose rules in Thunder depend on their arguments. Those of linear operations are right as they are."""
 _ANALYTIC_UNARY = (

@@ -28,6 +28,7 @@ from thunder.executors.torchex import zeros as torch_zeros
 from thunder.torch.default_torch_ops import torch_auto_registered_ops
 
 from thunder_mem.torch_functions.complex_gradients import register_complex
+from thunder_mem.torch_functions.finite_gradients import register_finite
 from thunder_mem.torch_functions.whole_gradients import give_gradient
 
 __all__ = ["register_missing"]
@@ -68,20 +69,6 @@ def _remainder_grad(a: TensorProxy | Number, b: TensorProxy | Number) -> TensorP
         prims.put_grad(a, g)
     if isinstance(b, TensorProxy):
         prims.put_grad(b, ltorch.neg(ltorch.mul(g, ltorch.floor(ltorch.true_divide(a, b)))))
-    return fwd
-
-
-def _prod_grad(a: TensorProxy, dims: Sequence[int]) -> TensorProxy:
-    """Right beside zeros, by which Thunder's own divides: the product of all others, 0 if another one is 0."""
-    fwd = prims.prod(a, dims)
-    g = prims.get_grad(fwd)
-    is_zero = ltorch.eq(a, 0)
-    factors = ltorch.where(is_zero, 1, a)
-    product, zeros = prims.prod(factors, dims), ltorch.sum(is_zero, dims)
-    for d in sorted(dims):
-        g, product, zeros = (ltorch.unsqueeze(x, d) for x in (g, product, zeros))
-    others = ltorch.where(is_zero, ltorch.sub(zeros, 1), zeros)
-    prims.put_grad(a, ltorch.where(ltorch.eq(others, 0), ltorch.mul(g, ltorch.true_divide(product, factors)), 0.0))
     return fwd
 
 
@@ -134,7 +121,6 @@ _MISSING = {
     prims.remainder: _remainder_grad,
     prims.round: _round_grad,
     prims.trunc: _trunc_grad,
-    prims.prod: _prod_grad,
     prims.index_add: _index_add_grad,
 }
 
@@ -150,6 +136,7 @@ def register_missing() -> None:
     for prim, gradient in _MISSING.items():
         if prim.id not in _grad_fn_map:
             register_grad(prim, gradient)
+    register_finite()
     register_complex()
     torch_ex.register_implementation(ltorch.zeros, checker=_always_executable, execution_transform=_zeros)
     _tell_namesakes_apart()

@@ -135,6 +135,18 @@ def _length(a: TensorProxy, dim: int, eps: float) -> TensorProxy:
     return ltorch.where(is_zero, eps, ltorch.add(length, missing))
 
 
+def _normalize(
+    a: TensorProxy, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None
+) -> TensorProxy | None:
+    """Of zeros Thunder's own has a gradient that is no number."""
+    if p != 2 or not isinstance(dim, int) or out is not None or not are_floats(a):
+        return None
+    wide = ltorch.to(a, wide_dtype(a))
+    length, is_zero = norm(wide, dim, keepdim=True)
+    is_short = ltorch.logical_or(is_zero, ltorch.lt(length, eps))
+    return ltorch.to(ltorch.true_divide(wide, ltorch.where(is_short, eps, length)), a.dtype)
+
+
 def _lstm_cell(
     a: TensorProxy,
     hx: Sequence[TensorProxy],
@@ -191,6 +203,7 @@ _ALWAYS: dict[Callable[..., Any], Written] = {
     torch.mv: ltorch.matmul,
     torch.narrow: _narrow,
     torch.negative: ltorch.neg,
+    F.normalize: _normalize,
     F.multi_head_attention_forward: multi_head_attention,
     torch.rsub: lambda a, b, alpha=1: ltorch.sub(b, a, alpha=alpha),
     F.scaled_dot_product_attention: masked_attention_with_dropout,

@@ -21,6 +21,7 @@ from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_sizes.rows_per_chunk import lean_rows, leanest_rows
 from thunder_mem.loop_sizes.tile_choice import ALL_STRETCHES, TileChoice
 from thunder_mem.memory.plan import Refusal
+from thunder_mem.partition.budget import parse_budget
 from thunder_mem.tiling.find import ChunkingError, chunk_trace
 from thunder_mem.tiling.heads import with_head_groups
 from thunder_mem.tiling.tiles import Tiles, TilingError, tile_trace
@@ -94,6 +95,8 @@ def chunked(
             accumulate=asked.accumulate,
             executors_list=executors,
             choose_rows=lean_rows if options.budget is None else leanest_rows,
+            # A share of a device's memory is larger than any head that is left alone for its size.
+            budget_bytes=None if options.budget is None else parse_budget(options.budget, 1 << 40),
             verify=options.verify is not False,
         )
     except ChunkingError:  # the user marked this head by `with chunked():`
