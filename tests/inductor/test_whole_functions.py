@@ -95,6 +95,7 @@ FUNCTIONS = {
     "norm of zeros": lambda x, y: (x * (x > 0)).norm(dim=-1) * (y * 0).norm() + (FAR * x).norm(dim=0)[0],
     "linalg.norm": lambda x, y: torch.linalg.norm(x) * torch.linalg.norm(y, 2, dim=-1) * torch.linalg.norm(x[0], ord=2),
     "linalg.vector_norm": lambda x, y: torch.linalg.vector_norm(x, dim=[1]) * torch.linalg.vector_norm(y),
+    "normalize": lambda x, y: F.normalize(x) * F.normalize(y, dim=0, eps=2.0) + F.normalize(FAR * x, dim=-1),
     "roll": lambda x, y: torch.roll(x, 2, 0) * y.roll((-1,), (1,)) + x.roll(7),
 }
 LEFT_WHOLE = {

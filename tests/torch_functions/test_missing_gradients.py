@@ -6,7 +6,7 @@ import torch
 
 from tests.checking.gradients import with_gradients
 from tests.fuzzing.command import uncompiled_regions
-from thunder_mem import MemEfficient
+from thunder_mem import MemEfficient, measure_peak
 from thunder_mem.executors import mem_pointwise_ex
 
 X = torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -26,6 +26,11 @@ FUNCTIONS = {
     ),
     "a product with numbers": lambda x: torch.addmm(x[0, :1, :1], x[1], x[2]) @ torch.addmm(x[1, 2, 3], x[1], x[2]),
     "a product with columns": lambda x: torch.addmm(x[0, :, 1:2], x[1], x[2]) @ torch.addmm(x[0, 1:2], x[1], x[2]),
+    "sums of exponentials": lambda x: (
+        x.logsumexp(1)[:, None] * x
+        + (x * 1e4).logsumexp((0, -1))[:, None]
+        + x.masked_fill(x > 1, -torch.inf).logsumexp(2, True)
+    ),
     "values at indices": lambda x: (
         x.cos().index_put((ROWS,), x[:, 0, None].exp()) * x.index_put((ROWS, ROWS), x[0, 0], accumulate=True)
         + torch.zeros_like(x).index_put_((ROWS[1:],), x[1].sin(), accumulate=True)
@@ -57,3 +62,21 @@ def test_values_and_gradients_are_pytorchs(name, executors):
     with uncompiled_regions():
         found = with_gradients(compiled, X)
     torch.testing.assert_close(found, with_gradients(fn, X), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def test_a_chain_of_sums_of_exponentials_peaks_below_eager():
+    """As in a conditional random field; Thunder saves the exponentials of every step."""
+    scores, first = torch.randn(128, 128, requires_grad=True), torch.randn(10, 128)
+
+    def model(scores, first):
+        reached = first[0]
+        for x in first[1:]:
+            reached = torch.logsumexp(reached[:, None] + scores, 0) + x
+        return torch.logsumexp(reached, 0)
+
+    compiled = thunder.jit(model, executors=[], transforms=[MemEfficient(strict=True)])
+    peaks = []
+    for fn in (compiled, model):
+        torch.autograd.grad(fn(scores, first), scores)
+        peaks.append(measure_peak(lambda fn=fn: torch.autograd.grad(fn(scores, first), scores)))
+    assert peaks[0] < peaks[1]

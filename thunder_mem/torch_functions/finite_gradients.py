@@ -11,6 +11,7 @@ from numbers import Number
 from typing import Any
 
 import thunder.torch as ltorch
+from thunder.clang import maybe_convert_to_dtype
 from thunder.core import dtypes, prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy, pyval
@@ -74,20 +75,20 @@ def _prod_grad(a: TensorProxy, dims: Sequence[int]) -> TensorProxy:
 def _sigmoid_grad(a: TensorProxy) -> TensorProxy:
     """By the result. Thunder's own divides the square of an exponential by another."""
     result = ltorch.sigmoid(a)
-    shown = ltorch.to(result, wide_dtype(result))
+    shown = maybe_convert_to_dtype(result, wide_dtype(result))
     slope = ltorch.mul(shown, ltorch.sub(1, shown))
-    prims.put_grad(a, ltorch.to(ltorch.mul(prims.get_grad(result), slope), a.dtype))
+    prims.put_grad(a, maybe_convert_to_dtype(ltorch.mul(prims.get_grad(result), slope), a.dtype))
     return result
 
 
 def _mish_grad(a: TensorProxy, inplace: bool = False) -> TensorProxy:
     result = ltorch.mish(a, inplace)
-    wide = ltorch.to(a, wide_dtype(a))
+    wide = maybe_convert_to_dtype(a, wide_dtype(a))
     shown = ltorch.tanh(ltorch.softplus(wide))
     slope = ltorch.add(
         shown, ltorch.mul(ltorch.mul(wide, ltorch.sigmoid(wide)), ltorch.sub(1, ltorch.mul(shown, shown)))
     )
-    prims.put_grad(a, ltorch.to(ltorch.mul(prims.get_grad(result), slope), a.dtype))
+    prims.put_grad(a, maybe_convert_to_dtype(ltorch.mul(prims.get_grad(result), slope), a.dtype))
     return result
 
 
@@ -107,9 +108,9 @@ def _selu_grad(a: TensorProxy, inplace: bool = False) -> TensorProxy:
 
 def _linear_above_0(a: TensorProxy, result: TensorProxy, slope: float, below: Rule) -> TensorProxy:
     """The gradient of an activation, whose slope is constant above 0, and `below` of its argument elsewhere."""
-    wide = ltorch.to(a, wide_dtype(a))
+    wide = maybe_convert_to_dtype(a, wide_dtype(a))
     slopes = ltorch.where(ltorch.gt(wide, 0), slope, below(wide))
-    prims.put_grad(a, ltorch.to(ltorch.mul(prims.get_grad(result), slopes), a.dtype))
+    prims.put_grad(a, maybe_convert_to_dtype(ltorch.mul(prims.get_grad(result), slopes), a.dtype))
     return result
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import thunder.torch as ltorch
 import torch
+from thunder.clang import maybe_convert_to_dtype
 from thunder.core import prims
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import to_torch_dtype
@@ -29,6 +30,7 @@ from thunder.torch.default_torch_ops import torch_auto_registered_ops
 
 from thunder_mem.torch_functions.complex_gradients import register_complex
 from thunder_mem.torch_functions.finite_gradients import register_finite
+from thunder_mem.torch_functions.steps import wide_dtype
 from thunder_mem.torch_functions.whole_gradients import give_gradient
 
 __all__ = ["register_missing"]
@@ -80,6 +82,18 @@ def _index_add_grad(a: TensorProxy, index: TensorProxy, value: TensorProxy, dim:
     return fwd
 
 
+def _logsumexp_grad(a: TensorProxy, dim: int | Sequence[int], keepdim: bool = False) -> TensorProxy:
+    """By the argument and the result, as in PyTorch. Thunder's own saves the exponentials, too."""
+    fwd = ltorch.logsumexp(a, dim, keepdim)
+    g, result, wide = prims.get_grad(fwd), fwd, wide_dtype(a)
+    dims = (dim,) if isinstance(dim, int) else dim
+    for d in () if keepdim else sorted(d % a.ndim for d in dims):
+        g, result = ltorch.unsqueeze(g, d), ltorch.unsqueeze(result, d)
+    share = ltorch.exp(ltorch.sub(maybe_convert_to_dtype(a, wide), maybe_convert_to_dtype(result, wide)))
+    prims.put_grad(a, maybe_convert_to_dtype(ltorch.mul(g, share), a.dtype))
+    return fwd
+
+
 def _index_put_grad(
     a: TensorProxy, indices: Sequence[TensorProxy], values: TensorProxy, accumulate: bool = False
 ) -> TensorProxy:
@@ -116,6 +130,7 @@ _ADDMM: Any = ltorch._torch_to_thunder_function_map[torch.addmm]
 _MISSING = {
     _ADDMM: _addmm_grad,
     ltorch.index_put: _index_put_grad,
+    ltorch.logsumexp: _logsumexp_grad,
     prims.minimum: _minimum_grad,
     prims.flip: _flip_grad,
     prims.remainder: _remainder_grad,

@@ -15,6 +15,7 @@ from typing import Any
 import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
+from thunder.clang import maybe_convert_to_dtype
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 
@@ -141,10 +142,10 @@ def _normalize(
     """Of zeros Thunder's own has a gradient that is no number."""
     if p != 2 or not isinstance(dim, int) or out is not None or not are_floats(a):
         return None
-    wide = ltorch.to(a, wide_dtype(a))
+    wide = maybe_convert_to_dtype(a, wide_dtype(a))
     length, is_zero = norm(wide, dim, keepdim=True)
     is_short = ltorch.logical_or(is_zero, ltorch.lt(length, eps))
-    return ltorch.to(ltorch.true_divide(wide, ltorch.where(is_short, eps, length)), a.dtype)
+    return maybe_convert_to_dtype(ltorch.true_divide(wide, ltorch.where(is_short, eps, length)), a.dtype)
 
 
 def _lstm_cell(
