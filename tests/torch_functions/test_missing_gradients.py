@@ -80,3 +80,18 @@ def test_a_chain_of_sums_of_exponentials_peaks_below_eager():
         torch.autograd.grad(fn(scores, first), scores)
         peaks.append(measure_peak(lambda fn=fn: torch.autograd.grad(fn(scores, first), scores)))
     assert peaks[0] < peaks[1]
+
+
+def without_autocast(x, w):
+    with torch.autocast("cpu", enabled=False):
+        return (torch.nn.functional.linear(x, w).float() @ w).square()
+
+
+@pytest.mark.parametrize("fn", [without_autocast, lambda x, w: torch.addmm(x, x, w)], ids=["linear", "addmm"])
+def test_products_that_autocast_left_alone(fn):
+    """Thunder applies a rule as if autocast around the call were on, and refuses what it makes."""
+    inputs = [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
+    compiled = thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = (torch.autograd.grad(f(*inputs).float().sum(), inputs) for f in (compiled, fn))
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.3)

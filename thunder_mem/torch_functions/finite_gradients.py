@@ -6,7 +6,6 @@ A mask that adds -1e9 before a sigmoid, an ELU of 100, or a product of which a f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
 from numbers import Number
 from typing import Any
 
@@ -42,11 +41,12 @@ def _pow_grad(for_numbers: Rule) -> Rule:
         slope = ltorch.mul(b, ltorch.pow(a, ltorch.sub(b, 1)))
         prims.put_grad(a, ltorch.mul(g, ltorch.where(ltorch.eq(b, 0), 0, slope)))
         is_zero = ltorch.eq(a, 0)
-        logs = ltorch.log(ltorch.where(is_zero, 1, a))
-        nowhere = is_zero if dtypes.is_complex_dtype(a.dtype) else ltorch.logical_and(is_zero, ltorch.ge(b, 0))
-        prims.put_grad(
-            b, ltorch.mul(g, ltorch.mul(result, ltorch.where(nowhere, 0, ltorch.where(is_zero, -inf, logs))))
-        )
+        if dtypes.is_complex_dtype(a.dtype):
+            is_flat = ltorch.logical_and(ltorch.ge(ltorch.real(b), 0), ltorch.eq(ltorch.imag(b), 0))
+        else:
+            is_flat = ltorch.ge(b, 0)
+        slope = ltorch.mul(result, ltorch.log(a))
+        prims.put_grad(b, ltorch.mul(g, ltorch.where(ltorch.logical_and(is_zero, is_flat), 0, slope)))
         return result
 
     return rule
@@ -68,7 +68,8 @@ def _prod_grad(a: TensorProxy, dims: Sequence[int]) -> TensorProxy:
     for d in sorted(dims):
         g, product, zeros = (ltorch.unsqueeze(x, d) for x in (g, product, zeros))
     others = ltorch.where(is_zero, ltorch.sub(zeros, 1), zeros)
-    prims.put_grad(a, ltorch.where(ltorch.eq(others, 0), ltorch.mul(g, ltorch.true_divide(product, factors)), 0.0))
+    slope = ltorch.true_divide(product, factors)  # times 0 below, so that what is no number stays so
+    prims.put_grad(a, ltorch.mul(g, ltorch.where(ltorch.eq(others, 0), slope, ltorch.mul(slope, 0))))
     return result
 
 

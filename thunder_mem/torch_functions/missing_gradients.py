@@ -108,7 +108,7 @@ def _index_put_grad(
 def _addmm_grad(bias: TensorProxy, a: TensorProxy, b: TensorProxy, *, beta: float = 1, alpha: float = 1) -> TensorProxy:
     """By two products. Thunder's own runs the whole function once more."""
     fwd = _ADDMM(bias, a, b, beta=beta, alpha=alpha)
-    g = prims.get_grad(fwd)
+    g = maybe_convert_to_dtype(prims.get_grad(fwd), a.dtype)  # under autocast the result counts as 16 bits
     of_product = g if alpha == 1 else ltorch.mul(g, alpha)
     left, right = (ltorch.transpose(x, 0, 1) for x in (a, b))
     prims.put_grad(a, ltorch.matmul(of_product, right))
