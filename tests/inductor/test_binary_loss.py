@@ -5,7 +5,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 
-from thunder_mem import MemEfficient, measure_peak, predict
+from thunder_mem import MemEfficient, last_plan, measure_peak, predict
 
 REDUCTIONS = ["mean", "sum", "none"]
 WEIGHTS = {
@@ -117,3 +117,15 @@ def test_its_heads_run_in_chunks():
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(torch.autograd.grad(out, (x, w)), torch.autograd.grad(expected, (x, w)))
     assert "chunk_loop" in str(thunder.last_traces(jitted)[-1])
+
+
+@pytest.mark.parametrize("name", ["plain", "pos_weight"])
+def test_a_plan_counts_its_temporaries(name):
+    """So that a budget holds where the logits are most of a program."""
+    x, w = torch.randn(64, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    targets, options = torch.rand(64, 8), WEIGHTS[name]
+    fn = planned(lambda x, w, y: F.binary_cross_entropy_with_logits(F.linear(x, w), y, **options))
+    fn(x, w, targets)
+    held_bytes = sum(t.nbytes for t in (x, w, targets, *options.values()))
+    found_bytes = measure_peak(lambda: torch.autograd.grad(fn(x, w, targets), (x, w))) + held_bytes
+    assert abs(found_bytes - last_plan(fn).candidate.peak_bytes) <= 128

@@ -16,10 +16,12 @@ import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import Symbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.transforms import get_grad, put_grad
 
 from thunder_mem.kernels.kernel_executor import has_dtype_of, is_float, mem_gradients_ex, register
+from thunder_mem.semantics.layout import dense_bytes
+from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
 __all__: list[str] = []
 
@@ -31,9 +33,9 @@ _Weight = torch.Tensor | None
 def _of_logits(a: torch.Tensor, target: torch.Tensor, pos_weight: _Weight) -> torch.Tensor:
     if pos_weight is None:
         return a.sigmoid().sub_(target)
-    # (1 + (p - 1) y) sigmoid(x) - p y, as in PyTorch's own derivative.
-    positive = target * pos_weight
-    return a.sigmoid().mul_((positive + 1).sub_(target)).sub_(positive)
+    # (1 + (p - 1) y) sigmoid(x) - p y, as in PyTorch's own derivative, beside one temporary.
+    slope = a.sigmoid()
+    return slope.mul_((target * (pos_weight - 1)).add_(1)).addcmul_(target, pos_weight, value=-1)
 
 
 def _of_target(a: torch.Tensor, target: torch.Tensor, pos_weight: _Weight) -> torch.Tensor:
@@ -98,3 +100,17 @@ def _differentiate(
 
 
 register(_operation, _is_binary_loss, _differentiate, mem_gradients_ex)
+
+
+# --- for those who plan ----------------------------------------------------------------------------
+
+
+def _scratch_bytes(bsym: BoundSymbol) -> int:
+    """Temporaries as large as the logits, beside a positive weight: one for their gradient, two for the targets'."""
+    _, a, _, _, pos_weight, _ = bsym.args
+    return 0 if pos_weight is None else _TEMPORARIES[bsym.sym.name] * dense_bytes(a)
+
+
+_TEMPORARIES = {_of_a.name: 1, _of_y.name: 2}
+_TRAITS = MemoryTraits(scratch_bytes=_scratch_bytes)
+declare(mem_gradients_ex, lambda name: _TRAITS if name in _TEMPORARIES else PLAIN)

@@ -71,6 +71,7 @@ def estimated_scratch_bytes(bsym: BoundSymbol) -> int:
     - a chunk loop and a parameter's update state their own;
     - a 16-bit matrix product on a CPU adds up in a float32 copy of its result, unless the CPU
       multiplies bfloat16 itself;
+    - a binary cross entropy of logits holds two tensors of their size;
     - the backward of fused attention holds two blocks of scores on a CPU;
     - on a GPU it adds up the query's gradient in float32, for flash attention with the padding that
       `fake_execution/operator_scratch.py` also states;
@@ -95,6 +96,8 @@ def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
         return flash_backward_bytes(query.shape, key.shape, key.dtype.bytes)
     if bsym.sym.name in _EFFICIENT:
         return _efficient_bytes(bsym, outs)
+    if bsym.sym.name == "binary_cross_entropy_with_logits":
+        return _binary_loss_bytes(bsym, outs[0])
     on_cpu = outs[0].device.type == "cpu"
     is_attention_backward = "attention" in bsym.sym.name and "backward" in bsym.sym.name
     if is_attention_backward and on_cpu:
@@ -105,6 +108,13 @@ def _kernel_bytes(bsym: BoundSymbol, outs: Sequence[TensorProxy]) -> int:
     if on_cpu and _is_gemm(bsym) and not (outs[0].dtype is bfloat16 and _multiplies_bfloat16()):
         return prod(map(int, outs[0].shape)) * _FLOAT32_BYTES
     return 0
+
+
+def _binary_loss_bytes(bsym: BoundSymbol, out: TensorProxy) -> int:
+    """Of PyTorch's forward: two tensors as large as the logits, of which an unreduced result is one."""
+    given = [p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
+    whole_bytes = dense_bytes(given[0])
+    return whole_bytes if out.shape == given[0].shape else 2 * whole_bytes
 
 
 def scratch_follows_layout(bsym: BoundSymbol) -> bool:
