@@ -254,10 +254,10 @@ def test_a_tight_budget_takes_smaller_chunks_before_it_is_refused():
     rows_bytes = 4 * V
     peak_bytes = last_plan(free).candidate.peak_bytes
     # The first try takes a quarter of the floor's rows, which does not save as many.
-    budget = peak_bytes - int(0.8 * FLOOR) * rows_bytes
+    budget = peak_bytes - int(0.9 * FLOOR) * rows_bytes
     compiled, step = compiled_with(head, MemEfficient(budget=budget), *args)
     (plan,) = loops_of(compiled)
-    assert plan.chunk_rows < FLOOR // 3
+    assert plan.chunk_rows < FLOOR // 4
     assert last_plan(compiled).candidate.peak_bytes <= budget
     warned, _ = compiled_with(head, MemEfficient(budget=budget, on_infeasible="warn"), *args)
     assert last_plan(warned).candidate.peak_bytes <= budget
@@ -307,7 +307,9 @@ def test_sums_of_a_recomputing_head_are_priced_and_narrowed_too():
     assert plan.mode == "recompute-in-backward" and plan.wider_sums_bytes == 2 * 4096 * 256
     held = sum(a.nbytes for a in (x, w, t))
     peak_bytes = last_plan(free).candidate.peak_bytes
-    packed = packed_bytes(plan.chunk_rows, 256, 4096, torch.bfloat16) + t.numel() * 8  # and the vector's gradient
+    packed = (
+        packed_bytes(plan.chunk_rows, 256, 4096, torch.bfloat16) + 2 * 4096
+    )  # and the gradient of the vector, in 16 bits
     assert measure_peak(step) + held <= peak_bytes + packed + 4096
     budget = peak_bytes - plan.wider_sums_bytes + 16384
     compiled, step = compiled_with(vector, MemEfficient(budget=budget), x, w, t)

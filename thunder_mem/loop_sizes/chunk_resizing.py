@@ -144,17 +144,22 @@ def leanest_loops(trace: TraceCtx) -> TraceCtx | None:
 
 def _leanest(loop: ChunkLoop) -> ChunkLoop:
     plan, opening = loop.plan, loop.plan.opening
-    on_cpu = plan.device.startswith("cpu") and not plan.is_stretch
-    rows = min(plan.chunk_rows, max(_LEAST_ROWS, plan.step_rows // 4) if on_cpu else plan.step_rows)
-    block_rows = min(rows, plan.block_rows)
-    if on_cpu:
-        scratch = max(plan.forward_block_bytes, plan.backward_block_bytes) // plan.block_rows
-        few = allowed_block_rows(plan.device, plan.n, rows, plan.row_bytes, scratch, asked=True)
-        block_rows = min(block_rows, even_part(rows, min(rows, max(1, few))))
+    rows, block_rows = _leanest_rows(plan)
     if block_rows == plan.block_rows:
         return loop.with_plan(replace(plan, chunk_rows=rows))
     opening = opening and replace(opening, block_rows=min(rows, opening.block_rows))
     return with_blocks_built(loop.with_plan(replace(plan, chunk_rows=rows, block_rows=block_rows, opening=opening)))
+
+
+def _leanest_rows(plan: LoopPlan) -> tuple[int, int]:
+    """Rows of a chunk and of a block; of a head on a CPU as few as if the user had asked for small chunks."""
+    if plan.is_stretch or not plan.device.startswith("cpu"):
+        rows = min(plan.chunk_rows, plan.step_rows)
+        return rows, min(rows, plan.block_rows)
+    rows = min(plan.chunk_rows, max(_LEAST_ROWS, plan.step_rows // 4))
+    scratch = max(plan.forward_block_bytes, plan.backward_block_bytes) // plan.block_rows
+    allowed = allowed_block_rows(plan.device, plan.n, rows, plan.row_bytes, scratch, asked=True)
+    return rows, min(plan.block_rows, even_part(rows, min(rows, max(1, allowed))))
 
 
 def _scratch_bytes(plan: LoopPlan) -> int:

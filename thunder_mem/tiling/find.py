@@ -46,7 +46,7 @@ AUTO_MIN_BYTES = 1 << 20
 """In automatic mode smaller results are left alone."""
 
 _MIN_SHARE = 16
-"""Under a budget, results are left alone that are smaller than a sixteenth of it, too."""
+"""Under a budget, results count from a sixteenth of it, where that is less."""
 
 SAVES_NOTHING = "one chunk would save nothing: its gradients are much larger than its logits"
 
@@ -90,8 +90,9 @@ def chunk_trace(
     """
     register_missing()
     check_options(chunks, rows, accumulate)
-    explicit = isinstance(chunks, int) or isinstance(rows, int)
-    least_bytes = AUTO_MIN_BYTES if budget_bytes is None else min(AUTO_MIN_BYTES, budget_bytes // _MIN_SHARE)
+    least_bytes: int | None = None
+    if not isinstance(chunks, int) and not isinstance(rows, int):
+        least_bytes = AUTO_MIN_BYTES if budget_bytes is None else min(AUTO_MIN_BYTES, budget_bytes // _MIN_SHARE)
     start = time.perf_counter_ns()
     executors = tuple(executors_list) or tuple(thunder.get_default_executors())
 
@@ -117,7 +118,7 @@ def chunk_trace(
     picked: frozenset[str] = frozenset()
     while True:
         marked = frozenset().union(*(m.names for m in marks))
-        head = _next_head(read_program(new), None if explicit else least_bytes, marked, tried, refusals)
+        head = _next_head(read_program(new), least_bytes, marked, tried, refusals)
         if head is None:
             break
         region, first = head.region, head.region.amplifiers[0].leaf

@@ -22,7 +22,6 @@ from thunder.core.trace import get_tracectx
 from thunder.core.transforms import _grad_fn_map, augmented_forward_impls, backward_impls, register_grad
 from thunder.executors.torchex import _always_executable, _pad_prim_impl, pad_prim_impl
 from thunder.executors.torchex import ex as torch_ex
-from thunder.transforms.autocast import disable_autocast
 
 from thunder_mem.torch_functions.whole_gradients import mem_whole_ex
 
@@ -69,9 +68,6 @@ def _joined(forward: Rule, backward: Rule) -> Rule:
 
 
 def _by_conjugates(rule: Rule) -> Rule:
-    """The rule, with conjugates for complex numbers, and without autocast, which cast the traced program already."""
-
-    @disable_autocast()
     def conjugating(*args: Any, **kwargs: Any) -> Any:
         if not any(_is_complex(x) for x in args):
             return rule(*args, **kwargs)

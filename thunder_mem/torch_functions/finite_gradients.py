@@ -78,8 +78,7 @@ def _sigmoid_grad(a: TensorProxy) -> TensorProxy:
     result = ltorch.sigmoid(a)
     shown = maybe_convert_to_dtype(result, wide_dtype(result))
     slope = ltorch.mul(shown, ltorch.sub(1, shown))
-    prims.put_grad(a, maybe_convert_to_dtype(ltorch.mul(prims.get_grad(result), slope), a.dtype))
-    return result
+    return _with_slope(a, result, slope)
 
 
 def _mish_grad(a: TensorProxy, inplace: bool = False) -> TensorProxy:
@@ -89,8 +88,7 @@ def _mish_grad(a: TensorProxy, inplace: bool = False) -> TensorProxy:
     slope = ltorch.add(
         shown, ltorch.mul(ltorch.mul(wide, ltorch.sigmoid(wide)), ltorch.sub(1, ltorch.mul(shown, shown)))
     )
-    prims.put_grad(a, maybe_convert_to_dtype(ltorch.mul(prims.get_grad(result), slope), a.dtype))
-    return result
+    return _with_slope(a, result, slope)
 
 
 def _elu_grad(a: TensorProxy, alpha: float = 1.0, inplace: bool = False) -> TensorProxy:
@@ -111,7 +109,11 @@ def _linear_above_0(a: TensorProxy, result: TensorProxy, slope: float, below: Ru
     """The gradient of an activation, whose slope is constant above 0, and `below` of its argument elsewhere."""
     wide = maybe_convert_to_dtype(a, wide_dtype(a))
     slopes = ltorch.where(ltorch.gt(wide, 0), slope, below(wide))
-    prims.put_grad(a, maybe_convert_to_dtype(ltorch.mul(prims.get_grad(result), slopes), a.dtype))
+    return _with_slope(a, result, slopes)
+
+
+def _with_slope(a: TensorProxy, result: TensorProxy, slope: TensorProxy) -> TensorProxy:
+    prims.put_grad(a, maybe_convert_to_dtype(ltorch.mul(prims.get_grad(result), slope), a.dtype))
     return result
 
 

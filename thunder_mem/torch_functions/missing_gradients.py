@@ -27,6 +27,7 @@ from thunder.executors.torchex import _always_executable
 from thunder.executors.torchex import ex as torch_ex
 from thunder.executors.torchex import zeros as torch_zeros
 from thunder.torch.default_torch_ops import torch_auto_registered_ops
+from thunder.transforms.autocast import disable_autocast
 
 from thunder_mem.torch_functions.complex_gradients import register_complex
 from thunder_mem.torch_functions.finite_gradients import register_finite
@@ -153,6 +154,8 @@ def register_missing() -> None:
             register_grad(prim, gradient)
     register_finite()
     register_complex()
+    for symbol in (PrimIDs.LINEAR, PrimIDs.MATMUL, _ADDMM.id):
+        register_grad(symbol, disable_autocast()(_grad_fn_map[symbol]))  # the traced program has its casts already
     torch_ex.register_implementation(ltorch.zeros, checker=_always_executable, execution_transform=_zeros)
     _tell_namesakes_apart()
 
