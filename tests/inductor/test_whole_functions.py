@@ -72,6 +72,11 @@ FUNCTIONS = {
         + F.triplet_margin_loss(x, y, POSITIVE[:1], margin=0.5, reduction="none")
     ),
     "soft_margin_loss": lambda x, y: F.soft_margin_loss(x, SIGNS) + F.soft_margin_loss(y, SIGNS, reduction="none"),
+    "binary_cross_entropy_with_logits": lambda x, y: (
+        F.binary_cross_entropy_with_logits(FAR * x, y, weight=B[:, :1], pos_weight=POSITIVE[0])
+        + F.binary_cross_entropy_with_logits(x, y, reduction="none")
+        + F.binary_cross_entropy_with_logits(y, POSITIVE, reduction="sum")
+    ),
     "kl_div": lambda x, y: F.kl_div(x, y.exp(), reduction="batchmean") + F.kl_div(x, y, log_target=True),
     "l1_loss": lambda x, y: F.l1_loss(x, y) + F.l1_loss(x, y, reduction="none"),
     "smooth_l1_loss": lambda x, y: F.smooth_l1_loss(x, y) + F.smooth_l1_loss(x, y, reduction="sum", beta=0.5),

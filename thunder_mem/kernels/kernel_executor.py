@@ -6,7 +6,7 @@ each way and keeps its argument or its result, with a few statistics. This execu
 `norm_kernels.py`, `activation_kernels.py`, `loss_kernels.py` and `scatter_kernels.py`.
 
 `mem_gradients` is for operations that no fusion executor of this package takes: those in `convolution_kernel.py` and
-`binary_loss_kernels.py`.
+`elementwise_losses.py`.
 
 Calls that a kernel does not take (mixed dtypes, other devices, writes in place) are left to Thunder.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from thunder_mem.kernels import (
     activation_kernels,
-    binary_loss_kernels,
     convolution_kernel,
+    elementwise_losses,
     loss_kernels,
     norm_kernels,
     scatter_kernels,
@@ -15,8 +15,8 @@ from thunder_mem.kernels.running_statistics import with_statistics_apart
 
 __all__ = [
     "activation_kernels",
-    "binary_loss_kernels",
     "convolution_kernel",
+    "elementwise_losses",
     "loss_kernels",
     "mem_gradients_ex",
     "mem_kernels_ex",

@@ -34,9 +34,13 @@ def _loss(function: Callable[..., Any], each: Callable[..., TensorProxy | None])
             return None
         if reduction == "batchmean":
             return ltorch.true_divide(ltorch.sum(result), tensors[0].shape[0])
-        return {"mean": ltorch.mean, "sum": ltorch.sum}[reduction](result) if reduction != "none" else result
+        return _reduced(result, reduction)
 
     return loss
+
+
+def _reduced(each: TensorProxy, reduction: str) -> TensorProxy:
+    return each if reduction == "none" else {"mean": ltorch.mean, "sum": ltorch.sum}[reduction](each)
 
 
 def _of_one_shape(each: Callable[..., TensorProxy | None]) -> Callable[..., TensorProxy | None]:
@@ -149,7 +153,30 @@ def _triplet_margin(
     return clamp(ltorch.sub(ltorch.add(near, margin), far), 0)
 
 
+def _binary_cross_entropy_with_logits(
+    input: TensorProxy,
+    target: TensorProxy,
+    weight: TensorProxy | None = None,
+    size_average: None = None,
+    reduce: None = None,
+    reduction: str = "mean",
+    pos_weight: TensorProxy | None = None,
+) -> TensorProxy | None:
+    weights = [w for w in (weight, pos_weight) if w is not None]
+    if size_average is not None or reduce is not None or any(w.requires_grad for w in weights):
+        return None
+    if not are_floats(input, target, *weights) or input.shape != target.shape:
+        return None
+    positive = ltorch.neg(ltorch.logsigmoid(input))  # the loss of a target of 1
+    if pos_weight is not None:
+        positive = ltorch.mul(positive, ltorch.add(ltorch.mul(ltorch.sub(pos_weight, 1), target), 1))
+    result = ltorch.add(ltorch.mul(ltorch.sub(1, target), input), positive)
+    result = result if weight is None else ltorch.mul(result, weight)
+    return _reduced(result, reduction)
+
+
 LOSSES: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
     F.cosine_embedding_loss: _loss(F.cosine_embedding_loss, _cosine_embedding),
     F.hinge_embedding_loss: _loss(F.hinge_embedding_loss, _hinge_embedding),
     F.huber_loss: _loss(F.huber_loss, _of_one_shape(_huber)),

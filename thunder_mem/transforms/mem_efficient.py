@@ -258,6 +258,7 @@ class MemEfficient(ListedTransform):
                 epilogue_trace,
             )
         executors = with_own_executors(compile_data.executors_list)
+        compile_data.executors_list = executors  # loops are differentiated with the gradients of the same kernels
         self._identify(computation_trace, self._asked(user_executors(executors)))
         kernels, fused = mem_kernels_ex in executors, any(map(fuses_generally, executors))
         with stage("preparing writes, scalars and checkpoints"):
@@ -281,7 +282,6 @@ class MemEfficient(ListedTransform):
         untiled, marks = strip_tile_marks(computation_trace)
         before_tiles, equal = options, EqualBlocks()
         if self._tile and not other:
-            compile_data.executors_list = executors  # a tile is differentiated with the gradients of the same kernels
             with stage("cutting stretches into tiles"):
                 asked_tiles, plain = _tiles_of(self._tile), user_executors(executors)
                 computation_trace, options = tiled(computation_trace, asked_tiles, options, plain, equal=equal)

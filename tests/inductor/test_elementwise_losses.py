@@ -1,4 +1,4 @@
-"""Binary cross entropy of logits by its own gradients: exact as eager's, with eager's memory, and no unread ones."""
+"""Losses of elements by their own gradients: exact as eager's, with less memory, and no unread ones."""
 
 import pytest
 import thunder
@@ -93,6 +93,63 @@ def test_peaks_are_predicted_and_not_above_eagers(name, reduction):
         assert peak(jitted) < 0.8 * peak(thunder.jit(step, executors=[]))
 
 
+PAIRS = {
+    "binary_cross_entropy": lambda a, y, **given: F.binary_cross_entropy(a.sigmoid(), y.sigmoid(), **given),
+    "binary_cross_entropy, weighted": lambda a, y, **given: F.binary_cross_entropy(
+        a.sigmoid(), y.sigmoid(), WEIGHTS["weight"]["weight"].to(a.dtype), **given
+    ),
+    "binary_cross_entropy of 0 and 1": lambda a, y, **given: F.binary_cross_entropy(
+        (a > 0).to(a.dtype) + 0 * a, (y > 0).to(y.dtype) + 0 * y, **given
+    ),
+    "l1_loss": lambda a, y, **given: F.l1_loss(a, torch.where(y > 0, a, y), **given),
+    "poisson_nll_loss": F.poisson_nll_loss,
+    "poisson_nll_loss, full": lambda a, y, **given: F.poisson_nll_loss(a, y.exp(), full=True, **given),
+    "poisson_nll_loss of rates": lambda a, y, **given: F.poisson_nll_loss(a.exp(), y, log_input=False, **given),
+    "smooth_l1_loss": F.smooth_l1_loss,
+    "smooth_l1_loss, beta": lambda a, y, **given: F.smooth_l1_loss(a, y, beta=0.25, **given),
+    "smooth_l1_loss, beta 0": lambda a, y, **given: F.smooth_l1_loss(a, y, beta=0.0, **given),
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.sampled(8)
+def test_pairs_have_eagers_values_and_gradients(name, reduction):
+    a, y = (torch.randn(5, 8, dtype=torch.float64).requires_grad_() for _ in range(2))
+
+    def loss(a, y):
+        return PAIRS[name](a, y, reduction=reduction)
+
+    jitted = planned(loss)
+    for mine, eager in zip(*(seen(fn, torch.float64, a, y) for fn in (jitted, loss)), strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-12, atol=1e-12, equal_nan=True)
+    with torch.no_grad():
+        torch.testing.assert_close(jitted(a, y), loss(a, y), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", ["binary_cross_entropy", "l1_loss", "poisson_nll_loss", "smooth_l1_loss"])
+def test_pairs_peak_as_predicted_and_below_eager(name, reduction):
+    """Eager's reduced `binary_cross_entropy` and `smooth_l1_loss` keep the memory of all elements."""
+    x, targets = torch.rand(64, 512, requires_grad=True), torch.rand(64, 512)
+
+    def step(x):
+        return getattr(F, name)((x * 0.5).sigmoid(), targets, reduction=reduction).sum()
+
+    jitted = planned(step)
+
+    def kept_bytes(fn):
+        x.grad = None
+        return measure_peak(lambda: fn(x).backward())
+
+    kept_bytes(jitted)
+    x.grad = None
+    predicted_bytes = predict(jitted, x).measured_bytes
+    # The loss of the lambda above is alive in the backward.
+    assert predicted_bytes <= kept_bytes(jitted) <= predicted_bytes + 8
+    assert predicted_bytes <= kept_bytes(step)
+
+
 def test_other_calls_are_left_to_thunder():
     x, wide = torch.randn(4, 8, requires_grad=True), torch.rand(4, 8, dtype=torch.float64)
 
@@ -105,12 +162,22 @@ def test_other_calls_are_left_to_thunder():
     assert "mem_binary_cross_entropy" not in backward_of(jitted)
 
 
-def test_its_heads_run_in_chunks():
+HEADS = {
+    "plain": F.binary_cross_entropy_with_logits,
+    "pos_weight": lambda logits, targets: F.binary_cross_entropy_with_logits(
+        logits, targets, pos_weight=torch.arange(512) / 100
+    ),
+    "of probabilities": lambda logits, targets: F.binary_cross_entropy(logits.sigmoid(), targets),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_its_heads_run_in_chunks(name):
     x, w = torch.randn(2048, 16, requires_grad=True), torch.randn(512, 16, requires_grad=True)
     targets = torch.rand(2048, 512)
 
     def head(x, w):
-        return F.binary_cross_entropy_with_logits(F.linear(x, w), targets)
+        return HEADS[name](F.linear(x, w), targets)
 
     jitted = planned(head)
     out, expected = jitted(x, w), head(x, w)
