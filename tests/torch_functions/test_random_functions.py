@@ -15,6 +15,8 @@ from thunder_mem.torch_functions.random_functions import RANDOM
 
 X = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
+GENERATOR = torch.Generator().manual_seed(0)
+
 FUNCTIONS = {
     "dropout": lambda x: torch.dropout(x, 0.3, True),
     "feature_dropout": lambda x: torch.feature_dropout(x, 0.3, True),
@@ -39,6 +41,27 @@ FUNCTIONS = {
 }
 
 
+def drop_path(x):
+    """The stochastic depth of `timm`."""
+    kept = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.75)
+    kept.div_(0.75)
+    return x * kept
+
+
+FILLED = {
+    "drop_path": drop_path,
+    "bernoulli_ of bool": lambda x: x * torch.empty(8, dtype=torch.bool).bernoulli_(p=0.4),
+    "bernoulli_ by chances": lambda x: x * torch.empty_like(x).bernoulli_(x.detach().sigmoid()),
+    "uniform_": lambda x: x * torch.empty_like(x).uniform_(-1, 2) + torch.empty(8).uniform_(),
+    "normal_": lambda x: x * torch.zeros_like(x).normal_(std=0.5) + torch.empty(6, 8).normal_(1, 0.1),
+    "exponential_": lambda x: x * torch.empty_like(x).exponential_(),
+    "a view": lambda x: (lambda out: (out[1:3].uniform_(), out * x)[1])(x * 2),
+    "normal": lambda x: torch.normal(x, 0.5) * x + torch.normal(0.0, x.abs()) + torch.normal(x[:, :1], x.abs()),
+    "normal of a size": lambda x: x * torch.normal(1.0, 2.0, (6, 8)),
+    "randperm": lambda x: x[torch.randperm(4)] * torch.randperm(8, dtype=torch.float64),
+}
+
+
 def seen(fn):
     """The result under a seed, its gradient, and the next number of the generator."""
     torch.manual_seed(5)
@@ -52,12 +75,14 @@ def seen(fn):
 
 @pytest.mark.filterwarnings("ignore:dropout2d. Received a 3D input")
 @pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["unfused", "fused"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", FUNCTIONS | FILLED)
 def test_numbers_and_gradients_are_eagers(name, executors):
-    def in_checkpoint(x):
-        return checkpoint(lambda x: FUNCTIONS[name](x.sin()).exp(), x, use_reentrant=False)
+    function = (FUNCTIONS | FILLED)[name]
 
-    for fn in (FUNCTIONS[name], in_checkpoint):
+    def in_checkpoint(x):
+        return checkpoint(lambda x: function(x.sin()).exp(), x, use_reentrant=False)
+
+    for fn in (function, in_checkpoint):
         with uncompiled_regions():
             found = seen(thunder.jit(fn, executors=executors, transforms=[MemEfficient(strict=True)]))
         for mine, eager in zip(found, seen(fn), strict=True):
@@ -81,9 +106,16 @@ def test_whole_they_count_as_random(name):
     assert whole and all(map(is_random, whole))
 
 
-@pytest.mark.parametrize("name", ["dropout2d", "alpha_dropout"])
+def test_a_generator_is_refused():
+    fn = thunder.jit(lambda x: x * torch.empty_like(x).uniform_(generator=GENERATOR), transforms=[MemEfficient()])
+    with pytest.raises(NotImplementedError, match="uniform_ with a generator"):
+        fn(X)
+
+
+@pytest.mark.parametrize("name", ["dropout2d", "alpha_dropout", "drop_path", "normal_"])
 def test_predictions_count_the_numbers(name):
-    fn = thunder.jit(lambda x: FUNCTIONS[name](x).square().sum(), executors=[], transforms=[MemEfficient()])
+    function = (FUNCTIONS | FILLED)[name]
+    fn = thunder.jit(lambda x: function(x).square().sum(), executors=[], transforms=[MemEfficient()])
     x = X.clone().requires_grad_()
     fn(x)
     assert measure_peak(lambda: fn(x).backward()) == predict(fn, x, keep_outputs=True).measured_bytes

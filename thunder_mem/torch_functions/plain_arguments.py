@@ -23,7 +23,7 @@ from thunder.torch import augmented_forward_adaptor, meta_adaptor
 from thunder_mem.kernels.kernel_executor import mem_gradients_ex
 from thunder_mem.torch_functions.whole_gradients import give_gradient, mem_whole_ex
 
-__all__ = ["with_plain_arguments"]
+__all__ = ["run_whole", "with_plain_arguments"]
 
 
 def with_plain_arguments(bsym: BoundSymbol) -> BoundSymbol:
@@ -42,6 +42,12 @@ def with_plain_arguments(bsym: BoundSymbol) -> BoundSymbol:
     plain.source_filename, plain.source_positions = bsym.source_filename, bsym.source_positions
     plain.tags = bsym.tags.copy()
     return plain
+
+
+def run_whole(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Trace a call of a function as one operation, which PyTorch runs and differentiates."""
+    leaves, spec = tree_flatten((args, kwargs))
+    return _operation(function, spec, function.__name__)(*leaves)
 
 
 def _has_gradient(x: object) -> bool:

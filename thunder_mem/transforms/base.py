@@ -16,8 +16,8 @@ from thunder_mem.frontend.fx_prologue_checks import take_back_pruning
 from thunder_mem.frontend.own_programs import own_programs_have
 from thunder_mem.frontend.second_gradients import warn_of_second_gradients
 from thunder_mem.frontend.traced_code import mend_traced_code
-from thunder_mem.frontend.traced_functions import complete_functions
 from thunder_mem.frontend.user_lines import name_user_lines
+from thunder_mem.torch_functions.traced_functions import complete_functions
 
 __all__ = ["ListedTransform"]
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.checking.gradients import with_gradients
-from thunder_mem import MemEfficient
+from thunder_mem import MemEfficient, measure_peak, predict
 
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -49,6 +49,31 @@ FUNCTIONS = {
         * F.interpolate(x[None, None], scale_factor=2, mode="bilinear", align_corners=False)
         * F.interpolate(x[None, None], (8, 12), mode="bilinear")
     ),
+    "interpolate, corners": lambda x: (
+        F.interpolate(x[None, None], (7, 9), mode="bilinear", align_corners=True)
+        + F.interpolate(x[None, None], (7, 9), mode="bicubic")
+        * F.interpolate(x[None, None], (7, 9), mode="bicubic", align_corners=True)
+    ),
+    "interpolate, down": lambda x: (
+        F.interpolate(x[None, None], (2, 3), mode="area")
+        + F.interpolate(x[None, None], scale_factor=0.5, mode="bilinear", antialias=True)
+        + F.interpolate(x[None], 3, mode="linear")[:, None, :2]
+        + F.interpolate(x[None, None], scale_factor=0.5, recompute_scale_factor=True)
+    ),
+    "pad": lambda x: (
+        F.pad(x[None], (2, 1), mode="reflect") * F.pad(x[None], (1, 2), mode="circular")
+        + F.pad(x[None], [2, 1], mode="replicate") * F.pad(x[None], (1, 2), value=3.0)
+    ),
+    "pads of images": lambda x: torch.nn.ReflectionPad2d(1)(x[None]) * torch.nn.ReplicationPad2d((1, 1, 1, 1))(x[None]),
+    "linspace": lambda x: x * torch.linspace(0, 1, 6) + x * torch.logspace(-1, 1, steps=6, base=2, dtype=x.dtype),
+    "indices": lambda x: x[tuple(torch.tril_indices(4, 6, offset=-1))] * x[tuple(torch.triu_indices(4, 4))].sum(),
+    "fill_": lambda x: (x * torch.empty_like(x).fill_(3.0) + x.new_zeros(6).fill_(x[0, 0])) * (x * 1).fill_(2),
+    "gaussian_nll_loss": lambda x: (
+        F.gaussian_nll_loss(x, x.t().reshape(4, 6), x.exp())
+        + F.gaussian_nll_loss(x, 2 * x, x[:, 0].relu(), full=True, reduction="none")
+        + F.gaussian_nll_loss(x, 3 * x, 0.5, eps=1.0, reduction="sum")
+        + F.gaussian_nll_loss(x, 3 * x, x[:, :1] ** 2)
+    ),
     "eye": lambda x: x * torch.eye(4, 6, dtype=x.dtype) + x @ torch.eye(6, dtype=torch.float64),
     "as_tensor": lambda x: torch.as_tensor(x) * torch.as_tensor(x, dtype=torch.float32) * torch.as_tensor(2.0),
     "tile": lambda x: x.tile(2) * torch.tile(x, (3, 1, 2)) * x.tile((2,)) + x.tile(1, 2),
@@ -61,6 +86,29 @@ def test_values_and_gradients_are_pytorchs(name):
     fn = FUNCTIONS[name]
     compiled = thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])
     torch.testing.assert_close(with_gradients(compiled, X), with_gradients(fn, X), rtol=1e-12, atol=1e-12)
+
+
+def test_a_negative_variance_gives_no_number():
+    """PyTorch looks at all elements and raises an error."""
+    fn = thunder.jit(F.gaussian_nll_loss, executors=[], transforms=[MemEfficient(strict=True)])
+    assert fn(X, X, torch.full_like(X, -0.1)).isnan()
+
+
+def test_stochastic_depth_peaks_as_predicted_and_not_above_eager():
+    w = torch.randn(64, 64, requires_grad=True)
+    x = torch.randn(128, 64)
+
+    def step(x, w):
+        for _ in range(4):
+            x = x + F.gelu(x @ w) * x.new_empty((128, 1)).bernoulli_(0.9).div_(0.9)
+        return x.square().mean()
+
+    compiled = thunder.jit(step, executors=[], transforms=[MemEfficient(strict=True)])
+    compiled(x, w)
+    peaks = []
+    for fn in (compiled, step):
+        peaks.append(measure_peak(lambda fn=fn: torch.autograd.grad(fn(x, w), w)))
+    assert predict(compiled, x, w).measured_bytes <= peaks[0] <= peaks[1]
 
 
 def test_an_identity_is_pytorchs():

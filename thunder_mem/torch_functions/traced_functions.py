@@ -3,8 +3,8 @@
 - `torch.cat`, `stack` and their like of a list to which more is appended later, as in a DenseNet;
 - `var`, `std` and their means with ``unbiased=``;
 - reductions, `cat`, `stack` and `softmax` with ``axis=`` and ``keepdims=``, NumPy's names that PyTorch takes, too;
-- `F.interpolate` with ``align_corners=False``, or by an integer factor;
-- `torch.eye`, `as_tensor` of a tensor, `x.tile(2)`, and `x.clone(memory_format=...)`.
+- `torch.eye`, `as_tensor` of a tensor, `x.tile(2)`, and `x.clone(memory_format=...)`;
+- those of `torch_functions/refused_functions.py`.
 
 These are the same for all programs, which fail without them.
 """
@@ -17,7 +17,6 @@ from typing import Any
 
 import thunder.torch as ltorch
 import torch
-import torch.nn.functional as F
 from thunder.core.interpreter import _interpret_call, interpreter_needs_wrap, unwrap
 from thunder.core.jit_ext import (
     _general_jit_lookaside_map,
@@ -26,6 +25,8 @@ from thunder.core.jit_ext import (
 )
 from thunder.core.proxies import TensorProxy
 from thunder.torch.langctx import _method_name_to_fn_map, register_method
+
+from thunder_mem.torch_functions.refused_functions import REFUSED, WRITING_METHODS
 
 __all__ = ["complete_functions"]
 
@@ -86,19 +87,6 @@ _NUMPYS_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 _REDUCTIONS = ("sum", "mean", "prod", "argmax", "argmin", "amax", "amin", "max", "min", "all", "any", "softmax")
 
 
-def _interpolate(
-    a: TensorProxy,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: Any = None,
-    **kwargs: Any,
-) -> TensorProxy:
-    """PyTorch's default is not to align corners."""
-    factor = float(scale_factor) if isinstance(scale_factor, int) else scale_factor
-    return ltorch.interpolate(a, size, factor, mode, align_corners or None, **kwargs)
-
-
 def _eye(n: int, m: int | None = None, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
     rows = ltorch.unsqueeze(ltorch.arange(n, device=device), 1)
     ones = ltorch.eq(rows, ltorch.arange(n if m is None else m, device=device))
@@ -139,18 +127,19 @@ _METHODS: dict[str, Callable[..., Any]] = {
     **{name: _VARIANCES[name] for name in ("var", "std")},
     "tile": _tile,
     "clone": _clone,
+    **WRITING_METHODS,
 }
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch, name): function for name, function in _VARIANCES.items()},
     torch.Tensor.var: _VARIANCES["var"],
     torch.Tensor.std: _VARIANCES["std"],
     torch.eye: _eye,
-    F.interpolate: _interpolate,
     torch.as_tensor: _as_tensor,
     torch.tile: _tile,
     torch.Tensor.tile: _tile,
     torch.clone: _clone,
     torch.Tensor.clone: _clone,
+    **REFUSED,
 }
 # A method is looked up as such a function, too: interpreted, its lines would stand for the program's.
 _TRACED = {
