@@ -9,7 +9,8 @@
 - `nn.LSTM`, `nn.GRU` and `nn.RNN` keep weak references to their weights, which Thunder cannot trace, and pass on a list
   of them. Here the list is made of the module's parameters.
 - Results of several tensors have no names: ``x.max(1).values``, ``torch.linalg.svd(x).S``.
-- ``x % n`` and ``+x`` are missing.
+- ``x % n``, ``+x``, ``x.H`` and ``x.mH`` are missing.
+- ``f(*(x for x in xs))`` is refused, by which `nn.utils.parametrizations` make weights of several tensors.
 - Dropouts in place (`nn.Dropout(inplace=True)`) are refused, or do not write. They draw, and the result is copied.
 """
 
@@ -32,6 +33,7 @@ from thunder.torch.langctx import register_method
 from torch import nn
 from torch.backends.mha import get_fastpath_enabled
 from torch.nn.modules.transformer import _detect_is_causal_mask
+from torch.nn.utils.parametrize import ParametrizationList
 
 from thunder_mem.frontend.own_programs import is_own_program
 
@@ -46,6 +48,7 @@ def mend_traced_code() -> None:
     _general_jit_lookaside_map[_detect_is_causal_mask] = _is_causal
     _general_jit_lookaside_map[get_fastpath_enabled] = _has_fast_path
     _general_jit_lookaside_map[nn.RNNBase._update_flat_weights] = _without_weak_references
+    _general_jit_lookaside_map[ParametrizationList.forward] = _parametrized
     _general_jit_lookaside_map.update(_WRAPPED)
     register_method("mod", ltorch.remainder)
     register_method("pos", lambda a: a)
@@ -57,12 +60,18 @@ def _getattr(obj: Any, name: Any, *default: Any) -> Any:
         return _interpret_call(operator.getitem, obj, wrap_const(place))
     if unwrap(name) == "_flat_weights" and isinstance(unwrap(obj), nn.RNNBase) and is_own_program():
         return _interpret_call(lambda rnn: [getattr(rnn, weight) for weight in rnn._flat_weights_names], obj)
+    if unwrap(name) in ("H", "mH") and isinstance(unwrap(obj), TensorProxy) and is_own_program():
+        return _interpret_call(_adjoint, obj)
     value = _THUNDERS(obj, name, *default)
     if value is INTERPRETER_SIGNALS.EXCEPTION_RAISED or unwrap(name) != "dtype" or not is_own_program():
         return value
     if not isinstance(unwrap(obj), TensorProxy) or not isinstance(unwrap(value), dtype):
         return value
     return wrap(to_torch_dtype(unwrap(value)), provenance=value.provenance)
+
+
+def _adjoint(a: Any) -> Any:
+    return a.mT.conj() if a.is_complex() else a.mT
 
 
 _NAMES = (
@@ -104,6 +113,22 @@ def _has_fast_path() -> Any:
 
 def _without_weak_references(rnn: Any) -> Any:
     return wrap_const(None) if is_own_program() else _interpret_call(_UPDATE, rnn)
+
+
+def _of_originals(self: Any) -> Any:
+    """PyTorch's `ParametrizationList.forward`, which passes on a generator."""
+    originals = [self.original] if self.is_tensor else [getattr(self, f"original{i}") for i in range(self.ntensors)]
+    value = self[0](*originals)
+    for i in range(1, len(self)):
+        value = self[i](value)
+    return value
+
+
+_PARAMETRIZED = _same(ParametrizationList.forward)
+
+
+def _parametrized(parametrizations: Any) -> Any:
+    return _interpret_call(_of_originals if is_own_program() else _PARAMETRIZED, parametrizations)
 
 
 def _without_stacklevel(thunders: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ def arguments_of(trace: TraceCtx) -> list[Proxy]:
 def is_certain_view(bsym: BoundSymbol) -> bool:
     """Whether it makes views of its only argument for all strides, and autograd treats them as views."""
     parts = [leaf for leaf in leaves(bsym) if leaf.flat_proxy_outs]
-    reshapes = bsym.sym.name in ("view", "view_as") or SURE_VIEW in bsym.tags
+    reshapes = bsym.sym.name in ("unflatten", "view", "view_as") or SURE_VIEW in bsym.tags
     allowed = CERTAIN_VIEWS | ({PrimIDs.RESHAPE} if reshapes else set())
     return (
         bool(parts)

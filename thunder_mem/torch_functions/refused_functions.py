@@ -5,6 +5,9 @@
 - `torch.normal` and `randperm`;
 - `linspace`, `logspace`, `tril_indices` and `triu_indices`;
 - `F.pad` by reflection, replication and around the edge, and all modes of `F.interpolate`;
+- `F.normalize` with ``out=``, and what weights of a given length are made by (`nn.utils.parametrizations`);
+- `nan_to_num` with its arguments by name, and gradients of a tensor's method `unfold`, for which Thunder takes that of
+  `F.unfold`;
 - `F.gaussian_nll_loss`. Of a negative variance, for which PyTorch raises an error, it is no number.
 """
 
@@ -17,13 +20,14 @@ from typing import Any
 import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
+from thunder.clang import maybe_convert_to_dtype
 from thunder.core.proxies import TensorProxy
 
 from thunder_mem.kernels.random_draws import filled, permutation
 from thunder_mem.torch_functions.plain_arguments import run_whole
-from thunder_mem.torch_functions.steps import clamp, constant
+from thunder_mem.torch_functions.steps import clamp, constant, wide_dtype
 
-__all__ = ["REFUSED", "WRITING_METHODS"]
+__all__ = ["REFUSED", "REFUSED_METHODS"]
 
 
 def _filled(method: str, **defaults: float) -> Callable[..., TensorProxy]:
@@ -105,6 +109,41 @@ def _interpolate(
     return ltorch.interpolate(a, size, factor, mode, None)
 
 
+def _normalize(
+    a: TensorProxy, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: TensorProxy | None = None
+) -> TensorProxy:
+    normalized = ltorch.normalize(a, p, dim, eps)
+    return normalized if out is None else ltorch.copy_(out, normalized)
+
+
+def _weight_norm(v: TensorProxy, g: TensorProxy, dim: int = 0) -> TensorProxy:
+    """`v` with the lengths `g` along a dim, which is that of all elements for -1."""
+    wide = maybe_convert_to_dtype(v, wide_dtype(v))
+    dims = [d for d in range(v.ndim) if d != dim]
+    lengths = ltorch.sqrt(ltorch.sum(ltorch.mul(wide, wide), dims, keepdim=dim != -1))
+    return maybe_convert_to_dtype(ltorch.mul(wide, ltorch.true_divide(g, lengths)), v.dtype)
+
+
+def _unfold(a: TensorProxy, dimension: int, size: int, step: int) -> TensorProxy:
+    """Windows side by side are views. Nobody can write into overlapping ones, so they may be copies."""
+    if not a.ndim or size < 1 or step > size or step < 1 or size > a.shape[dimension]:
+        return ltorch.unfold(a, dimension, size, step)
+    dim = dimension % a.ndim
+    count = (a.shape[dim] - size) // step + 1
+    if step == size:
+        whole = tuple(slice(0, count * size) if d == dim else slice(None) for d in range(a.ndim))
+        windows = ltorch.unflatten(a[whole], dim, (count, size))
+    else:
+        starts = ltorch.mul(ltorch.arange(count, device=a.device), step)
+        places = ltorch.add(ltorch.unsqueeze(starts, 1), ltorch.arange(size, device=a.device))
+        windows = ltorch.unflatten(ltorch.index_select(a, dim, ltorch.reshape(places, (-1,))), dim, (count, size))
+    return ltorch.movedim(windows, dim + 1, -1)
+
+
+def _nan_to_num(a: TensorProxy, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> TensorProxy:
+    return ltorch.nan_to_num(a, nan, posinf, neginf)
+
+
 def _gaussian_nll(
     input: TensorProxy, target: TensorProxy, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> TensorProxy:
@@ -123,23 +162,28 @@ def _gaussian_nll(
     return {"mean": ltorch.mean, "sum": ltorch.sum, "none": lambda x: x}[reduction](loss)
 
 
-WRITING_METHODS: dict[str, Callable[..., TensorProxy]] = {
+REFUSED_METHODS: dict[str, Callable[..., TensorProxy]] = {
     "bernoulli_": _filled("bernoulli_", p=0.5),
     "exponential_": _filled("exponential_", lambd=1.0),
     "normal_": _filled("normal_", mean=0.0, std=1.0),
     "uniform_": _filled("uniform_", **{"from": 0.0, "to": 1.0}),
     "fill_": _fill,
+    "nan_to_num": _nan_to_num,
+    "unfold": _unfold,
 }
-"""Methods of tensors that write, by name."""
+"""By the name of a tensor's method: `fn(a, *args, **kwargs)` while it is traced."""
 
 REFUSED: dict[Callable[..., Any], Callable[..., Any]] = {
-    **{getattr(torch.Tensor, name): function for name, function in WRITING_METHODS.items()},
+    **{getattr(torch.Tensor, name): function for name, function in REFUSED_METHODS.items()},
     **{function: _made(function) for function in (torch.linspace, torch.logspace)},
     **{function: _made(function) for function in (torch.tril_indices, torch.triu_indices)},
+    torch._weight_norm: _weight_norm,
+    torch.nan_to_num: _nan_to_num,
     torch.normal: _normal,
     torch.randperm: _randperm,
     F.gaussian_nll_loss: _gaussian_nll,
     F.interpolate: _interpolate,
+    F.normalize: _normalize,
     F.pad: _pad,
 }
-"""By PyTorch's function: `fn(*args, **kwargs)` of tensors while they are traced."""
+"""The same by PyTorch's function."""

@@ -26,7 +26,7 @@ from thunder.core.jit_ext import (
 from thunder.core.proxies import TensorProxy
 from thunder.torch.langctx import _method_name_to_fn_map, register_method
 
-from thunder_mem.torch_functions.refused_functions import REFUSED, WRITING_METHODS
+from thunder_mem.torch_functions.refused_functions import REFUSED, REFUSED_METHODS
 
 __all__ = ["complete_functions"]
 
@@ -127,7 +127,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     **{name: _VARIANCES[name] for name in ("var", "std")},
     "tile": _tile,
     "clone": _clone,
-    **WRITING_METHODS,
+    **REFUSED_METHODS,
 }
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch, name): function for name, function in _VARIANCES.items()},
