@@ -5,7 +5,9 @@ import thunder
 import torch
 import torch.nn.functional as F
 
+from tests.fuzzing.command import uncompiled_regions
 from thunder_mem import MemEfficient, last_plan, measure_peak, predict
+from thunder_mem.executors import mem_pointwise_ex
 
 REDUCTIONS = ["mean", "sum", "none"]
 WEIGHTS = {
@@ -148,6 +150,28 @@ def test_pairs_peak_as_predicted_and_below_eager(name, reduction):
     # The loss of the lambda above is alive in the backward.
     assert predicted_bytes <= kept_bytes(jitted) <= predicted_bytes + 8
     assert predicted_bytes <= kept_bytes(step)
+
+
+@pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["unfused", "fused"])
+@pytest.mark.parametrize("dtypes", ["bfloat16 bfloat16 float32", "bfloat16 float32 float32", "float32 float32 float64"])
+def test_weights_may_have_another_dtype(dtypes, executors):
+    """As where a model runs in 16 bits, and its loss has weights in float32."""
+    of_a, of_y, of_w = (getattr(torch, name) for name in dtypes.split())
+    a, y = torch.randn(5, 8).to(of_a).requires_grad_(), torch.rand(5, 8).to(of_y)
+    weights = {name: torch.linspace(0.5, 2, 8).to(of_w) for name in ("weight", "pos_weight")}
+
+    def loss(a, y):
+        return F.binary_cross_entropy_with_logits(input=a, target=y, **weights)
+
+    jitted = thunder.jit(loss, executors=executors, transforms=[MemEfficient(strict=True)])
+    with uncompiled_regions():
+        out = jitted(a, y)
+        (grad,) = torch.autograd.grad(out, a)
+    expected = loss(a, y)
+    assert out.dtype == expected.dtype == of_y and grad.dtype == of_a
+    eps = torch.finfo(torch.bfloat16 if torch.bfloat16 in (of_a, of_y) else torch.float32).eps
+    torch.testing.assert_close(out, expected, rtol=2 * eps, atol=0)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, a)[0], rtol=4 * eps, atol=eps / 50)
 
 
 def test_other_calls_are_left_to_thunder():

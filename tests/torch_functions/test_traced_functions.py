@@ -6,6 +6,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from torch import distributions as D
 from torch import nn
 
 from tests.checking.gradients import with_gradients
@@ -70,6 +71,7 @@ FUNCTIONS = {
     "pads of images": lambda x: torch.nn.ReflectionPad2d(1)(x[None]) * torch.nn.ReplicationPad2d((1, 1, 1, 1))(x[None]),
     "linspace": lambda x: x * torch.linspace(0, 1, 6) + x * torch.logspace(-1, 1, steps=6, base=2, dtype=x.dtype),
     "indices": lambda x: x[tuple(torch.tril_indices(4, 6, offset=-1))] * x[tuple(torch.triu_indices(4, 4))].sum(),
+    "full": lambda x: x * torch.full(size=(6,), fill_value=2.0) + torch.full((4, 1), 3.0),
     "fill_": lambda x: (x * torch.empty_like(x).fill_(3.0) + x.new_zeros(6).fill_(x[0, 0])) * (x * 1).fill_(2),
     "gaussian_nll_loss": lambda x: (
         F.gaussian_nll_loss(x, x.t().reshape(4, 6), x.exp())
@@ -121,6 +123,30 @@ def test_stochastic_depth_peaks_as_predicted_and_not_above_eager():
     for fn in (compiled, step):
         peaks.append(measure_peak(lambda fn=fn: torch.autograd.grad(fn(x, w), w)))
     assert predict(compiled, x, w).measured_bytes <= peaks[0] <= peaks[1]
+
+
+DISTRIBUTIONS = {
+    "Normal": lambda x: D.Normal(x, x.exp()).log_prob(2 * x) + D.Normal(x, 1.0).entropy() + D.Normal(x, 2.0).rsample(),
+    "kl_divergence": lambda x: D.kl_divergence(D.Normal(x, x.exp()), D.Normal(0.0, 1.0)),
+    "Independent": lambda x: D.Independent(D.Laplace(x, 1.0), 1).log_prob(x * 2),
+    "Categorical": lambda x: (lambda d: d.log_prob(d.sample()) * d.entropy())(D.Categorical(logits=x)),
+    "Bernoulli": lambda x: D.Bernoulli(logits=x).log_prob((x > 0).double()) + D.Bernoulli(x.sigmoid()).entropy(),
+    "Uniform": lambda x: D.Uniform(x, x + 2).rsample() * D.Beta(x.exp(), x.exp()).log_prob(x.sigmoid()),
+    "TransformedDistribution": lambda x: D.TransformedDistribution(
+        D.Normal(x, 1.0), [D.transforms.TanhTransform()]
+    ).log_prob((x * 0.5).tanh()),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_distributions_have_eagers_values_and_gradients(name):
+    fn = DISTRIBUTIONS[name]
+    compiled = thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])
+    found = []
+    for call in (compiled, fn):
+        torch.manual_seed(3)
+        found.append(with_gradients(call, X))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])

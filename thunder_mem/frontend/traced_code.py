@@ -8,6 +8,8 @@
 - `nn.LogSoftmax` and `nn.Softmin` pass on ``_stacklevel=``, which Thunder's functions do not take.
 - `nn.LSTM`, `nn.GRU` and `nn.RNN` keep weak references to their weights, which Thunder cannot trace, and pass on a list
   of them. Here the list is made of the module's parameters.
+- `torch.distributions` take their arguments for no tensors, and look whether all values are valid, which tracing cannot
+  tell: that is taken for granted.
 - Results of several tensors have no names: ``x.max(1).values``, ``torch.linalg.svd(x).S``.
 - ``x % n``, ``+x``, ``x.H`` and ``x.mH`` are missing.
 - ``f(*(x for x in xs))`` is refused, by which `nn.utils.parametrizations` make weights of several tensors.
@@ -32,8 +34,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.torch.langctx import register_method
 from torch import nn
 from torch.backends.mha import get_fastpath_enabled
+from torch.distributions.kl import _dispatch_kl
 from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.overrides import is_tensor_like
 
 from thunder_mem.frontend.own_programs import is_own_program
 
@@ -49,6 +53,9 @@ def mend_traced_code() -> None:
     _general_jit_lookaside_map[get_fastpath_enabled] = _has_fast_path
     _general_jit_lookaside_map[nn.RNNBase._update_flat_weights] = _without_weak_references
     _general_jit_lookaside_map[ParametrizationList.forward] = _parametrized
+    _general_jit_lookaside_map[is_tensor_like] = _is_like_a_tensor
+    _general_jit_lookaside_map[torch._is_all_true] = _is_valid
+    _general_jit_lookaside_map[_dispatch_kl] = lambda *types: wrap_const(_dispatch_kl(*map(unwrap, types)))
     _general_jit_lookaside_map.update(_WRAPPED)
     register_method("mod", ltorch.remainder)
     register_method("pos", lambda a: a)
@@ -129,6 +136,20 @@ _PARAMETRIZED = _same(ParametrizationList.forward)
 
 def _parametrized(parametrizations: Any) -> Any:
     return _interpret_call(_of_originals if is_own_program() else _PARAMETRIZED, parametrizations)
+
+
+_IS_TENSOR_LIKE = _same(is_tensor_like)
+
+
+def _is_like_a_tensor(a: Any) -> Any:
+    if isinstance(unwrap(a), TensorProxy) and is_own_program():
+        return wrap_const(True)
+    return _interpret_call(_IS_TENSOR_LIKE, a)
+
+
+def _is_valid(are_valid: Any) -> Any:
+    """What `torch.distributions` ask of their arguments; the answer is in values, which tracing has not."""
+    return wrap_const(True) if is_own_program() else _interpret_call(torch.Tensor.all, are_valid)
 
 
 def _without_stacklevel(thunders: Callable[..., Any]) -> Callable[..., Any]:

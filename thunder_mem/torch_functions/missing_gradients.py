@@ -141,7 +141,7 @@ _MISSING = {
 }
 
 
-_WITHOUT_GRADIENT = (PrimIDs.ARGMIN, PrimIDs.ISFINITE)
+_WITHOUT_GRADIENT = (PrimIDs.ARGMIN, PrimIDs.ISFINITE, PrimIDs.MULTINOMIAL)
 """Operations that Thunder refuses where an argument has a gradient, though their results have none."""
 
 

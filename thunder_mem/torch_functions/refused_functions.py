@@ -3,11 +3,12 @@
 - draws in place, as in a stochastic depth: ``x.new_empty(shape).bernoulli_(p)``; `uniform_`, `normal_`, `exponential_`
   and `fill_`. The numbers are those of eager PyTorch;
 - `torch.normal` and `randperm`;
-- `linspace`, `logspace`, `tril_indices` and `triu_indices`;
+- `linspace`, `logspace`, `tril_indices`, `triu_indices`, and `full` with ``size=``;
 - `F.pad` by reflection, replication and around the edge, and all modes of `F.interpolate`;
 - `F.normalize` with ``out=``, and what weights of a given length are made by (`nn.utils.parametrizations`);
 - `nan_to_num` with its arguments by name, and gradients of a tensor's method `unfold`, for which Thunder takes that of
   `F.unfold`;
+- `F.binary_cross_entropy_with_logits` with weights of another dtype;
 - `F.gaussian_nll_loss`. Of a negative variance, for which PyTorch raises an error, it is no number.
 """
 
@@ -25,7 +26,8 @@ from thunder.core.proxies import TensorProxy
 
 from thunder_mem.kernels.random_draws import filled, permutation
 from thunder_mem.torch_functions.plain_arguments import run_whole
-from thunder_mem.torch_functions.steps import clamp, constant, wide_dtype
+from thunder_mem.torch_functions.steps import are_floats, clamp, constant, wide_dtype
+from thunder_mem.torch_functions.whole_losses import binary_cross_entropy_with_logits
 
 __all__ = ["REFUSED", "REFUSED_METHODS"]
 
@@ -86,6 +88,10 @@ def _made(function: Callable[..., Any]) -> Callable[..., TensorProxy]:
     return made
 
 
+def _full(size: Any, fill_value: Any, **kwargs: Any) -> TensorProxy:
+    return ltorch.full(size, fill_value, **kwargs)
+
+
 def _pad(a: TensorProxy, pad: Any, mode: str | None = "constant", value: Any = None) -> TensorProxy:
     if mode in ("constant", None):
         return ltorch.pad(a, tuple(pad), "constant", value)
@@ -107,6 +113,15 @@ def _interpolate(
         return run_whole(F.interpolate, a, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     factor = float(scale_factor) if isinstance(scale_factor, int) else scale_factor
     return ltorch.interpolate(a, size, factor, mode, None)
+
+
+def _binary_cross_entropy_with_logits(input: TensorProxy, target: TensorProxy, *args: Any, **kwargs: Any) -> Any:
+    weights = [w for w in (*args, *kwargs.values()) if isinstance(w, TensorProxy)]
+    if weights and not are_floats(input, target, *weights):
+        written = binary_cross_entropy_with_logits(input, target, *args, **kwargs)
+        if written is not None:
+            return written
+    return ltorch._torch_to_thunder_function_map[F.binary_cross_entropy_with_logits](input, target, *args, **kwargs)
 
 
 def _normalize(
@@ -179,8 +194,10 @@ REFUSED: dict[Callable[..., Any], Callable[..., Any]] = {
     **{function: _made(function) for function in (torch.tril_indices, torch.triu_indices)},
     torch._weight_norm: _weight_norm,
     torch.nan_to_num: _nan_to_num,
+    torch.full: _full,
     torch.normal: _normal,
     torch.randperm: _randperm,
+    F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
     F.gaussian_nll_loss: _gaussian_nll,
     F.interpolate: _interpolate,
     F.normalize: _normalize,

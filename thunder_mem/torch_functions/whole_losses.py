@@ -12,11 +12,13 @@ from typing import Any
 
 import thunder.torch as ltorch
 import torch.nn.functional as F
+from thunder.clang import maybe_convert_to_dtype
+from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 
 from thunder_mem.torch_functions.steps import are_floats, clamp, constant, norm, wide_dtype
 
-__all__ = ["LOSSES", "LOSSES_WITHOUT_DERIVATIVE"]
+__all__ = ["LOSSES", "LOSSES_WITHOUT_DERIVATIVE", "binary_cross_entropy_with_logits"]
 
 _NOT_WRITTEN = ("size_average", "reduce", "weight")
 
@@ -153,7 +155,7 @@ def _triplet_margin(
     return clamp(ltorch.sub(ltorch.add(near, margin), far), 0)
 
 
-def _binary_cross_entropy_with_logits(
+def binary_cross_entropy_with_logits(
     input: TensorProxy,
     target: TensorProxy,
     weight: TensorProxy | None = None,
@@ -162,21 +164,23 @@ def _binary_cross_entropy_with_logits(
     reduction: str = "mean",
     pos_weight: TensorProxy | None = None,
 ) -> TensorProxy | None:
-    weights = [w for w in (weight, pos_weight) if w is not None]
-    if size_average is not None or reduce is not None or any(w.requires_grad for w in weights):
+    """The loss by its formula, of tensors whose dtypes may differ; None for arguments that it does not know."""
+    tensors = [t for t in (input, target, weight, pos_weight) if t is not None]
+    if size_average is not None or reduce is not None or any(t.requires_grad for t in tensors[2:]):
         return None
-    if not are_floats(input, target, *weights) or input.shape != target.shape:
+    if not all(dtypes.is_float_dtype(t.dtype) for t in tensors) or input.shape != target.shape:
         return None
-    positive = ltorch.neg(ltorch.logsigmoid(input))  # the loss of a target of 1
+    wide = maybe_convert_to_dtype(input, wide_dtype(input))
+    positive = maybe_convert_to_dtype(ltorch.neg(ltorch.logsigmoid(wide)), input.dtype)  # the loss of a target of 1
     if pos_weight is not None:
         positive = ltorch.mul(positive, ltorch.add(ltorch.mul(ltorch.sub(pos_weight, 1), target), 1))
     result = ltorch.add(ltorch.mul(ltorch.sub(1, target), input), positive)
     result = result if weight is None else ltorch.mul(result, weight)
-    return _reduced(result, reduction)
+    return _reduced(maybe_convert_to_dtype(result, target.dtype), reduction)  # PyTorch writes it over `1 - target`
 
 
 LOSSES: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
+    F.binary_cross_entropy_with_logits: binary_cross_entropy_with_logits,
     F.cosine_embedding_loss: _loss(F.cosine_embedding_loss, _cosine_embedding),
     F.hinge_embedding_loss: _loss(F.hinge_embedding_loss, _hinge_embedding),
     F.huber_loss: _loss(F.huber_loss, _of_one_shape(_huber)),
