@@ -47,6 +47,17 @@ def chain():
     layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.Softmax(-1))]
     return torch.nn.Sequential(*layers), torch.ones(1024, 64)
 
+class Recurrent(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.GRU(4, 8)
+
+    def forward(self, x):
+        return self.layer(x)[0].sum()
+
+def recurrent():
+    return Recurrent(), torch.ones(3, 2, 4)
+
 def deep():
     layers = [layer for _ in range(8) for layer in (torch.nn.Linear(4096, 4096), torch.nn.Softmax(-1))]
     return torch.nn.Sequential(*layers), torch.ones(65536, 4096)
@@ -233,6 +244,13 @@ def test_what_fits_a_budget_fits_every_larger_one(monkeypatch, beside):
         assert found.fits == (limit >= 50) and len(asked) <= 4
 
 
+def test_a_plan_of_a_program_that_thunder_alone_refuses_stands_alone(run):
+    code, out, _ = run("plan", "train.py:recurrent", *PLAIN)
+    assert code == 0 and "with MemEfficient; Thunder alone cannot compile the program" in out
+    data = json.loads(run("plan", "train.py:recurrent", "--json", *PLAIN)[1])
+    assert data["thunder_alone"] is None and data["peak_bytes"] > 0
+
+
 @pytest.mark.slow
 def test_a_plan_within_a_budget_says_what_it_costs(run):
     free = json.loads(run("plan", "train.py:chain", "--json", *PLAIN)[1])
@@ -386,7 +404,7 @@ def test_compare_takes_torch_compile_and_refuses_what_is_compiled(run, monkeypat
 WRONG = {
     "no such file": (["nofile.py:f"], "there is no file 'nofile.py'"),
     "no name": (["train.py"], "'train.py' is no target"),
-    "no such name": (["train.py:nosuch"], "has no 'nosuch'; it defines Net, broken, build"),
+    "no such name": (["train.py:nosuch"], "has no 'nosuch'; it defines Net, Recurrent, broken, build"),
     "a syntax error": (["torn.py:f"], "the script raises SyntaxError at torn.py:1"),
     "a factory that raises": (["train.py:raises"], r"raises\(\) raises KeyError at train.py:\d+: 'nothing here'"),
     "a message of two lines": (["train.py:raises_twice"], r"raises RuntimeError at train.py:\d+: one line and another"),

@@ -38,6 +38,7 @@ from thunder_mem.comparison.result import OURS
 from thunder_mem.frontend.thunderfx import is_fx
 from thunder_mem.memory.device_specs import DeviceSpec, device_spec
 from thunder_mem.prediction.library_memory import cublas_workspace_bytes
+from thunder_mem.prediction.predict import PredictionError
 from thunder_mem.rendering.document import Document, Section
 from thunder_mem.rendering.html import fragment, page
 from thunder_mem.rendering.progress import Progress, showing, stage, wanted
@@ -192,7 +193,9 @@ def _explain(options: argparse.Namespace, program: Program, answer: _Answering) 
 def _plan(options: argparse.Namespace, program: Program, answer: _Answering) -> _Answer:
     if program.is_jitted:
         raise UsageError(f"{options.target} is jitted already, so there is no before and after: name the model itself")
-    alone = answer("compiling by Thunder alone", plain=True)
+    alone = None
+    with contextlib.suppress(PredictionError):  # Thunder alone refuses some programs
+        alone = answer("compiling by Thunder alone", plain=True)
     planned = answer("compiling with MemEfficient", plain=False)
     lines, tables = plan_tables(alone, planned)
     page = functools.partial(plan_page, alone, planned, lines, tables)

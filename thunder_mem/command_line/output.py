@@ -113,20 +113,20 @@ def predict_json(found: Outcome) -> dict[str, Any]:
     }
 
 
-def plan_tables(alone: Outcome, planned: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]]:
-    """The lines and tables of `thunder-mem plan`."""
-    before, after = alone.prediction, planned.prediction
-    by = change(before.peak_bytes, after.peak_bytes)
+def plan_tables(alone: Outcome | None, planned: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]]:
+    """The lines and tables of `thunder-mem plan`; `alone` is None for a program that Thunder alone refuses."""
+    after = planned.prediction
     lines = [
-        f"Peak {size(before.peak_bytes)} by Thunder alone, {size(after.peak_bytes)} with MemEfficient"
-        + (f" ({by})" if by else ""),
+        _both_peaks(None if alone is None else alone.prediction.peak_bytes, after.peak_bytes),
         *about_library(after),
         *verdict(planned),
         *(f"assumed: {a}" for a in after.assumptions),
     ]
     rows = []
-    for name in dict.fromkeys((*before.phases, *after.phases)):
-        peaks = [p.phase(name).peak_bytes if name in p.phases else None for p in (before, after)]
+    before = () if alone is None else (alone.prediction,)
+    for name in dict.fromkeys(phase for p in (*before, after) for phase in p.phases):
+        peaks = [p.phase(name).peak_bytes if name in p.phases else None for p in (*before, after)]
+        peaks = [*(None for _ in range(2 - len(peaks))), *peaks]
         by = change(*(nbytes or 0 for nbytes in peaks)) if None not in peaks else ""
         rows.append((name, *("" if nbytes is None else size(nbytes) for nbytes in peaks), by))
     phases = Section(
@@ -137,10 +137,18 @@ def plan_tables(alone: Outcome, planned: Outcome) -> tuple[tuple[str, ...], tupl
     return tuple(lines), (phases, *(s for s in sections(report) if s.title in titles))
 
 
-def plan_json(alone: Outcome, planned: Outcome) -> dict[str, Any]:
+def _both_peaks(before_bytes: int | None, after_bytes: int) -> str:
+    after = f"{size(after_bytes)} with MemEfficient"
+    if before_bytes is None:
+        return f"Peak {after}; Thunder alone cannot compile the program"
+    by = change(before_bytes, after_bytes)
+    return f"Peak {size(before_bytes)} by Thunder alone, {after}{f' ({by})' if by else ''}"
+
+
+def plan_json(alone: Outcome | None, planned: Outcome) -> dict[str, Any]:
     """The object of `thunder-mem plan --json`."""
     return {
-        "thunder_alone": predict_json(alone),
+        "thunder_alone": None if alone is None else predict_json(alone),
         "planned": predict_json(planned),
         "plan": None if planned.plan is None else planned.plan.to_json(),
         **verdict_json(planned),

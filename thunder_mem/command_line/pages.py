@@ -22,9 +22,10 @@ def predict_page(found: Outcome, lines: Sequence[str], tables: Sequence[Section]
     return page(lines[0], f"{fragment(lines, pictures, [*tables, *_at_the_peak(report)])}\n")
 
 
-def plan_page(alone: Outcome, planned: Outcome, lines: Sequence[str], tables: Sequence[Section]) -> str:
+def plan_page(alone: Outcome | None, planned: Outcome, lines: Sequence[str], tables: Sequence[Section]) -> str:
     """The page of `thunder-mem plan`: its lines and tables, and both timelines to one scale."""
-    reports = {"Thunder alone": Report(alone.prediction), "MemEfficient": Report(planned.prediction, planned.plan)}
+    reports = {} if alone is None else {"Thunder alone": Report(alone.prediction)}
+    reports["MemEfficient"] = Report(planned.prediction, planned.plan)
     top_bytes = max(report.peak_bytes for report in reports.values())
     pictures = [
         timeline_html(view, f"Live bytes, operation by operation: {name}", top_bytes)
