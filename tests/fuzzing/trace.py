@@ -43,8 +43,15 @@ class _Module:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
         value = SYMBOLS[value] if callable(value) else value
+        if name in ("cat", "stack"):
+            value = _of_a_tuple(value)
         setattr(self, name, value)
         return value
+
+
+def _of_a_tuple(symbol: Callable) -> Callable:
+    """As `torch_functions/traced_functions.py` has it."""
+    return lambda tensors, *args, **kwargs: symbol(tuple(tensors), *args, **kwargs)
 
 
 class _Torch(_Module):

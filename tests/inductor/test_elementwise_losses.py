@@ -109,7 +109,7 @@ PAIRS = {
     "poisson_nll_loss of rates": lambda a, y, **given: F.poisson_nll_loss(a.exp(), y, log_input=False, **given),
     "smooth_l1_loss": F.smooth_l1_loss,
     "smooth_l1_loss, beta": lambda a, y, **given: F.smooth_l1_loss(a, y, beta=0.25, **given),
-    "smooth_l1_loss, beta 0": lambda a, y, **given: F.smooth_l1_loss(a, y, beta=0.0, **given),
+    "smooth_l1_loss, beta 0": lambda a, y, **given: F.smooth_l1_loss(a, torch.where(y > 0, a, y), beta=0.0, **given),
 }
 
 

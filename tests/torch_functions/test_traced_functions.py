@@ -63,13 +63,17 @@ FUNCTIONS = {
         + F.interpolate(x[None, None], scale_factor=0.5, mode="bilinear", antialias=True)
         + F.interpolate(x[None], 3, mode="linear")[:, None, :2]
         + F.interpolate(x[None, None], scale_factor=0.5, recompute_scale_factor=True)
+        + F.interpolate(x[None, None], scale_factor=(0.6, 0.55), mode="bilinear")
     ),
     "pad": lambda x: (
         F.pad(x[None], (2, 1), mode="reflect") * F.pad(x[None], (1, 2), mode="circular")
         + F.pad(x[None], [2, 1], mode="replicate") * F.pad(x[None], (1, 2), value=3.0)
     ),
     "pads of images": lambda x: torch.nn.ReflectionPad2d(1)(x[None]) * torch.nn.ReplicationPad2d((1, 1, 1, 1))(x[None]),
-    "linspace": lambda x: x * torch.linspace(0, 1, 6) + x * torch.logspace(-1, 1, steps=6, base=2, dtype=x.dtype),
+    "linspace": lambda x: (
+        x * torch.linspace(0, 1, 6, device=x.device, dtype=x.dtype, requires_grad=False)
+        + x * torch.logspace(-1, 1, steps=6, base=2, dtype=x.dtype)
+    ),
     "indices": lambda x: x[tuple(torch.tril_indices(4, 6, offset=-1))] * x[tuple(torch.triu_indices(4, 4))].sum(),
     "full": lambda x: x * torch.full(size=(6,), fill_value=2.0) + torch.full((4, 1), 3.0),
     "fill_": lambda x: (x * torch.empty_like(x).fill_(3.0) + x.new_zeros(6).fill_(x[0, 0])) * (x * 1).fill_(2),
@@ -78,13 +82,15 @@ FUNCTIONS = {
         + F.gaussian_nll_loss(x, 2 * x, x[:, 0].relu(), full=True, reduction="none")
         + F.gaussian_nll_loss(x, 3 * x, 0.5, eps=1.0, reduction="sum")
         + F.gaussian_nll_loss(x, 3 * x, x[:, :1] ** 2)
+        + F.gaussian_nll_loss(x[0, 0], x[1, 1], 0.3, reduction="none")
     ),
-    "unfold": lambda x: x.unfold(1, 2, 2).sum(-1) * x.unfold(-2, 2, 1).sum(0)[0, 0] + x.unfold(1, 4, 1).prod(-1)[:, :1],
+    "unfold": lambda x: x.unfold(1, 2, 2).sum(-1) * x.unfold(-2, 3, 3).sum(0)[0, 0] + x.unfold(1, 4, 4).prod(-1)[:, :1],
     "a write into windows": lambda x: (lambda y: (y.unfold(1, 2, 2).mul_(x[:, :1, None]), y)[1])(x * 3),
     "nan_to_num": lambda x: torch.log(x).nan_to_num(nan=2.0) + (x / 0).nan_to_num(posinf=1.0, neginf=-1.0),
     "normalize": lambda x: F.normalize(x, out=None) * F.normalize(x, p=1.0, dim=0) + x.H.sum() * (x.mH @ x).sum(),
     "weight_norm": lambda x: (
-        torch._weight_norm(x, x[:, :1], 0) * torch._weight_norm(x, x[:1], 1) + torch._weight_norm(x, x.sum(), -1)
+        torch._weight_norm(x, x[:, :1], -2) * torch._weight_norm(x, x[:1], 1)
+        + torch._weight_norm(x, x.sum(), -1) * torch._weight_norm(x[0], x[1], 0)
     ),
     "eye": lambda x: x * torch.eye(4, 6, dtype=x.dtype) + x @ torch.eye(6, dtype=torch.float64),
     "as_tensor": lambda x: torch.as_tensor(x) * torch.as_tensor(x, dtype=torch.float32) * torch.as_tensor(2.0),
@@ -106,6 +112,21 @@ def test_a_negative_variance_gives_no_number():
     """PyTorch looks at all elements and raises an error."""
     fn = thunder.jit(F.gaussian_nll_loss, executors=[], transforms=[MemEfficient(strict=True)])
     assert fn(X, X, torch.full_like(X, -0.1)).isnan()
+    assert fn(X, X, torch.full_like(X, torch.inf)) == torch.inf
+
+
+def test_other_programs_are_traced_as_by_thunder_alone():
+    """It misses writes through views, which a method that fills would make."""
+    MemEfficient()
+    with pytest.raises(AttributeError, match="uniform_"):
+        thunder.jit(lambda x: x[0].uniform_(), executors=[])(X.clone())
+
+
+@pytest.mark.parametrize("name", ["linspace", "full"])
+def test_options_that_cannot_be_compiled_are_refused(name):
+    call = {"linspace": lambda x: torch.linspace(0, 1, 6, out=x), "full": lambda x: torch.full((6,), 2.0, out=x)}[name]
+    with pytest.raises(NotImplementedError, match=f"torch.{name} with out= cannot be compiled"):
+        thunder.jit(call, executors=[], transforms=[MemEfficient()])(torch.zeros(6))
 
 
 def test_stochastic_depth_peaks_as_predicted_and_not_above_eager():

@@ -194,7 +194,7 @@ def _plan(options: argparse.Namespace, program: Program, answer: _Answering) -> 
     if program.is_jitted:
         raise UsageError(f"{options.target} is jitted already, so there is no before and after: name the model itself")
     alone = None
-    with contextlib.suppress(PredictionError):  # Thunder alone refuses some programs
+    with contextlib.suppress(PredictionError):  # Thunder alone refuses it, or nothing predicts it then
         alone = answer("compiling by Thunder alone", plain=True)
     planned = answer("compiling with MemEfficient", plain=False)
     lines, tables = plan_tables(alone, planned)

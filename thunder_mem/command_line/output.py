@@ -114,7 +114,7 @@ def predict_json(found: Outcome) -> dict[str, Any]:
 
 
 def plan_tables(alone: Outcome | None, planned: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]]:
-    """The lines and tables of `thunder-mem plan`; `alone` is None for a program that Thunder alone refuses."""
+    """The lines and tables of `thunder-mem plan`; `alone` is None without a prediction of it."""
     after = planned.prediction
     lines = [
         _both_peaks(None if alone is None else alone.prediction.peak_bytes, after.peak_bytes),
@@ -140,7 +140,7 @@ def plan_tables(alone: Outcome | None, planned: Outcome) -> tuple[tuple[str, ...
 def _both_peaks(before_bytes: int | None, after_bytes: int) -> str:
     after = f"{size(after_bytes)} with MemEfficient"
     if before_bytes is None:
-        return f"Peak {after}; Thunder alone cannot compile the program"
+        return f"Peak {after}; there is no figure for Thunder alone"
     by = change(before_bytes, after_bytes)
     return f"Peak {size(before_bytes)} by Thunder alone, {after}{f' ({by})' if by else ''}"
 

@@ -88,8 +88,9 @@ def _register(loss: _Loss) -> None:
         mem_gradients_ex.register_implementation(
             operation, checker=is_supported, execution_transform=forward, grad_transform=differentiate
         )
-    for index, symbol in enumerate((name, of_a.name, of_target.name)):
-        _TRAITS[symbol] = MemoryTraits(scratch_bytes=partial(_scratch_bytes, loss, index))
+    for index, symbol in enumerate((name if loss.each else "", of_a.name, of_target.name)):
+        if symbol:
+            _TRAITS[symbol] = MemoryTraits(scratch_bytes=partial(_scratch_bytes, loss, index))
 
 
 def _forward(loss: _Loss, name: str) -> Callable[..., TensorProxy]:
@@ -189,7 +190,7 @@ _LOSSES = (
         of_a=_mean(_smooth_l1),
         of_target=_mean(lambda grad, a, target, beta: _smooth_l1(grad, target, a, beta)),
         each=lambda a, target, beta: F.smooth_l1_loss(a, target, reduction="none", beta=beta),
-        accepts=lambda beta: is_number(beta) and pyval(beta) >= 0,
+        accepts=lambda beta: is_number(beta) and pyval(beta) > 0,  # of 0, PyTorch calls `l1_loss`
     ),
     _Loss(
         F.l1_loss,

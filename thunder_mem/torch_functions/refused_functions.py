@@ -1,13 +1,13 @@
 """Functions that Thunder 0.2.6 refuses, by others, or passed to PyTorch whole.
 
 - draws in place, as in a stochastic depth: ``x.new_empty(shape).bernoulli_(p)``; `uniform_`, `normal_`, `exponential_`
-  and `fill_`. The numbers are those of eager PyTorch;
+  and `fill_`. The numbers are those that eager PyTorch draws for a contiguous tensor;
 - `torch.normal` and `randperm`;
 - `linspace`, `logspace`, `tril_indices`, `triu_indices`, and `full` with ``size=``;
 - `F.pad` by reflection, replication and around the edge, and all modes of `F.interpolate`;
 - `F.normalize` with ``out=``, and what weights of a given length are made by (`nn.utils.parametrizations`);
-- `nan_to_num` with its arguments by name, and gradients of a tensor's method `unfold`, for which Thunder takes that of
-  `F.unfold`;
+- `nan_to_num` with its arguments by name, and gradients of a tensor's method `unfold` into windows side by side,
+  for which Thunder takes that of `F.unfold`;
 - `F.binary_cross_entropy_with_logits` with weights of another dtype;
 - `F.gaussian_nll_loss`. Of a negative variance, for which PyTorch raises an error, it is no number.
 """
@@ -22,11 +22,13 @@ import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
 from thunder.clang import maybe_convert_to_dtype
+from thunder.core import dtypes
+from thunder.core.devices import to_device, to_torch_device
 from thunder.core.proxies import TensorProxy
 
 from thunder_mem.kernels.random_draws import filled, permutation
 from thunder_mem.torch_functions.plain_arguments import run_whole
-from thunder_mem.torch_functions.steps import are_floats, clamp, constant, wide_dtype
+from thunder_mem.torch_functions.steps import are_floats, constant, wide_dtype
 from thunder_mem.torch_functions.whole_losses import binary_cross_entropy_with_logits
 
 __all__ = ["REFUSED", "REFUSED_METHODS"]
@@ -49,6 +51,8 @@ def _filled(method: str, **defaults: float) -> Callable[..., TensorProxy]:
 
 
 def _fill(a: TensorProxy, value: Any) -> TensorProxy:
+    if isinstance(value, TensorProxy) and value.ndim:
+        raise RuntimeError(f"fill_ takes a number, or a tensor of no dims, and not of {value.ndim}")
     return ltorch.copy_(
         a, ltorch.expand(value, a.shape) if isinstance(value, TensorProxy) else ltorch.full_like(a, value)
     )
@@ -56,10 +60,9 @@ def _fill(a: TensorProxy, value: Any) -> TensorProxy:
 
 def _normal(
     mean: Any, std: Any = 1.0, size: Any = None, *, dtype: Any = None, device: Any = None, **kwargs: Any
-) -> Any:
+) -> TensorProxy:
     """In the steps of `ATen/native/Distributions.cpp`."""
-    if any(value for value in kwargs.values()):
-        raise NotImplementedError(f"torch.normal with {', '.join(kwargs)} cannot be compiled")
+    _check_plain("torch.normal", kwargs)
     tensors = [t for t in (mean, std) if isinstance(t, TensorProxy)]
     if not tensors:
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -67,39 +70,53 @@ def _normal(
         return filled("normal_", tuple(size), device, dtype, (mean, std))
     shape = torch.broadcast_shapes(*(tuple(t.shape) for t in tensors))
     scale = 1.0 if isinstance(std, TensorProxy) else std
-    drawn = filled("normal_", shape, tensors[-1].device, tensors[-1].dtype, (0.0, scale))
+    drawn = filled("normal_", shape, tensors[0].device, tensors[0].dtype, (0.0, scale))
     drawn = ltorch.mul(drawn, std) if isinstance(std, TensorProxy) else drawn
     return constant(ltorch.add(drawn, mean))
 
 
 def _randperm(n: int, *, dtype: Any = torch.int64, device: Any = None, **kwargs: Any) -> TensorProxy:
-    if any(value for value in kwargs.values()):
-        raise NotImplementedError(f"torch.randperm with {', '.join(kwargs)} cannot be compiled")
+    _check_plain("torch.randperm", kwargs)
     return permutation(n, torch.get_default_device() if device is None else device, dtype or torch.int64)
+
+
+_OPTIONS: tuple[str, ...] = ("out", "requires_grad", "layout", "pin_memory")
+
+
+def _check_plain(name: str, options: dict[str, Any]) -> None:
+    """Refuse options such as `generator=` and `out=`, unless they have PyTorch's defaults."""
+    given = [key for key, value in options.items() if not any(value is x for x in (None, False, torch.strided))]
+    if given:
+        raise NotImplementedError(f"{name} with {', '.join(f'{key}=' for key in given)} cannot be compiled")
 
 
 def _made(function: Callable[..., Any]) -> Callable[..., TensorProxy]:
     """A function of numbers alone, on the device that is PyTorch's default while it is traced."""
 
-    def made(*args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> TensorProxy:
-        device = torch.get_default_device() if device is None else device
+    def made(*args: Any, device: Any = None, dtype: Any = None, **kwargs: Any) -> TensorProxy:
+        plain = {key: kwargs.pop(key, None) for key in _OPTIONS}
+        _check_plain(f"torch.{function.__name__}", plain)
+        device = torch.get_default_device() if device is None else to_torch_device(to_device(device))
+        if dtype is not None:
+            kwargs["dtype"] = dtypes.to_torch_dtype(dtype)
         return run_whole(function, *args, device=device, **kwargs)
 
     return made
 
 
-def _full(size: Any, fill_value: Any, **kwargs: Any) -> TensorProxy:
-    return ltorch.full(size, fill_value, **kwargs)
+def _full(size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> TensorProxy:
+    _check_plain("torch.full", kwargs)
+    return ltorch.full(size, fill_value, dtype=dtype, device=device)
 
 
-def _pad(a: TensorProxy, pad: Any, mode: str | None = "constant", value: Any = None) -> TensorProxy:
+def _pad(input: TensorProxy, pad: Any, mode: str | None = "constant", value: Any = None) -> TensorProxy:
     if mode in ("constant", None):
-        return ltorch.pad(a, tuple(pad), "constant", value)
-    return run_whole(F.pad, a, tuple(pad), mode)
+        return ltorch.pad(input, tuple(pad), "constant", value)
+    return run_whole(F.pad, input, tuple(pad), mode, value)
 
 
 def _interpolate(
-    a: TensorProxy,
+    input: TensorProxy,
     size: Any = None,
     scale_factor: Any = None,
     mode: str = "nearest",
@@ -107,12 +124,15 @@ def _interpolate(
     recompute_scale_factor: Any = None,
     antialias: bool = False,
 ) -> TensorProxy:
-    """PyTorch's default is not to align corners."""
+    """By Thunder where it has PyTorch's result: without aligned corners, to a size or by a whole factor."""
     known = mode in ("nearest", "nearest-exact") or (mode == "bilinear" and not align_corners)
-    if not known or recompute_scale_factor or antialias:
-        return run_whole(F.interpolate, a, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    by_a_whole = scale_factor is None or (isinstance(scale_factor, int | float) and float(scale_factor).is_integer())
+    if not known or not by_a_whole or recompute_scale_factor or antialias:
+        return run_whole(
+            F.interpolate, input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+        )
     factor = float(scale_factor) if isinstance(scale_factor, int) else scale_factor
-    return ltorch.interpolate(a, size, factor, mode, None)
+    return ltorch.interpolate(input, size, factor, mode, None)
 
 
 def _binary_cross_entropy_with_logits(input: TensorProxy, target: TensorProxy, *args: Any, **kwargs: Any) -> Any:
@@ -125,50 +145,50 @@ def _binary_cross_entropy_with_logits(input: TensorProxy, target: TensorProxy, *
 
 
 def _normalize(
-    a: TensorProxy, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: TensorProxy | None = None
+    input: TensorProxy, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: TensorProxy | None = None
 ) -> TensorProxy:
-    normalized = ltorch.normalize(a, p, dim, eps)
+    normalized = ltorch.normalize(input, p, dim, eps)
     return normalized if out is None else ltorch.copy_(out, normalized)
 
 
 def _weight_norm(v: TensorProxy, g: TensorProxy, dim: int = 0) -> TensorProxy:
     """`v` with the lengths `g` along a dim, which is that of all elements for -1."""
     wide = maybe_convert_to_dtype(v, wide_dtype(v))
-    dims = [d for d in range(v.ndim) if d != dim]
-    lengths = ltorch.sqrt(ltorch.sum(ltorch.mul(wide, wide), dims, keepdim=dim != -1))
+    dims = [d for d in range(v.ndim) if dim == -1 or d != dim % v.ndim]
+    squares = ltorch.mul(wide, wide)
+    lengths = ltorch.sqrt(ltorch.sum(squares, dims, keepdim=dim != -1) if dims else squares)
     return maybe_convert_to_dtype(ltorch.mul(wide, ltorch.true_divide(g, lengths)), v.dtype)
 
 
 def _unfold(a: TensorProxy, dimension: int, size: int, step: int) -> TensorProxy:
-    """Windows side by side are views. Nobody can write into overlapping ones, so they may be copies."""
-    if not a.ndim or size < 1 or step > size or step < 1 or size > a.shape[dimension]:
+    """Windows side by side, as views. Others have no gradient in Thunder."""
+    if not a.ndim or step != size or not 1 <= size <= a.shape[dimension]:
         return ltorch.unfold(a, dimension, size, step)
     dim = dimension % a.ndim
-    count = (a.shape[dim] - size) // step + 1
-    if step == size:
-        whole = tuple(slice(0, count * size) if d == dim else slice(None) for d in range(a.ndim))
-        windows = ltorch.unflatten(a[whole], dim, (count, size))
-    else:
-        starts = ltorch.mul(ltorch.arange(count, device=a.device), step)
-        places = ltorch.add(ltorch.unsqueeze(starts, 1), ltorch.arange(size, device=a.device))
-        windows = ltorch.unflatten(ltorch.index_select(a, dim, ltorch.reshape(places, (-1,))), dim, (count, size))
-    return ltorch.movedim(windows, dim + 1, -1)
+    count = a.shape[dim] // size
+    whole = tuple(slice(0, count * size) if d == dim else slice(None) for d in range(a.ndim))
+    return ltorch.movedim(ltorch.unflatten(a[whole], dim, (count, size)), dim + 1, -1)
 
 
-def _nan_to_num(a: TensorProxy, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> TensorProxy:
-    return ltorch.nan_to_num(a, nan, posinf, neginf)
+def _nan_to_num(
+    input: TensorProxy, nan: Any = 0.0, posinf: Any = None, neginf: Any = None, *, out: None = None
+) -> TensorProxy:
+    _check_plain("torch.nan_to_num", {"out": out})
+    return ltorch.nan_to_num(input, nan, posinf, neginf)
 
 
 def _gaussian_nll(
     input: TensorProxy, target: TensorProxy, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> TensorProxy:
     if not isinstance(var, TensorProxy):
+        if var < 0:
+            raise ValueError("var has negative entry/entries")
         var = ltorch.full_like(input, var)
-    if tuple(var.shape) == tuple(input.shape[:-1]):
+    if var.shape != input.shape and tuple(var.shape) == tuple(input.shape[:-1]):
         var = ltorch.unsqueeze(var, -1)
     var = ltorch.where(ltorch.lt(var, 0), torch.nan, var)
     # PyTorch bounds the variance's value, and not its gradient.
-    missing = constant(ltorch.sub(clamp(var, eps), var))
+    missing = constant(ltorch.where(ltorch.lt(var, eps), ltorch.sub(eps, var), 0.0))
     var = ltorch.add(var, missing)
     error = ltorch.sub(input, target)
     loss = ltorch.mul(ltorch.add(ltorch.log(var), ltorch.true_divide(ltorch.mul(error, error), var)), 0.5)
@@ -189,7 +209,6 @@ REFUSED_METHODS: dict[str, Callable[..., TensorProxy]] = {
 """By the name of a tensor's method: `fn(a, *args, **kwargs)` while it is traced."""
 
 REFUSED: dict[Callable[..., Any], Callable[..., Any]] = {
-    **{getattr(torch.Tensor, name): function for name, function in REFUSED_METHODS.items()},
     **{function: _made(function) for function in (torch.linspace, torch.logspace)},
     **{function: _made(function) for function in (torch.tril_indices, torch.triu_indices)},
     torch._weight_norm: _weight_norm,

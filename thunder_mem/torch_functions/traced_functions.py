@@ -12,7 +12,7 @@ These are the same for all programs, which fail without them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import thunder.torch as ltorch
@@ -31,13 +31,48 @@ from thunder_mem.torch_functions.refused_functions import REFUSED, REFUSED_METHO
 __all__ = ["complete_functions"]
 
 
-def complete_functions() -> None:
-    """From now on, Thunder traces them."""
+def complete_functions(is_own_program: Callable[[], bool]) -> None:
+    """From now on, Thunder traces them.
+
+    Args:
+        is_own_program: whether the program that is being traced has a transform of this package. Methods that write or
+            make views are for such programs: in others Thunder would miss writes through views.
+    """
     _general_jit_lookaside_map.update(_OF_SEQUENCES)
     _general_jit_lookaside_map.update(_WITH_NUMPYS_NAMES)
     for name, function in _METHODS.items():
         register_method(name, function)
     _general_jit_lookaside_map.update(_TRACED)
+    for name, function in _in_own_programs(is_own_program).items():
+        register_method(name, function)
+        _general_jit_lookaside_map[function] = _general_jit_lookaside_map[getattr(torch.Tensor, name)] = _traced(
+            function
+        )
+
+
+@cache
+def _in_own_programs(is_own_program: Callable[[], bool]) -> dict[str, Callable[..., Any]]:
+    return {name: _in_own(name, function, is_own_program) for name, function in REFUSED_METHODS.items()}
+
+
+def _in_own(name: str, function: Callable[..., Any], is_own_program: Callable[[], bool]) -> Callable[..., Any]:
+    thunders = _THUNDERS.get(name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if is_own_program():
+            return function(*args, **kwargs)
+        if thunders is None:
+            raise AttributeError(f"Unknown attribute {name}")
+        return thunders(*args, **kwargs)
+
+    return method
+
+
+def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    return ensure_recursive_proxies(interpreter_needs_wrap(record_source_loc_in_symbol_header(function)))
+
+
+_THUNDERS = {name: _method_name_to_fn_map[name] for name in REFUSED_METHODS if name in _method_name_to_fn_map}
 
 
 def _of_a_tuple(thunders: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +162,6 @@ _METHODS: dict[str, Callable[..., Any]] = {
     **{name: _VARIANCES[name] for name in ("var", "std")},
     "tile": _tile,
     "clone": _clone,
-    **REFUSED_METHODS,
 }
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch, name): function for name, function in _VARIANCES.items()},
@@ -143,6 +177,6 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 # A method is looked up as such a function, too: interpreted, its lines would stand for the program's.
 _TRACED = {
-    original: ensure_recursive_proxies(interpreter_needs_wrap(record_source_loc_in_symbol_header(replacement)))
+    original: _traced(replacement)
     for original, replacement in (_FUNCTIONS | {function: function for function in _METHODS.values()}).items()
 }
