@@ -247,6 +247,10 @@ def test_what_fits_a_budget_fits_every_larger_one(monkeypatch, beside):
 def test_a_plan_of_a_program_that_thunder_alone_refuses_stands_alone(run):
     code, out, _ = run("plan", "train.py:recurrent", *PLAIN)
     assert code == 0 and "with MemEfficient; there is no figure for Thunder alone" in out
+    assert "Thunder alone: the function cannot be traced" in out
+
+
+def test_its_object_has_no_figures_of_thunder_alone(run):
     data = json.loads(run("plan", "train.py:recurrent", "--json", *PLAIN)[1])
     assert data["thunder_alone"] is None and data["peak_bytes"] > 0
 

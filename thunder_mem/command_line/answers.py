@@ -193,9 +193,11 @@ def _explain(options: argparse.Namespace, program: Program, answer: _Answering) 
 def _plan(options: argparse.Namespace, program: Program, answer: _Answering) -> _Answer:
     if program.is_jitted:
         raise UsageError(f"{options.target} is jitted already, so there is no before and after: name the model itself")
-    alone = None
-    with contextlib.suppress(PredictionError):  # Thunder alone refuses it, or nothing predicts it then
+    alone: Outcome | PredictionError
+    try:
         alone = answer("compiling by Thunder alone", plain=True)
+    except PredictionError as error:  # Thunder alone refuses it, or nothing predicts it then
+        alone = error
     planned = answer("compiling with MemEfficient", plain=False)
     lines, tables = plan_tables(alone, planned)
     page = functools.partial(plan_page, alone, planned, lines, tables)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from thunder_mem.analysis.frontier_points import Frontier
+from thunder_mem.command_line.program import in_words
 from thunder_mem.command_line.questions import Outcome
 from thunder_mem.memory.units import change, size
+from thunder_mem.prediction.predict import PredictionError
 from thunder_mem.rendering.document import Section
 from thunder_mem.report import Report
 from thunder_mem.report.sections import about_library, sections
@@ -113,17 +115,17 @@ def predict_json(found: Outcome) -> dict[str, Any]:
     }
 
 
-def plan_tables(alone: Outcome | None, planned: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]]:
-    """The lines and tables of `thunder-mem plan`; `alone` is None without a prediction of it."""
+def plan_tables(alone: Outcome | PredictionError, planned: Outcome) -> tuple[tuple[str, ...], tuple[Section, ...]]:
+    """The lines and tables of `thunder-mem plan`; `alone` may be why there is no prediction of it."""
     after = planned.prediction
+    before = (alone.prediction,) if isinstance(alone, Outcome) else ()
     lines = [
-        _both_peaks(None if alone is None else alone.prediction.peak_bytes, after.peak_bytes),
+        *_both_peaks(alone, after.peak_bytes),
         *about_library(after),
         *verdict(planned),
         *(f"assumed: {a}" for a in after.assumptions),
     ]
     rows = []
-    before = () if alone is None else (alone.prediction,)
     for name in dict.fromkeys(phase for p in (*before, after) for phase in p.phases):
         peaks = [p.phase(name).peak_bytes if name in p.phases else None for p in (*before, after)]
         peaks = [*(None for _ in range(2 - len(peaks))), *peaks]
@@ -137,18 +139,21 @@ def plan_tables(alone: Outcome | None, planned: Outcome) -> tuple[tuple[str, ...
     return tuple(lines), (phases, *(s for s in sections(report) if s.title in titles))
 
 
-def _both_peaks(before_bytes: int | None, after_bytes: int) -> str:
+def _both_peaks(alone: Outcome | PredictionError, after_bytes: int) -> Iterator[str]:
     after = f"{size(after_bytes)} with MemEfficient"
-    if before_bytes is None:
-        return f"Peak {after}; there is no figure for Thunder alone"
-    by = change(before_bytes, after_bytes)
-    return f"Peak {size(before_bytes)} by Thunder alone, {after}{f' ({by})' if by else ''}"
+    if isinstance(alone, Outcome):
+        before_bytes = alone.prediction.peak_bytes
+        by = change(before_bytes, after_bytes)
+        yield f"Peak {size(before_bytes)} by Thunder alone, {after}{f' ({by})' if by else ''}"
+    else:
+        yield f"Peak {after}; there is no figure for Thunder alone"
+        yield f"Thunder alone: {in_words(alone)}"
 
 
-def plan_json(alone: Outcome | None, planned: Outcome) -> dict[str, Any]:
+def plan_json(alone: Outcome | PredictionError, planned: Outcome) -> dict[str, Any]:
     """The object of `thunder-mem plan --json`."""
     return {
-        "thunder_alone": None if alone is None else predict_json(alone),
+        "thunder_alone": predict_json(alone) if isinstance(alone, Outcome) else None,
         "planned": predict_json(planned),
         "plan": None if planned.plan is None else planned.plan.to_json(),
         **verdict_json(planned),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thunder_mem.command_line.questions import Outcome
+from thunder_mem.prediction.predict import PredictionError
 from thunder_mem.rendering.document import Section
 from thunder_mem.rendering.html import fragment, page, timeline_html
 from thunder_mem.report import Report
@@ -22,9 +23,11 @@ def predict_page(found: Outcome, lines: Sequence[str], tables: Sequence[Section]
     return page(lines[0], f"{fragment(lines, pictures, [*tables, *_at_the_peak(report)])}\n")
 
 
-def plan_page(alone: Outcome | None, planned: Outcome, lines: Sequence[str], tables: Sequence[Section]) -> str:
+def plan_page(
+    alone: Outcome | PredictionError, planned: Outcome, lines: Sequence[str], tables: Sequence[Section]
+) -> str:
     """The page of `thunder-mem plan`: its lines and tables, and both timelines to one scale."""
-    reports = {} if alone is None else {"Thunder alone": Report(alone.prediction)}
+    reports = {"Thunder alone": Report(alone.prediction)} if isinstance(alone, Outcome) else {}
     reports["MemEfficient"] = Report(planned.prediction, planned.plan)
     top_bytes = max(report.peak_bytes for report in reports.values())
     pictures = [

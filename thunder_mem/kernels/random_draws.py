@@ -22,22 +22,6 @@ mem_random_ex = OperatorExecutor("mem_random", version="0.1")
 """Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
 
 
-def _bernoulli_meta(shape: Sequence[int], p: float, device: Device) -> TensorProxy:
-    return TensorProxy(shape=tuple(shape), device=device, dtype=dtypes.bool8, requires_grad=False)
-
-
-def _bernoulli(shape: Sequence[int], p: float, device: Any) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.bool, device=_of_torch(device)).bernoulli_(p)
-
-
-def _exponential_meta(shape: Sequence[int], device: Device, dtype: dtypes.dtype) -> TensorProxy:
-    return TensorProxy(shape=tuple(shape), device=device, dtype=dtype, requires_grad=False)
-
-
-def _exponential(shape: Sequence[int], device: Any, dtype: Any) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtypes.to_torch_dtype(dtype), device=_of_torch(device)).exponential_()
-
-
 def _filled_meta(method: str, shape: Sequence[int], device: Any, dtype: Any, numbers: tuple[Any, ...]) -> TensorProxy:
     return TensorProxy(shape=tuple(shape), device=to_device(device), dtype=dtypes.to_dtype(dtype), requires_grad=False)
 
@@ -59,18 +43,19 @@ def _of_torch(device: Any) -> torch.device:
     return to_torch_device(device) if isinstance(device, Device) else torch.device(device)
 
 
-bernoulli = mem_random_ex.register_operator(
-    "mem_bernoulli", meta=_bernoulli_meta, fn=_bernoulli, tags=[OpTags.RANDOM_OP]
-)
-"""`bernoulli(shape, p, device)`: booleans that are true with probability `p`."""
-
-exponential = mem_random_ex.register_operator(
-    "mem_exponential", meta=_exponential_meta, fn=_exponential, tags=[OpTags.RANDOM_OP]
-)
-"""`exponential(shape, device, dtype)`: numbers with the density exp(-x)."""
-
 filled = mem_random_ex.register_operator("mem_filled", meta=_filled_meta, fn=_filled, tags=[OpTags.RANDOM_OP])
 """`filled(method, shape, device, dtype, numbers)`: what a method such as `normal_` draws with these numbers."""
+
+
+def bernoulli(shape: Sequence[int], p: float, device: Any) -> TensorProxy:
+    """Booleans that are true with probability `p`."""
+    return filled("bernoulli_", tuple(shape), device, torch.bool, (p,))
+
+
+def exponential(shape: Sequence[int], device: Any, dtype: Any) -> TensorProxy:
+    """Numbers with the density exp(-x)."""
+    return filled("exponential_", tuple(shape), device, dtype, ())
+
 
 permutation = mem_random_ex.register_operator(
     "mem_permutation", meta=_permutation_meta, fn=_permutation, tags=[OpTags.RANDOM_OP]

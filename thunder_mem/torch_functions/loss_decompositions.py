@@ -20,6 +20,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.sharding.op_rules import pointwise
 from thunder_mem.sharding.propagation import RULES, RuleError
+from thunder_mem.torch_functions.steps import reduced
 from thunder_mem.trace.rebuilding import recorded
 
 __all__ = ["DECOMPOSITIONS", "STACKS", "addmm", "decomposed", "written_out"]
@@ -138,22 +139,13 @@ DECOMPOSITIONS[ltorch.cross_entropy.id] = _cross_entropy
 DECOMPOSITIONS[ltorch.nll_loss.id] = _nll_loss
 
 
-def _reduced(each: TensorProxy, reduction: str, batch: int) -> TensorProxy:
-    if reduction == "none":
-        return each
-    if reduction == "mean":
-        return ltorch.mean(each)
-    total = ltorch.sum(each)
-    return ltorch.true_divide(total, batch) if reduction == "batchmean" else total
-
-
 def _elementwise_loss(symbol: Any) -> Callable[..., Any]:
     """An elementwise torch loss: its `reduction="none"`, then the reduction."""
 
     def decomposition(a, target, *args, reduction="mean", size_average=None, reduce=None, **kwargs):
         if reduction == "none" or size_average is not None or reduce is not None or args:
             return None
-        return _reduced(symbol(a, target, reduction="none", **kwargs), reduction, a.shape[0] if a.ndim else 1)
+        return reduced(symbol(a, target, reduction="none", **kwargs), reduction, a.shape[0] if a.ndim else 1)
 
     return decomposition
 

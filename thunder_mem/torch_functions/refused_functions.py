@@ -28,7 +28,7 @@ from thunder.core.proxies import TensorProxy
 
 from thunder_mem.kernels.random_draws import filled, permutation
 from thunder_mem.torch_functions.plain_arguments import run_whole
-from thunder_mem.torch_functions.steps import are_floats, constant, wide_dtype
+from thunder_mem.torch_functions.steps import are_floats, constant, reduced, wide_dtype
 from thunder_mem.torch_functions.whole_losses import binary_cross_entropy_with_logits
 
 __all__ = ["REFUSED", "REFUSED_METHODS"]
@@ -194,7 +194,7 @@ def _gaussian_nll(
     loss = ltorch.mul(ltorch.add(ltorch.log(var), ltorch.true_divide(ltorch.mul(error, error), var)), 0.5)
     if full:
         loss = ltorch.add(loss, log(2 * pi) / 2)
-    return {"mean": ltorch.mean, "sum": ltorch.sum, "none": lambda x: x}[reduction](loss)
+    return reduced(loss, reduction)
 
 
 REFUSED_METHODS: dict[str, Callable[..., TensorProxy]] = {

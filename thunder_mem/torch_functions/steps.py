@@ -10,7 +10,7 @@ import torch
 from thunder.core import dtypes
 from thunder.core.proxies import ProxyTag, TensorProxy, pyval
 
-__all__ = ["are_floats", "clamp", "constant", "norm", "wide_dtype"]
+__all__ = ["are_floats", "clamp", "constant", "norm", "reduced", "wide_dtype"]
 
 
 def are_floats(*tensors: TensorProxy) -> bool:
@@ -27,6 +27,16 @@ def constant(a: TensorProxy) -> TensorProxy:
 def wide_dtype(a: TensorProxy) -> Any:
     """The dtype in which squares of its elements are added up: those of 16 bits overflow."""
     return dtypes.float32 if dtypes.to_dtype(a.dtype).bytes < 4 else a.dtype
+
+
+def reduced(each: TensorProxy, reduction: str, batch: int = 1) -> TensorProxy:
+    """A loss by its elements, and by PyTorch's name of the reduction. "batchmean" divides the sum by `batch`."""
+    if reduction == "none":
+        return each
+    if reduction == "mean":
+        return ltorch.mean(each)
+    total = ltorch.sum(each)
+    return ltorch.true_divide(total, batch) if reduction == "batchmean" else total
 
 
 def norm(a: TensorProxy, dim: int, keepdim: bool = False) -> tuple[TensorProxy, TensorProxy]:

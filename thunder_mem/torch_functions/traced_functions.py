@@ -6,7 +6,8 @@
 - `torch.eye`, `as_tensor` of a tensor, `x.tile(2)`, and `x.clone(memory_format=...)`;
 - those of `torch_functions/refused_functions.py`.
 
-These are the same for all programs, which fail without them.
+Functions are the same for all programs, which fail without them. Methods that write or make views are not: see
+`complete_functions`.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ def complete_functions(is_own_program: Callable[[], bool]) -> None:
     for name, function in _METHODS.items():
         register_method(name, function)
     _general_jit_lookaside_map.update(_TRACED)
-    for name, function in _in_own_programs(is_own_program).items():
+    for name, (function, traced) in _in_own_programs(is_own_program).items():
         register_method(name, function)
-        _general_jit_lookaside_map[function] = _general_jit_lookaside_map[getattr(torch.Tensor, name)] = _traced(
-            function
-        )
+        _general_jit_lookaside_map[function] = _general_jit_lookaside_map[getattr(torch.Tensor, name)] = traced
 
 
 @cache
-def _in_own_programs(is_own_program: Callable[[], bool]) -> dict[str, Callable[..., Any]]:
-    return {name: _in_own(name, function, is_own_program) for name, function in REFUSED_METHODS.items()}
+def _in_own_programs(is_own_program: Callable[[], bool]) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
+    """By name: the method, and what traces it."""
+    functions = {name: _in_own(name, function, is_own_program) for name, function in REFUSED_METHODS.items()}
+    return {name: (function, _traced(function)) for name, function in functions.items()}
 
 
 def _in_own(name: str, function: Callable[..., Any], is_own_program: Callable[[], bool]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from thunder.clang import maybe_convert_to_dtype
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 
-from thunder_mem.torch_functions.steps import are_floats, clamp, constant, norm, wide_dtype
+from thunder_mem.torch_functions.steps import are_floats, clamp, constant, norm, reduced, wide_dtype
 
 __all__ = ["LOSSES", "LOSSES_WITHOUT_DERIVATIVE", "binary_cross_entropy_with_logits"]
 
@@ -34,15 +34,9 @@ def _loss(function: Callable[..., Any], each: Callable[..., TensorProxy | None])
         tensors = [x for x in given.values() if isinstance(x, TensorProxy)]
         if not are_floats(*tensors) or (result := each(**given)) is None:
             return None
-        if reduction == "batchmean":
-            return ltorch.true_divide(ltorch.sum(result), tensors[0].shape[0])
-        return _reduced(result, reduction)
+        return reduced(result, reduction, tensors[0].shape[0] if tensors[0].ndim else 1)
 
     return loss
-
-
-def _reduced(each: TensorProxy, reduction: str) -> TensorProxy:
-    return each if reduction == "none" else {"mean": ltorch.mean, "sum": ltorch.sum}[reduction](each)
 
 
 def _of_one_shape(each: Callable[..., TensorProxy | None]) -> Callable[..., TensorProxy | None]:
@@ -176,7 +170,7 @@ def binary_cross_entropy_with_logits(
         positive = ltorch.mul(positive, ltorch.add(ltorch.mul(ltorch.sub(pos_weight, 1), target), 1))
     result = ltorch.add(ltorch.mul(ltorch.sub(1, target), input), positive)
     result = result if weight is None else ltorch.mul(result, weight)
-    return _reduced(maybe_convert_to_dtype(result, target.dtype), reduction)  # PyTorch writes it over `1 - target`
+    return reduced(maybe_convert_to_dtype(result, target.dtype), reduction)  # PyTorch writes it over `1 - target`
 
 
 LOSSES: dict[Callable[..., Any], Callable[..., Any]] = {
