@@ -14,7 +14,7 @@ There are two sources:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.fake_execution.operator_scratch import OPERATOR_SCRATCH, zeros_like
 from thunder_mem.fake_execution.probe_keys import lasting_key, operation_key
 from thunder_mem.fake_execution.replay import Ran, proxies, tensor_proxies
+from thunder_mem.fake_execution.whole_functions import run_whole_on_cpu, runs_whole_on_cpu
 from thunder_mem.fusers.fake_regions import run_region
 from thunder_mem.kernels.head_groups import runs_in_groups
 from thunder_mem.optimizer.update import is_update, rehearsal_now, rehearsed, update_of
@@ -99,7 +100,7 @@ class ProbingRunner:
             if bsym.sym.is_fusion:
                 run_region(bsym, env)
                 return Ran(0)
-            return _run_tracked(bsym, run, env, {})
+            return _run_tracked(bsym, run, env)
         if bsym.sym.is_fusion:
             _lay_out(bsym, probe, env, inputs)
         else:
@@ -164,6 +165,10 @@ NOT_ON_META = (
     "the optimizer does not run on meta tensors, so the memory of its updates, and the copies of their states from the "
     "host and back, are not counted"
 )
+WHOLE = (
+    "functions that PyTorch differentiates whole, and recurrent layers, are followed as a CPU runs them, not as CUDA's "
+    "libraries do"
+)
 PRODUCTS = "some fused regions have matrix products or attention inside, whose operands and results are not counted"
 
 
@@ -188,7 +193,10 @@ class SimulatedRunner:
             if not figures.launches and update_of(bsym).parameter.numel():
                 self._assume(NOT_ON_META)
             return Ran(update_of(bsym).temporaries(kind).at_start, figures.launches)
-        ran = _run_tracked(bsym, run, env, OPERATOR_SCRATCH)
+        if runs_whole_on_cpu(bsym):
+            self._assume(WHOLE)
+            return run_whole_on_cpu(bsym, run, env)
+        ran = _run_tracked(bsym, run, env, device_types=("cuda",), inside=OPERATOR_SCRATCH)
         if is_chunk_loop(bsym) and bsym.sym.name != "chunk_loop_finish":  # which runs a single block on fake tensors
             plan, backward = loop_of(bsym).plan, bsym.sym.name != "chunk_loop"
             return ran._replace(launches=host_calls(plan, backward=backward))
@@ -223,8 +231,9 @@ def _has_products(bsym: BoundSymbol) -> bool:
 _PRODUCTS = (PrimIDs.MATMUL, PrimIDs.LINEAR, PrimIDs.CONVOLUTION)
 
 
-def _run_tracked(bsym: BoundSymbol, run: Run, env: dict[str, Any], inside: Mapping[Any, Callable[..., int]]) -> Ran:
-    with AllocationWatch(inside=inside) as watch:
+def _run_tracked(bsym: BoundSymbol, run: Run, env: dict[str, Any], **watched: Any) -> Ran:
+    """Its scratch as `AllocationWatch` shows it, with that class's arguments."""
+    with AllocationWatch(**watched) as watch:
         run(env)
     kernel_bytes = 0
     if runs_in_groups(bsym):  # its largest group may not be the first

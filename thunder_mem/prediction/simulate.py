@@ -31,6 +31,7 @@ from thunder.core import dtypes
 from thunder.executors.utils import SpdaBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from thunder_mem.fake_execution.whole_functions import argument_of_a_whole_function, result_of_a_whole_function
 from thunder_mem.fusers.fake_regions import modelled_region
 from thunder_mem.fusers.fusion_executors import fuser_of, with_fuser
 from thunder_mem.fusers.nvfuser_model import modelled_nvfuser
@@ -119,6 +120,8 @@ def _replacements(spec: DeviceSpec) -> list[tuple[Any, str, Any]]:
     choose = attention_backend_for(spec)
     return [
         (torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None),
+        (thunder.torch, "_get_fake_arg", argument_of_a_whole_function),
+        (thunder.torch, "_fake_type_to_thunder", result_of_a_whole_function),
         (thunder.executors.sdpaex, "_fused_sdp_choice", choose),
         (thunder.executors.utils, "_fused_sdp_choice", choose),
         (thunder.executors.torch_compile, "make_compiled", modelled_region),
