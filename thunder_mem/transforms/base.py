@@ -13,6 +13,7 @@ from thunder.core.transform_common import Transform
 
 from thunder_mem.frontend.dynamo_tags import run_tags_outside
 from thunder_mem.frontend.fx_prologue_checks import take_back_pruning
+from thunder_mem.frontend.own_objects import leave_made_modules
 from thunder_mem.frontend.own_programs import is_own_program, own_programs_have
 from thunder_mem.frontend.second_gradients import warn_of_second_gradients
 from thunder_mem.frontend.traced_code import mend_traced_code
@@ -42,6 +43,7 @@ class ListedTransform(Transform, metaclass=_Class):
         own_programs_have(ListedTransform)
         name_user_lines()
         mend_traced_code()
+        leave_made_modules()
         complete_functions(is_own_program)
         warn_of_second_gradients()
         run_tags_outside()
