@@ -77,6 +77,14 @@ FUNCTIONS = {
     "indices": lambda x: x[tuple(torch.tril_indices(4, 6, offset=-1))] * x[tuple(torch.triu_indices(4, 4))].sum(),
     "full": lambda x: x * torch.full(size=(6,), fill_value=2.0) + torch.full((4, 1), 3.0),
     "fill_": lambda x: (x * torch.empty_like(x).fill_(3.0) + x.new_zeros(6).fill_(x[0, 0])) * (x * 1).fill_(2),
+    "fill_diagonal_": lambda x: (
+        (x * 2).fill_diagonal_(-3.0)
+        + (x.t() @ x)[:4].fill_diagonal_(True) * (x.t() * 2).fill_diagonal_(0.5, wrap=False).t()
+        + torch.einsum("ab,cb,db->acd", x, x, x).fill_diagonal_(2.0).sum()
+    ),
+    "ranges as places": lambda x: (
+        x[range(4), range(0, 6, 2) if len(x) < 3 else range(1, 5)] * x[range(3, -1, -1), 2] + x[range(2)].sum()
+    ),
     "gaussian_nll_loss": lambda x: (
         F.gaussian_nll_loss(x, x.t().reshape(4, 6), x.exp())
         + F.gaussian_nll_loss(x, 2 * x, x[:, 0].relu(), full=True, reduction="none")
@@ -127,6 +135,16 @@ def test_options_that_cannot_be_compiled_are_refused(name):
     call = {"linspace": lambda x: torch.linspace(0, 1, 6, out=x), "full": lambda x: torch.full((6,), 2.0, out=x)}[name]
     with pytest.raises(NotImplementedError, match=f"torch.{name} with out= cannot be compiled"):
         thunder.jit(call, executors=[], transforms=[MemEfficient()])(torch.zeros(6))
+
+
+@pytest.mark.parametrize("name", ["backward", "torch.autograd.grad"])
+def test_gradients_inside_of_a_program_are_refused_with_what_to_do(name):
+    def step(x):
+        loss = (x * 2).sum()
+        return loss.backward() if name == "backward" else torch.autograd.grad(loss, x)
+
+    with pytest.raises(NotImplementedError, match=rf"{name}.* cannot run inside a compiled function: return the loss"):
+        thunder.jit(step, executors=[], transforms=[MemEfficient()])(torch.ones(2, requires_grad=True))
 
 
 def test_stochastic_depth_peaks_as_predicted_and_not_above_eager():

@@ -11,6 +11,7 @@
 - `torch.distributions` take their arguments for no tensors, and look whether all values are valid, which tracing cannot
   tell: that is taken for granted.
 - Results of several tensors have no names: ``x.max(1).values``, ``torch.linalg.svd(x).S``.
+- Ranges are no indices: ``log_p[range(n), labels]``.
 - ``x % n``, ``+x``, ``x.H`` and ``x.mH`` are missing.
 - ``f(*(x for x in xs))`` is refused, by which `nn.utils.parametrizations` make weights of several tensors.
 - Dropouts in place (`nn.Dropout(inplace=True)`) are refused, or do not write. They draw, and the result is copied.
@@ -44,11 +45,13 @@ from thunder_mem.frontend.own_programs import is_own_program
 __all__ = ["mend_traced_code"]
 
 _THUNDERS = _general_jit_lookaside_map[getattr]
+_GETITEM = _general_jit_lookaside_map[TensorProxy.__getitem__]
 
 
 def mend_traced_code() -> None:
     """From now on, code of this package's programs means that while it is traced."""
     _general_jit_lookaside_map[getattr] = _getattr
+    _general_jit_lookaside_map[TensorProxy.__getitem__] = _getitem
     _general_jit_lookaside_map[_detect_is_causal_mask] = _is_causal
     _general_jit_lookaside_map[get_fastpath_enabled] = _has_fast_path
     _general_jit_lookaside_map[nn.RNNBase._update_flat_weights] = _without_weak_references
@@ -75,6 +78,20 @@ def _getattr(obj: Any, name: Any, *default: Any) -> Any:
     if not isinstance(unwrap(obj), TensorProxy) or not isinstance(unwrap(value), dtype):
         return value
     return wrap(to_torch_dtype(unwrap(value)), provenance=value.provenance)
+
+
+@wraps(_GETITEM)
+def _getitem(a: Any, key: Any) -> Any:
+    keys = unwrap(key) if isinstance(unwrap(key), tuple) else (unwrap(key),)
+    if any(isinstance(k, range) for k in keys) and is_own_program():
+        key = _interpret_call(_without_ranges, key)
+    return _GETITEM(a, key)
+
+
+def _without_ranges(key: Any) -> Any:
+    if isinstance(key, range):
+        return list(key)
+    return tuple([list(k) if isinstance(k, range) else k for k in key])
 
 
 def _adjoint(a: Any) -> Any:

@@ -1,7 +1,7 @@
 """Functions that Thunder 0.2.6 refuses, by others, or passed to PyTorch whole.
 
-- draws in place, as in a stochastic depth: ``x.new_empty(shape).bernoulli_(p)``; `uniform_`, `normal_`, `exponential_`
-  and `fill_`. The numbers are those that eager PyTorch draws for a contiguous tensor;
+- draws in place, as in a stochastic depth: ``x.new_empty(shape).bernoulli_(p)``; `uniform_`, `normal_`, `exponential_`,
+  `fill_` and `fill_diagonal_`. The numbers are those that eager PyTorch draws for a contiguous tensor;
 - `torch.normal` and `randperm`;
 - `linspace`, `logspace`, `tril_indices`, `triu_indices`, and `full` with ``size=``;
 - `F.pad` by reflection, replication and around the edge, and all modes of `F.interpolate`;
@@ -9,6 +9,7 @@
 - `nan_to_num` with its arguments by name, and gradients of a tensor's method `unfold` into windows side by side,
   for which Thunder takes that of `F.unfold`;
 - `F.binary_cross_entropy_with_logits` with weights of another dtype;
+- `backward` and `torch.autograd.grad`, whose errors say what to do;
 - `F.gaussian_nll_loss`. Of a negative variance, for which PyTorch raises an error, it is no number.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import log, pi
-from typing import Any
+from typing import Any, NoReturn
 
 import thunder.torch as ltorch
 import torch
@@ -56,6 +57,33 @@ def _fill(a: TensorProxy, value: Any) -> TensorProxy:
     return ltorch.copy_(
         a, ltorch.expand(value, a.shape) if isinstance(value, TensorProxy) else ltorch.full_like(a, value)
     )
+
+
+def _fill_diagonal(a: TensorProxy, fill_value: float, wrap: bool = False) -> TensorProxy:
+    if a.ndim < 2 or (a.ndim > 2 and len(set(a.shape)) > 1):
+        raise RuntimeError(f"fill_diagonal_ takes a matrix, or a tensor of equal dims, not one of {tuple(a.shape)}")
+    if wrap and a.shape[0] > a.shape[1]:
+        raise NotImplementedError("fill_diagonal_ with wrap=True of a tall matrix cannot be compiled")
+    places = [_along(d, a) for d in range(a.ndim)]
+    is_diagonal = ltorch.eq(places[0], places[1])
+    for place in places[2:]:
+        is_diagonal = ltorch.logical_and(is_diagonal, ltorch.eq(places[0], place))
+    return ltorch.copy_(a, ltorch.where(is_diagonal, fill_value, a))
+
+
+def _along(dim: int, a: TensorProxy) -> TensorProxy:
+    """The numbers of its places along a dim, of size 1 along the others."""
+    places = ltorch.arange(a.shape[dim], device=a.device)
+    return ltorch.reshape(places, [n if d == dim else 1 for d, n in enumerate(a.shape)])
+
+
+def _differentiated(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name} cannot run inside a compiled function: return the loss, and call it on the result, outside"
+        )
+
+    return refuse
 
 
 def _normal(
@@ -197,12 +225,14 @@ def _gaussian_nll(
     return reduced(loss, reduction)
 
 
-REFUSED_METHODS: dict[str, Callable[..., TensorProxy]] = {
+REFUSED_METHODS: dict[str, Callable[..., Any]] = {
+    "backward": _differentiated("backward()"),
     "bernoulli_": _filled("bernoulli_", p=0.5),
     "exponential_": _filled("exponential_", lambd=1.0),
     "normal_": _filled("normal_", mean=0.0, std=1.0),
     "uniform_": _filled("uniform_", **{"from": 0.0, "to": 1.0}),
     "fill_": _fill,
+    "fill_diagonal_": _fill_diagonal,
     "nan_to_num": _nan_to_num,
     "unfold": _unfold,
 }
@@ -212,6 +242,8 @@ REFUSED: dict[Callable[..., Any], Callable[..., Any]] = {
     **{function: _made(function) for function in (torch.linspace, torch.logspace)},
     **{function: _made(function) for function in (torch.tril_indices, torch.triu_indices)},
     torch._weight_norm: _weight_norm,
+    torch.autograd.backward: _differentiated("torch.autograd.backward"),
+    torch.autograd.grad: _differentiated("torch.autograd.grad"),
     torch.nan_to_num: _nan_to_num,
     torch.full: _full,
     torch.normal: _normal,
