@@ -70,6 +70,15 @@ FUNCTIONS = {
         + F.pad(x[None], [2, 1], mode="replicate") * F.pad(x[None], (1, 2), value=3.0)
     ),
     "pads of images": lambda x: torch.nn.ReflectionPad2d(1)(x[None]) * torch.nn.ReplicationPad2d((1, 1, 1, 1))(x[None]),
+    "max pools": lambda x: (
+        F.max_pool2d(x[None], 3, 2, 1, 1, True) * torch.max_pool2d(x[None], (3, 3), 2, [1, 1], 1, True)
+        + F.max_pool1d(x, 4, ceil_mode=True).sum() * F.max_pool2d(x[None], 2, dilation=2).sum()
+    ),
+    "max pools with places": lambda x: F.max_unpool1d(*F.max_pool1d(x * 2, 2, return_indices=True), 2) * x,
+    "average pools": lambda x: (
+        F.avg_pool2d(x[None], 3, 1, 1, count_include_pad=False) * F.avg_pool2d(x[None], 3, 1, 1, divisor_override=2)
+        + F.avg_pool1d(x, 4, ceil_mode=True).sum() * F.avg_pool3d(x.expand(1, 2, 4, 6), 2, 1, 0, True).sum()
+    ),
     "linspace": lambda x: (
         x * torch.linspace(0, 1, 6, device=x.device, dtype=x.dtype, requires_grad=False)
         + x * torch.logspace(-1, 1, steps=6, base=2, dtype=x.dtype)

@@ -5,6 +5,7 @@
 - `torch.normal` and `randperm`;
 - `linspace`, `logspace`, `tril_indices`, `triu_indices`, and `full` with ``size=``;
 - `F.pad` by reflection, replication and around the edge, and all modes of `F.interpolate`;
+- pools with ``ceil_mode=``, ``return_indices=``, ``count_include_pad=False`` and ``divisor_override=``;
 - `F.normalize` with ``out=``, and what weights of a given length are made by (`nn.utils.parametrizations`);
 - `nan_to_num` with its arguments by name, and gradients of a tensor's method `unfold` into windows side by side,
   for which Thunder takes that of `F.unfold`;
@@ -143,6 +144,48 @@ def _pad(input: TensorProxy, pad: Any, mode: str | None = "constant", value: Any
     return run_whole(F.pad, input, tuple(pad), mode, value)
 
 
+def _max_pool(function: Callable[..., Any]) -> Callable[..., Any]:
+    """By Thunder without the last two arguments, which it takes in another order, and refuses."""
+    thunders = ltorch._torch_to_thunder_function_map[function]
+
+    def pool(
+        input: TensorProxy,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Any:
+        given = (input, kernel_size, stride, padding, dilation)
+        return (
+            run_whole(function, *given, ceil_mode, return_indices) if ceil_mode or return_indices else thunders(*given)
+        )
+
+    return pool
+
+
+def _average_pool(function: Callable[..., Any]) -> Callable[..., TensorProxy]:
+    thunders = ltorch._torch_to_thunder_function_map[function]
+
+    def pool(
+        input: TensorProxy,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: Any = None,
+    ) -> TensorProxy:
+        if not ceil_mode and count_include_pad and divisor_override is None:
+            return thunders(input, kernel_size, stride, padding)
+        divisor = () if divisor_override is None else (divisor_override,)
+        stride = kernel_size if stride is None else stride
+        return run_whole(function, input, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor)
+
+    return pool
+
+
 def _interpolate(
     input: TensorProxy,
     size: Any = None,
@@ -241,6 +284,9 @@ REFUSED_METHODS: dict[str, Callable[..., Any]] = {
 REFUSED: dict[Callable[..., Any], Callable[..., Any]] = {
     **{function: _made(function) for function in (torch.linspace, torch.logspace)},
     **{function: _made(function) for function in (torch.tril_indices, torch.triu_indices)},
+    **{pool: _max_pool(pool) for pool in (F.max_pool1d, F.max_pool2d, F.max_pool3d)},
+    **{getattr(torch, pool.__name__): _max_pool(pool) for pool in (F.max_pool1d, F.max_pool2d, F.max_pool3d)},
+    **{pool: _average_pool(pool) for pool in (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)},
     torch._weight_norm: _weight_norm,
     torch.autograd.backward: _differentiated("torch.autograd.backward"),
     torch.autograd.grad: _differentiated("torch.autograd.grad"),
