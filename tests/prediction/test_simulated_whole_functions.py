@@ -81,6 +81,21 @@ def test_a_step_with_an_lstm_is_predicted_and_runs_nothing():
     assert "optimizer" in step.phases and inference.phases == ("forward",)
 
 
+@pytest.mark.parametrize("name", ["ctc_loss", "quantile"])
+def test_a_function_that_needs_values_counts_by_its_results(name: str):
+    def make():
+        lengths = torch.full((4,), 3)
+        if name == "ctc_loss":
+            fn = lambda x, labels: F.ctc_loss((x * 2).log_softmax(-1), labels, lengths * 2, lengths)  # noqa: E731
+        else:
+            fn = lambda x, labels: torch.quantile(x * 2, 0.5, dim=1).sum()  # noqa: E731
+        return fn, torch.randn(N, 4, 64, requires_grad=True), torch.ones(4, 3, dtype=torch.int64)
+
+    found = on("cuda", make, executors=[])
+    nbytes = N * 4 * 64 * 4
+    assert 2 * nbytes <= found.peak_bytes <= 4 * nbytes + 2048
+
+
 def test_values_of_the_cpu_stay_there():
     with simulate("H100-80GB"):
         jitted = thunder.jit(lambda x, y: torch.cdist(x, x).sum().to("cuda") + y, transforms=[MemEfficient()])

@@ -15,7 +15,7 @@ There are two sources:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +24,7 @@ import torch
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import FutureTensorProxy
 from thunder.core.symbol import BoundSymbol, has_tags
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_mem.chunk_loop.price import host_calls
@@ -41,11 +42,10 @@ from thunder_mem.runtime.allocation_watch import AllocationWatch
 from thunder_mem.runtime.collector import collector_off
 from thunder_mem.runtime.measure import record_curve
 from thunder_mem.runtime.output_layout import describe, lay_out
-from thunder_mem.runtime.rng_replay import with_valid_state
 from thunder_mem.runtime.scratch_cache import Probe
 from thunder_mem.semantics.kernel_figures import KernelFigures
 from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
-from thunder_mem.semantics.op_traits import region_function
+from thunder_mem.semantics.op_traits import region_function, traits_of
 
 __all__ = ["ProbingRunner", "SimulatedRunner"]
 
@@ -104,7 +104,8 @@ class ProbingRunner:
         if bsym.sym.is_fusion:
             _lay_out(bsym, probe, env, inputs)
         else:
-            run(env)
+            with suppress(DataDependentOutputException, DynamicOutputShapeException):  # the probe knows
+                run(env)
             if _new_bytes(bsym, env, inputs) != probe.end_bytes:
                 _lay_out(bsym, probe, env, inputs)
         if is_update(bsym) and rehearsal_now().kind == "first":
@@ -133,8 +134,9 @@ class ProbingRunner:
         alone = rehearsed(rehearsal_now().trial(update_of(bsym))) if is_update(bsym) else nullcontext()
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), collector_off(), alone:
             try:
-                run({**env, **with_valid_state(bsym, zeros_like(inputs))})  # what a first call does once does not count
-                real = with_valid_state(bsym, zeros_like(inputs))
+                valid = traits_of(bsym).valid_values
+                run({**env, **valid(bsym, zeros_like(inputs))})  # what a first call does once does not count
+                real = valid(bsym, zeros_like(inputs))
                 probe_env = {**env, **real}
                 curve = record_curve(lambda: run(probe_env))
             except Exception as error:

@@ -14,11 +14,16 @@ from weakref import WeakSet
 import thunder.torch as ltorch
 import torch
 from thunder.core.devices import DeviceType, to_device, to_torch_device
-from thunder.core.dtypes import to_dtype
+from thunder.core.dtypes import to_dtype, to_torch_dtype
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.torch import _vjp_impl
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 from thunder_mem.fake_execution.replay import Ran, tensor_proxies
 from thunder_mem.runtime.allocation_watch import AllocationWatch
@@ -69,13 +74,19 @@ _RECURRENT_NAMES = {function.__name__ for function in RECURRENT}
 
 
 def run_whole_on_cpu(bsym: BoundSymbol, run: Callable[[dict[str, Any]], Any], env: dict[str, Any]) -> Ran:
-    """Run it on CPU tensors laid out like its inputs, and give `env` such outputs on their own devices."""
+    """Run it on CPU tensors laid out like its inputs, and give `env` such outputs on their own devices.
+
+    Where it does not run without values, the trace's proxies say what its outputs are.
+    """
     inputs = {p.name: env[p.name] for p in tensor_proxies(bsym.flat_args) if isinstance(env.get(p.name), torch.Tensor)}
     twins = dict(zip(inputs, lay_out(describe(inputs.values(), ()), (), ["cpu"] * len(inputs)), strict=True))
     there = {**env, **twins}
-    with AllocationWatch() as watch:
-        run(there)
     outs = tensor_proxies(bsym.flat_outs)
+    with AllocationWatch() as watch:
+        try:
+            run(there)
+        except (DataDependentOutputException, DynamicOutputShapeException):  # a fake tensor has no values
+            there.update((p.name, torch.empty(p.shape, dtype=to_torch_dtype(p.dtype), device="cpu")) for p in outs)
     layouts = describe((there.get(p.name) for p in outs), list(twins.values()))
     ran = Ran(watch.peak_bytes - watch.live_bytes(), watch.launches)
     made = lay_out(layouts, list(inputs.values()), [to_torch_device(p.device) for p in outs])

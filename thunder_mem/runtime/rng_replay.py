@@ -30,7 +30,6 @@ __all__ = [
     "run_with_rng_state",
     "save_rng_state",
     "saves_rng_state",
-    "with_valid_state",
 ]
 
 mem_redraw_ex = OperatorExecutor("mem_redraw", version="0.1")
@@ -83,7 +82,11 @@ def original(bsym: BoundSymbol) -> BoundSymbol:
 
 
 _SAVES = MemoryTraits(random="saves", runs=original)
-_REPLAYS = MemoryTraits(random="replays", runs=original)
+_REPLAYS = MemoryTraits(
+    random="replays",
+    runs=original,
+    valid_values=lambda bsym, values: values | {bsym.args[0].name: torch.get_rng_state()},
+)
 
 
 def _traits(name: str) -> MemoryTraits:
@@ -91,11 +94,6 @@ def _traits(name: str) -> MemoryTraits:
 
 
 declare(mem_redraw_ex, _traits)
-
-
-def with_valid_state(bsym: BoundSymbol, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Made-up values of an operation's arguments, with a valid generator state where it takes one."""
-    return values | {bsym.args[0].name: torch.get_rng_state()} if replays_rng_state(bsym) else values
 
 
 def _around(bsym: BoundSymbol, kind: str, wrap: Callable, args: tuple, output: Any) -> BoundSymbol:

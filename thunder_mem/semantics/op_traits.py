@@ -45,6 +45,7 @@ class MemoryTraits:
         transfers: it moves a tensor between device and host, beside other work.
         beside: it "starts" work beside what follows, and its result is a handle; or it "ends" that work, and takes the
             handle and everything that the work uses.
+        valid_values: from made-up values of its arguments, by name, to values with which it runs, as on real ones.
         takes_apart: the region runs the operations of a composite one by one.
     """
 
@@ -65,6 +66,7 @@ class MemoryTraits:
     random: Literal["", "saves", "replays"] = ""
     transfers: bool = False
     beside: Literal["", "starts", "ends"] = ""
+    valid_values: Callable[[BoundSymbol, dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda _, values: values
     takes_apart: bool = False
 
 

@@ -21,7 +21,7 @@ from thunder.core.transforms import augmented_forward_impls
 from thunder.torch import augmented_forward_adaptor, meta_adaptor
 
 from thunder_mem.kernels.kernel_executor import mem_gradients_ex
-from thunder_mem.torch_functions.whole_gradients import give_gradient, mem_whole_ex
+from thunder_mem.torch_functions.whole_gradients import give_gradient, like_arguments, mem_whole_ex
 
 __all__ = ["run_whole", "with_plain_arguments"]
 
@@ -44,10 +44,19 @@ def with_plain_arguments(bsym: BoundSymbol) -> BoundSymbol:
     return plain
 
 
-def run_whole(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Trace a call of a function as one operation, which PyTorch runs and differentiates."""
+def run_whole(
+    function: Callable[..., Any], *args: Any, result_shape: Callable[..., tuple[int, ...]] | None = None, **kwargs: Any
+) -> Any:
+    """Trace a call of a function as one operation, which PyTorch runs and differentiates.
+
+    Args:
+        function: of PyTorch.
+        args, kwargs: its arguments.
+        result_shape: from the same arguments to the shape of its only result, where PyTorch finds none without their
+            values. The dtype is that of the first tensor.
+    """
     leaves, spec = tree_flatten((args, kwargs))
-    return _operation(function, spec, function.__name__)(*leaves)
+    return _operation(function, spec, function.__name__, result_shape)(*leaves)
 
 
 def _has_gradient(x: object) -> bool:
@@ -55,16 +64,25 @@ def _has_gradient(x: object) -> bool:
 
 
 @cache
-def _operation(function: Callable[..., Any], spec: Any, name: str) -> Symbol:
+def _operation(
+    function: Callable[..., Any], spec: Any, name: str, result_shape: Callable[..., tuple[int, ...]] | None = None
+) -> Symbol:
     """The operation with the arguments that `spec` arranges, and its gradient, which Thunder makes of any function."""
 
     def plain(*leaves: Any) -> Any:
         args, kwargs = tree_unflatten(leaves, spec)
         return function(*args, **kwargs)
 
+    def shaped(*leaves: Any) -> TensorProxy:
+        assert result_shape is not None
+        args, kwargs = tree_unflatten(leaves, spec)
+        first = next(x for x in leaves if isinstance(x, TensorProxy))
+        return TensorProxy(like=first, shape=result_shape(*args, **kwargs))
+
     plain.__name__ = function.__name__
     name = f"{name}_{crc32(str(spec).encode()):08x}"  # the same in each process, for plan files
-    operation = mem_whole_ex.register_operator(name, meta=meta_adaptor(plain), fn=plain)
+    meta = meta_adaptor(plain) if result_shape is None else shaped
+    operation = mem_whole_ex.register_operator(name, meta=meta, fn=plain)
     augmented_forward_impls[operation.id] = augmented_forward_adaptor(operation)
-    give_gradient(operation, plain, f"{name}_vjp")
+    give_gradient(operation, plain, f"{name}_vjp", None if result_shape is None else like_arguments)
     return operation

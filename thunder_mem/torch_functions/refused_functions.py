@@ -11,13 +11,16 @@
   for which Thunder takes that of `F.unfold`;
 - `F.binary_cross_entropy_with_logits` with weights of another dtype;
 - `backward` and `torch.autograd.grad`, whose errors say what to do;
+- `quantile`, `nanquantile`, `cov`, `corrcoef`, `combinations` and `F.ctc_loss`, for whose results' shapes PyTorch's
+  fake tensors need values;
+- windows for `torch.stft`, and `round` with ``decimals=``;
 - `F.gaussian_nll_loss`. Of a negative variance, for which PyTorch raises an error, it is no number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import log, pi
+from math import comb, log, pi
 from typing import Any, NoReturn
 
 import thunder.torch as ltorch
@@ -27,10 +30,13 @@ from thunder.clang import maybe_convert_to_dtype
 from thunder.core import dtypes
 from thunder.core.devices import to_device, to_torch_device
 from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
 
 from thunder_mem.kernels.random_draws import filled, permutation
+from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 from thunder_mem.torch_functions.plain_arguments import run_whole
 from thunder_mem.torch_functions.steps import are_floats, constant, reduced, wide_dtype
+from thunder_mem.torch_functions.whole_gradients import mem_whole_ex
 from thunder_mem.torch_functions.whole_losses import binary_cross_entropy_with_logits
 
 __all__ = ["REFUSED", "REFUSED_METHODS"]
@@ -268,6 +274,87 @@ def _gaussian_nll(
     return reduced(loss, reduction)
 
 
+def _quantile(function: Callable[..., Any]) -> Callable[..., TensorProxy]:
+    def shape(input: TensorProxy, q: Any, dim: int | None, keepdim: bool, **_: Any) -> tuple[int, ...]:
+        kept = [1 if dim is None or d == dim % input.ndim else n for d, n in enumerate(input.shape)]
+        if not keepdim:
+            kept = [] if dim is None else [n for d, n in enumerate(kept) if d != dim % input.ndim]
+        return (*(q.shape if isinstance(q, TensorProxy) else ()), *kept)
+
+    def quantile(
+        input: TensorProxy,
+        q: Any,
+        dim: int | None = None,
+        keepdim: bool = False,
+        *,
+        interpolation: str = "linear",
+        out: None = None,
+    ) -> TensorProxy:
+        _check_plain(f"torch.{function.__name__}", {"out": out})
+        return run_whole(function, input, q, dim, keepdim, interpolation=interpolation, result_shape=shape)
+
+    return quantile
+
+
+def _covariance(function: Callable[..., Any]) -> Callable[..., TensorProxy]:
+    def shape(input: TensorProxy, **_: Any) -> tuple[int, ...]:
+        return (input.shape[0],) * 2 if input.ndim == 2 else ()
+
+    def covariance(input: TensorProxy, **options: Any) -> TensorProxy:
+        return run_whole(function, input, result_shape=shape, **options)
+
+    return covariance
+
+
+def _combinations(input: TensorProxy, r: int = 2, with_replacement: bool = False) -> TensorProxy:
+    def shape(input: TensorProxy, r: int, with_replacement: bool) -> tuple[int, ...]:
+        n = input.shape[0]
+        return comb(n + r - 1 if with_replacement else n, r), r
+
+    return run_whole(torch.combinations, input, r, with_replacement, result_shape=shape)
+
+
+def _ctc_loss(
+    log_probs: TensorProxy,
+    targets: TensorProxy,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> TensorProxy:
+    given = (log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+    return run_whole(F.ctc_loss, *given, result_shape=_ctc_shape)
+
+
+def _ctc_shape(
+    log_probs: TensorProxy, targets: Any, input_lengths: Any, target_lengths: Any, blank: int, reduction: str, *_: Any
+) -> tuple[int, ...]:
+    return tuple(log_probs.shape[1:2]) if reduction == "none" and log_probs.ndim == 3 else ()
+
+
+def _longest_sequences(bsym: BoundSymbol, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Zeros as arguments of `ctc_loss` or its gradient, but for tensors of lengths: those of the longest sequences."""
+    probs, targets, *lengths = bsym.flat_proxy_args
+    steps, words = probs.shape[0], targets.shape[-1]
+    if targets.ndim == 1 and probs.ndim == 3:  # one after the other
+        words //= probs.shape[1]
+    of = [p for p in lengths if isinstance(p, TensorProxy) and dtypes.is_integer_dtype(p.dtype)]
+    longest = dict(zip((p.name for p in of), (steps, words), strict=False))
+    return {name: torch.full_like(x, longest[name]) if name in longest else x for name, x in values.items()}
+
+
+_CTC = MemoryTraits(valid_values=_longest_sequences)
+declare(mem_whole_ex, lambda name: _CTC if "ctc_loss" in name else PLAIN)
+
+
+def _round(a: TensorProxy, *, decimals: int = 0, out: None = None) -> TensorProxy:
+    _check_plain("torch.round", {"out": out})
+    return run_whole(torch.round, a, decimals=decimals) if decimals else ltorch.round(a)
+
+
+_WINDOWS = (torch.hann_window, torch.hamming_window, torch.bartlett_window, torch.blackman_window, torch.kaiser_window)
+
 REFUSED_METHODS: dict[str, Callable[..., Any]] = {
     "backward": _differentiated("backward()"),
     "bernoulli_": _filled("bernoulli_", p=0.5),
@@ -283,18 +370,23 @@ REFUSED_METHODS: dict[str, Callable[..., Any]] = {
 
 REFUSED: dict[Callable[..., Any], Callable[..., Any]] = {
     **{function: _made(function) for function in (torch.linspace, torch.logspace)},
-    **{function: _made(function) for function in (torch.tril_indices, torch.triu_indices)},
+    **{function: _made(function) for function in (torch.tril_indices, torch.triu_indices, *_WINDOWS)},
+    **{function: _quantile(function) for function in (torch.quantile, torch.nanquantile)},
+    **{function: _covariance(function) for function in (torch.cov, torch.corrcoef)},
     **{pool: _max_pool(pool) for pool in (F.max_pool1d, F.max_pool2d, F.max_pool3d)},
     **{getattr(torch, pool.__name__): _max_pool(pool) for pool in (F.max_pool1d, F.max_pool2d, F.max_pool3d)},
     **{pool: _average_pool(pool) for pool in (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)},
     torch._weight_norm: _weight_norm,
     torch.autograd.backward: _differentiated("torch.autograd.backward"),
     torch.autograd.grad: _differentiated("torch.autograd.grad"),
+    torch.combinations: _combinations,
+    torch.round: _round,
     torch.nan_to_num: _nan_to_num,
     torch.full: _full,
     torch.normal: _normal,
     torch.randperm: _randperm,
     F.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
+    F.ctc_loss: _ctc_loss,
     F.gaussian_nll_loss: _gaussian_nll,
     F.interpolate: _interpolate,
     F.normalize: _normalize,

@@ -163,6 +163,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     **{name: _VARIANCES[name] for name in ("var", "std")},
     "tile": _tile,
     "clone": _clone,
+    **{name: REFUSED[getattr(torch, name)] for name in ("quantile", "nanquantile", "cov", "corrcoef", "round")},
 }
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch, name): function for name, function in _VARIANCES.items()},

@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
@@ -22,22 +23,32 @@ from torch.autograd.graph import get_gradient_edge
 
 from thunder_mem.trace.rebuilding import rebuilt
 
-__all__ = ["give_gradient", "mem_whole_ex", "with_lean_gradients"]
+__all__ = ["give_gradient", "like_arguments", "mem_whole_ex", "with_lean_gradients"]
 
 mem_whole_ex = OperatorExecutor("mem_whole", version="0.1")
 """Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
 
 
-def give_gradient(symbol: Symbol, function: Callable[..., Any], name: str) -> None:
+def give_gradient(
+    symbol: Symbol, function: Callable[..., Any], name: str, meta: Callable[..., Any] | None = None
+) -> None:
     """The gradient that Thunder makes of any function becomes that of a symbol.
 
     Args:
         symbol: calls the function.
         function: of tensors that are arguments themselves.
         name: of the operation that makes the gradients; Thunder's own are named by the function alone.
+        meta: of that operation; by default Thunder's, which differentiates the function on fake tensors.
     """
-    gradient = mem_whole_ex.register_operator(name, meta=backward_adaptor(function), fn=partial(_vjp_impl, function))
+    meta = backward_adaptor(function) if meta is None else meta
+    gradient = mem_whole_ex.register_operator(name, meta=meta, fn=partial(_vjp_impl, function))
     backward_impls[symbol.id] = gradient
+
+
+def like_arguments(saved: Any, *tangents: Any) -> Any:
+    """The gradients of a function's arguments, as a meta function."""
+    flat, spec = tree_flatten(saved[0])
+    return tree_unflatten([TensorProxy(like=x) if _is_differentiable(x) else None for x in flat], spec)
 
 
 def with_lean_gradients(trace: TraceCtx) -> TraceCtx:
