@@ -110,6 +110,9 @@ FUNCTIONS = {
     "ranges as places": lambda x: (
         x[range(4), range(0, 6, 2) if len(x) < 3 else range(1, 5)] * x[range(3, -1, -1), 2] + x[range(2)].sum()
     ),
+    "writes to ranges": lambda x: (lambda y: (y.__setitem__((range(2), range(1, 3)), x[0, 0]), y)[1])(x * 3),
+    "writes to chosen rows": lambda x: (lambda y: (y.__setitem__(x[:, 0] > 0, x[0]), y)[1])(x * 3),
+    "writes to chosen elements": lambda x: (lambda y: (y.__setitem__(x > 0, x[0, 0].float()), y)[1])(x * 3),
     "gaussian_nll_loss": lambda x: (
         F.gaussian_nll_loss(x, x.t().reshape(4, 6), x.exp())
         + F.gaussian_nll_loss(x, 2 * x, x[:, 0].relu(), full=True, reduction="none")

@@ -11,7 +11,8 @@
 - `torch.distributions` take their arguments for no tensors, and look whether all values are valid, which tracing cannot
   tell: that is taken for granted.
 - Results of several tensors have no names: ``x.max(1).values``, ``torch.linalg.svd(x).S``.
-- Ranges are no indices: ``log_p[range(n), labels]``.
+- Ranges are no indices: ``log_p[range(n), labels]``. Where a mask chooses rows, all of them may be given one tensor:
+  ``h[is_padding] = self.padding``.
 - ``x % n``, ``+x``, ``x.H`` and ``x.mH`` are missing.
 - ``f(*(x for x in xs))`` is refused, by which `nn.utils.parametrizations` make weights of several tensors.
 - Dropouts in place (`nn.Dropout(inplace=True)`) are refused, or do not write. They draw, and the result is copied.
@@ -28,7 +29,7 @@ from typing import Any
 import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
-from thunder.core.dtypes import dtype, to_torch_dtype
+from thunder.core.dtypes import bool8, dtype, to_torch_dtype
 from thunder.core.interpreter import INTERPRETER_SIGNALS, _interpret_call, unwrap, wrap, wrap_const
 from thunder.core.jit_ext import _general_jit_lookaside_map
 from thunder.core.proxies import TensorProxy
@@ -46,12 +47,14 @@ __all__ = ["mend_traced_code"]
 
 _THUNDERS = _general_jit_lookaside_map[getattr]
 _GETITEM = _general_jit_lookaside_map[TensorProxy.__getitem__]
+_SETITEM = _general_jit_lookaside_map[TensorProxy.__setitem__]
 
 
 def mend_traced_code() -> None:
     """From now on, code of this package's programs means that while it is traced."""
     _general_jit_lookaside_map[getattr] = _getattr
     _general_jit_lookaside_map[TensorProxy.__getitem__] = _getitem
+    _general_jit_lookaside_map[TensorProxy.__setitem__] = _setitem
     _general_jit_lookaside_map[_detect_is_causal_mask] = _is_causal
     _general_jit_lookaside_map[get_fastpath_enabled] = _has_fast_path
     _general_jit_lookaside_map[nn.RNNBase._update_flat_weights] = _without_weak_references
@@ -82,10 +85,28 @@ def _getattr(obj: Any, name: Any, *default: Any) -> Any:
 
 @wraps(_GETITEM)
 def _getitem(a: Any, key: Any) -> Any:
+    return _GETITEM(a, _plain_key(key))
+
+
+@wraps(_SETITEM)
+def _setitem(a: Any, key: Any, value: Any) -> Any:
+    tensor, mask, given = unwrap(a), unwrap(key), unwrap(value)
+    is_mask = isinstance(mask, TensorProxy) and mask.dtype == bool8 and mask.ndim
+    if is_mask and isinstance(given, TensorProxy) and given.ndim <= tensor.ndim - mask.ndim and is_own_program():
+        return _interpret_call(_masked, a, key, value)
+    return _SETITEM(a, _plain_key(key), value)
+
+
+def _masked(a: Any, mask: Any, value: Any) -> None:
+    chosen = mask.reshape(mask.shape + (1,) * (a.ndim - mask.ndim))
+    a.copy_(torch.where(chosen, value.to(a.dtype), a))
+
+
+def _plain_key(key: Any) -> Any:
     keys = unwrap(key) if isinstance(unwrap(key), tuple) else (unwrap(key),)
     if any(isinstance(k, range) for k in keys) and is_own_program():
-        key = _interpret_call(_without_ranges, key)
-    return _GETITEM(a, key)
+        return _interpret_call(_without_ranges, key)
+    return key
 
 
 def _without_ranges(key: Any) -> Any:
