@@ -230,6 +230,24 @@ def test_a_hidden_layer_keeps_its_rows():
     assert transform.record.loops and hidden.shape == (B, T, 2 * D)
 
 
+def test_rows_are_picked_above_several_products():
+    """The verifier trusts no value between two selections, which the program does not have."""
+
+    def fn(x, up, gate, down, w, t):
+        x = x + F.linear(F.linear(x, up) * F.relu(F.linear(x, gate)), down)
+        return F.cross_entropy(F.linear(x, w)[:, :-1].flatten(0, 1), t[:, 1:].flatten())
+
+    x, up, gate, down, w = (
+        torch.randn(s, dtype=torch.float64).requires_grad_()
+        for s in ((3, 11, 16), (48, 16), (48, 16), (16, 48), (37, 16))
+    )
+    given = (x, up, gate, down, w, torch.randint(0, 37, (3, 11)))
+    options = MemEfficient(strict=True, chunk=ChunkLossHead(rows=3))
+    jitted = thunder.jit(fn, executors=[], transforms=[options])
+    found, exact = ((loss := f(*given), *torch.autograd.grad(loss, given[:5])) for f in (jitted, fn))
+    torch.testing.assert_close(found, exact)
+
+
 def test_rows_of_a_teachers_logits_are_picked_before_their_product_too():
     jitted = thunder.jit(own_teacher_shifted, executors=[], transforms=[transform := ChunkLossHead(chunks=4)])
     jitted(*inputs(torch.float32))

@@ -14,7 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs.chunk_cases import CASES, loss_and_grads, prepare
-from thunder_mem import BudgetError, MemEfficient, Tiles, last_plan, measure_peak, memory_time_frontier, predict, tiled
+from thunder_mem import (
+    BudgetError,
+    ChunkLossHead,
+    MemEfficient,
+    Tiles,
+    last_plan,
+    measure_peak,
+    memory_time_frontier,
+    predict,
+    tiled,
+)
 from thunder_mem.chunk_loop import gradient_sums
 from thunder_mem.chunk_loop.gradient_sums import sole_owner
 from thunder_mem.decisions.options import PlanningOptions
@@ -790,6 +800,23 @@ def test_a_mark_around_what_cannot_be_is_an_error_with_its_line(fn, strict):
     with pytest.raises(TilingError, match=rf"test_tiles.py:{line} stays whole: ."):
         jitted(x, w)
     fn(x, w)
+
+
+def test_a_head_in_chunks_takes_no_marked_stretch():
+    def fn(x, up, down, w, t):
+        with tiled():
+            x = x + F.linear(F.silu(F.linear(x, up)), down)
+        return F.cross_entropy(F.linear(x, w), t)
+
+    x, up, down, w = (
+        torch.randn(s, dtype=torch.float64).requires_grad_() for s in ((33, 16), (48, 16), (16, 48), (37, 16))
+    )
+    given = (x, up, down, w, torch.randint(0, 37, (33,)))
+    options = MemEfficient(strict=True, chunk=ChunkLossHead(rows=3), tile=Tiles(rows=8))
+    jitted = thunder.jit(fn, executors=[], transforms=[options])
+    found, exact = ((loss := f(*given), *torch.autograd.grad(loss, given[:4])) for f in (jitted, fn))
+    torch.testing.assert_close(found, exact)
+    assert sum(d.what == "tiles" for d in last_plan(jitted).decisions) == 1
 
 
 def test_a_mark_without_tiles_is_an_error():

@@ -29,7 +29,7 @@ from thunder_mem.loop_sizes.rows_per_chunk import default_rows
 from thunder_mem.semantics.effects import with_subsymbols
 from thunder_mem.tiling.build import build_loop, differentiable_of, head_label
 from thunder_mem.tiling.hoist_slices import hoist_beside, hoist_rows
-from thunder_mem.tiling.marks import Mark, strip_marks, with_products
+from thunder_mem.tiling.marks import Mark, strip_marks, strip_tile_marks, with_products
 from thunder_mem.tiling.opening import grow_opening
 from thunder_mem.tiling.opening_build import with_opening
 from thunder_mem.tiling.splice import splice, unchunked
@@ -111,6 +111,7 @@ def chunk_trace(
     refusals: dict[str, HeadRefusal] = {}  # by the name of the product's result
     tried: set[str] = set()
     new, marks = strip_marks(trace)
+    tiled = frozenset().union(*(m.names for m in strip_tile_marks(trace)[1]))
     given = with_vocabulary_in_parts(new)
     whole = new = dce(given)  # `ltorch.dim` and similar ops seem to run for an effect
     done: set[str] = set()
@@ -118,7 +119,7 @@ def chunk_trace(
     picked: frozenset[str] = frozenset()
     while True:
         marked = frozenset().union(*(m.names for m in marks))
-        head = _next_head(read_program(new), least_bytes, marked, tried, refusals)
+        head = _next_head(read_program(new), least_bytes, marked, tiled, tried, refusals)
         if head is None:
             break
         region, first = head.region, head.region.amplifiers[0].leaf
@@ -147,7 +148,10 @@ def chunk_trace(
         new = given
     elif verify:
         try:
-            verify_rewrite(*unchunked(whole, new, replaced), trusted=picked)
+            before, after = unchunked(whole, new, replaced)
+            # Where rows are selected of what was selected already, the value between is not the program's.
+            known = {p.name for b in before.bound_symbols for p in b.flat_proxy_outs}
+            verify_rewrite(before, after, trusted=picked & known)
         except VerificationError as error:
             if marks:
                 raise ChunkingError(f"a head marked by thunder_mem.chunked() is not chunked: {error}") from error
@@ -261,6 +265,7 @@ def _next_head(
     program: Program,
     least_bytes: int | None,
     marked: frozenset[str],
+    tiled: frozenset[str],
     tried: set[str],
     refusals: dict[str, HeadRefusal],
 ) -> _Grown | None:
@@ -269,14 +274,15 @@ def _next_head(
     Args:
         program: to search.
         least_bytes: of the results of products that count, which are much larger than their rows; None if all count.
-        marked, tried: names of values in the user's marks, and keys of products that were refused.
+        marked, tiled: names of values in the user's marks of heads, and in those of tiles, which no head takes.
+        tried: keys of products that were refused.
         refusals: by name of the product's result; more are added.
     """
     for leaf, rows in amplifying_products(program):
         out = leaf.outputs[0]
         ratio = numel(out) / max(1, numel(leaf.inputs[rows]))
         large = least_bytes is None or (ratio > AUTO_RATIO and size_bytes(out) >= least_bytes)
-        if not (large or out.name in marked):
+        if not (large or out.name in marked) or out.name in tiled - marked:
             continue
         key = f"{out.name}/{rows}"
         if key in tried:
