@@ -1,11 +1,13 @@
 """Functions that stay whole: Thunder's gradients, of which only the read ones are made."""
 
+from contextlib import nullcontext
+
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 
-from thunder_mem import MemEfficient, measure_peak, predict
+from thunder_mem import BudgetError, MemEfficient, last_plan, measure_peak, predict, simulate
 
 A = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 B = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -55,3 +57,20 @@ def test_peaks_are_eagers(function):
     assert 0 <= measure_peak(lambda: jitted(x).backward()) - found <= 8  # the loss
     x.grad = None
     assert found <= measure_peak(lambda: loss(x).backward()) + 64
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_budget_counts_what_a_gradient_holds_inside(device):
+    """`cdist` of 128 rows holds a matrix of all distances more while it is differentiated."""
+
+    def fn(x, w):
+        z = x @ w.t()
+        return torch.cdist(z, z).mean()
+
+    with simulate("H100-80GB") if device == "cuda" else nullcontext(), torch.device(device):
+        x, w = torch.randn(128, 32), torch.randn(16, 32, requires_grad=True)
+        jitted = thunder.jit(fn, executors=[], transforms=[MemEfficient()])
+        predicted = predict(jitted, x, w).peak_bytes
+        assert abs(last_plan(jitted).candidate.peak_bytes - predicted) <= 1024
+        with pytest.raises(BudgetError):
+            predict(thunder.jit(fn, executors=[], transforms=[MemEfficient(budget=110_000)]), x, w)

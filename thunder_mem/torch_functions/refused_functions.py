@@ -33,10 +33,9 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from thunder_mem.kernels.random_draws import filled, permutation
-from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 from thunder_mem.torch_functions.plain_arguments import run_whole
 from thunder_mem.torch_functions.steps import are_floats, constant, reduced, wide_dtype
-from thunder_mem.torch_functions.whole_gradients import mem_whole_ex
+from thunder_mem.torch_functions.whole_gradients import VALID_VALUES
 from thunder_mem.torch_functions.whole_losses import binary_cross_entropy_with_logits
 
 __all__ = ["REFUSED", "REFUSED_METHODS"]
@@ -344,8 +343,7 @@ def _longest_sequences(bsym: BoundSymbol, values: dict[str, torch.Tensor]) -> di
     return {name: torch.full_like(x, longest[name]) if name in longest else x for name, x in values.items()}
 
 
-_CTC = MemoryTraits(valid_values=_longest_sequences)
-declare(mem_whole_ex, lambda name: _CTC if "ctc_loss" in name else PLAIN)
+VALID_VALUES["ctc_loss"] = _longest_sequences
 
 
 def _round(a: TensorProxy, *, decimals: int = 0, out: None = None) -> TensorProxy:

@@ -7,10 +7,11 @@ does not need it, and only gradients that something reads are made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from typing import Any
 
+import thunder.torch as ltorch
 import torch
 from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten, tree_unflatten
@@ -19,14 +20,56 @@ from thunder.core.trace import TraceCtx
 from thunder.core.transforms import backward_impls
 from thunder.extend import OperatorExecutor
 from thunder.torch import _is_differentiable, _vjp_impl, backward_adaptor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
+from thunder_mem.runtime.allocation_watch import AllocationWatch
+from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 from thunder_mem.trace.rebuilding import rebuilt
 
-__all__ = ["give_gradient", "like_arguments", "mem_whole_ex", "with_lean_gradients"]
+__all__ = ["VALID_VALUES", "give_gradient", "like_arguments", "mem_whole_ex", "with_lean_gradients"]
 
 mem_whole_ex = OperatorExecutor("mem_whole", version="0.1")
 """Owns the symbols. It need not stand in the user's list: a symbol with an owner is claimed already."""
+
+
+VALID_VALUES: dict[str, Callable[[BoundSymbol, dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {}
+"""By a part of the names of operations, see `MemoryTraits.valid_values`."""
+
+
+@cache
+def _traits(name: str) -> MemoryTraits:
+    valid_values = next((make for part, make in VALID_VALUES.items() if part in name), PLAIN.valid_values)
+    return MemoryTraits(scratch_bytes=_scratch_bytes, valid_values=valid_values)
+
+
+def _scratch_bytes(bsym: BoundSymbol) -> int:
+    """What PyTorch's operators allocate in it beyond its results; 0 if it does not run on fake tensors."""
+    leaves, spec = tree_flatten((bsym.args, bsym.kwargs))
+    kinds = tuple((tuple(x.shape), x.dtype, x.device) if isinstance(x, TensorProxy) else repr(x) for x in leaves)
+    function = (bsym._call_ctx or {})[bsym.sym.name]
+    key = (function, str(spec), kinds)
+    if key not in _SCRATCH_BYTES:
+        _SCRATCH_BYTES[key] = _followed(function, leaves, spec)
+    return _SCRATCH_BYTES[key]
+
+
+_SCRATCH_BYTES: dict[Hashable, int] = {}
+
+
+def _followed(function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> int:
+    try:
+        with FakeTensorMode():
+            args, kwargs = tree_unflatten([ltorch._get_fake_arg(x) for x in leaves], spec)
+            with AllocationWatch() as watch:
+                results = function(*args, **kwargs)
+            del args, kwargs
+            return watch.peak_bytes - (watch.live_bytes() if results is not None else 0)
+    except Exception:  # values decide, or an argument that Thunder's own meta functions do not know either
+        return 0
+
+
+declare(mem_whole_ex, _traits)
 
 
 def give_gradient(
