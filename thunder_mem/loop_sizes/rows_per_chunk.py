@@ -11,6 +11,7 @@ from thunder_mem.chunk_loop.plan import Head
 from thunder_mem.costs.roofline import device_model_of
 
 __all__ = [
+    "AUTO_MIN_BYTES",
     "allowed_block_rows",
     "default_rows",
     "equal_rows",
@@ -21,6 +22,9 @@ __all__ = [
     "leanest_rows",
     "most_rows",
 ]
+
+AUTO_MIN_BYTES = 1 << 20
+"""In automatic mode smaller results are left alone, unless a budget is small, too."""
 
 _CPU_ROWS, _AMX_ROWS, _OTHER_ROWS = 192, 256, 1024
 """Measured: on a CPU 192 rows take 1.05 times as long as 256, and 128 rows 1.2 times, in bfloat16. With AMX a head of
@@ -138,11 +142,16 @@ def lean_rows(head: Head) -> int | None:
 def leanest_rows(head: Head) -> int | None:
     """A quarter of `lean_rows`, for a program under a budget; the chunks grow again where there is room.
 
-    On a GPU at least the rows of a tile, because the rest of a tile would be wasted: recomputation costs less.
+    On a GPU at least the rows of a tile, because the rest of a tile would be wasted: recomputation costs less. A small
+    head of fewer than two such chunks stays whole there, because its sums take as much as its logits.
     """
     rows = floor_rows(head.device, head.dtype)
-    least = min(rows, _TILE_ROWS) if head.device.startswith("cuda") else 1
-    return _unless_whole_is_less(head, max(rows // 4, least))
+    if not head.device.startswith("cuda"):
+        return _unless_whole_is_less(head, max(rows // 4, 1))
+    least = max(rows // 4, min(rows, _TILE_ROWS))
+    if head.n < 2 * least and head.n * head.row_bytes < AUTO_MIN_BYTES:
+        return None
+    return _unless_whole_is_less(head, least)
 
 
 def default_rows(head: Head) -> int:

@@ -25,7 +25,7 @@ from thunder_mem.chunk_loop.symbols import check_autograd, is_chunk_loop, loop_o
 from thunder_mem.loop_body.leaves import Leaf, Program, numel, read_program, size_bytes
 from thunder_mem.loop_body.region import Refused, Region, amplifying_products, grow
 from thunder_mem.loop_body.region_trimming import trim
-from thunder_mem.loop_sizes.rows_per_chunk import default_rows
+from thunder_mem.loop_sizes.rows_per_chunk import AUTO_MIN_BYTES, default_rows
 from thunder_mem.semantics.effects import with_subsymbols
 from thunder_mem.tiling.build import build_loop, differentiable_of, head_label
 from thunder_mem.tiling.hoist_slices import hoist_beside, hoist_rows
@@ -41,9 +41,6 @@ __all__ = ["ChunkRecord", "ChunkingError", "Head", "HeadRefusal", "LoopPlan", "c
 
 AUTO_RATIO = 4.0
 """In automatic mode a product counts as an amplifier when its result is this much larger than its rows."""
-
-AUTO_MIN_BYTES = 1 << 20
-"""In automatic mode smaller results are left alone."""
 
 _MIN_SHARE = 16
 """Under a budget, results count from a sixteenth of it, where that is less."""

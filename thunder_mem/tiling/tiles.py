@@ -31,13 +31,13 @@ from thunder_mem.loop_body.borders import Borders, Mask
 from thunder_mem.loop_body.equal_blocks import EqualBlocks
 from thunder_mem.loop_body.leaves import Leaf, Program, read_program, size_bytes
 from thunder_mem.loop_body.region import Refused, Region
-from thunder_mem.loop_sizes.rows_per_chunk import equal_rows, floor_rows
+from thunder_mem.loop_sizes.rows_per_chunk import AUTO_MIN_BYTES, equal_rows, floor_rows
 from thunder_mem.loop_sizes.tile_choice import ALL_STRETCHES, TileChoice
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.semantics.view_prims import VIEWS
 from thunder_mem.sharding.op_rules import pointwise_ids
 from thunder_mem.tiling.build import head_label
-from thunder_mem.tiling.find import AUTO_MIN_BYTES, check_accumulate
+from thunder_mem.tiling.find import check_accumulate
 from thunder_mem.tiling.marks import Mark, strip_tile_marks
 from thunder_mem.tiling.seeds import Seed, seeds_of
 from thunder_mem.tiling.splice import splice, unchunked
