@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_mem.memory.device_bytes import host_bytes
 from thunder_mem.optimizer.update import finishes_update, is_update, rehearsal_now, rehearsed
+from thunder_mem.runtime.allocation_watch import DEATHS_ARE_TOLD
 from thunder_mem.runtime.host_transfers import is_transfer
 from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.source_lines import place_of
@@ -217,7 +218,7 @@ class Ledger:
         tell, at all.
         """
         if keys is None:
-            candidates = set(self._died if _DEATHS_ARE_TOLD else self._alive)
+            candidates = set(self._died if DEATHS_ARE_TOLD else self._alive)
         else:
             candidates = set(keys)
         dead = [key for key in candidates if key in self._alive and self._alive[key].storage.expired()]
@@ -238,18 +239,6 @@ class Ledger:
         event = Event(len(self.events), phase, name, live_bytes=self.live_bytes, host_bytes=host_bytes, **details)
         self.events.append(event)
         return event
-
-
-def _deaths_are_told() -> bool:
-    tensor = torch.empty(1, device="cpu")
-    storage = tensor.untyped_storage()
-    beside, notice = StorageWeakRef(storage), weakref.ref(storage)
-    del storage, tensor
-    return beside.expired() and notice() is None
-
-
-_DEATHS_ARE_TOLD = _deaths_are_told()
-"""Whether a weak reference to a storage dies with it; in PyTorch 2.8 it waits for the `StorageWeakRef` beside it."""
 
 
 def replay(
