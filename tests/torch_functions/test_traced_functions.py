@@ -239,6 +239,37 @@ def test_an_identity_is_pytorchs():
         assert torch.equal(mine, eager) and mine.dtype == eager.dtype
 
 
+IN_PLACE = {
+    "addmm_": lambda y, x: y.addmm_(x[:, :4] * 0.1, x, beta=0.5),
+    "addmv_": lambda y, x: y[:, 0].addmv_(x, x[0]),
+    "addr_": lambda y, x: y.addr_(x[:, 0], x[0]),
+    "baddbmm_": lambda y, x: y[None].baddbmm_(x[None, :, :4], x[None]),
+    "clamp_max_": lambda y, x: y.clamp_max_(0.3),
+    "clip_": lambda y, x: y[1:].clip_(-0.3, 0.5),
+    "divide_": lambda y, x: y.divide_(x.exp()),
+    "frac_": lambda y, x: y.frac_(),
+    "hypot_": lambda y, x: y.hypot_(x[0]),
+    "index_fill_": lambda y, x: y.index_fill_(1, torch.tensor([0, 2]), 3.0),
+    "masked_scatter_": lambda y, x: y.masked_scatter_(x > 0, x.t().contiguous()),
+    "multiply_": lambda y, x: y[:, ::2].multiply_(x[:, :3]),
+    "nan_to_num_": lambda y, x: (y / 0).nan_to_num_(posinf=2.0, neginf=1.0),
+    "scatter_reduce_": lambda y, x: y.scatter_reduce_(0, torch.zeros(2, 6, dtype=torch.int64), x[:2], "sum"),
+    "sigmoid_": lambda y, x: y.t().sigmoid_(),
+    "subtract_": lambda y, x: y.subtract_(x, alpha=2),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_methods_write(name):
+    def fn(x):
+        y = x * 3
+        written = IN_PLACE[name](y, x)
+        return y + written.sum()
+
+    compiled = thunder.jit(fn, executors=[], transforms=[MemEfficient(strict=True)])
+    torch.testing.assert_close(with_gradients(compiled, X), with_gradients(fn, X), equal_nan=True)
+
+
 LABELS = torch.randint(1, 5, (3, 4), generator=torch.Generator().manual_seed(0))
 SEQUENCE_LOSSES = {
     "tensors": lambda x: F.ctc_loss(x, LABELS, torch.full((3,), 9), torch.tensor([4, 2, 3])),

@@ -92,7 +92,8 @@ def _getitem(a: Any, key: Any) -> Any:
 def _setitem(a: Any, key: Any, value: Any) -> Any:
     tensor, mask, given = unwrap(a), unwrap(key), unwrap(value)
     is_mask = isinstance(mask, TensorProxy) and mask.dtype == bool8 and mask.ndim
-    if is_mask and isinstance(given, TensorProxy) and given.ndim <= tensor.ndim - mask.ndim and is_own_program():
+    chooses = is_mask and tuple(mask.shape) == tuple(tensor.shape[: mask.ndim])
+    if chooses and isinstance(given, TensorProxy) and given.ndim <= tensor.ndim - mask.ndim and is_own_program():
         return _interpret_call(_masked, a, key, value)
     return _SETITEM(a, _plain_key(key), value)
 

@@ -53,7 +53,7 @@ def run_whole(
         function: of PyTorch.
         args, kwargs: its arguments.
         result_shape: from the same arguments to the shape of its only result, where PyTorch finds none without their
-            values. The dtype is that of the first tensor.
+            values. The dtype is that of the first tensor. A function of a module, by which the operation is known.
     """
     leaves, spec = tree_flatten((args, kwargs))
     return _operation(function, spec, function.__name__, result_shape)(*leaves)

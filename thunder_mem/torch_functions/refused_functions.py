@@ -306,11 +306,12 @@ def _covariance(function: Callable[..., Any]) -> Callable[..., TensorProxy]:
 
 
 def _combinations(input: TensorProxy, r: int = 2, with_replacement: bool = False) -> TensorProxy:
-    def shape(input: TensorProxy, r: int, with_replacement: bool) -> tuple[int, ...]:
-        n = input.shape[0]
-        return comb(n + r - 1 if with_replacement else n, r), r
+    return run_whole(torch.combinations, input, r, with_replacement, result_shape=_combinations_shape)
 
-    return run_whole(torch.combinations, input, r, with_replacement, result_shape=shape)
+
+def _combinations_shape(input: TensorProxy, r: int, with_replacement: bool) -> tuple[int, ...]:
+    n = input.shape[0]
+    return comb(n + r - 1 if with_replacement else n, r), r
 
 
 def _ctc_loss(

@@ -3,6 +3,7 @@
 - `torch.cat`, `stack` and their like of a list to which more is appended later, as in a DenseNet;
 - `var`, `std` and their means with ``unbiased=``;
 - reductions, `cat`, `stack` and `softmax` with ``axis=`` and ``keepdims=``, NumPy's names that PyTorch takes, too;
+- methods that write, such as `sigmoid_`, `clip_` and `addmm_`, which it has without the write;
 - `torch.eye`, `as_tensor` of a tensor, `x.tile(2)`, and `x.clone(memory_format=...)`;
 - those of `torch_functions/refused_functions.py`.
 
@@ -52,8 +53,23 @@ def complete_functions(is_own_program: Callable[[], bool]) -> None:
 @cache
 def _in_own_programs(is_own_program: Callable[[], bool]) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
     """By name: the method, and what traces it."""
-    functions = {name: _in_own(name, function, is_own_program) for name, function in REFUSED_METHODS.items()}
+    refused = REFUSED_METHODS | {f"{name}_": _in_place(name) for name in _METHODS_IN_PLACE}
+    functions = {name: _in_own(name, function, is_own_program) for name, function in refused.items()}
     return {name: (function, _traced(function)) for name, function in functions.items()}
+
+
+_METHODS_IN_PLACE = (
+    "absolute", "addbmm", "addmm", "addmv", "addr", "baddbmm", "clamp_max", "clamp_min", "clip", "divide", "frac",
+    "hypot", "index_fill", "index_reduce", "logit", "masked_scatter", "multiply", "nan_to_num", "negative",
+    "scatter_reduce", "sgn", "sigmoid", "sinc", "subtract", "xlogy",
+)  # fmt: skip
+
+
+def _in_place(name: str) -> Callable[..., TensorProxy]:
+    def method(a: TensorProxy, *args: Any, **kwargs: Any) -> TensorProxy:
+        return ltorch.copy_(a, _method_name_to_fn_map[name](a, *args, **kwargs))
+
+    return method
 
 
 def _in_own(name: str, function: Callable[..., Any], is_own_program: Callable[[], bool]) -> Callable[..., Any]:
