@@ -41,15 +41,21 @@ from thunder_mem.torch_functions.whole_losses import binary_cross_entropy_with_l
 __all__ = ["REFUSED", "REFUSED_METHODS"]
 
 
+def _named(name: str, defaults: dict[str, Any], args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The options of a function that were given, by name."""
+    given = dict(zip(defaults, args, strict=False)) | named
+    if len(args) > len(defaults) or not given.keys() <= defaults.keys():
+        raise TypeError(f"{name} takes {', '.join(defaults)}, not {args} and {named}")
+    return given
+
+
 def _filled(method: str, **defaults: float) -> Callable[..., TensorProxy]:
     """A method that fills a tensor with random numbers, by its arguments and their defaults."""
 
     def fill(a: TensorProxy, *args: Any, generator: None = None, **named: Any) -> TensorProxy:
         if generator is not None:
             raise NotImplementedError(f"{method} with a generator cannot be compiled; seed PyTorch's own instead")
-        given = dict(zip(defaults, args, strict=False)) | named
-        if len(args) > len(defaults) or not given.keys() <= defaults.keys():
-            raise TypeError(f"{method} takes {', '.join(defaults)}, not {args} and {named}")
+        given = _named(method, defaults, args, named)
         numbers = tuple((defaults | given).values())
         return ltorch.copy_(a, constant(filled(method, tuple(a.shape), a.device, a.dtype, numbers)))
 
@@ -149,46 +155,30 @@ def _pad(input: TensorProxy, pad: Any, mode: str | None = "constant", value: Any
     return run_whole(F.pad, input, tuple(pad), mode, value)
 
 
-def _max_pool(function: Callable[..., Any]) -> Callable[..., Any]:
-    """By Thunder without the last two arguments, which it takes in another order, and refuses."""
+def _pool(function: Callable[..., Any], known: int, **defaults: Any) -> Callable[..., Any]:
+    """A pool of PyTorch: by Thunder with `known` of its options, in order, and defaults of the others; else whole."""
     thunders = ltorch._torch_to_thunder_function_map[function]
 
     def pool(
-        input: TensorProxy,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
+        input: TensorProxy, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **named: Any
     ) -> Any:
-        given = (input, kernel_size, stride, padding, dilation)
-        return (
-            run_whole(function, *given, ceil_mode, return_indices) if ceil_mode or return_indices else thunders(*given)
-        )
+        given = _named(function.__name__, defaults, args, named)
+        options = defaults | given
+        if all(options[name] == defaults[name] for name in [*defaults][known:]):
+            return thunders(input, kernel_size, stride, padding, *[*options.values()][:known])
+        return run_whole(function, input, kernel_size, kernel_size if stride is None else stride, padding, **given)
 
     return pool
 
 
-def _average_pool(function: Callable[..., Any]) -> Callable[..., TensorProxy]:
-    thunders = ltorch._torch_to_thunder_function_map[function]
-
-    def pool(
-        input: TensorProxy,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: Any = None,
-    ) -> TensorProxy:
-        if not ceil_mode and count_include_pad and divisor_override is None:
-            return thunders(input, kernel_size, stride, padding)
-        divisor = () if divisor_override is None else (divisor_override,)
-        stride = kernel_size if stride is None else stride
-        return run_whole(function, input, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor)
-
-    return pool
+_MAX_POOLS = {
+    pool: _pool(pool, 1, dilation=1, ceil_mode=False, return_indices=False)
+    for pool in (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+}
+_AVERAGE_POOLS = {
+    pool: _pool(pool, 0, ceil_mode=False, count_include_pad=True, divisor_override=None)
+    for pool in (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+}
 
 
 def _interpolate(
@@ -372,9 +362,9 @@ REFUSED: dict[Callable[..., Any], Callable[..., Any]] = {
     **{function: _made(function) for function in (torch.tril_indices, torch.triu_indices, *_WINDOWS)},
     **{function: _quantile(function) for function in (torch.quantile, torch.nanquantile)},
     **{function: _covariance(function) for function in (torch.cov, torch.corrcoef)},
-    **{pool: _max_pool(pool) for pool in (F.max_pool1d, F.max_pool2d, F.max_pool3d)},
-    **{getattr(torch, pool.__name__): _max_pool(pool) for pool in (F.max_pool1d, F.max_pool2d, F.max_pool3d)},
-    **{pool: _average_pool(pool) for pool in (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)},
+    **_MAX_POOLS,
+    **{getattr(torch, function.__name__): pool for function, pool in _MAX_POOLS.items()},
+    **_AVERAGE_POOLS,
     torch._weight_norm: _weight_norm,
     torch.autograd.backward: _differentiated("torch.autograd.backward"),
     torch.autograd.grad: _differentiated("torch.autograd.grad"),

@@ -89,7 +89,7 @@ def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
     return ensure_recursive_proxies(interpreter_needs_wrap(record_source_loc_in_symbol_header(function)))
 
 
-_THUNDERS = {name: _method_name_to_fn_map[name] for name in REFUSED_METHODS if name in _method_name_to_fn_map}
+_THUNDERS = dict(_method_name_to_fn_map)  # as they are before any is replaced
 
 
 def _of_a_tuple(thunders: Callable[..., Any]) -> Callable[..., Any]:
