@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.fuzzing.quick_thunder import interpreted_quickly
+from thunder_mem.prediction.quick_interpreter import interpreted_quickly
 
 collect_ignore_glob = [] if find_spec("nvfuser_direct") else ["test_*.py"]
 

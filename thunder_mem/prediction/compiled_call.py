@@ -17,6 +17,7 @@ from thunder_mem.fake_execution.replay import PredictionError
 from thunder_mem.frontend.thunderfx import is_fx, only_subgraph
 from thunder_mem.fusers.fake_regions import empty_like_proxy
 from thunder_mem.prediction.fake_inputs import mode_of, tensors_of
+from thunder_mem.prediction.quick_interpreter import interpreted_quickly
 from thunder_mem.rendering.progress import stage
 from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.runtime.torch_modes import kept_modes
@@ -54,7 +55,7 @@ def compiled_entry(
         _check_simulated(inputs)
         return entry, inputs, ["inputs are dense and share no memory"]
     try:
-        with kept_modes(), stage("tracing by Thunder"):
+        with kept_modes(), stage("tracing by Thunder"), interpreted_quickly():
             entry, inputs, _ = data.get_computation_and_inputs(*args, **kwargs)
     except Exception as error:
         if type(error).__module__.startswith("thunder_mem."):
