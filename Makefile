@@ -13,6 +13,8 @@ LONGEST ?=
 
 # Every target has its own environment; what the caller's PYTHONPATH names is not in it.
 unexport PYTHONPATH
+# Many processes import the same modules, whose compilation takes each of them ten seconds if none may keep it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo gpu test test-nvfuser test-versions test-eight-bit test-notebooks test-long fuzz upstream-tests mutants lint docs notebooks dist
 .DELETE_ON_ERROR:

@@ -134,6 +134,7 @@ def test_a_budget_is_the_limit():
     assert_like_float64(module, found[-1], x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_a_budget_buys_stays_bought(offload):
     """Layers before the checkpoints recompute values or wait for them from the host, whatever checkpoints keep."""

@@ -186,6 +186,7 @@ def drawn(*shape):
     return torch.randn(*shape, dtype=FLOAT, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_thunder_compiles_all_of_it(name):
     fn, x, w = FUNCTIONS[name], drawn(5, 3, 8), drawn(8)

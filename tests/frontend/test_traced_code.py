@@ -71,6 +71,7 @@ def test_other_programs_are_traced_as_before():
         thunder.jit(encoder)(torch.randn(3, 2, 4), mask=nn.Transformer.generate_square_subsequent_mask(3))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("causal", [None, True, False])
 def test_an_encoder_with_a_mask_is_compiled(causal):
     torch.manual_seed(0)

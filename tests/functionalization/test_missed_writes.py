@@ -191,6 +191,7 @@ def test_no_alarm_where_gradients_are_right(fn):
     torch.testing.assert_close(actual, gradients(fn, lambda f: f))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "fn",
     [

@@ -66,6 +66,7 @@ def results(fn):
     return [out, *torch.autograd.grad((out * torch.arange(9.0).reshape(3, 3).cos()).sum(), x)]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("executors", [[], None], ids=["whole", "regions"])
 @pytest.mark.parametrize("fn", PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_gradients_are_those_of_eager(fn, executors):

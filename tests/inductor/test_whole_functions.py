@@ -138,6 +138,7 @@ def seen(call):
     return out, *(torch.zeros(()) if g is None else g for g in grads)
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["unfused", "fused"])
 @pytest.mark.parametrize("name", FUNCTIONS | LEFT_WHOLE)
 @pytest.mark.filterwarnings("ignore:Using a target size")
@@ -183,6 +184,7 @@ def test_what_eager_refuses_is_refused(fn, executors):
             call(A, B)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["clip", "multiply", "l1_loss", "roll", "norm"])
 def test_fused_they_peak_below_eager(name):
     x, y = torch.randn(64, 256, requires_grad=True), torch.randn(64, 256, requires_grad=True)

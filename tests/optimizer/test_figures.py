@@ -89,7 +89,7 @@ def test_steps_whose_arithmetic_changes(name, states):
     assert_each_step_is_predicted(*step_of(OPTIMIZERS[name], states=states), loss_of, LATE)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:gradients wait for optimizer.step")
 @pytest.mark.parametrize("clip", [{}, {"clip_value": 0.1}, {"max_norm": 0.1}])
 @pytest.mark.parametrize("states", ["device", "host"])
@@ -127,7 +127,7 @@ class SubRAdam(torch.optim.RAdam):
 OWN = {"int": Branches, "tensor": partial(Branches, number=torch.tensor), "subclass": SubRAdam}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("with_head", [False, True])
 @pytest.mark.parametrize("name", sorted(OWN))
 def test_optimizers_of_a_users_own_that_branch(name, with_head):

@@ -103,6 +103,7 @@ def beside(monkeypatch):
     monkeypatch.setattr(update_scheduling, "runs_beside", lambda update: True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("around", [{}, {"clip_value": 1e-3, "microbatches": 2}], ids=["plain", "clipped sums"])
 def test_the_same_bits(beside, name, around):

@@ -29,6 +29,7 @@ def test_a_mask_of_symbolic_sizes_can_be_planned():
     assert last_plan(jitted).candidate.peak_bytes > 2 * q.nbytes
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("dtype", "size", "rows"),
     [(torch.float32, 64, 256), (torch.float32, 20, 100), (torch.bfloat16, 64, 256), (torch.float32, 64, 64)],

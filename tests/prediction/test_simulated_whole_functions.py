@@ -59,6 +59,7 @@ def test_a_segmentation_head_is_predicted():
     assert held < found.peak_bytes < 4 * held
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layer", [nn.RNN, nn.GRU])
 def test_layers_without_kernels_of_their_own_peak_as_on_a_cpu(layer):
     def make():

@@ -52,6 +52,7 @@ def codes(report, call="MemEfficient("):
     return [way.code for way in advice(report) if call in way.code]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -284,6 +284,7 @@ def test_the_plan_holds_at_least_what_is_predicted(layout, of_grad):
         assert said == held_bytes
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("first", [(mem_cudnn_attention_ex,), ()])
 @pytest.mark.parametrize("layout", ["BHTD", "BTHD", "fused", "BHDT"])
 @pytest.mark.parametrize("joined", [True, False])

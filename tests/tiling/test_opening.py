@@ -98,6 +98,7 @@ PROGRAMS = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fn", [rms_head, layer_norm_head, two_heads])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_norms_weight_is_repeated_for_its_rows_inside(fn, dtype):
@@ -137,7 +138,7 @@ SEVERAL_ROWS = {"kl_distill", "kl_and_ce", "jsd", "two_heads", "multi_token", "l
 """Losses whose products have different rows, or whose rows something else reads."""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [c for c in CASES if "x" in c.grads], ids=str)
 def test_every_loss_behind_a_norm(case):
     def behind_a_norm(**tensors):

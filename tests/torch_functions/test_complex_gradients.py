@@ -70,6 +70,7 @@ def as_real(fn):
     return lambda z, w: torch.view_as_real(fn(z, w)) if fn(z, w).is_complex() else fn(z, w)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["unfused", "fused"])
 @pytest.mark.parametrize("name", ANALYTIC)
 def test_analytic_functions(name, executors):

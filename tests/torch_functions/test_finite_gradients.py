@@ -30,6 +30,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["unfused", "fused"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients_are_eagers(name, executors):

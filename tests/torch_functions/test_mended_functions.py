@@ -112,6 +112,7 @@ def test_a_loss_of_sequences_peaks_as_in_eager():
     assert abs(predict(whole, *args).measured_bytes - peak(whole)) <= 8  # the loss that the caller holds
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("shape", [(), (3,), (3, 2), (3, 2, 4)], ids=str)
 @pytest.mark.parametrize("name", STACKS)
 def test_stacked_tensors_get_their_gradients(name, shape):

@@ -53,6 +53,7 @@ FUNCTIONS |= {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["unfused", "fused"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.filterwarnings("ignore")

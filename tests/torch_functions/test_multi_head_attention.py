@@ -92,6 +92,7 @@ def assert_like_eager(module, call, executors, *inputs):
         torch.testing.assert_close(mine, eager.expand_as(mine), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["unfused", "fused"])
 @pytest.mark.parametrize("name", CALLS)
 def test_attention_is_eagers(name, executors):

@@ -73,6 +73,7 @@ def seen(fn):
     return out, grad, after
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.filterwarnings("ignore:dropout2d. Received a 3D input")
 @pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["unfused", "fused"])
 @pytest.mark.parametrize("name", FUNCTIONS | FILLED)

@@ -55,7 +55,7 @@ def assert_like_eager(model, executors, x, *states):
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("executors", [[], [mem_pointwise_ex]], ids=["unfused", "fused"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_train(name, executors):

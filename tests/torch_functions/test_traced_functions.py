@@ -135,6 +135,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients_are_pytorchs(name):
     fn = FUNCTIONS[name]
@@ -205,6 +206,7 @@ DISTRIBUTIONS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_distributions_have_eagers_values_and_gradients(name):
     fn = DISTRIBUTIONS[name]

@@ -91,7 +91,7 @@ def _quick(name: str, way: str) -> bool:
     return way == "default" or name in QUICK
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "way"),
     [pytest.param(name, way, marks=() if _quick(name, way) else pytest.mark.slow) for name in CASES for way in WAYS],

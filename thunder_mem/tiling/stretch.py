@@ -127,11 +127,14 @@ def _drawn(program: Program) -> frozenset[str]:
     """Random numbers, and what is computed from them alone and takes fewer bytes, as the mask of a dropout does."""
     found: set[str] = set()
     for leaf in program.leaves:
-        narrower = sum(map(size_bytes, leaf.outputs)) < sum(map(size_bytes, leaf.inputs))
         alone = bool(leaf.inputs) and all(t.name in found for t in leaf.inputs)
-        if leaf.bsym.sym.id in _RANDOM or (alone and narrower):
+        if leaf.bsym.sym.id in _RANDOM or (alone and _is_narrower(leaf)):
             found.update(o.name for o in leaf.outputs)
     return frozenset(found)
+
+
+def _is_narrower(leaf: Leaf) -> bool:
+    return sum(map(size_bytes, leaf.outputs)) < sum(map(size_bytes, leaf.inputs))
 
 
 def grow_stretch(
