@@ -74,3 +74,16 @@ def test_a_budget_counts_what_a_gradient_holds_inside(device):
         assert abs(last_plan(jitted).candidate.peak_bytes - predicted) <= 1024
         with pytest.raises(BudgetError):
             predict(thunder.jit(fn, executors=[], transforms=[MemEfficient(budget=110_000)]), x, w)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gradient_leaves_no_complex_numbers(device):
+    """PyTorch's gradient of a real FFT is every other number of a complex tensor, which a plan would not count."""
+    with simulate("H100-80GB") if device == "cuda" else nullcontext(), torch.device(device):
+        x = torch.randn(64, 256, requires_grad=True)
+        jitted = thunder.jit(lambda x: torch.fft.rfft(x.sin()).abs().square().mean(), transforms=[MemEfficient()])
+        predicted = predict(jitted, x)
+        assert abs(last_plan(jitted).candidate.peak_bytes - predicted.peak_bytes) <= 1024
+        during = [e.name for e in predicted.timeline].index("lean_rfft_vjp")
+        before, after = (e.live_bytes for e in predicted.timeline[during - 1 : during + 1])
+        assert after <= before + x.nbytes

@@ -144,9 +144,14 @@ def _gradients(function: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor
             return tuple(map(torch.zeros_like, variables))
         outputs, weights = zip(*pairs, strict=True)
         grads = torch.autograd.grad(outputs, variables, weights, allow_unused=True)
-        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(variables, grads, strict=True))
+        return tuple(torch.zeros_like(x) if g is None else _alone(g) for x, g in zip(variables, grads, strict=True))
 
     return gradients
+
+
+def _alone(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient in memory of its own size: that of a real FFT is every other number of a complex tensor."""
+    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
 
 
 def _edges(result: Any) -> list[Any]:
