@@ -2,7 +2,8 @@
 
 Thunder's own run such a function once more, under autograd, and make the gradients of all its floating arguments, while
 the function's result is alive. Here the result is gone before the gradients are made, as far as PyTorch's derivative
-does not need it, and only gradients that something reads are made.
+does not need it, and only gradients that something reads are made. Arguments whose values the derivative does not need,
+as those of a Fourier transform, are not kept for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import thunder.torch as ltorch
 import torch
+from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol, Symbol
@@ -21,7 +23,7 @@ from thunder.core.transforms import backward_impls
 from thunder.extend import OperatorExecutor
 from thunder.torch import _is_differentiable, _vjp_impl, backward_adaptor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from thunder_mem.runtime.allocation_watch import AllocationWatch
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
@@ -46,15 +48,20 @@ def _traits(name: str) -> MemoryTraits:
 def _scratch_bytes(bsym: BoundSymbol) -> int:
     """What PyTorch's operators allocate in it beyond its results; 0 if it does not run on fake tensors."""
     leaves, spec = tree_flatten((bsym.args, bsym.kwargs))
-    kinds = tuple((tuple(x.shape), x.dtype, x.device) if isinstance(x, TensorProxy) else repr(x) for x in leaves)
     function = (bsym._call_ctx or {})[bsym.sym.name]
-    key = (function, str(spec), kinds)
+    key = _key(function, leaves, spec)
     if key not in _SCRATCH_BYTES:
         _SCRATCH_BYTES[key] = _followed(function, leaves, spec)
     return _SCRATCH_BYTES[key]
 
 
 _SCRATCH_BYTES: dict[Hashable, int] = {}
+
+
+def _key(function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> Hashable:
+    """The same for calls that differ in their tensors' values alone."""
+    kinds = tuple((tuple(x.shape), x.dtype, x.device) if isinstance(x, TensorProxy) else repr(x) for x in leaves)
+    return function, str(spec), kinds
 
 
 def _followed(function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> int:
@@ -118,18 +125,78 @@ def _lean(bsym: BoundSymbol, function: Callable[..., Any], read: set[str]) -> Bo
     name = f"lean_{bsym.sym.name}"
     symbol = Symbol(name, meta=None, id=name, executor=mem_whole_ex, tags=bsym.sym.tags)
     outputs = tuple(p for p, is_read in zip(made, kept, strict=True) if is_read)
+    saved, *tangents = bsym.args
+    arguments, like = _without_values(function, saved, tangents)
     return bsym.from_bsym(
-        sym=symbol, args=(*bsym.args, kept), output=outputs, subsymbols=(), _call_ctx={name: _gradients(function)}
+        sym=symbol,
+        args=(arguments, *tangents, kept, like),
+        output=outputs,
+        subsymbols=(),
+        _call_ctx={name: _gradients(function)},
     )
+
+
+def _without_values(function: Callable[..., Any], saved: Any, tangents: Sequence[Any]) -> tuple[Any, _Like]:
+    """The function's arguments without those of which its derivative needs only shapes, and these shapes."""
+    flat, spec = tree_flatten(saved)
+    of_tangents = {x.device for x in tangents if isinstance(x, TensorProxy)}
+    differentiated = {i: x for i, x in enumerate(flat) if _is_differentiable(x)}
+    on_one_device = len(of_tangents) == 1 and of_tangents == {x.device for x in differentiated.values()}
+    shapes_are_known = all(type(n) is int for x in differentiated.values() for n in x.shape)
+    if not (on_one_device and shapes_are_known) or _needs_values(function, flat, spec):
+        return saved, ()
+    like = tuple((i, tuple(x.shape), _dtype_name(x)) for i, x in differentiated.items())
+    return tree_unflatten([None if i in differentiated else x for i, x in enumerate(flat)], spec), like
+
+
+def _dtype_name(x: TensorProxy) -> str:
+    return str(to_torch_dtype(x.dtype)).removeprefix("torch.")
+
+
+_Like = tuple[tuple[int, tuple[int, ...], str], ...]
+"""Of arguments that are not there: which one of all leaves, its shape and the name of its dtype."""
+
+
+class _ValueIsNeeded(Exception):
+    """The derivative keeps a tensor."""
+
+
+def _needs_values(function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> bool:
+    """Whether the derivative keeps any tensor: an argument, a result, or something in between."""
+    key = _key(function, leaves, spec)
+    if key not in _NEEDS_VALUES:
+        _NEEDS_VALUES[key] = _keeps_a_tensor(function, leaves, spec)
+    return _NEEDS_VALUES[key]
+
+
+_NEEDS_VALUES: dict[Hashable, bool] = {}
+
+
+def _keeps_a_tensor(function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> bool:
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        raise _ValueIsNeeded
+
+    try:
+        with FakeTensorMode(), torch.enable_grad(), saved_tensors_hooks(keep, keep):
+            fake = [ltorch._get_fake_arg(x) for x in leaves]
+            fake = [f.requires_grad_() if _is_differentiable(x) else f for x, f in zip(leaves, fake, strict=True)]
+            args, kwargs = tree_unflatten(fake, spec)
+            edges = _edges(function(*args, **kwargs))
+    except Exception:  # it is needed, or values decide already about results
+        return True
+    return not any(edges)
 
 
 @cache
 def _gradients(function: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """`gradients(saved, *tangents, kept)`, where `saved` are the function's arguments, by position and by name."""
+    """`gradients(saved, *tangents, kept, like)`; `saved` are the function's arguments, by position and by name."""
 
     def gradients(saved: Any, *given: Any) -> tuple[torch.Tensor, ...]:
-        *tangents, kept = given
+        *tangents, kept, like = given
         flat, spec = tree_flatten(tuple(saved))
+        device = next((g.device for g in tangents if g is not None), None)
+        for i, shape, dtype in like:
+            flat[i] = torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape)
         variables, wanted = [], iter(kept)
         for i, x in enumerate(flat):
             if _is_differentiable(x):
