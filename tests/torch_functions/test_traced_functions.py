@@ -307,3 +307,21 @@ def test_a_loss_of_sequences_peaks_as_predicted_and_not_above_eager():
     step(compiled)
     ours, eager = measure_peak(lambda: step(compiled)), measure_peak(lambda: step(loss))
     assert abs(predict(compiled, x).measured_bytes - ours) <= 8 and ours <= eager + 64
+
+
+@pytest.mark.parametrize("executors", [[], None], ids=["unfused", "fused"])
+@pytest.mark.parametrize("affine", [False, True])
+def test_an_instance_norm_tracks_statistics(affine, executors):
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        norm = torch.nn.InstanceNorm2d(3, affine=affine, track_running_stats=True, momentum=0.3).double()
+        options = {} if executors is None else {"executors": executors}
+        call = thunder.jit(norm, transforms=[MemEfficient(strict=True)], **options) if compiled else norm
+        x = torch.randn(4, 3, 5, 2, dtype=torch.float64, requires_grad=True)
+        for i in range(2):
+            (call(x + i).sin() * x).sum().backward()
+        call.eval()
+        found.append((x.grad, norm.running_mean, norm.running_var, call(x), *(p.grad for p in norm.parameters())))
+    for eager, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-10, atol=1e-12)

@@ -5,6 +5,7 @@
 - reductions, `cat`, `stack` and `softmax` with ``axis=`` and ``keepdims=``, NumPy's names that PyTorch takes, too;
 - methods that write, such as `sigmoid_`, `clip_` and `addmm_`, which it has without the write;
 - `torch.eye`, `as_tensor` of a tensor, `x.tile(2)`, and `x.clone(memory_format=...)`;
+- `instance_norm` of a module that tracks statistics, which Thunder silently leaves as they are;
 - those of `torch_functions/refused_functions.py`.
 
 Functions are the same for all programs, which fail without them. Methods that write or make views are not: see
@@ -19,6 +20,7 @@ from typing import Any
 
 import thunder.torch as ltorch
 import torch
+import torch.nn.functional as F
 from thunder.core.interpreter import _interpret_call, interpreter_needs_wrap, unwrap
 from thunder.core.jit_ext import (
     _general_jit_lookaside_map,
@@ -161,6 +163,26 @@ def _clone(a: TensorProxy, *, memory_format: Any = torch.preserve_format) -> Ten
     return copied if memory_format is torch.preserve_format else ltorch.contiguous(copied, memory_format=memory_format)
 
 
+def _instance_norm(
+    a: TensorProxy,
+    running_mean: TensorProxy | None = None,
+    running_var: TensorProxy | None = None,
+    weight: TensorProxy | None = None,
+    bias: TensorProxy | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> TensorProxy:
+    if not use_input_stats or running_mean is None or running_var is None:
+        return ltorch.instance_norm(a, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    out = ltorch.instance_norm(a, None, None, weight, bias, True, momentum, eps)
+    fixed = ltorch.to(ltorch.detach(a), running_mean.dtype)
+    variance, mean = ltorch.var_mean(fixed, tuple(range(2, a.ndim)))
+    for statistics, of_instances in ((running_mean, mean), (running_var, variance)):
+        ltorch.copy_(statistics, statistics * (1 - momentum) + ltorch.mean(of_instances, 0) * momentum)
+    return out
+
+
 _VARIANCES = {
     name: _with_numpys_names(_with_unbiased(getattr(ltorch, name)))
     for name in ("var", "std", "var_mean")
@@ -191,6 +213,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.tile: _tile,
     torch.clone: _clone,
     torch.Tensor.clone: _clone,
+    F.instance_norm: _instance_norm,
     **REFUSED,
 }
 # A method is looked up as such a function, too: interpreted, its lines would stand for the program's.
