@@ -45,6 +45,7 @@ from thunder_mem.decisions.program import (
     partition_problem,
     read_program,
 )
+from thunder_mem.decisions.split_gradients import with_joined_pieces
 from thunder_mem.decisions.stages import carried_out, with_even_loops, with_kernels, with_updates_beside
 from thunder_mem.kernels.registered import without_unread_gradients
 from thunder_mem.loop_sizes.chunk_narrowing import narrow_sums
@@ -125,9 +126,8 @@ def _prepared(given: TraceCtx, executors: Sequence[FusionExecutor], options: Pla
 
         given = replace_uniform(given)
     optimized = given if options.optimized is None else with_updates(given, options.optimized)
-    return prepared(
-        with_projections_in_groups(without_dead_halves(with_lean_gradients(without_unread_gradients(optimized))))
-    )
+    read = with_joined_pieces(with_lean_gradients(without_unread_gradients(optimized)))
+    return prepared(with_projections_in_groups(without_dead_halves(read)))
 
 
 def checked(planned: Planned) -> Planned:
