@@ -22,10 +22,10 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(DEMO_STAMP)  ## issue 1337's functions and a small training step, before and after: 4 minutes with its installation
 	$(BIN)/python -m benchmarks.demo
 
-test: $(STAMP)  ## all that is not slow: 5 minutes on two cores
+test: $(STAMP)  ## all that is not slow: 5 to 9 minutes on two cores
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(LONGEST)
 
-test-notebooks: $(STAMP)  ## run all, and compare with what is committed: 4 minutes
+test-notebooks: $(STAMP)  ## run all, and compare with what is committed: 4 to 7 minutes
 	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist load tests/system/test_notebooks.py
 
 # nvFuser has wheels for torch 2.10 at most, and for Python 3.10 and 3.12; under pyenv a version must be chosen first.

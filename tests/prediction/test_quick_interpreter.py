@@ -114,12 +114,14 @@ def test_errors_tell_the_same_line():
     assert told[0] == told[1]
 
 
-def test_a_prediction_leaves_the_interpreter_as_it_was():
+def test_a_prediction_traces_quickly_and_leaves_the_interpreter_as_it_was(monkeypatch):
+    entered, enter = [], _QUICK.enter
+    monkeypatch.setattr(_QUICK, "enter", lambda: entered.append(enter()))
     with as_thunder_is():
         before = replaced()
         jitted = thunder.jit(asked, executors=[])
         predict(jitted, X, [1, 2])
-        assert replaced() == before
+        assert len(entered) == 1 and replaced() == before
         with pytest.raises(PredictionError):
             predict(thunder.jit(lambda x: x.item()), X)
         assert replaced() == before

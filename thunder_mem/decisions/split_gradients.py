@@ -50,7 +50,8 @@ def with_joined_pieces(trace: TraceCtx) -> TraceCtx:
 
     Only operations that are claimed by Thunder's executor of PyTorch's functions count: others an executor may fuse.
     """
-    place = {id(b): i for i, b in enumerate(trace.bound_symbols)}
+    found = [(b, pieces) for b, pieces in _sums(trace) if pieces.covers(b.output)]
+    place = {id(b): i for i, b in enumerate(trace.bound_symbols)} if found else {}
 
     def stay_the_same(pieces: _Pieces, last: BoundSymbol) -> bool:
         """Nothing is written to where a piece may lie, before all of them are read at once."""
@@ -58,15 +59,14 @@ def with_joined_pieces(trace: TraceCtx) -> TraceCtx:
         between = (effects_of(b) for b in trace.bound_symbols[first : place[id(last)]])
         return not any(e.writes or e.barrier for e in between)
 
-    found = _sums(trace)
-    joined = {id(b): pieces for b, pieces in found if pieces.covers(b.output) and stay_the_same(pieces, b)}
+    joined = {id(b): pieces for b, pieces in found if stay_the_same(pieces, b)}
     if not joined:
         return trace
-    gone = {id(b) for pieces in joined.values() for b in pieces.made_by}
-    bound_symbols = (
+    gone = {id(b) for pieces in joined.values() for b in pieces.made_by} - joined.keys()
+    bound_symbols = [
         _concatenation(b, joined[id(b)]) if id(b) in joined else b for b in trace.bound_symbols if id(b) not in gone
-    )
-    return rebuilt(trace, lambda: bound_symbols, "Gradients of pieces are concatenated")
+    ]
+    return rebuilt(trace, bound_symbols, "Gradients of pieces are concatenated")
 
 
 def _sums(trace: TraceCtx) -> Iterator[tuple[BoundSymbol, _Pieces]]:
@@ -81,14 +81,13 @@ def _sums(trace: TraceCtx) -> Iterator[tuple[BoundSymbol, _Pieces]]:
             left, right = (known.get(p.name) if readers[p.name] == 1 else None for p in pair)
             if left is None or right is None or left.dim != right.dim or left.overlaps(right):
                 continue
-            made_by = (*left.made_by, *right.made_by)
-            known[bsym.output.name] = _Pieces(left.dim, left.parts | right.parts, (*made_by, bsym))
+            made_by = (*left.made_by, *right.made_by, bsym)
+            known[bsym.output.name] = _Pieces(left.dim, left.parts | right.parts, made_by)
             for p in pair:
                 last.pop(p.name, None)
             last[bsym.output.name] = bsym
     for name, bsym in last.items():
-        pieces = known[name]
-        yield bsym, _Pieces(pieces.dim, pieces.parts, pieces.made_by[:-1])
+        yield bsym, known[name]
 
 
 def _piece(bsym: BoundSymbol) -> _Pieces | None:

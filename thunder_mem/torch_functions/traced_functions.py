@@ -8,8 +8,8 @@
 - `instance_norm` of a module that tracks statistics, which Thunder silently leaves as they are;
 - those of `torch_functions/refused_functions.py`.
 
-Functions are the same for all programs, which fail without them. Methods that write or make views are not: see
-`complete_functions`.
+Functions are the same for all programs, which fail or are wrong without them. Methods that write or make views are
+not: see `complete_functions`.
 """
 
 from __future__ import annotations

@@ -48,20 +48,21 @@ def _traits(name: str) -> MemoryTraits:
 def _scratch_bytes(bsym: BoundSymbol) -> int:
     """What PyTorch's operators allocate in it beyond its results; 0 if it does not run on fake tensors."""
     leaves, spec = tree_flatten((bsym.args, bsym.kwargs))
-    function = (bsym._call_ctx or {})[bsym.sym.name]
-    key = _key(function, leaves, spec)
-    if key not in _SCRATCH_BYTES:
-        _SCRATCH_BYTES[key] = _followed(function, leaves, spec)
-    return _SCRATCH_BYTES[key]
+    return _asked_once(_followed, (bsym._call_ctx or {})[bsym.sym.name], leaves, spec)
 
 
-_SCRATCH_BYTES: dict[Hashable, int] = {}
-
-
-def _key(function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> Hashable:
-    """The same for calls that differ in their tensors' values alone."""
+def _asked_once(
+    ask: Callable[[Callable[..., Any], Sequence[Any], Any], int], function: Callable[..., Any], leaves: Any, spec: Any
+) -> int:
+    """`ask(function, leaves, spec)`, whose answer is the same for calls that differ in their tensors' values alone."""
     kinds = tuple((tuple(x.shape), x.dtype, x.device) if isinstance(x, TensorProxy) else repr(x) for x in leaves)
-    return function, str(spec), kinds
+    key = (ask, function, str(spec), kinds)
+    if key not in _ANSWERS:
+        _ANSWERS[key] = ask(function, leaves, spec)
+    return _ANSWERS[key]
+
+
+_ANSWERS: dict[Hashable, int] = {}
 
 
 def _followed(function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> int:
@@ -143,7 +144,7 @@ def _without_values(function: Callable[..., Any], saved: Any, tangents: Sequence
     differentiated = {i: x for i, x in enumerate(flat) if _is_differentiable(x)}
     on_one_device = len(of_tangents) == 1 and of_tangents == {x.device for x in differentiated.values()}
     shapes_are_known = all(type(n) is int for x in differentiated.values() for n in x.shape)
-    if not (on_one_device and shapes_are_known) or _needs_values(function, flat, spec):
+    if not (on_one_device and shapes_are_known) or _asked_once(_keeps_a_tensor, function, flat, spec):
         return saved, ()
     like = tuple((i, tuple(x.shape), _dtype_name(x)) for i, x in differentiated.items())
     return tree_unflatten([None if i in differentiated else x for i, x in enumerate(flat)], spec), like
@@ -161,18 +162,9 @@ class _ValueIsNeeded(Exception):
     """The derivative keeps a tensor."""
 
 
-def _needs_values(function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> bool:
-    """Whether the derivative keeps any tensor: an argument, a result, or something in between."""
-    key = _key(function, leaves, spec)
-    if key not in _NEEDS_VALUES:
-        _NEEDS_VALUES[key] = _keeps_a_tensor(function, leaves, spec)
-    return _NEEDS_VALUES[key]
-
-
-_NEEDS_VALUES: dict[Hashable, bool] = {}
-
-
 def _keeps_a_tensor(function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> bool:
+    """Whether the derivative keeps any: an argument, a result, or something in between."""
+
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         raise _ValueIsNeeded
 
