@@ -59,6 +59,7 @@ from thunder_mem.runtime.device_memory import device_memory_bytes, share_in_word
 from thunder_mem.runtime.scratch_cache import save_tables
 from thunder_mem.torch_functions.whole_gradients import with_lean_gradients
 from thunder_mem.trace.dead_halves import without_dead_halves
+from thunder_mem.trace.equal_views import without_equal_views_in_backward
 from thunder_mem.trace.verification import is_verified, verify_final, verify_rewrite
 from thunder_mem.user_choices.offload import moves_for
 
@@ -127,7 +128,8 @@ def _prepared(given: TraceCtx, executors: Sequence[FusionExecutor], options: Pla
         given = replace_uniform(given)
     optimized = given if options.optimized is None else with_updates(given, options.optimized)
     read = with_joined_pieces(with_lean_gradients(without_unread_gradients(optimized)))
-    return prepared(with_projections_in_groups(without_dead_halves(read)))
+    once = without_equal_views_in_backward(without_dead_halves(read))
+    return prepared(with_projections_in_groups(once))
 
 
 def checked(planned: Planned) -> Planned:
