@@ -244,6 +244,43 @@ def test_a_smaller_value_inside_a_checkpoint_is_kept_rather_than_its_source():
     assert (4,) in shapes
 
 
+def test_a_norm_at_the_end_of_a_checkpoint_is_kept_as_any_other_result():
+    """Its last sum, which its result shows, was repeated from the checkpoint's start, beside all later checkpoints."""
+
+    def layer(x, up, down):
+        return F.layer_norm(F.gelu(x @ up) @ down + x, (16,))
+
+    def layers(x, up, down, count):
+        for _ in range(count):
+            x = checkpoint(layer, x, up, down)
+        return x
+
+    def peak_bytes(count):
+        jitted = thunder.jit(layers, executors=["mem_pointwise"], transforms=[MemEfficient(strict=True)])
+        x, up, down = (torch.randn(*s) for s in ((64, 16), (16, 256), (256, 16)))
+        return predict(jitted, x.requires_grad_(), up, down, count).phase("backward").peak_bytes
+
+    result_bytes, inner_bytes = 64 * 16 * 4, 64 * 256 * 4
+    assert peak_bytes(3) - peak_bytes(1) <= 4 * result_bytes < inner_bytes
+
+
+def test_a_small_view_that_a_checkpoint_returns_keeps_no_large_value():
+    def layer(x, up, down):
+        hidden = torch.tanh(x @ up)
+        return hidden[:, :16] * 2 + hidden @ down, hidden[:, :16]
+
+    def layers(x, up, down):
+        for _ in range(4):
+            x, part = checkpoint(layer, x, up, down)
+            x = x * part
+        return x
+
+    jitted = thunder.jit(layers, executors=[], transforms=[MemEfficient(strict=True)])
+    args = [torch.randn(*s) for s in ((64, 16), (16, 512), (512, 16))]
+    hidden_bytes = 64 * 512 * 4
+    assert predict(jitted, args[0].requires_grad_(), *args[1:]).phase("backward").peak_bytes < 5 * hidden_bytes
+
+
 class Normed(torch.nn.Module):
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()

@@ -93,10 +93,11 @@ def checkpointed_storages(source: TraceGraph) -> frozenset[int]:
     """The storages of a joint graph's forward that a checkpoint allows the backward to recompute.
 
     Values that a repetition would change are excluded: overwritten values, communication, non-deterministic results.
+    So are storages all of which a checkpoint's result shows, as a norm's result shows its last sum.
     """
-    return frozenset(
-        s
-        for op, bsym in zip(source.graph.ops, source.bsyms, strict=True)
-        if not op.backward and CHECKPOINTED in bsym.tags and recompute_obstacle(source, op.index) is None
-        for s in op.allocates
-    )
+    forward = [(op, b) for op, b in zip(source.graph.ops, source.bsyms, strict=True) if not op.backward]
+    marked = (op for op, b in forward if CHECKPOINTED in b.tags and recompute_obstacle(source, op.index) is None)
+    offered = frozenset(s for op in marked for s in op.allocates)
+    others = (p.name for _, b in forward if CHECKPOINTED not in b.tags for p in b.flat_proxy_outs)
+    results = (name for name in others if source.storage_of.get(name) in offered)
+    return offered - {source.storage_of[name] for name in results if source.layout.is_dense(name)}
