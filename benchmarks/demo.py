@@ -39,7 +39,7 @@ from benchmarks.models import (
     shared_inefficient,
 )
 from thunder_mem import MemEfficient, last_plan
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.measure import measure_curve
 

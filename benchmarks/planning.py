@@ -28,9 +28,9 @@ from thunder.core.trace import TraceCtx
 
 from benchmarks.models import Program, llama_step
 from thunder_mem import MemEfficient
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.decisions import partition_choice, pipeline, refine, stages
 from thunder_mem.decisions import program as programs
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.planning import executor
 from thunder_mem.planning.fallback import Original
 from thunder_mem.prediction.compiled_call import compiled_entry

@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from benchmarks.litgpt.matrix import MODELS
 from benchmarks.litgpt.models import CUSTOM, WithLoss, block_class, build_custom, known_models
 from benchmarks.models import Program
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
 __all__ = ["EXECUTORS", "scaled_model"]

@@ -56,8 +56,7 @@ def serve(name: str, dtype: torch.dtype) -> None:
 
     from benchmarks.models import llama_step
     from thunder_mem import MemEfficient
-    from thunder_mem.kernels.cpu_attention import mem_attention_ex
-    from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
+    from thunder_mem.executors import mem_attention_ex, mem_pointwise_ex
 
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(1)

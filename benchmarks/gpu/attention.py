@@ -18,8 +18,8 @@ from torch import Tensor
 
 from benchmarks.gpu.probes import median_ms
 from thunder_mem import measure_peak
-from thunder_mem.kernels import head_groups
-from thunder_mem.kernels.attention_kernels import ATTENTION_KERNELS
+from thunder_mem.attention import head_groups
+from thunder_mem.attention.kernels import ATTENTION_KERNELS
 
 __all__ = ["GROUPED", "SHAPES", "Shape", "in_groups", "kernels"]
 

@@ -29,12 +29,12 @@ from benchmarks.litgpt.measured_loop import measured_peak
 from benchmarks.litgpt.models import CUSTOM, WithLoss, block_class, build_custom, known_models, with_windows_at_once
 from benchmarks.litgpt.options import Options
 from benchmarks.litgpt.predicted_loop import predicted_peak
+from thunder_mem.attention.by_cudnn import mem_cudnn_attention_ex
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.costs.plan_time import trace_seconds
 from thunder_mem.fusers.fusion_executors import fuser_of, fuses_generally, with_fuser
 from thunder_mem.fusers.nvfuser import installed_nvfuser
 from thunder_mem.fusers.nvfuser_model import modelled_nvfuser
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
-from thunder_mem.kernels.cudnn_attention import mem_cudnn_attention_ex
 from thunder_mem.memory.device_models import device_model
 from thunder_mem.optimizer.step_in_backward import StepInBackward
 from thunder_mem.prediction.simulate import simulate

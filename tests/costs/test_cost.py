@@ -15,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.programs.models import stack
 from thunder_mem import MemEfficient, last_plan, predict, simulate
+from thunder_mem.attention import head_groups
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.costs import measured as cost_measure
 from thunder_mem.costs.plan_time import bound_symbol_seconds, overlapped_seconds, trace_seconds
 from thunder_mem.costs.roofline import (
@@ -25,8 +27,6 @@ from thunder_mem.costs.roofline import (
     is_free,
     region_cost_s,
 )
-from thunder_mem.kernels import head_groups
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.memory.device_models import DEVICE_MODELS, DeviceModel, device_model
 from thunder_mem.memory.device_specs import DEVICES
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from thunder_mem.kernels import cpu_attention
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
+from thunder_mem.attention import on_cpu
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.runtime.measure import measure_peak
 from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes
@@ -179,8 +179,8 @@ def test_other_devices_are_left_alone(device):
     with thunder.core.trace.tracectx(thunder.core.trace.TraceCtx(None)):
         q = TensorProxy(shape=(2, 3, 5, 8), dtype=dtypes.float32, device=devices.to_device(device), requires_grad=False)
         here = TensorProxy(shape=(2, 3, 5, 8), dtype=dtypes.float32, device=devices.cpu, requires_grad=False)
-        assert cpu_attention._is_supported(here, here, here)
-        assert not cpu_attention._is_supported(q, q, q)
+        assert on_cpu._is_supported(here, here, here)
+        assert not on_cpu._is_supported(q, q, q)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -193,11 +193,11 @@ def test_fake_tensors_tell_the_true_layout(dtype, heads_inside):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
 
     def run(q, k, v):
-        out, logsumexp = cpu_attention._forward(q, k, v, None, True, None)
+        out, logsumexp = on_cpu._forward(q, k, v, None, True, None)
         return [
             out,
             logsumexp,
-            *cpu_attention._backward(torch.ones_like(out), q, k, v, out, logsumexp, None, True, None),
+            *on_cpu._backward(torch.ones_like(out), q, k, v, out, logsumexp, None, True, None),
         ]
 
     with FakeTensorMode() as mode:
@@ -214,7 +214,7 @@ def test_proxies_have_the_shapes_and_dtypes_of_the_results():
         jitted(*args)
         trace = thunder.last_traces(jitted)[-1]
         (bsym,) = [b for b in trace.bound_symbols if b.sym.name == "mem_attention_forward"]
-        results = cpu_attention._forward(*args, None, False, None)
+        results = on_cpu._forward(*args, None, False, None)
         for proxy, real in zip(bsym.output, results, strict=True):
             assert tuple(proxy.shape) == tuple(real.shape)
             assert dtypes.to_torch_dtype(proxy.dtype) == real.dtype
@@ -227,8 +227,8 @@ def test_the_planner_knows_what_the_backward_holds_inside(t, s, dtype):
     jitted = thunder.jit(attend, executors=[mem_attention_ex])
     jitted(*(x.clone().requires_grad_() for x in heads))
     backward = next(b for b in thunder.last_backward_traces(jitted)[-1].bound_symbols if "attention" in b.sym.name)
-    out, logsumexp = cpu_attention._forward(*heads, None, False, None)
-    held = measure_peak(cpu_attention._backward, torch.ones_like(out), *heads, out, logsumexp, None, False, None)
+    out, logsumexp = on_cpu._forward(*heads, None, False, None)
+    held = measure_peak(on_cpu._backward, torch.ones_like(out), *heads, out, logsumexp, None, False, None)
     inside = held - sum(x.nbytes for x in heads)
     # Row sums come on top, and in bfloat16 the panels that oneDNN packs.
     assert estimated_scratch_bytes(backward) <= inside <= 1.3 * estimated_scratch_bytes(backward) + 65_536
@@ -251,16 +251,16 @@ QUERIES = {
 def test_plans_know_how_results_lie_in_memory(make_query):
     query = make_query(2, 3, 5, 8)
     key, value = torch.randn(2, 7, 3, 8).transpose(1, 2), torch.randn(2, 3, 7, 8)
-    results = cpu_attention._forward(query, key, value, None, False, None)
-    results += cpu_attention._backward(torch.randn(2, 3, 5, 8), query, key, value, *results, None, False, None)
+    results = on_cpu._forward(query, key, value, None, False, None)
+    results += on_cpu._backward(torch.randn(2, 3, 5, 8), query, key, value, *results, None, False, None)
     trace = TraceCtx()
     with tracectx(trace):
         q, k, v = proxies = [
             TensorProxy(shape=tuple(t.shape), device=devices.cpu, dtype=dtypes.float32, requires_grad=False)
             for t in (query, key, value)
         ]
-        out, logsumexp = cpu_attention.attention_forward(q, k, v, None, False, None)
-        grads = cpu_attention.attention_backward(out, q, k, v, out, logsumexp, None, False, None)
+        out, logsumexp = on_cpu.attention_forward(q, k, v, None, False, None)
+        grads = on_cpu.attention_backward(out, q, k, v, out, logsumexp, None, False, None)
     layout = Layout.of({p.name: t.to("meta") for p, t in zip(proxies, (query, key, value), strict=True)})
     for bsym in trace.bound_symbols:
         layout.run(bsym)

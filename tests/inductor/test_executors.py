@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from thunder_mem import ChunkLossHead, MemEfficient
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.regions import compiled_region
 from thunder_mem.regions.compiled_region import CompileWarning
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex, region_function

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fuzzing.command import uncompiled_regions
 from thunder_mem import MemEfficient, last_plan, measure_peak
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.executors import mem_pointwise_ex
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.kernels.kernel_executor import is_float
 from thunder_mem.kernels.registered import mem_gradients_ex, mem_kernels_ex
 from thunder_mem.prediction.predict import predict

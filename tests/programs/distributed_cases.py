@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fuzzing.quick_thunder import looked_up_once
 from thunder_mem import ChunkLossHead, MemEfficient, StepInBackward, Tiles, last_plan, measure_peak
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.distributed.agreement import RanksDifferError, schedule_of
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.optimizer.update import is_update
 from thunder_mem.semantics.collectives import starts
 from thunder_mem.tiling import heads

@@ -11,7 +11,7 @@ from thunder.executors.torch_compile import torch_compile_ex
 from torch import nn
 
 from benchmarks.models import efficient, fan, inefficient, shared_efficient, shared_inefficient
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.prediction.predict import Prediction
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.semantics.kernel_scratch import estimated_scratch_bytes

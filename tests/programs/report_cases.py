@@ -10,8 +10,8 @@ import thunder
 import torch
 from torch import nn
 
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.fake_execution.replay import Event
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.prediction.predict import Held, Prediction
 from thunder_mem.report import Report, explain
 from thunder_mem.tiling import heads

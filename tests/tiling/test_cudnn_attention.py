@@ -15,11 +15,11 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.extend import get_default_executors
 
 from thunder_mem import MemEfficient, estimate, last_plan, predict, simulate
+from thunder_mem.attention import by_cudnn, head_groups, kernels
+from thunder_mem.attention.kernels import ATTENTION_KERNELS
 from thunder_mem.costs.roofline import bound_symbol_flops, cost_s
 from thunder_mem.executors import mem_cudnn_attention_ex, mem_pointwise_ex
 from thunder_mem.fake_execution.operator_scratch import OPERATOR_SCRATCH
-from thunder_mem.kernels import attention_kernels, cudnn_attention, head_groups
-from thunder_mem.kernels.attention_kernels import ATTENTION_KERNELS
 from thunder_mem.memory.device_models import DEVICE_MODELS
 from thunder_mem.runtime.allocation_watch import AllocationWatch
 from thunder_mem.semantics.kernel_scratch import (
@@ -94,7 +94,7 @@ def plans(monkeypatch):
         _scaled_dot_product_cudnn_attention = staticmethod(forward)
         _scaled_dot_product_cudnn_attention_backward = staticmethod(backward)
 
-    monkeypatch.setattr(attention_kernels, "_aten", Stand)
+    monkeypatch.setattr(kernels, "_aten", Stand)
     return found
 
 
@@ -133,7 +133,7 @@ def test_a_plan_of_the_backward_is_found_by_one_layout_of_output_and_gradient_al
 
 def test_the_copy_for_the_key_is_one_query():
     q = lying(1, 4, 64, 16, "BHTD")
-    copy = attention_kernels._with_margin(q)
+    copy = kernels._with_margin(q)
     assert torch.equal(copy, q) and copy.untyped_storage().nbytes() == q.nbytes + 64 * 104 * 4
 
 
@@ -216,8 +216,8 @@ def test_on_a_real_gpu_pytorch_is_asked_from_the_version_on_that_it_prefers(monk
     calls = []
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda *args: calls.append(args) or True)
-    monkeypatch.setattr(cudnn_attention, "simulated_device", lambda: None)
-    monkeypatch.setattr(cudnn_attention, "_fake", lambda mode, p: torch.empty(p.shape, device="meta"))
+    monkeypatch.setattr(by_cudnn, "simulated_device", lambda: None)
+    monkeypatch.setattr(by_cudnn, "_fake", lambda mode, p: torch.empty(p.shape, device="meta"))
     with simulate("H100-80GB"):
         assert any("cudnn" in name for name in names_of(compiled(), *on_gpu())) is asked is bool(calls)
 
@@ -226,9 +226,7 @@ def test_one_key_is_not_for_cudnn():
     with simulate("H100-80GB"):
         q, k, v = on_gpu()
         device = torch.device("cuda")
-        assert attention_kernels.eager_prefers_cudnn(device, 64, 2) and not attention_kernels.eager_prefers_cudnn(
-            device, 64, 1
-        )
+        assert kernels.eager_prefers_cudnn(device, 64, 2) and not kernels.eager_prefers_cudnn(device, 64, 1)
         assert not any("cudnn" in name for name in names_of(compiled(attend_all), q, k[:, :, :1], v[:, :, :1]))
 
 

@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 import thunder_mem.transforms.before_autograd as before_autograd
 from tests.tiling.test_tiles import errors, gradients, made
 from thunder_mem import MemEfficient, Tiles, last_plan, measure_peak, predict, simulate
-from thunder_mem.kernels import head_groups
-from thunder_mem.kernels.attention_kernels import ATTENTION_KERNELS
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
+from thunder_mem.attention import head_groups
+from thunder_mem.attention.choice import plain_call
+from thunder_mem.attention.kernels import ATTENTION_KERNELS
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.planning import tile_selection
 from thunder_mem.runtime.allocation_watch import AllocationWatch
 from thunder_mem.semantics.kernel_scratch import flash_backward_bytes
 from thunder_mem.tiling import heads as tiled_heads
-from thunder_mem.tiling.attention_choice import plain_call
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -5,8 +5,8 @@ import torch
 from thunder.executors import sdpaex
 
 from tests.programs.chunk_tools import program_of
-from thunder_mem.tiling import attention_choice
-from thunder_mem.tiling.attention_choice import SpdaBackend, _is_flash
+from thunder_mem.attention import choice
+from thunder_mem.attention.choice import SpdaBackend, _is_flash
 from thunder_mem.tiling.heads import _before_repetition
 
 BATCH, KEYS, TIMES, ROWS, SIZE = 2, 3, 4, 5, 8
@@ -30,5 +30,5 @@ def test_keys_are_found_before_each_is_repeated_in_a_row(repeated, found):
 @pytest.mark.parametrize(("size", "flash"), [(16, True), (12, False)])
 def test_pytorchs_flash_kernel_runs_heads_of_a_multiple_of_eight(monkeypatch, size, flash):
     monkeypatch.setattr(sdpaex, "_fused_sdp_choice", lambda *call: SpdaBackend.FLASH_ATTENTION)
-    call = dict.fromkeys(attention_choice._ARGUMENTS, torch.ones(1, 2, 3, size)) | {"is_causal": True, "scale": None}
+    call = dict.fromkeys(choice._ARGUMENTS, torch.ones(1, 2, 3, size)) | {"is_causal": True, "scale": None}
     assert _is_flash(call) is flash

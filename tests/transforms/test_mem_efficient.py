@@ -15,7 +15,7 @@ from tests.programs.cases import Case, Seen, differences, observe
 from tests.programs.cases_memory import MEMORY
 from tests.programs.cases_programs import PROGRAMS
 from thunder_mem import MemEfficient
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.kernels.registered import mem_gradients_ex, mem_kernels_ex
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 

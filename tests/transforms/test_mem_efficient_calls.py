@@ -19,7 +19,7 @@ from tests.checking.orders import latest_first
 from tests.fuzzing.command import uncompiled_regions
 from tests.programs.cases import randn
 from thunder_mem import ChunkLossHead, MemEfficient, last_plan
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 
 SCENARIOS = {}

@@ -11,7 +11,7 @@ from tests.fuzzing.command import uncompiled_regions
 from tests.programs.cases import randn
 from tests.programs.predict_cases import peaks_as_planned
 from thunder_mem import MemEfficient, last_plan, measure_peak
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.prediction.predict import predict
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 

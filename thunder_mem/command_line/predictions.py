@@ -15,6 +15,7 @@ from thunder.extend import Executor, get_default_executors
 
 from thunder_mem.analysis.frontier import memory_time_frontier
 from thunder_mem.analysis.frontier_points import Frontier
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.command_line.program import Program, UsageError, in_words
 from thunder_mem.command_line.questions import Outcome, Question, limits_of
 from thunder_mem.command_line.training import loss_of, optimizer_of, stepper_of
@@ -22,7 +23,6 @@ from thunder_mem.comparison.compare import compare
 from thunder_mem.comparison.result import Comparison
 from thunder_mem.frontend.thunderfx import by_thunderfx, highest_peak, is_fx
 from thunder_mem.fusers.fusion_executors import fuser_of, with_fuser
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.memory.device_specs import DeviceSpec
 from thunder_mem.memory.plan import Plan
 from thunder_mem.optimizer.figures import large_state_bytes

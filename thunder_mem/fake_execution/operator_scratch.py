@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from thunder_mem.attention.kernels import eager_prefers_cudnn
 from thunder_mem.fake_execution.probe_keys import layouts, settings, stable_text
-from thunder_mem.kernels.attention_kernels import eager_prefers_cudnn
 from thunder_mem.runtime import scratch_cache
 from thunder_mem.runtime.collector import collector_off
 from thunder_mem.runtime.measure import record_curve

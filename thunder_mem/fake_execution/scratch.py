@@ -27,6 +27,7 @@ from thunder.core.symbol import BoundSymbol, has_tags
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
+from thunder_mem.attention.head_groups import runs_in_groups
 from thunder_mem.chunk_loop.price import host_calls
 from thunder_mem.chunk_loop.symbols import is_chunk_loop, loop_of
 from thunder_mem.fake_execution.operator_scratch import OPERATOR_SCRATCH, zeros_like
@@ -34,7 +35,6 @@ from thunder_mem.fake_execution.probe_keys import lasting_key, operation_key
 from thunder_mem.fake_execution.replay import Ran, proxies, tensor_proxies
 from thunder_mem.fake_execution.whole_functions import run_whole_on_cpu, runs_whole_on_cpu
 from thunder_mem.fusers.fake_regions import run_region
-from thunder_mem.kernels.head_groups import runs_in_groups
 from thunder_mem.optimizer.update import is_update, rehearsal_now, rehearsed, update_of
 from thunder_mem.regions.region_kernels import kernel_figures, region_function_of
 from thunder_mem.runtime import scratch_cache

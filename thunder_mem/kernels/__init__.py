@@ -1,1 +1,1 @@
-"""PyTorch's own kernels for composite operations and gradients that nothing fuses, and for attention."""
+"""PyTorch's own kernels for composite operations and gradients that nothing fuses."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_map_only
 
-from thunder_mem.kernels.attention_kernels import eager_prefers_cudnn
+from thunder_mem.attention.kernels import eager_prefers_cudnn
 
 __all__ = ["ChooseAttention", "cuda_paths"]
 

@@ -11,10 +11,10 @@ import thunder
 import torch
 from thunder.core.trace import TraceCtx
 
+from thunder_mem.attention.by_cudnn import mem_cudnn_attention_ex
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx
 from thunder_mem.fusers.fusion_executors import fuses_generally
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
-from thunder_mem.kernels.cudnn_attention import mem_cudnn_attention_ex
 from thunder_mem.kernels.registered import mem_gradients_ex, mem_kernels_ex
 from thunder_mem.memory.outside_input import quoted
 from thunder_mem.partition.budget import parse_budget

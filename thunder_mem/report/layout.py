@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from thunder_mem.attention.head_groups import groups_of, runs_in_groups
 from thunder_mem.chunk_loop.symbols import loop_of, runs_rows
 from thunder_mem.fake_execution.replay import Event
-from thunder_mem.kernels.head_groups import groups_of, runs_in_groups
 from thunder_mem.memory.units import counted, size
 from thunder_mem.rendering.document import Document, Life, TimelineView
 from thunder_mem.report.dataflow import dataflow_svg

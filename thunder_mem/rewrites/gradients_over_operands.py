@@ -13,8 +13,8 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from thunder_mem.attention.head_groups import is_backward_in_groups, writes_over_operands, writing_over
 from thunder_mem.chunk_loop.symbols import overwritten, rows_with_gradients, writing_over_rows
-from thunder_mem.kernels.head_groups import is_backward_in_groups, writes_over_operands, writing_over
 from thunder_mem.partition.overwriting_on_graph import Overwritable
 from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.semantics.op_traits import traits_of

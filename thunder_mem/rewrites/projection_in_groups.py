@@ -14,7 +14,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import dce
 
-from thunder_mem.kernels.head_groups import groups_of, is_backward_in_groups, projecting
+from thunder_mem.attention.head_groups import groups_of, is_backward_in_groups, projecting
 from thunder_mem.memory.graph import Op
 from thunder_mem.trace.reading import TraceGraph, read_trace
 from thunder_mem.trace.rebuilding import rebuilt

@@ -20,12 +20,12 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import dce
 
-from thunder_mem.kernels.attention_kernels import CUDNN
-from thunder_mem.kernels.head_groups import attention_in_groups
+from thunder_mem.attention.choice import kernel_for, plain_call
+from thunder_mem.attention.head_groups import attention_in_groups
+from thunder_mem.attention.kernels import CUDNN
 from thunder_mem.loop_body.leaves import Leaf, is_cut, read_program, size_bytes
 from thunder_mem.memory.plan import Decision
 from thunder_mem.memory.units import counted
-from thunder_mem.tiling.attention_choice import kernel_for, plain_call
 from thunder_mem.trace.source_lines import place_of
 
 __all__ = ["with_head_groups"]

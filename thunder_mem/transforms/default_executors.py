@@ -6,9 +6,9 @@ from itertools import takewhile
 
 from thunder.extend import TemporaryExecutor, get_always_executors, get_default_executors
 
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.fusers.fusion_executors import fuses_generally
 from thunder_mem.fusers.nvfuser import without_broken_nvfuser
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
 from thunder_mem.kernels.registered import mem_gradients_ex, mem_kernels_ex
 from thunder_mem.planning.executor import user_executors
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex

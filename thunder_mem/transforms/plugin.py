@@ -10,7 +10,7 @@ from thunder.core.transform_common import Transform
 from thunder.extend import Executor, get_executor
 from thunder.plugins import register_plugin
 
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.regions.pointwise_executor import mem_pointwise_ex
 from thunder_mem.transforms import MemEfficient
 

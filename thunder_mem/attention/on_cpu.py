@@ -12,48 +12,25 @@ Shapes: query and output (B, H, T, D), key and value (B, H, S, D), log-sum-exp (
 from __future__ import annotations
 
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import thunder.torch as ltorch
 import torch
 from thunder.core import dtypes
 from thunder.core.devices import DeviceType
 from thunder.core.prims import OpTags
-from thunder.core.proxies import NumberProxy, TensorProxy, pyval
+from thunder.core.proxies import TensorProxy
 from thunder.core.transforms import get_grad, put_grad, put_grads
 from thunder.extend import OperatorExecutor, register_executor
 
-__all__ = [
-    "AttentionCall",
-    "backward_meta",
-    "forward_meta",
-    "last_dim_dense",
-    "log_sums_like",
-    "mem_attention_ex",
-    "value_of",
-]
+from thunder_mem.attention.call import AttentionCall, backward_meta, forward_meta, last_dim_dense, value_of
+
+__all__ = ["mem_attention_ex"]
 
 mem_attention_ex = OperatorExecutor("mem_attention", version="0.1")
 register_executor(mem_attention_ex)
 
 _DTYPES = (dtypes.float64, dtypes.float32, dtypes.bfloat16, dtypes.float16)
-
-
-def last_dim_dense(a: torch.Tensor) -> torch.Tensor:
-    """Make the last dim dense, because the kernels ignore its stride."""
-    return a if a.stride(-1) == 1 else a.contiguous()
-
-
-def forward_meta(query: TensorProxy, *_: Any) -> tuple[TensorProxy, TensorProxy]:
-    """The output and its log-sums, in both kernels' forward."""
-    log_sums = log_sums_like(query)
-    return TensorProxy(like=query), log_sums
-
-
-def log_sums_like(query: TensorProxy) -> TensorProxy:
-    """The logarithm of each row's sum of weights: (B, H, T), at least float32."""
-    wide = dtypes.float64 if dtypes.to_strong_dtype(query.dtype) is dtypes.float64 else dtypes.float32
-    return TensorProxy(shape=query.shape[:3], dtype=wide, device=query.device, requires_grad=False)
 
 
 def _forward(
@@ -74,13 +51,6 @@ def _forward(
     # PyTorch's meta function says float32 even for float64, where the kernel gives float64: this does
     # nothing on a real tensor and tells a fake one the truth.
     return out, logsumexp.to(torch.float64) if query.dtype == torch.float64 else logsumexp
-
-
-def backward_meta(
-    grad_out: TensorProxy, query: TensorProxy, key: TensorProxy, value: TensorProxy, *_: Any
-) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
-    """The gradients of query, key and value."""
-    return TensorProxy(like=query), TensorProxy(like=key), TensorProxy(like=value)
 
 
 def _backward(
@@ -139,23 +109,6 @@ attention_mask_grad = mem_attention_ex.register_operator(
     meta=lambda grad_out, query, key, value, out, logsumexp, attn_mask, scale: TensorProxy(like=attn_mask),
     fn=_mask_grad,
 )
-
-
-def value_of(x: Any) -> Any:
-    """The number of a proxy of one; anything else as it is."""
-    return pyval(x) if isinstance(x, NumberProxy) else x
-
-
-class AttentionCall(NamedTuple):
-    """The arguments of `scaled_dot_product_attention`."""
-
-    query: Any
-    key: Any
-    value: Any
-    attn_mask: Any = None
-    dropout_p: Any = 0.0
-    is_causal: Any = False
-    scale: Any = None
 
 
 def _is_supported(*args: Any, **kwargs: Any) -> bool:

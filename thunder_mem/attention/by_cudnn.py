@@ -23,8 +23,8 @@ from thunder.core.transforms import get_grad, put_grads
 from thunder.extend import OperatorExecutor, register_executor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from thunder_mem.kernels.attention_kernels import ATTENTION_KERNELS, CUDNN, eager_prefers_cudnn
-from thunder_mem.kernels.cpu_attention import AttentionCall, backward_meta, forward_meta, last_dim_dense, value_of
+from thunder_mem.attention.call import AttentionCall, backward_meta, forward_meta, last_dim_dense, value_of
+from thunder_mem.attention.kernels import ATTENTION_KERNELS, CUDNN, eager_prefers_cudnn
 from thunder_mem.runtime.simulated_device import simulated_device
 from thunder_mem.semantics.kernel_scratch import CUDNN_BACKWARD, CUDNN_FORWARD
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare

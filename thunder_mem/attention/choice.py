@@ -11,9 +11,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.executors import sdpaex
 from thunder.executors.utils import SpdaBackend
 
-from thunder_mem.kernels.attention_kernels import CPU, CUDNN, FLASH
-from thunder_mem.kernels.cpu_attention import mem_attention_ex
-from thunder_mem.kernels.cudnn_attention import mem_cudnn_attention_ex
+from thunder_mem.attention.by_cudnn import mem_cudnn_attention_ex
+from thunder_mem.attention.kernels import CPU, CUDNN, FLASH
+from thunder_mem.attention.on_cpu import mem_attention_ex
 
 __all__ = ["kernel_for", "plain_call"]
 

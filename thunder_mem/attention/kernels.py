@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thunder_mem.kernels.cpu_attention import last_dim_dense
+from thunder_mem.attention.call import last_dim_dense
 from thunder_mem.semantics.kernel_scratch import (
     CUDNN_FORWARD_BYTES,
     cudnn_backward_bytes,

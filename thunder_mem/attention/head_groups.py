@@ -1,6 +1,6 @@
 """Attention by groups of heads, which share no values but those of their keys.
 
-A kernel of `kernels/attention_kernels.py` works for a few heads at a time. Keys and values that several heads share
+A kernel of `kernels.py` works for a few heads at a time. Keys and values that several heads share
 need no repetition for all heads at once, and the kernel's own memory is that of one group. The numbers of each head
 are those of the kernel for all heads. The result lies as the next product reads it, so that it needs no copy.
 
@@ -21,8 +21,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.transforms import get_grad, put_grads, register_grad
 from torch import Tensor
 
-from thunder_mem.kernels.attention_kernels import ATTENTION_KERNELS, CPU
-from thunder_mem.kernels.cpu_attention import backward_meta, last_dim_dense, log_sums_like, mem_attention_ex
+from thunder_mem.attention.call import backward_meta, last_dim_dense, log_sums_like
+from thunder_mem.attention.kernels import ATTENTION_KERNELS, CPU
+from thunder_mem.attention.on_cpu import mem_attention_ex
 from thunder_mem.memory.device_bytes import block_bytes
 from thunder_mem.semantics.op_traits import PLAIN, MemoryTraits, declare
 
