@@ -5,6 +5,13 @@
 
 from thunder_mem.attention.by_cudnn import mem_cudnn_attention_ex
 from thunder_mem.attention.on_cpu import mem_attention_ex
+from thunder_mem.attention.with_mask import mem_masked_attention_ex
 from thunder_mem.regions.pointwise_executor import MemPointwiseExecutor, mem_pointwise_ex
 
-__all__ = ["MemPointwiseExecutor", "mem_attention_ex", "mem_cudnn_attention_ex", "mem_pointwise_ex"]
+__all__ = [
+    "MemPointwiseExecutor",
+    "mem_attention_ex",
+    "mem_cudnn_attention_ex",
+    "mem_masked_attention_ex",
+    "mem_pointwise_ex",
+]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.tiling.test_head_groups import Layers, assert_right, compiled, few_blocks  # noqa: F401 - a fixture
+from tests.attention.test_head_groups import Layers, assert_right, compiled, few_blocks  # noqa: F401 - a fixture
 from tests.tiling.test_tiles import made
 from thunder_mem import Tiles, last_plan
 from thunder_mem.decisions import partition_choice, refine, tile_borders

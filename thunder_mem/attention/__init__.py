@@ -1,1 +1,1 @@
-"""Attention as one operation: by PyTorch's kernels of a CPU and of a GPU, by cuDNN, and in groups of heads."""
+"""Attention as one operation: by PyTorch's kernels of a CPU and of a GPU, with a mask, by cuDNN, and by heads."""

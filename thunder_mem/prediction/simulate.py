@@ -225,4 +225,9 @@ def _efficient_takes(spec: DeviceSpec, query: Any, key: Any, value: Any, attn_ma
         return False
     if int(query.shape[-1]) != int(key.shape[-1]):
         return False
+    # `check_head_dim_size_mem_efficient`: the elements that tensor cores take at once.
+    of_float32 = 4 if spec.capability >= (8, 0) else 1
+    unit = of_float32 if dtypes.to_strong_dtype(query.dtype) is dtypes.float32 else 8
+    if any(int(t.shape[-1]) % unit for t in (query, value)):
+        return False
     return dtypes.to_strong_dtype(query.dtype) in accepted and not (causal and attn_mask is not None)

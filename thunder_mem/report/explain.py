@@ -13,6 +13,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_mem.attention.by_cudnn import mem_cudnn_attention_ex
 from thunder_mem.attention.on_cpu import mem_attention_ex
+from thunder_mem.attention.with_mask import mem_masked_attention_ex
 from thunder_mem.frontend.thunderfx import highest_peak, is_fx
 from thunder_mem.fusers.fusion_executors import fuses_generally
 from thunder_mem.kernels.registered import mem_gradients_ex, mem_kernels_ex
@@ -38,7 +39,14 @@ from thunder_mem.transforms.last_compilation import why_no_plan
 
 __all__ = ["explain"]
 
-_OURS = (mem_attention_ex, mem_cudnn_attention_ex, mem_kernels_ex, mem_gradients_ex, mem_pointwise_ex)
+_OURS = (
+    mem_attention_ex,
+    mem_cudnn_attention_ex,
+    mem_gradients_ex,
+    mem_kernels_ex,
+    mem_masked_attention_ex,
+    mem_pointwise_ex,
+)
 
 FAILED = "MemEfficient could not plan this function, and this is the memory of Thunder's own program instead: "
 NEVER_CALLED = "the jitted function has never been called, so there is nothing to explain: call it once"

@@ -30,7 +30,7 @@ from thunder_mem.regions.pointwise_executor import mem_pointwise_ex, new_leaves,
 from thunder_mem.regions.region_kernels import region_function_of
 from thunder_mem.rewrites.region_reuse import plan_reuse
 from thunder_mem.schedule.registry import SortFunction
-from thunder_mem.semantics.aliases import Aliases
+from thunder_mem.semantics.aliases import FRESH_EXECUTORS, Aliases
 from thunder_mem.semantics.op_traits import traits_of
 from thunder_mem.trace.reading import TraceGraph, proxies_in, read_trace
 from thunder_mem.trace.rebuilding import in_order, rebuilt
@@ -38,7 +38,7 @@ from thunder_mem.trace.rebuilding import in_order, rebuilt
 __all__ = ["BufferReuse", "reuse_and_sort", "reuse_dying", "with_reuse"]
 
 # Operations whose results, unless views, have their own memory.
-_FRESH_EXECUTORS = {"torch", "sdpa", "mem_attention", "mem_cudnn_attention", "mem_kernels", "mem_gradients", "python"}
+_FRESH_EXECUTORS = FRESH_EXECUTORS | {"torch", "sdpa", "python"}
 
 
 @dataclass(frozen=True)

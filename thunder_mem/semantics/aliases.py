@@ -20,10 +20,12 @@ from thunder_mem.semantics.effects import is_copy
 from thunder_mem.semantics.layout import is_view, torch_view
 from thunder_mem.semantics.op_traits import PLAIN, traits_of
 
-__all__ = ["Aliases", "may_share_memory"]
+__all__ = ["FRESH_EXECUTORS", "Aliases", "may_share_memory"]
 
-# All results of these executors' operations have their own memory.
-_FRESH_EXECUTORS = {"mem_attention", "mem_cudnn_attention", "mem_kernels", "mem_gradients"}
+FRESH_EXECUTORS = frozenset(
+    ("mem_attention", "mem_cudnn_attention", "mem_masked_attention", "mem_kernels", "mem_gradients")
+)
+"""All results of these executors' operations have their own memory."""
 # Composites that always compute.
 _FRESH_COMPOSITES = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "multi_head_attention_forward"}
 _MAY_RETURN_THEIR_OPERAND = {PrimIDs.BITCAST, PrimIDs.DEVICE_PUT, PrimIDs.STRIDE_ORDER}
@@ -33,7 +35,7 @@ def may_share_memory(bsym: BoundSymbol) -> bool:
     """Whether a result of this bound symbol, taken without its subsymbols, may share memory with an operand."""
     if is_view(bsym) or bsym.sym.id in _MAY_RETURN_THEIR_OPERAND:
         return True
-    if bsym.sym.executor is not None and str(bsym.sym.executor.name) in _FRESH_EXECUTORS:
+    if bsym.sym.executor is not None and str(bsym.sym.executor.name) in FRESH_EXECUTORS:
         return False
     if bsym.subsymbols:  # the subsymbols decide, unless an executor runs the whole by PyTorch's own function
         return torch_view(bsym.sym.name) is not None

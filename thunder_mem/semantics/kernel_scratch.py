@@ -119,6 +119,8 @@ def _binary_loss_bytes(bsym: BoundSymbol, out: TensorProxy) -> int:
 
 def scratch_follows_layout(bsym: BoundSymbol) -> bool:
     """Whether the scratch depends on how the arguments lie in memory."""
+    if traits_of(bsym).copies_bytes is not None:
+        return True
     return bsym.sym.is_fusion or bsym.sym.name in _READ_BY_ROWS or _in_one_group(bsym)
 
 
@@ -140,6 +142,8 @@ def attention_copies_bytes(bsym: BoundSymbol, layout: Layout) -> int:
     The source is `_flash_attention_backward` in PyTorch's
     `aten/src/ATen/native/transformers/cuda/attention_backward.cu`.
     """
+    if (declared := traits_of(bsym).copies_bytes) is not None:
+        return declared(bsym, layout)
     name, tensors = bsym.sym.name, [layout[a.name] if isinstance(a, TensorProxy) else None for a in bsym.args]
     copied: list[torch.Tensor | None] = []
     if name in (FLASH_FORWARD, FLASH_BACKWARD) and (size := int(bsym.args[0].shape[-1])) % 8:

@@ -35,6 +35,8 @@ class MemoryTraits:
         result_layouts: by a result's name, a meta tensor with its strides, from those of the arguments.
         on_host: the names of values in the host's memory that it reads or makes, each with its device.
         scratch_bytes: bytes held while it runs, beyond arguments and results; None if unknown.
+        copies_bytes: bytes of copies of arguments that do not lie as the kernel reads them, by the arguments' layout,
+            beside `scratch_bytes`; None if unknown.
         kernels: its kernels on a GPU, by the layout of its arguments; None for all but regions there.
         seconds: its time on a device; None for the roofline's.
         group: the process group with which it communicates inside.
@@ -57,6 +59,7 @@ class MemoryTraits:
     result_layouts: Callable[[BoundSymbol, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = lambda *_: {}
     on_host: Callable[[BoundSymbol], Mapping[str, str]] = lambda bsym: {}
     scratch_bytes: Callable[[BoundSymbol], int] | None = None
+    copies_bytes: Callable[[BoundSymbol, Any], int] | None = None
     kernels: Callable[[BoundSymbol, Any], KernelFigures | NotWritten | None] = lambda *_: None
     seconds: Callable[[BoundSymbol, DeviceModel], float | None] = lambda *_: None
     group: Callable[[BoundSymbol], Any] = lambda bsym: None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from itertools import takewhile
 
+from thunder.executors.sdpaex import sdpa_ex
 from thunder.extend import TemporaryExecutor, get_always_executors, get_default_executors
 
 from thunder_mem.attention.on_cpu import mem_attention_ex
+from thunder_mem.attention.with_mask import mem_masked_attention_ex
 from thunder_mem.fusers.fusion_executors import fuses_generally
 from thunder_mem.fusers.nvfuser import without_broken_nvfuser
 from thunder_mem.kernels.registered import mem_gradients_ex, mem_kernels_ex
@@ -16,7 +18,7 @@ from thunder_mem.runtime.simulated_device import simulated_device
 
 __all__ = ["JOINING", "with_own_executors"]
 
-_WITHOUT_FUSION = (mem_attention_ex, mem_kernels_ex)
+_WITHOUT_FUSION = (mem_attention_ex, mem_masked_attention_ex, mem_kernels_ex)
 
 JOINING = (*_WITHOUT_FUSION, mem_gradients_ex)
 """The package's executors that join a list: the last one each, the others one in which none fuses."""
@@ -24,7 +26,16 @@ JOINING = (*_WITHOUT_FUSION, mem_gradients_ex)
 
 def with_own_executors(executors: tuple) -> tuple:
     """The executors of a program that is planned: the user's or Thunder's, and the package's own where they serve."""
-    return _with_kernels(_with_defaults(executors))
+    return _with_kernels(_with_masked_attention(_with_defaults(executors)))
+
+
+def _with_masked_attention(executors: tuple) -> tuple:
+    """Let PyTorch's kernel for masks be called as eager PyTorch calls it, where Thunder would call it otherwise."""
+    given = user_executors(executors)
+    if mem_masked_attention_ex in given or sdpa_ex not in given:
+        return executors
+    at = executors.index(sdpa_ex)
+    return (*executors[:at], mem_masked_attention_ex, *executors[at:])
 
 
 def _with_kernels(executors: tuple) -> tuple:

@@ -79,8 +79,8 @@ class MemEfficient(ListedTransform):
     fused code, which operations are fused, and the order of all operations. Without `executors` in
     `thunder.jit`, Thunder's default list is used. If that list has no general fusion executor, `mem_pointwise`
     (and `mem_attention` on a CPU) join it. If nothing in your own list fuses, PyTorch's own kernels of
-    composite operations join it (`mem_kernels`, `mem_attention`). PyTorch's own gradients of convolutions
-    and of binary cross entropy (`mem_gradients`) join each list.
+    composite operations join it (`mem_kernels`, `mem_attention`, `mem_masked_attention`). PyTorch's own gradients
+    of convolutions and of binary cross entropy (`mem_gradients`) join each list.
 
     Args:
         sort: the algorithm that orders the program: a name of `thunder_mem.SORTS`, or your own
