@@ -9,6 +9,7 @@ import thunder
 import torch
 from litgpt import GPT, Config
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import planning
 from benchmarks.litgpt.fake_loop import benchmark_loop, fake_cpu, fake_peak, held_bytes
@@ -157,6 +158,23 @@ def test_the_simulated_compiler_peaks_where_the_real_one_does(loss_inside):
         model, optimizer, batch = small(loss_inside)
         simulated = inductor_peak(model, optimizer, batch, loss_inside=loss_inside)
     assert simulated.peak_bytes <= real.peak_bytes <= simulated.peak_bytes * 1.01
+
+
+@pytest.mark.slow
+def test_what_may_draw_in_a_checkpoint_is_simulated_under_torch_compile():
+    """Inductor saves the generator's state around attention there, by an operator of higher order."""
+
+    class Attending(Head):
+        def forward(self, tokens):
+            x = self.embed(tokens)[:, None]
+            attend = torch.nn.functional.scaled_dot_product_attention
+            return self.head(checkpoint(lambda t: attend(t.sin(), t, t), x, use_reentrant=False)[:, 0])
+
+    with fake_cpu():
+        model = Attending()
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        assert inductor_peak(model, optimizer, (tokens, tokens), loss_inside=False).peak_bytes > 0
 
 
 @pytest.mark.slow

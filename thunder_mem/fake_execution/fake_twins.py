@@ -190,7 +190,9 @@ class Watch(TorchDispatchMode):
 
     def _is_view_of_outside(self, func: Any, args: tuple) -> bool:
         """Whether it makes a view of what the caller's code holds and what does not count; `torch.tensor(0.0)` does."""
-        return func.is_view and func is not torch.ops.aten.lift_fresh.default and not self.ledger.block_of(args[0])
+        if func.name() in _RANDOM or func is torch.ops.aten.lift_fresh.default:
+            return False
+        return func.is_view and not self.ledger.block_of(args[0])
 
     def _known(self, t: torch.Tensor) -> float | None:
         """The number in one of the known scalars, or in a clone of one; None for any other tensor."""
