@@ -157,6 +157,9 @@ FUNCTIONS = {
     "of two values": cells,
     "of two namesakes": lambda x, w: (x * w).norm(dim=-1) + torch.linalg.norm(x, dim=-1),
     "products": lambda x, w: torch.addmm(w, x[0], x[1].t() @ x[2]) + (x[0] * w).mm(x[1].t() @ x[2]),
+    "attention that shares keys": lambda x, w: F.scaled_dot_product_attention(
+        (x * w).view(1, 4, 5, 6), x.view(2, 2, 5, 6)[:1], (x + w).view(2, 2, 5, 6)[1:], is_causal=True, enable_gqa=True
+    ),
     "detach": lambda x, w: F.mse_loss(x * w, (x * w).detach() * 2) + (x * w).float().double().sum(),
     "log_softmax with its own warning": lambda x, w: F.nll_loss(
         nn.LogSoftmax(-1)((x * w).flatten(0, 1)), torch.arange(15) % 8, ignore_index=3

@@ -128,6 +128,17 @@ FUNCTIONS = {
         torch._weight_norm(x, x[:, :1], -2) * torch._weight_norm(x, x[:1], 1)
         + torch._weight_norm(x, x.sum(), -1) * torch._weight_norm(x[0], x[1], 0)
     ),
+    "keys for several heads": lambda x: (
+        F.scaled_dot_product_attention(
+            x.view(2, 4, 3, 1), x.view(2, 2, 2, 3)[..., :1], x.view(2, 1, 2, 6), is_causal=False, enable_gqa=True
+        )
+        * F.scaled_dot_product_attention(
+            x.view(4, 3, 2), x[:2].view(2, 3, 2), x[2:].view(2, 3, 2), torch.ones(3, 3).tril() > 0, enable_gqa=True
+        ).mean()
+        + F.scaled_dot_product_attention(
+            x.view(1, 4, 3, 2), x.view(1, 4, 3, 2), x.view(1, 4, 3, 2), enable_gqa=True
+        ).sum()
+    ),
     "eye": lambda x: x * torch.eye(4, 6, dtype=x.dtype) + x @ torch.eye(6, dtype=torch.float64),
     "as_tensor": lambda x: torch.as_tensor(x) * torch.as_tensor(x, dtype=torch.float32) * torch.as_tensor(2.0),
     "tile": lambda x: x.tile(2) * torch.tile(x, (3, 1, 2)) * x.tile((2,)) + x.tile(1, 2),
@@ -143,6 +154,12 @@ def test_values_and_gradients_are_pytorchs(name):
     torch.testing.assert_close(
         with_gradients(compiled, X), with_gradients(fn, X), rtol=1e-12, atol=1e-12, equal_nan=True
     )
+
+
+def test_keys_that_cannot_be_shared_are_refused():
+    fn = thunder.jit(lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True), transforms=[MemEfficient()])
+    with pytest.raises(RuntimeError, match="3 heads of keys or values between 4 of queries"):
+        fn(torch.ones(1, 4, 2, 2), torch.ones(1, 3, 2, 2))
 
 
 def test_a_negative_variance_gives_no_number():

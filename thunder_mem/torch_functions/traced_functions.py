@@ -5,6 +5,7 @@
 - reductions, `cat`, `stack` and `softmax` with ``axis=`` and ``keepdims=``, NumPy's names that PyTorch takes, too;
 - methods that write, such as `sigmoid_`, `clip_` and `addmm_`, which it has without the write;
 - `torch.eye`, `as_tensor` of a tensor, `x.tile(2)`, and `x.clone(memory_format=...)`;
+- `scaled_dot_product_attention(enable_gqa=True)`, which shares keys and values between heads;
 - `instance_norm` of a module that tracks statistics, which Thunder silently leaves as they are;
 - those of `torch_functions/refused_functions.py`.
 
@@ -32,7 +33,7 @@ from thunder.torch.langctx import _method_name_to_fn_map, register_method
 
 from thunder_mem.torch_functions.refused_functions import REFUSED, REFUSED_METHODS
 
-__all__ = ["complete_functions"]
+__all__ = ["WITH_MORE_ARGUMENTS", "complete_functions"]
 
 
 def complete_functions(is_own_program: Callable[[], bool]) -> None:
@@ -163,6 +164,34 @@ def _clone(a: TensorProxy, *, memory_format: Any = torch.preserve_format) -> Ten
     return copied if memory_format is torch.preserve_format else ltorch.contiguous(copied, memory_format=memory_format)
 
 
+def _attention(
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    attn_mask: TensorProxy | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> TensorProxy:
+    if enable_gqa:
+        key, value = (_for_heads(t, query.shape[-3]) for t in (key, value))
+    return ltorch.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+def _for_heads(t: TensorProxy, heads: int) -> TensorProxy:
+    """Keys or values (..., K, S, D), each head as often in a row as there are `heads` of queries for it."""
+    times, rest = divmod(heads, t.shape[-3])
+    if rest:
+        raise RuntimeError(f"enable_gqa=True shares {t.shape[-3]} heads of keys or values between {heads} of queries")
+    if times == 1:
+        return t
+    *batch, of_keys, rows, size = t.shape
+    shown = ltorch.expand(ltorch.unsqueeze(t, -3), (*batch, of_keys, times, rows, size))
+    return ltorch.reshape(shown, (*batch, heads, rows, size))
+
+
 def _instance_norm(
     a: TensorProxy,
     running_mean: TensorProxy | None = None,
@@ -214,8 +243,11 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.clone: _clone,
     torch.Tensor.clone: _clone,
     F.instance_norm: _instance_norm,
+    F.scaled_dot_product_attention: _attention,
     **REFUSED,
 }
+WITH_MORE_ARGUMENTS: dict[Any, Callable[..., Any]] = {ltorch.scaled_dot_product_attention.id: _attention}
+"""By the id of Thunder's symbol: the function with all of PyTorch's arguments, for ThunderFX."""
 # A method is looked up as such a function, too: interpreted, its lines would stand for the program's.
 _TRACED = {
     original: _traced(replacement)

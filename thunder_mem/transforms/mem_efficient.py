@@ -38,6 +38,7 @@ from thunder_mem.semantics.shared_parameters import tag_shared_parameters
 from thunder_mem.tiling.marks import strip_tile_marks
 from thunder_mem.tiling.tiles import Tiles
 from thunder_mem.torch_functions.missing_gradients import register_missing
+from thunder_mem.torch_functions.traced_functions import WITH_MORE_ARGUMENTS
 from thunder_mem.torch_functions.whole_functions import FUSED, WRITTEN_OUT
 from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
 from thunder_mem.transforms.base import ListedTransform
@@ -205,7 +206,7 @@ class MemEfficient(ListedTransform):
         self._chunk = chunk
         self._tile = tile
         watch_calls(_is_ours)
-        keep_written_out(_is_ours, WRITTEN_OUT | FUSED)
+        keep_written_out(_is_ours, WRITTEN_OUT | FUSED | WITH_MORE_ARGUMENTS)
         self._recompute = recompute
         self._plan = None if plan is None else read_plan(plan)
         self._offload = offload
