@@ -4,6 +4,8 @@ Everything runs in float64, and the reference draws random numbers as Thunder do
 order), so the two agree to rounding: another mask, or an overwritten operand, would be off by far more.
 """
 
+import functools
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -11,11 +13,12 @@ import thunder
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint_sequential, create_selective_checkpoint_contexts
 
 from tests.checking.defects import BEYOND, DEFECTS
 from tests.checking.oracle import check
 from tests.fuzzing.command import CONFIGS, uncompiled_regions
-from thunder_mem import MemEfficient
+from thunder_mem import MemEfficient, measure_peak
 from thunder_mem.frontend.checkpoint_tags import CHECKPOINTED
 from thunder_mem.prediction.predict import predict
 
@@ -368,3 +371,75 @@ def test_through_torch_compile():
 @pytest.mark.parametrize("name", BEYOND)
 def test_what_thunder_alone_gets_wrong_is_right(name: str, executors: str):
     assert check(DEFECTS[name].program, CONFIGS[executors].compile) == []
+
+
+def keywords(x, w):
+    return torch_checkpoint(lambda a, b=None: (a @ w).tanh() * b, x, b=x, use_reentrant=False, determinism_check="none")
+
+
+def reentrant(x, w):
+    return torch_checkpoint(lambda a: (a @ w).tanh().exp(), x.sin(), use_reentrant=True, preserve_rng_state=False) @ w
+
+
+def one_in_another(x, w):
+    inner = functools.partial(torch_checkpoint, lambda b: (b @ w).sin().exp(), use_reentrant=False)
+    return torch_checkpoint(lambda a: inner((a @ w).sin().exp()) + a, x, use_reentrant=False).tanh()
+
+
+def structures(x, w):
+    first, rest = torch_checkpoint(
+        lambda a, more: (a * more["w"], {"x": a.exp()}), x, {"w": x.sin()}, use_reentrant=False
+    )
+    return first @ w + rest["x"]
+
+
+def in_sequence(x, w):
+    layers = [lambda a: (a @ w).sin(), torch.tanh, lambda a: (a @ w).exp(), torch.sigmoid]
+    return checkpoint_sequential(layers, 2, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("executors", [[], None], ids=["unfused", "fused"])
+@pytest.mark.parametrize("fn", [keywords, reentrant, one_in_another, structures, in_sequence])
+def test_checkpoints_are_called_as_in_pytorch(fn, executors):
+    """Thunder refuses the first three, or puts the inner one before the outer one."""
+    given = [torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    mine, theirs = ([t.clone().requires_grad_() for t in given] for _ in range(2))
+    jitted = thunder.jit(
+        fn, transforms=[MemEfficient(strict=True)], **({} if executors is None else {"executors": executors})
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        result = jitted(*mine)
+    expected = fn(*theirs)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(expected)
+    result.backward(weight)
+    expected.backward(weight)
+    for ours, eager in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(ours.grad, eager.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_nested_checkpoints_peak_below_eagers():
+    def deep(x, w):
+        for _ in range(4):
+            x = one_in_another(x, w)
+        return x.sum()
+
+    x, w = torch.randn(512, 32, requires_grad=True), (torch.randn(32, 32) / 8).requires_grad_()
+    jitted = thunder.jit(deep, executors=[], transforms=[MemEfficient(strict=True)])
+
+    def step(fn):
+        torch.autograd.grad(fn(x, w), (x, w))
+
+    step(jitted)
+    assert measure_peak(step, jitted) < measure_peak(step, deep)
+
+
+def test_a_choice_of_what_to_recompute_is_ignored_with_a_warning():
+    chooses = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def fn(x, w):
+        return torch_checkpoint(lambda a: (a @ w).sin(), x, use_reentrant=False, context_fn=chooses)
+
+    with pytest.warns(UserWarning, match="context_fn= of a checkpoint is ignored"):
+        thunder.jit(fn, transforms=[MemEfficient(strict=True)])(torch.ones(2, 2), torch.ones(2, 2))

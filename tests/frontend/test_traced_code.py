@@ -1,12 +1,17 @@
 """Code that Thunder traces means what it means with PyTorch."""
 
+from collections import namedtuple
+from typing import NamedTuple
+
 import pytest
 import thunder
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from thunder.core.interpreter import InterpreterError
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from thunder_mem import MemEfficient
+from thunder_mem import MemEfficient, predict
 
 WIDTHS = {torch.float32: 4.0, torch.bfloat16: 2.0}
 
@@ -143,3 +148,77 @@ def test_softmax_modules_without_a_dim(module):
         torch.testing.assert_close(
             thunder.jit(module, executors=[], transforms=[MemEfficient(strict=True)])(x), module(x)
         )
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor | None = None
+
+
+Pair = namedtuple("Pair", "first second")
+
+RESULTS = {
+    "alone": lambda x: Output(x.sum(), x.sin()),
+    "in each other": lambda x: Output(x.sum(), (Pair(x.sin(), 3), [x.cos()])),
+    "in a dict": lambda x: {"a": Pair(x.sin(), x), "b": [Pair(1, Output(x.exp()))]},
+    "of numbers": lambda x: (x.sin(), Pair(1, None)),
+    "read as well": lambda x: (pair := Pair(x.sin(), x.cos()), pair.first * pair[1]),
+}
+
+
+@pytest.mark.parametrize("executors", [[], None], ids=["unfused", "fused"])
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_named_tuples(name, executors):
+    fn, x = RESULTS[name], torch.rand(3, requires_grad=True)
+    jitted = thunder.jit(fn, transforms=[MemEfficient(strict=True)], **({} if executors is None else {"executors": []}))
+    for _ in range(2):
+        found, expected = jitted(x), fn(x)
+        torch.testing.assert_close(found, expected)
+        parts, structure = torch.utils._pytree.tree_flatten(found)
+        others, as_expected = torch.utils._pytree.tree_flatten(expected)
+        assert structure == as_expected
+        (grad,), (exact,) = (
+            torch.autograd.grad(sum(t.sum() for t in ts if isinstance(t, torch.Tensor)), x) for ts in (parts, others)
+        )
+        torch.testing.assert_close(grad, exact)
+    assert predict(jitted, x).peak_bytes > 0
+
+
+@pytest.mark.parametrize("backends", [SDPBackend.MATH, [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]])
+def test_a_choice_of_attentions_kernel_does_nothing_but_warn(backends):
+    def fn(q):
+        with sdpa_kernel(backends):
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    q = torch.randn(1, 2, 4, 8)
+    jitted = thunder.jit(fn, transforms=[MemEfficient(strict=True)])
+    with pytest.warns(UserWarning, match="sdpa_kernel"):
+        torch.testing.assert_close(jitted(q), fn(q))
+    with pytest.raises(InterpreterError, match="fromkeys"):
+        thunder.jit(fn)(q)
+
+
+class MovingMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.mean.data.mul_(0.9).add_(y.data.mean(0), alpha=0.1)
+        return (y * self.mean.data).sum() + (y.data * y).mean()
+
+
+def test_data_of_a_tensor_has_no_gradient_and_is_written():
+    torch.manual_seed(0)
+    module, x = MovingMean(), torch.randn(3, 4)
+    eager = MovingMean()
+    eager.load_state_dict(module.state_dict())
+    jitted = thunder.jit(module, transforms=[MemEfficient(strict=True)])
+    for _ in range(2):
+        for program in (jitted, eager):
+            program(x).backward()
+    torch.testing.assert_close(module.mean, eager.mean)
+    for mine, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

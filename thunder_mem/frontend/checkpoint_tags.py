@@ -9,27 +9,67 @@ Values that cannot be repeated are kept in their smallest form, and live values 
 Recomputed operations never have effects. So a BatchNorm inside a checkpoint updates its statistics once a step, as
 without the checkpoint, in Thunder and in torch.compile. (Eager PyTorch runs it again in the backward, and so updates
 them twice.)
+
+While Thunder traces, `traced_checkpoint` takes a call with all of PyTorch's arguments. Thunder 0.2.6 refuses
+`use_reentrant=True` and keywords of the function, and puts a checkpoint inside of another one before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import warnings
+from collections.abc import Callable, Collection
+from functools import wraps
+from typing import Any
 
 import thunder.torch as ltorch
-from thunder.core.proxies import ProxyTag
+from thunder.core.interpreter import INTERPRETER_SIGNALS, _interpret_call, unwrap
+from thunder.core.jit_ext import _general_jit_lookaside_map, get_jit_ctx
+from thunder.core.proxies import Proxy, ProxyTag
+from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from thunder_mem.frontend.own_programs import is_own_program
 from thunder_mem.runtime.repeatability import recompute_obstacle
 from thunder_mem.trace.reading import TraceGraph
 from thunder_mem.trace.rebuilding import rebuilt
 
-__all__ = ["CHECKPOINTED", "checkpointed_storages", "take_over_checkpoints"]
+__all__ = ["CHECKPOINTED", "checkpointed_storages", "take_over_checkpoints", "traced_checkpoint"]
 
 BoundSymbolTag.register_tag("CHECKPOINTED")
 CHECKPOINTED = BoundSymbolTag.CHECKPOINTED
 _THUNDERS = BoundSymbolTag.RECOMPUTE_IN_BACKWARD
 _THUNDERS_ON_PROXY = ProxyTag.RECOMPUTE_IN_BACKWARD
+_TRACED_BY_THUNDER: Callable[..., Any] = _general_jit_lookaside_map[checkpoint]
+_OPTIONS = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
+
+
+@wraps(_TRACED_BY_THUNDER)
+def traced_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trace a call of `torch.utils.checkpoint.checkpoint`; all values that it makes inside get Thunder's tag.
+
+    A reentrant checkpoint is traced as any other, so that parameters inside have gradients even where no argument has.
+    """
+    if not is_own_program():
+        return _TRACED_BY_THUNDER(function, *args, **kwargs)
+    options = {name: unwrap(kwargs.pop(name)) for name in _OPTIONS if name in kwargs}
+    if options.get("context_fn") not in (None, noop_context_fn):
+        warnings.warn(
+            "the context_fn= of a checkpoint is ignored, because MemEfficient itself chooses what to recompute",
+            stacklevel=2,
+        )
+    trace = get_jit_ctx().computation_trace
+    trace.push_scope([])
+    result = _interpret_call(function, *args, **kwargs)
+    made = trace.pop_scope()
+    trace.peek_scope().extend(made)
+    if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+        leaves, _ = tree_flatten([unwrap(x) for x in (*args, *kwargs.values(), result)])
+        outside = {p.name for p in leaves if isinstance(p, Proxy)}
+        for p in (p for b in made for p in b.flat_proxy_outs if p.name not in outside):
+            p.tags.add(_THUNDERS_ON_PROXY)
+    return result
 
 
 def take_over_checkpoints(trace: TraceCtx) -> TraceCtx:

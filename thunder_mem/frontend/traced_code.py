@@ -15,13 +15,19 @@
   ``h[is_padding] = self.padding``.
 - ``x % n``, ``+x``, ``x.H`` and ``x.mH`` are missing.
 - ``f(*(x for x in xs))`` is refused, by which `nn.utils.parametrizations` make weights of several tensors.
+- Checkpoints may be reentrant, have keywords, and be inside of each other: see `traced_checkpoint`.
+- A named tuple is no result, and ``x.data`` (as ``x.detach()``) and ``sdpa_kernel(...)`` are unknown. Executors choose
+  the kernel of attention, so the latter does nothing.
 - Dropouts in place (`nn.Dropout(inplace=True)`) are refused, or do not write. They draw, and the result is copied.
 """
 
 from __future__ import annotations
 
 import operator
+import re
+import warnings
 from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import FunctionType
 from typing import Any
@@ -29,23 +35,30 @@ from typing import Any
 import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
+from thunder.core import jit_ext
 from thunder.core.dtypes import bool8, dtype, to_torch_dtype
 from thunder.core.interpreter import INTERPRETER_SIGNALS, _interpret_call, unwrap, wrap, wrap_const
 from thunder.core.jit_ext import _general_jit_lookaside_map
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import AnyProxy, TensorProxy
+from thunder.core.symbol import Symbol
+from thunder.extend import OperatorExecutor
 from thunder.torch.langctx import register_method
 from torch import nn
 from torch.backends.mha import get_fastpath_enabled
 from torch.distributions.kl import _dispatch_kl
+from torch.nn.attention import sdpa_kernel
 from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import is_tensor_like
+from torch.utils.checkpoint import checkpoint
 
+from thunder_mem.frontend.checkpoint_tags import traced_checkpoint
 from thunder_mem.frontend.own_programs import is_own_program
 
 __all__ = ["mend_traced_code"]
 
 _THUNDERS = _general_jit_lookaside_map[getattr]
+_BUILT_BY_THUNDER = jit_ext.build_value_from_wrapped
 _GETITEM = _general_jit_lookaside_map[TensorProxy.__getitem__]
 _SETITEM = _general_jit_lookaside_map[TensorProxy.__setitem__]
 
@@ -59,6 +72,9 @@ def mend_traced_code() -> None:
     _general_jit_lookaside_map[get_fastpath_enabled] = _has_fast_path
     _general_jit_lookaside_map[nn.RNNBase._update_flat_weights] = _without_weak_references
     _general_jit_lookaside_map[ParametrizationList.forward] = _parametrized
+    _general_jit_lookaside_map[checkpoint] = traced_checkpoint
+    _general_jit_lookaside_map[sdpa_kernel] = _without_choice
+    jit_ext.build_value_from_wrapped = _built
     _general_jit_lookaside_map[is_tensor_like] = _is_like_a_tensor
     _general_jit_lookaside_map[torch._is_all_true] = _is_valid
     _general_jit_lookaside_map[_dispatch_kl] = lambda *types: wrap_const(_dispatch_kl(*map(unwrap, types)))
@@ -73,6 +89,8 @@ def _getattr(obj: Any, name: Any, *default: Any) -> Any:
         return _interpret_call(operator.getitem, obj, wrap_const(place))
     if unwrap(name) == "_flat_weights" and isinstance(unwrap(obj), nn.RNNBase) and is_own_program():
         return _interpret_call(lambda rnn: [getattr(rnn, weight) for weight in rnn._flat_weights_names], obj)
+    if unwrap(name) == "data" and isinstance(unwrap(obj), TensorProxy) and is_own_program():
+        return _interpret_call(torch.Tensor.detach, obj)
     if unwrap(name) in ("H", "mH") and isinstance(unwrap(obj), TensorProxy) and is_own_program():
         return _interpret_call(_adjoint, obj)
     value = _THUNDERS(obj, name, *default)
@@ -101,6 +119,54 @@ def _setitem(a: Any, key: Any, value: Any) -> Any:
 def _masked(a: Any, mask: Any, value: Any) -> None:
     chosen = mask.reshape(mask.shape + (1,) * (a.ndim - mask.ndim))
     a.copy_(torch.where(chosen, value.to(a.dtype), a))
+
+
+def _built(wrapped: Any) -> Any:
+    """A part of a program's result, for the trace that assembles it: named tuples as calls of their classes."""
+    if not is_own_program():
+        return _BUILT_BY_THUNDER(wrapped)
+    value = wrapped.value
+    if not _is_named_tuple(value):
+        return _with_calls(_BUILT_BY_THUNDER(wrapped))
+    parts = zip(wrapped.item_wrappers, value, strict=True)
+    return _made_of(type(value))(*(_with_calls(item) if part is None else _built(part) for part, item in parts))
+
+
+def _with_calls(value: Any) -> Any:
+    """A part that Thunder's interpreter has not looked into, with a call for each named tuple inside."""
+    if _is_named_tuple(value):
+        return _made_of(type(value))(*map(_with_calls, value))
+    if type(value) in (tuple, list):
+        return type(value)(map(_with_calls, value))
+    return {key: _with_calls(item) for key, item in value.items()} if type(value) is dict else value
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _made_of(kind: type) -> Symbol:
+    """The operation that makes a named tuple of that class."""
+    if kind not in _MAKERS:
+        name = f"{re.sub(r'[^0-9a-zA-Z]', '_', kind.__qualname__)}_{len(_MAKERS)}"
+        _MAKERS[kind] = _results_ex.register_operator(
+            name, meta=lambda *_: AnyProxy(None), fn=lambda *items: kind(*items)
+        )
+    return _MAKERS[kind]
+
+
+_MAKERS: dict[type, Symbol] = {}
+_results_ex = OperatorExecutor("mem_results", version="0.1")
+
+
+def _without_choice(*args: Any, **kwargs: Any) -> Any:
+    if not is_own_program():
+        return _interpret_call(_CHOICE, *args, **kwargs)
+    warnings.warn(
+        "sdpa_kernel(...) inside of a compiled function does nothing: executors choose the kernel of attention",
+        stacklevel=2,
+    )
+    return _interpret_call(nullcontext)
 
 
 def _plain_key(key: Any) -> Any:
@@ -141,6 +207,7 @@ def _same(function: Any) -> FunctionType:
     return FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
 
 
+_CHOICE = contextmanager(_same(sdpa_kernel.__wrapped__))  # type: ignore[attr-defined]
 _CAUSAL, _FAST_PATH, _UPDATE = map(
     _same, (_detect_is_causal_mask, get_fastpath_enabled, nn.RNNBase._update_flat_weights)
 )
