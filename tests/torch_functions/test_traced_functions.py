@@ -248,6 +248,37 @@ def test_parametrized_modules_train_as_in_eager(name):
     torch.testing.assert_close(list(module.buffers()), list(twin.buffers()))
 
 
+@pytest.mark.parametrize("executors", [[], None], ids=["unfused", "fused"])
+def test_a_weight_with_a_parametrization_is_made_at_each_use(executors):
+    """The discriminator of a GAN, whose spectral norm takes a step of its power method at each use."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5))
+    layer.parametrizations.weight.original.data.normal_()
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, real, made):
+            return self.layer(real).sum() + self.layer(made).pow(2).sum()
+
+    module = Twice().double()
+    eager, x, y = copy.deepcopy(module), *torch.randn(2, 4, 6, dtype=torch.float64)
+    jitted = thunder.jit(
+        module, transforms=[MemEfficient(strict=True)], **({} if executors is None else {"executors": []})
+    )
+    for _ in range(2):
+        found, expected = jitted(x, y), eager(x, y)
+        found.backward()
+        expected.backward()
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+    for mine, theirs in zip(module.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_an_identity_is_pytorchs():
     def fn(n):
         return torch.eye(n), torch.eye(2, n, dtype=torch.int64), torch.eye(n, 1, dtype=torch.bool)

@@ -18,6 +18,7 @@
 - Checkpoints may be reentrant, have keywords, and be inside of each other: see `traced_checkpoint`.
 - A named tuple is no result, and ``x.data`` (as ``x.detach()``) and ``sdpa_kernel(...)`` are unknown. Executors choose
   the kernel of attention, so the latter does nothing.
+- A weight with a parametrization is made anew at each use, as `spectral_norm` needs it. Thunder makes it once.
 - Dropouts in place (`nn.Dropout(inplace=True)`) are refused, or do not write. They draw, and the result is copied.
 """
 
@@ -48,7 +49,7 @@ from torch.backends.mha import get_fastpath_enabled
 from torch.distributions.kl import _dispatch_kl
 from torch.nn.attention import sdpa_kernel
 from torch.nn.modules.transformer import _detect_is_causal_mask
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.overrides import is_tensor_like
 from torch.utils.checkpoint import checkpoint
 
@@ -93,6 +94,8 @@ def _getattr(obj: Any, name: Any, *default: Any) -> Any:
         return _interpret_call(torch.Tensor.detach, obj)
     if unwrap(name) in ("H", "mH") and isinstance(unwrap(obj), TensorProxy) and is_own_program():
         return _interpret_call(_adjoint, obj)
+    if isinstance(module := unwrap(obj), nn.Module) and is_parametrized(module, unwrap(name)) and is_own_program():
+        obj.attribute_wrappers.pop(unwrap(name), None)  # in which Thunder would find the weight of its first use
     value = _THUNDERS(obj, name, *default)
     if value is INTERPRETER_SIGNALS.EXCEPTION_RAISED or unwrap(name) != "dtype" or not is_own_program():
         return value
