@@ -14,7 +14,7 @@ Shapes: query and output (B, H, T, D), key and value (B, H, S, D), mask broadcas
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Number
 from typing import Any
 
@@ -206,8 +206,8 @@ def _scratch_bytes(bsym: BoundSymbol) -> int:
     if backward and bsym.args[-1][3] and not _is_gradient_as_made(mask, query, columns):
         made_bytes = math.prod(query.shape[:3]) * _up(columns, _GRADIENT_ALIGNED) * query.dtype.bytes
         not_yet_bytes = block_bytes(made_bytes, device) - results[-1]
-        is_summed = tuple(map(int, mask.shape)) != (*map(int, query.shape[:3]), columns)
-        summed_bytes = block_bytes(mask.numel * query.dtype.bytes, device) if is_summed else results[-1]
+        is_sum = not _is_for_each_head(mask, query, columns)
+        summed_bytes = block_bytes(mask.numel * query.dtype.bytes, device) if is_sum else results[-1]
         kernel_bytes, after_bytes = kernel_bytes + not_yet_bytes, summed_bytes + not_yet_bytes
     return max(mask_bytes + negated_bytes - sum(results), mask_bytes + kernel_bytes, after_bytes, 0)
 
@@ -217,9 +217,14 @@ def _copy_bytes(mask: TensorProxy, query: TensorProxy, columns: int) -> int:
     return block_bytes(rows * _up(columns, _ALIGNED) * query.dtype.bytes, query.device.device_str())
 
 
+def _is_for_each_head(mask: TensorProxy, query: TensorProxy, columns: int) -> bool:
+    """Whether the mask has the shape of the scores, so that its gradient is no sum."""
+    return tuple(map(int, mask.shape)) == (*map(int, query.shape[:3]), columns)
+
+
 def _is_gradient_as_made(mask: TensorProxy, query: TensorProxy, columns: int) -> bool:
-    """Whether the kernel's own gradient is the mask's, of all heads and in its dtype."""
-    return mask.dtype == query.dtype and tuple(map(int, mask.shape)) == (*map(int, query.shape[:3]), columns)
+    """Whether the kernel's own gradient is the mask's."""
+    return mask.dtype == query.dtype and _is_for_each_head(mask, query, columns)
 
 
 def _copies_bytes(bsym: BoundSymbol, layout: Mapping[str, Tensor]) -> int:
@@ -240,9 +245,8 @@ def _result_layouts(bsym: BoundSymbol, arguments: Mapping[str, Tensor]) -> dict[
     """The output and the gradients of query, key and value lie as (B, T, H, D); the mask's has longer rows."""
     if bsym.sym.name == _FORWARD:
         return {bsym.output[0].name: _by_rows(bsym.output[0])}
-    made: Sequence[bool] = bsym.args[-1]
-    of_operands = made[:3]
-    found = {p.name: _by_rows(p) for p in bsym.output[: sum(of_operands)]}
+    made: Mask = bsym.args[-1]
+    found = {p.name: _by_rows(p) for p in bsym.output[: sum(made[:3])]}
     if not made[3]:
         return found
     query, mask, of_mask = bsym.args[1], bsym.args[4], bsym.output[-1]

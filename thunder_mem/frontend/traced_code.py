@@ -16,8 +16,8 @@
 - ``x % n``, ``+x``, ``x.H`` and ``x.mH`` are missing.
 - ``f(*(x for x in xs))`` is refused, by which `nn.utils.parametrizations` make weights of several tensors.
 - Checkpoints may be reentrant, have keywords, and be inside of each other: see `traced_checkpoint`.
-- A named tuple is no result, and ``x.data`` (as ``x.detach()``) and ``sdpa_kernel(...)`` are unknown. Executors choose
-  the kernel of attention, so the latter does nothing.
+- A named tuple is no result. ``x.data`` is unknown, and here is ``x.detach()``.
+- ``with sdpa_kernel(...)`` is unknown. Here it does nothing, because executors choose the kernel of attention.
 - A weight with a parametrization is made anew at each use, as `spectral_norm` needs it. Thunder makes it once.
 - Dropouts in place (`nn.Dropout(inplace=True)`) are refused, or do not write. They draw, and the result is copied.
 """
@@ -94,7 +94,7 @@ def _getattr(obj: Any, name: Any, *default: Any) -> Any:
         return _interpret_call(torch.Tensor.detach, obj)
     if unwrap(name) in ("H", "mH") and isinstance(unwrap(obj), TensorProxy) and is_own_program():
         return _interpret_call(_adjoint, obj)
-    if isinstance(module := unwrap(obj), nn.Module) and is_parametrized(module, unwrap(name)) and is_own_program():
+    if _is_parametrized(unwrap(obj), unwrap(name)) and is_own_program():
         obj.attribute_wrappers.pop(unwrap(name), None)  # in which Thunder would find the weight of its first use
     value = _THUNDERS(obj, name, *default)
     if value is INTERPRETER_SIGNALS.EXCEPTION_RAISED or unwrap(name) != "dtype" or not is_own_program():
@@ -102,6 +102,16 @@ def _getattr(obj: Any, name: Any, *default: Any) -> Any:
     if not isinstance(unwrap(obj), TensorProxy) or not isinstance(unwrap(value), dtype):
         return value
     return wrap(to_torch_dtype(unwrap(value)), provenance=value.provenance)
+
+
+def _is_parametrized(obj: Any, name: Any) -> bool:
+    """Whether the attribute is a weight that a parametrization makes, as a property of the module's own class."""
+    # The class is asked first: most attributes are no properties, and a module without the attribute takes a while.
+    return (
+        isinstance(obj, nn.Module)
+        and isinstance(getattr(type(obj), name, None), property)
+        and is_parametrized(obj, name)
+    )
 
 
 @wraps(_GETITEM)

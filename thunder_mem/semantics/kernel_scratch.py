@@ -119,9 +119,8 @@ def _binary_loss_bytes(bsym: BoundSymbol, out: TensorProxy) -> int:
 
 def scratch_follows_layout(bsym: BoundSymbol) -> bool:
     """Whether the scratch depends on how the arguments lie in memory."""
-    if traits_of(bsym).copies_bytes is not None:
-        return True
-    return bsym.sym.is_fusion or bsym.sym.name in _READ_BY_ROWS or _in_one_group(bsym)
+    known = bsym.sym.is_fusion or bsym.sym.name in _READ_BY_ROWS or _in_one_group(bsym)
+    return known or traits_of(bsym).copies_bytes is not None
 
 
 def _in_one_group(bsym: BoundSymbol) -> bool:
