@@ -26,7 +26,14 @@ from thunder.extend import OperatorExecutor
 
 from thunder_mem.trace.rebuilding import rebuilt
 
-__all__ = ["asks_for_none", "makes_missing_tangents", "takes_none", "with_missing_tangents", "without_zeros_for"]
+__all__ = [
+    "ask_for_none",
+    "asks_for_none",
+    "makes_missing_tangents",
+    "takes_none",
+    "with_missing_tangents",
+    "without_zeros_for",
+]
 
 mem_tangents_ex = OperatorExecutor("mem_tangents", version="0.1")
 """Owns the two symbols: one of the epilogue, one of the backward."""

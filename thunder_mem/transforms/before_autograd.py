@@ -13,6 +13,7 @@ from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.frontend.checkpoint_tags import take_over_checkpoints
 from thunder_mem.frontend.scalar_broadcast import expand_scalars
 from thunder_mem.functionalization.decided_views import with_decided_views
+from thunder_mem.functionalization.detached_results import with_detached_results, with_same_results
 from thunder_mem.functionalization.functionalize import without_writes
 from thunder_mem.functionalization.shared_arguments import with_arguments_apart
 from thunder_mem.functionalization.written_arguments import with_histories
@@ -31,7 +32,7 @@ from thunder_mem.trace.verification import verify_final
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.failures import left
 
-__all__ = ["chunked", "prepared", "tiled", "with_written_arguments"]
+__all__ = ["chunked", "detached", "prepared", "tiled", "with_written_arguments"]
 
 
 def with_written_arguments(
@@ -72,7 +73,7 @@ def prepared(
         kernels: whether batch norms are in the form that `mem_kernels` takes.
     """
     try:
-        opened = with_mended_functions(trace, fused=fused)
+        opened = with_mended_functions(with_same_results(trace), fused=fused)
         opened = name_origins(opened, prologue_trace) if named else opened
         ready = take_over_checkpoints(expand_scalars(without_writes(opened)))
         ready = with_statistics_apart(ready) if kernels else ready
@@ -134,3 +135,18 @@ def tiled(
     refused = tuple(Refusal(r.op, f"{r.reason} ({r.source})") for r in record.refusals) if tiles.rows != "auto" else ()
     decisions = (*options.decisions, *about_chunks(record.loops), *heads)
     return new, replace(options, refused=(*options.refused, *refused), decisions=decisions)
+
+
+def detached(epilogue: TraceCtx, trace: TraceCtx, options: PlanningOptions) -> TraceCtx:
+    """The epilogue that detaches what eager detaches; unchanged after a failure.
+
+    Args:
+        epilogue: the program's.
+        trace: the `prepared` one.
+        options: of planning.
+    """
+    try:
+        return with_detached_results(epilogue, trace)
+    except Exception as error:
+        left("all results with a history, as Thunder has them", error, strict=options.strict)
+        return epilogue

@@ -42,7 +42,7 @@ from thunder_mem.torch_functions.traced_functions import WITH_MORE_ARGUMENTS
 from thunder_mem.torch_functions.whole_functions import FUSED, WRITTEN_OUT
 from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
 from thunder_mem.transforms.base import ListedTransform
-from thunder_mem.transforms.before_autograd import chunked, prepared, tiled, with_written_arguments
+from thunder_mem.transforms.before_autograd import chunked, detached, prepared, tiled, with_written_arguments
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.default_executors import with_own_executors
 from thunder_mem.transforms.failures import left
@@ -305,6 +305,8 @@ class MemEfficient(ListedTransform):
         prologue_trace = pruned(compile_data, prologue_trace, computation_trace, epilogue_trace)
         if epilogue_trace is not None and accepts_missing_tangents(compile_data.transforms):
             epilogue_trace = asks_for_none(epilogue_trace, computation_trace)
+        if epilogue_trace is not None:
+            epilogue_trace = detached(epilogue_trace, ready, options)
         return prologue_trace, computation_trace, epilogue_trace
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs) -> TraceCtx | None:
