@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -17,9 +17,12 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 from thunder.core.langctxs import Languages, langctx
+from thunder.core.proxies import TensorProxy
 from thunder.torch import _torch_to_thunder_function_map
 
-__all__ = ["keep_written_out", "replace_waiting", "when_imported"]
+from thunder_mem.semantics.effects import WRITTEN_ELSEWHERE
+
+__all__ = ["keep_written_out", "mark_written", "replace_waiting", "tag_written_elsewhere", "when_imported"]
 
 _MENDED = {
     symbol
@@ -32,6 +35,8 @@ _IN_PLACE = {
     f"i{name}"
     for name in ["add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor"]
 }
+
+_WRITTEN = "thunder_mem_written"
 
 _changes: dict[str, Callable[[], None]] = {}
 
@@ -89,7 +94,7 @@ def _ask_first(is_ours: Callable[[Any], bool], written: Mapping[Any, Callable[..
             return by_thunder(node, thunder_options)
         if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
             for body in _bodies(node):
-                if _writes(body.graph):
+                if any(map(_written_by, body.graph.nodes)):
                     why = f"node with name: {node.name} is not supported, because it writes in place"
                     return False, utils.SplitReason(utils.SplitReasonType.UNSUPPORTED_NODE, info=why)
                 is_supported, reason = utils.is_graphmodule_supported_by_thunder(body, thunder_options)
@@ -119,9 +124,63 @@ def _bodies(node: torch.fx.Node) -> tuple[Any, Any]:
     return forward, backward
 
 
-def _writes(graph: torch.fx.Graph) -> bool:
-    names = (str(getattr(n.target, "__name__", n.target)) for n in graph.nodes if n.op.startswith("call_"))
-    return any(name.rstrip("_") + "_" == name or name == "setitem" or name in _IN_PLACE for name in names)
+def _written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The tensors that a node writes in place."""
+    name = str(getattr(node.target, "__name__", node.target))
+    in_place = name.rstrip("_") + "_" == name or name == "setitem" or name in _IN_PLACE
+    return [n for n in (*node.args[:in_place], node.kwargs.get("out")) if isinstance(n, torch.fx.Node)]
+
+
+def mark_written() -> None:
+    """From now on, `tag_written_elsewhere` knows what the parts of ThunderFX's programs write in place."""
+    when_imported("mark_written", _mark_first)
+
+
+def _mark_first() -> None:
+    from thunder.dynamo import compiler, splitter
+
+    split = splitter._splitter
+    if hasattr(split, "__wrapped__"):
+        return
+
+    @wraps(split)
+    def marking(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        _mark(gm.graph)
+        return split(gm, *args, **kwargs)
+
+    splitter._splitter = compiler._splitter = marking
+
+
+def _mark(graph: torch.fx.Graph) -> None:
+    """Note all that shares memory with what the graph writes. The parts' arguments get copies of the notes."""
+    nodes = [n for n in graph.nodes if n.op != "output"]
+    written = {s for n in nodes if n.op.startswith("call_") for to in _written_by(n) if (s := _storage(to)) is not None}
+    for node in nodes if written else ():
+        if _storage(node) in written:
+            node.meta[_WRITTEN] = True
+
+
+def _storage(node: torch.fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def tag_written_elsewhere(arguments: Iterable[Any], module: Any) -> None:
+    """Tag the arguments of a part of ThunderFX's that a part of the program writes.
+
+    Such an argument is another one when the backward runs, and PyTorch refuses to give it the backward. So the backward
+    repeats nothing from it: `buffer.clone()` is kept, as in eager.
+
+    Args:
+        arguments: of the computation; their tags change in place.
+        module: the compiled object; nothing happens if it is no part of ThunderFX's.
+    """
+    graph = getattr(getattr(module, "_model", module), "graph", None)
+    nodes = graph.find_nodes(op="placeholder") if isinstance(graph, torch.fx.Graph) else ()
+    written = {n.name for n in nodes if _WRITTEN in n.meta}
+    for p in arguments:
+        if isinstance(p, TensorProxy) and p.name in written:
+            p.tags.add(WRITTEN_ELSEWHERE)
 
 
 def _pass_as_before(node: torch.fx.Node) -> None:

@@ -20,13 +20,25 @@ from thunder.distributed.prims import PrimIDs as DistributedPrimIDs
 from thunder_mem.semantics.collectives import START_NAMES, awaited_futures, overwritten_by, starts
 from thunder_mem.semantics.op_traits import traits_of
 
-__all__ = ["COMMUNICATION", "Effects", "effects_of", "is_copy", "is_random", "leaves", "with_subsymbols"]
+__all__ = [
+    "COMMUNICATION",
+    "WRITTEN_ELSEWHERE",
+    "Effects",
+    "effects_of",
+    "is_copy",
+    "is_random",
+    "leaves",
+    "with_subsymbols",
+]
 
 # The channel of all collectives' starts, whatever their group: with two communicators in use, an order of each
 # that ranks agree on does not suffice (NCCL's guide, "Using multiple NCCL communicators concurrently"). A wait
 # blocks its own rank alone. It is ordered by its future, and has a channel of its own only because it may not be
 # repeated: as long as all ranks start all collectives in one order, waits in any order end.
 COMMUNICATION = "communication"
+
+WRITTEN_ELSEWHERE = "thunder_mem: written elsewhere"
+"""The tag of an argument that another program writes before the backward runs, so that nothing is repeated from it."""
 
 _PURE_WITHOUT_TENSORS = {
     PrimIDs.SHAPE, PrimIDs.CONSTRUCT_TUPLE, PrimIDs.PACK_LIST, PrimIDs.COMMENT, PrimIDs.CONVERT_ELEMENT_TYPE,

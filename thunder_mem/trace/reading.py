@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from thunder_mem.memory.device_bytes import block_bytes, host_bytes
 from thunder_mem.memory.graph import Graph, Op, Storage, make_graph
 from thunder_mem.semantics.aliases import Aliases
-from thunder_mem.semantics.effects import Effects, effects_of
+from thunder_mem.semantics.effects import WRITTEN_ELSEWHERE, Effects, effects_of
 from thunder_mem.semantics.kernel_scratch import (
     attention_copies_bytes,
     empty_outputs,
@@ -55,7 +55,8 @@ class TraceGraph:
         producer_of: proxy name -> op index; arguments of the trace have none.
         returned_names: names that must exist under their own name at the end: the trace's results.
         overwritten: storages that an op overwrites, or may overwrite through a view that is a view only for
-            some strides of the arguments. Storages that are written only after their last use are left out.
+            some strides of the arguments, and what other programs write before the backward. Storages that are written
+            only after their last use are left out.
         layout: the meta tensor behind each proxy.
     """
 
@@ -133,6 +134,7 @@ def read_trace(trace: TraceCtx, earlier: TraceGraph | None = None) -> TraceGraph
         first = ops[forward_count]
         ops[forward_count] = replace(first, allocates=(*first.allocates, *(s.index for s in zeros)))
     alias_edges, overwritten = _possible_aliases(body, names, effects, storage_of)
+    overwritten |= {storage_of[p.name] for p in arguments if WRITTEN_ELSEWHERE in p.tags and p.name in storage_of}
     edges = [*_data_edges(names, producer_of), *_effect_edges(effects), *alias_edges]
     edges += _cotangent_edges(body, forward_count, edges)
     outputs = {storage_of[name] for name in returned_names if name in storage_of}

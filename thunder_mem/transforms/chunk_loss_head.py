@@ -15,7 +15,7 @@ from thunder_mem.functionalization.functionalize import without_writes
 from thunder_mem.loop_sizes.chunk_resizing import write_over_dead_rows
 from thunder_mem.tiling.find import ChunkingError, check_options, chunk_trace
 from thunder_mem.torch_functions.mended_functions import with_mended_functions
-from thunder_mem.transforms.base import ListedTransform
+from thunder_mem.transforms.base import ListedTransform, with_gradients_recorded
 from thunder_mem.transforms.default_executors import with_own_executors
 from thunder_mem.transforms.failures import left
 from thunder_mem.transforms.other_transforms import rewriting_after, with_whole_heads
@@ -60,6 +60,7 @@ class ChunkLossHead(ListedTransform):
         """The record of the latest compilation; empty before the first."""
         return self.records[-1] if self.records else ChunkRecord()
 
+    @with_gradients_recorded
     def transform_traces_pre_prologue(
         self,
         prologue_trace: TraceCtx,

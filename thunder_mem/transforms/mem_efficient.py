@@ -17,7 +17,7 @@ from thunder.extend import TemporaryExecutor
 from thunder_mem.costs.measured import COSTS, check_measurable
 from thunder_mem.decisions.options import PlanningOptions
 from thunder_mem.frontend.fx_calls import watch_calls
-from thunder_mem.frontend.fx_changes import keep_written_out
+from thunder_mem.frontend.fx_changes import keep_written_out, mark_written, tag_written_elsewhere
 from thunder_mem.frontend.fx_prologue_checks import pruned
 from thunder_mem.frontend.tensor_parallel import waits_for_shards
 from thunder_mem.frontend.unchecked_arguments import with_unchecked_arguments
@@ -41,7 +41,7 @@ from thunder_mem.torch_functions.missing_gradients import register_missing
 from thunder_mem.torch_functions.traced_functions import WITH_MORE_ARGUMENTS
 from thunder_mem.torch_functions.whole_functions import FUSED, WRITTEN_OUT
 from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
-from thunder_mem.transforms.base import ListedTransform
+from thunder_mem.transforms.base import ListedTransform, with_gradients_recorded
 from thunder_mem.transforms.before_autograd import chunked, detached, prepared, tiled, with_written_arguments
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.default_executors import with_own_executors
@@ -206,6 +206,7 @@ class MemEfficient(ListedTransform):
         self._chunk = chunk
         self._tile = tile
         watch_calls(_is_ours)
+        mark_written()
         keep_written_out(_is_ours, WRITTEN_OUT | FUSED | WITH_MORE_ARGUMENTS)
         self._recompute = recompute
         self._plan = None if plan is None else read_plan(plan)
@@ -239,6 +240,7 @@ class MemEfficient(ListedTransform):
         other._optimizer = optimizer
         return other
 
+    @with_gradients_recorded
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
     ):
@@ -252,6 +254,7 @@ class MemEfficient(ListedTransform):
         )
         prologue_trace = with_unchecked_arguments(prologue_trace, compile_data)
         tag_shared_parameters(computation_trace.args, prologue_trace, compile_data.fn)
+        tag_written_elsewhere(computation_trace.args, compile_data.fn)
         if waits_for_shards(self, compile_data.transforms, computation_trace):
             return (
                 prologue_trace,
