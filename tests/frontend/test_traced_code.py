@@ -198,6 +198,17 @@ def test_a_choice_of_attentions_kernel_does_nothing_but_warn(backends):
         thunder.jit(fn)(q)
 
 
+def test_a_part_named_for_the_profiler_is_as_without_the_name():
+    def fn(q):
+        with torch.profiler.record_function("scores"):
+            return (q @ q.mT).softmax(-1)
+
+    q = torch.randn(2, 4, 8, requires_grad=True)
+    found = thunder.jit(fn, transforms=[MemEfficient(strict=True)])(q)
+    torch.testing.assert_close(found, fn(q))
+    torch.testing.assert_close(*(torch.autograd.grad(r.square().sum(), q) for r in (found, fn(q))))
+
+
 class MovingMean(nn.Module):
     def __init__(self):
         super().__init__()

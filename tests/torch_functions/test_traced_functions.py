@@ -139,6 +139,20 @@ FUNCTIONS = {
             x.view(1, 4, 3, 2), x.view(1, 4, 3, 2), x.view(1, 4, 3, 2), enable_gqa=True
         ).sum()
     ),
+    "Python's types as dtypes": lambda x: (
+        x * torch.arange(6, dtype=int) * torch.ones(6, dtype=float)
+        + torch.zeros(6, dtype=bool)
+        + x.to(int)
+        + x.to(torch.float32).sum(dtype=float)
+        + x.to("cpu", float)
+        + torch.full((6,), 2, dtype=int).to(dtype=bool)
+    ),
+    "to without waiting": lambda x: (
+        x.to("cpu", non_blocking=True) * x.to(x.device, torch.float32, True)
+        + x.to(torch.float32, non_blocking=True, copy=True) * x.to(x, True) * x.to(device="cpu", non_blocking=True)
+        + x.to(torch.promote_types(torch.float32, torch.float16))
+    ),
+    "detach_": lambda x: (lambda y: (y * 2).sin() * y.detach_() + x * y)(x.clone()),
     "eye": lambda x: x * torch.eye(4, 6, dtype=x.dtype) + x @ torch.eye(6, dtype=torch.float64),
     "as_tensor": lambda x: torch.as_tensor(x) * torch.as_tensor(x, dtype=torch.float32) * torch.as_tensor(2.0),
     "tile": lambda x: x.tile(2) * torch.tile(x, (3, 1, 2)) * x.tile((2,)) + x.tile(1, 2),

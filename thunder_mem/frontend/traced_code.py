@@ -13,11 +13,12 @@
 - Results of several tensors have no names: ``x.max(1).values``, ``torch.linalg.svd(x).S``.
 - Ranges are no indices: ``log_p[range(n), labels]``. Where a mask chooses rows, all of them may be given one tensor:
   ``h[is_padding] = self.padding``.
-- ``x % n``, ``+x``, ``x.H`` and ``x.mH`` are missing.
+- ``x % n``, ``+x``, ``x.H``, ``x.mH`` and `torch.promote_types` are missing.
 - ``f(*(x for x in xs))`` is refused, by which `nn.utils.parametrizations` make weights of several tensors.
 - Checkpoints may be reentrant, have keywords, and be inside of each other: see `traced_checkpoint`.
 - A named tuple is no result. ``x.data`` is unknown, and here is ``x.detach()``.
 - ``with sdpa_kernel(...)`` is unknown. Here it does nothing, because executors choose the kernel of attention.
+- ``with record_function(...)`` is unknown. Here it does nothing: the compiled program is another one.
 - A weight with a parametrization is made anew at each use, as `spectral_norm` needs it. Thunder makes it once.
 - Dropouts in place (`nn.Dropout(inplace=True)`) are refused, or do not write. They draw, and the result is copied.
 """
@@ -45,6 +46,7 @@ from thunder.core.symbol import Symbol
 from thunder.extend import OperatorExecutor
 from thunder.torch.langctx import register_method
 from torch import nn
+from torch.autograd.profiler import record_function
 from torch.backends.mha import get_fastpath_enabled
 from torch.distributions.kl import _dispatch_kl
 from torch.nn.attention import sdpa_kernel
@@ -75,10 +77,12 @@ def mend_traced_code() -> None:
     _general_jit_lookaside_map[ParametrizationList.forward] = _parametrized
     _general_jit_lookaside_map[checkpoint] = traced_checkpoint
     _general_jit_lookaside_map[sdpa_kernel] = _without_choice
+    _general_jit_lookaside_map[record_function] = lambda *_, **__: _interpret_call(nullcontext)
     jit_ext.build_value_from_wrapped = _built
     _general_jit_lookaside_map[is_tensor_like] = _is_like_a_tensor
     _general_jit_lookaside_map[torch._is_all_true] = _is_valid
     _general_jit_lookaside_map[_dispatch_kl] = lambda *types: wrap_const(_dispatch_kl(*map(unwrap, types)))
+    _general_jit_lookaside_map[torch.promote_types] = lambda *ds: wrap_const(torch.promote_types(*map(unwrap, ds)))
     _general_jit_lookaside_map.update(_WRAPPED)
     register_method("mod", ltorch.remainder)
     register_method("pos", lambda a: a)

@@ -5,6 +5,8 @@
 - reductions, `cat`, `stack` and `softmax` with ``axis=`` and ``keepdims=``, NumPy's names that PyTorch takes, too;
 - methods that write, such as `sigmoid_`, `clip_` and `addmm_`, which it has without the write;
 - `torch.eye`, `as_tensor` of a tensor, `x.tile(2)`, and `x.clone(memory_format=...)`;
+- Python's types as dtypes (``torch.zeros(3, dtype=int)``, ``mask.to(float)``), and ``non_blocking=True`` of `to`, which
+  changes no value;
 - `scaled_dot_product_attention(enable_gqa=True)`, which shares keys and values between heads;
 - `instance_norm` of a module that tracks statistics, which Thunder silently leaves as they are;
 - those of `torch_functions/refused_functions.py`.
@@ -22,7 +24,8 @@ from typing import Any
 import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
-from thunder.core.interpreter import _interpret_call, interpreter_needs_wrap, unwrap
+from thunder.core.devices import Device
+from thunder.core.interpreter import WrappedValue, _interpret_call, interpreter_needs_wrap, unwrap, wrap_const
 from thunder.core.jit_ext import (
     _general_jit_lookaside_map,
     ensure_recursive_proxies,
@@ -43,6 +46,7 @@ def complete_functions(is_own_program: Callable[[], bool]) -> None:
         is_own_program: whether the program that is being traced has a transform of this package. Methods that write or
             make views are for such programs: in others Thunder would miss writes through views.
     """
+    _general_jit_lookaside_map.update(_WITH_DTYPE)
     _general_jit_lookaside_map.update(_OF_SEQUENCES)
     _general_jit_lookaside_map.update(_WITH_NUMPYS_NAMES)
     for name, function in _METHODS.items():
@@ -62,8 +66,8 @@ def _in_own_programs(is_own_program: Callable[[], bool]) -> dict[str, tuple[Call
 
 
 _METHODS_IN_PLACE = (
-    "absolute", "addbmm", "addmm", "addmv", "addr", "baddbmm", "clamp_max", "clamp_min", "clip", "divide", "frac",
-    "hypot", "index_fill", "index_reduce", "logit", "masked_scatter", "multiply", "nan_to_num", "negative",
+    "absolute", "addbmm", "addmm", "addmv", "addr", "baddbmm", "clamp_max", "clamp_min", "clip", "detach", "divide",
+    "frac", "hypot", "index_fill", "index_reduce", "logit", "masked_scatter", "multiply", "nan_to_num", "negative",
     "scatter_reduce", "sgn", "sigmoid", "sinc", "subtract", "xlogy",
 )  # fmt: skip
 
@@ -89,10 +93,43 @@ def _in_own(name: str, function: Callable[..., Any], is_own_program: Callable[[]
 
 
 def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    return ensure_recursive_proxies(interpreter_needs_wrap(record_source_loc_in_symbol_header(function)))
+    return ensure_recursive_proxies(
+        interpreter_needs_wrap(record_source_loc_in_symbol_header(_with_pytorchs_dtype(function)))
+    )
 
 
 _THUNDERS = dict(_method_name_to_fn_map)  # as they are before any is replaced
+
+
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+def _with_pytorchs_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def of_dtype(*args: Any, **kwargs: Any) -> Any:
+        if "dtype" in kwargs and (kind := unwrap(given := kwargs["dtype"])) in _DTYPES:
+            kwargs["dtype"] = wrap_const(_DTYPES[kind]) if isinstance(given, WrappedValue) else _DTYPES[kind]
+        return function(*args, **kwargs)
+
+    return of_dtype
+
+
+_MAKERS = (
+    *("arange", "empty", "ones", "rand", "randint", "randn", "tensor", "zeros"),
+    *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
+)
+_WITH_DTYPE = {
+    function: _with_pytorchs_dtype(_general_jit_lookaside_map[function])
+    for function in (getattr(torch, name) for name in _MAKERS)
+    if function in _general_jit_lookaside_map
+}
+
+
+def _to(a: TensorProxy, *args: Any, non_blocking: bool = False, copy: bool = False, **kwargs: Any) -> TensorProxy:
+    of_device = bool(args) and isinstance(args[0], (str, torch.device, Device))
+    wanted, flags = args[: 1 + of_device], args[1 + of_device :]  # flags: non_blocking, copy
+    wanted = tuple(_DTYPES.get(x, x) if isinstance(x, type) else x for x in wanted)
+    return ltorch.to(a, *wanted, copy=flags[1] if len(flags) > 1 else copy, **kwargs)
 
 
 def _of_a_tuple(thunders: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,6 +168,8 @@ def _with_unbiased(thunders: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_numpys_names(thunders: Callable[..., Any]) -> Callable[..., Any]:
+    thunders = _with_pytorchs_dtype(thunders)
+
     @wraps(thunders)
     def named(*args: Any, **kwargs: Any) -> Any:
         return thunders(*args, **{_NUMPYS_NAMES.get(name, name): value for name, value in kwargs.items()})
@@ -228,6 +267,7 @@ _WITH_NUMPYS_NAMES = {
 _METHODS: dict[str, Callable[..., Any]] = {
     **{name: _with_numpys_names(_method_name_to_fn_map[name]) for name in _REDUCTIONS},
     **{name: _VARIANCES[name] for name in ("var", "std")},
+    "to": _to,
     "tile": _tile,
     "clone": _clone,
     **{name: REFUSED[getattr(torch, name)] for name in ("quantile", "nanquantile", "cov", "corrcoef", "round")},
@@ -238,6 +278,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.std: _VARIANCES["std"],
     torch.eye: _eye,
     torch.as_tensor: _as_tensor,
+    torch.Tensor.to: _to,
     torch.tile: _tile,
     torch.Tensor.tile: _tile,
     torch.clone: _clone,
