@@ -15,7 +15,7 @@ def under_no_grad(h):
         return h.exp()
 
 
-def summed_under_no_grad(h):
+def increased_under_no_grad(h):
     with torch.no_grad():
         h.add_(1)
     return h
@@ -31,6 +31,29 @@ class Twice(torch.autograd.Function):
         return g * 2
 
 
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        return (a > 0).to(a.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def written_detached(h):
+    d = h.detach()
+    d.mul_(2)
+    return d + 0 * h.sum().detach()
+
+
+def passed_on(h):
+    """As a state of which some values are reset for the next step."""
+    state = h.detach()
+    state[:, 0] = 0
+    return state
+
+
 RESULTS = {
     "a value": lambda h: h * 2,
     "detach": lambda h: h.detach(),
@@ -38,11 +61,20 @@ RESULTS = {
     "of detached values": lambda h: h.detach() * h.detach().sum() + 1,
     "of a detached and another one": lambda h: h.detach() * h,
     "under no_grad": under_no_grad,
-    "written under no_grad": lambda h: summed_under_no_grad(h * 2),
+    "written under no_grad": lambda h: increased_under_no_grad(h * 2),
     "zeros": torch.zeros_like,
     "a comparison as a number": lambda h: (h > 0).float(),
     "a position as a number": lambda h: h.argmax(-1).float() / 2,
     "a sign": torch.sign,
+    "a straight-through gradient": lambda h: StraightThrough.apply(h),
+    "detached, and written": lambda h: written_detached(h * 2),
+    "a state that is reset": lambda h: passed_on(h * 2),
+    "a view, and written": lambda h: (lambda y: (y.detach()[0].mul_(2), y.detach())[1])(h * 2),
+    "written after its detach": lambda h: (lambda y: (y.detach(), y.mul_(2))[0])(h * 2),
+    "overwritten by zeros": lambda h: (h * 2).zero_(),
+    "overwritten by a detached": lambda h: (h * 2).copy_(h.detach()),
+    "new_zeros": lambda h: h.new_zeros(2) + h.detach().sum(),
+    "new_full": lambda h: h.new_full((2,), 3.0),
     "an own gradient": lambda h: Twice.apply(h),
     "an own gradient of a detached": lambda h: Twice.apply(h.detach()),
     "without dropout": lambda h: F.dropout(h.detach(), 0.5, training=False),
@@ -85,6 +117,11 @@ SAME = {
     "type_as": lambda h: h.type_as(h),
     "flatten": lambda h: h.flatten(1),
     "dropout": lambda h: F.dropout(h, 0.5, training=False),
+    "float": lambda h: h.float(),
+    "half": lambda h: h.half(),
+    "cpu": lambda h: h.cpu(),
+    "conj": lambda h: h.conj(),
+    "positive": lambda h: torch.positive(h),
     "atleast_2d": torch.atleast_2d,
     "real": lambda h: h.real,
     "a view": lambda h: h.view(4, 8),
@@ -110,6 +147,13 @@ def test_what_is_its_argument_under_no_grad_keeps_its_gradient(name, given):
     # In eager, a view under no_grad of what has a gradient is a leaf with a gradient of its own.
     assert result.requires_grad == (same.grad_fn is not None)
     torch.testing.assert_close(torch.autograd.grad(loss, w), torch.autograd.grad(expected, w))
+
+
+def test_an_argument_that_is_returned_stays_itself(given):
+    x, w = given
+    compiled = thunder.jit(lambda x, w: ((x @ w).sum(), x, w), transforms=[MemEfficient(strict=True)], executors=[])
+    _, same_x, same_w = compiled(x, w)
+    assert same_x is x and same_w is w
 
 
 def test_a_state_is_passed_on_from_step_to_step():

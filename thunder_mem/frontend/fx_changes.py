@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.proxies import TensorProxy
 from thunder.torch import _torch_to_thunder_function_map
+from torch.utils._pytree import tree_leaves
 
 from thunder_mem.semantics.effects import WRITTEN_ELSEWHERE
 
@@ -125,10 +126,14 @@ def _bodies(node: torch.fx.Node) -> tuple[Any, Any]:
 
 
 def _written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The tensors that a node writes in place."""
+    """The tensors that a node writes in place, as its name and arguments tell."""
     name = str(getattr(node.target, "__name__", node.target))
-    in_place = name.rstrip("_") + "_" == name or name == "setitem" or name in _IN_PLACE
-    return [n for n in (*node.args[:in_place], node.kwargs.get("out")) if isinstance(n, torch.fx.Node)]
+    ends_in_one_underscore = name.rstrip("_") + "_" == name
+    in_place = ends_in_one_underscore or name == "setitem" or name in _IN_PLACE or node.kwargs.get("inplace") is True
+    written = [node.args[:1] if in_place else (), node.kwargs.get("out")]
+    if node.target is F.batch_norm:
+        written += [node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
+    return [n for n in tree_leaves(written) if isinstance(n, torch.fx.Node)]
 
 
 def mark_written() -> None:

@@ -9,6 +9,7 @@ nothing to do, such as ``x.to(x.dtype)``. Thunder takes their result under `no_g
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -20,20 +21,22 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.extend import OperatorExecutor
 
-from thunder_mem.functionalization.replaceable_writes import arguments_of, tensors_in
-from thunder_mem.semantics.effects import leaves
+from thunder_mem.functionalization.replaceable_writes import arguments_of, copies_in, tensors_in
+from thunder_mem.semantics.effects import is_copy, leaves
 from thunder_mem.trace.missing_tangents import ask_for_none
 from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["with_detached_results", "with_same_results"]
 
-RETURN_THEIR_ARGUMENT = frozenset(
+_RETURN_THEIR_ARGUMENT = frozenset(
     {"atleast_1d", "atleast_2d", "atleast_3d", "dropout", "flatten", "real", "to", "torch_type", "type_as"}
 )
 """Functions that return the very tensor that they are given where it is already what they should make of it.
 
 So does `contiguous`, but which strides an intermediate value has in eager is not known here.
 """
+_TO_A_DTYPE = frozenset({"bfloat16", "double", "float", "half"})
+_OF_SHAPE_ALONE = re.compile("new_.*|.*_like")
 
 mem_detached_ex = OperatorExecutor("mem_detached", version="0.1")
 
@@ -49,11 +52,21 @@ def with_same_results(trace: TraceCtx) -> TraceCtx:
         trace: before autograd; only its proxies' tags change.
     """
     for bsym in trace.bound_symbols:
-        parts = list(leaves(bsym)) if bsym.sym.name in RETURN_THEIR_ARGUMENT else ()
-        if parts and all(leaf.sym.id is PrimIDs.SHALLOW_COPY for leaf in parts):
-            for p in tensors_in([bsym.output, [leaf.output for leaf in parts]]):
+        if _is_its_argument(bsym):
+            for p in tensors_in([bsym.output, [leaf.output for leaf in leaves(bsym)]]):
                 p.tags.discard(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     return trace
+
+
+def _is_its_argument(bsym: BoundSymbol) -> bool:
+    name, given = bsym.sym.name, tensors_in(bsym.args[:1])
+    if name in _RETURN_THEIR_ARGUMENT:
+        return all(leaf.sym.id is PrimIDs.SHALLOW_COPY for leaf in leaves(bsym))
+    if name in _TO_A_DTYPE:
+        return bool(given) and given[0].dtype == bsym.output.dtype
+    if name == "cpu":
+        return bool(given) and given[0].device == bsym.output.device
+    return name in ("conj", "positive", "resolve_conj") and not dtypes.is_complex_dtype(bsym.output.dtype)
 
 
 def with_detached_results(epilogue: TraceCtx, computation: TraceCtx) -> TraceCtx:
@@ -61,7 +74,7 @@ def with_detached_results(epilogue: TraceCtx, computation: TraceCtx) -> TraceCtx
 
     Args:
         epilogue: takes the computation's results last.
-        computation: before autograd.
+        computation: before autograd, with the program's own writes.
     """
     result = computation.bound_symbols[-1]
     returned = result.args[0] if result.args else None
@@ -92,14 +105,26 @@ def _names_with_gradient(trace: TraceCtx) -> set[str]:
 
 def _follow(bsym: BoundSymbol, known: set[str]) -> None:
     """Add the results of an operation that have a gradient to the names that have one."""
+    outs = tensors_in(bsym.output)
     if bsym.subsymbols and not _has_own_gradient(bsym):
         for part in bsym.subsymbols:
             _follow(part, known)
-    elif any(p.name in known for p in bsym.flat_proxy_args):
-        known.update(p.name for p in tensors_in(bsym.output) if dtypes.is_inexact_dtype(p.dtype))
-    detaches = bsym.sym.name == "detach"
-    outs = tensors_in(bsym.output)
-    known.difference_update(p.name for p in outs if detaches or ProxyTag.DETACHED_AUTOGRAD_GRAPH in p.tags)
+    elif bsym.sym.id is PrimIDs.UPDATE_ALIASES:
+        pairs = zip(bsym.flat_proxy_args, bsym.flat_proxy_outs, strict=True)
+        known.update(new.name for old, new in pairs if old.name in known)
+        return
+    elif is_copy(bsym):
+        source, target = (p.name in known for p in bsym.args[:2])
+        known.update(p.name for p in outs if target or (source and bsym.kwargs["grad_enabled"]))
+        return
+    elif any(p.name in known for p in bsym.flat_proxy_args) and not _OF_SHAPE_ALONE.fullmatch(bsym.sym.name):
+        known.update(p.name for p in outs if dtypes.is_inexact_dtype(p.dtype))
+    if bsym.sym.name == "detach" or not copies_in(bsym):  # gradients bypass a write under `no_grad`
+        known.difference_update(p.name for p in outs if _is_detached(bsym, p))
+
+
+def _is_detached(bsym: BoundSymbol, p: TensorProxy) -> bool:
+    return bsym.sym.name == "detach" or ProxyTag.DETACHED_AUTOGRAD_GRAPH in p.tags
 
 
 def _has_own_gradient(bsym: BoundSymbol) -> bool:

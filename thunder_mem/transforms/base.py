@@ -7,14 +7,8 @@ list stays unchanged (`frontend/fx_prologue_checks.py`).
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Callable
-from functools import wraps
 from typing import Any, ClassVar, NoReturn
 
-from thunder.core.compile_data import get_compile_data
-from thunder.core.proxies import ProxyTag, TensorProxy
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 
 from thunder_mem.frontend.dynamo_tags import run_tags_outside
@@ -26,36 +20,7 @@ from thunder_mem.frontend.traced_code import mend_traced_code
 from thunder_mem.frontend.user_lines import name_user_lines
 from thunder_mem.torch_functions.traced_functions import complete_functions
 
-__all__ = ["ListedTransform", "with_gradients_recorded"]
-
-
-def with_gradients_recorded(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook of a transform that records operations with gradients, if they are enabled anywhere in the program.
-
-    Thunder marks what is recorded while gradients are disabled as detached, and traces leave the mode as the program
-    does. A program that ends with gradients disabled, as parts of ThunderFX's do before a block under `torch.no_grad`,
-    would lose the gradients of all that the hook writes out. What stands for a detached value is marked as it was.
-    """
-
-    @wraps(hook)
-    def recording(self: Any, prologue: TraceCtx, computation: TraceCtx, *args: Any, **kwargs: Any) -> Any:
-        data: Any = get_compile_data()
-        if data is None:
-            return hook(self, prologue, computation, *args, **kwargs)
-        left, data.is_grad_enabled = data.is_grad_enabled, any(map(_is_with_gradients, computation.bound_symbols))
-        try:
-            return hook(self, prologue, computation, *args, **kwargs)
-        finally:
-            data.is_grad_enabled = left
-
-    return recording
-
-
-def _is_with_gradients(bsym: BoundSymbol) -> bool:
-    """Whether an operation was recorded while gradients were enabled."""
-    given = {p.name for p in bsym.flat_proxy_args}
-    made = (p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy) and p.name not in given)
-    return bool(given) and any(ProxyTag.DETACHED_AUTOGRAD_GRAPH not in p.tags for p in made)
+__all__ = ["ListedTransform"]
 
 
 class _Class(ABCMeta):

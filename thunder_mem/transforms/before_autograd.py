@@ -142,7 +142,7 @@ def detached(epilogue: TraceCtx, trace: TraceCtx, options: PlanningOptions) -> T
 
     Args:
         epilogue: the program's.
-        trace: the `prepared` one.
+        trace: before it is `prepared`.
         options: of planning.
     """
     try:

@@ -15,9 +15,10 @@ from thunder_mem.functionalization.functionalize import without_writes
 from thunder_mem.loop_sizes.chunk_resizing import write_over_dead_rows
 from thunder_mem.tiling.find import ChunkingError, check_options, chunk_trace
 from thunder_mem.torch_functions.mended_functions import with_mended_functions
-from thunder_mem.transforms.base import ListedTransform, with_gradients_recorded
+from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.default_executors import with_own_executors
 from thunder_mem.transforms.failures import left
+from thunder_mem.transforms.grad_mode import with_gradients_recorded
 from thunder_mem.transforms.other_transforms import rewriting_after, with_whole_heads
 
 __all__ = ["ChunkLossHead"]

@@ -41,11 +41,12 @@ from thunder_mem.torch_functions.missing_gradients import register_missing
 from thunder_mem.torch_functions.traced_functions import WITH_MORE_ARGUMENTS
 from thunder_mem.torch_functions.whole_functions import FUSED, WRITTEN_OUT
 from thunder_mem.trace.missing_tangents import asks_for_none, with_missing_tangents
-from thunder_mem.transforms.base import ListedTransform, with_gradients_recorded
+from thunder_mem.transforms.base import ListedTransform
 from thunder_mem.transforms.before_autograd import chunked, detached, prepared, tiled, with_written_arguments
 from thunder_mem.transforms.chunk_loss_head import ChunkLossHead
 from thunder_mem.transforms.default_executors import with_own_executors
 from thunder_mem.transforms.failures import left
+from thunder_mem.transforms.grad_mode import with_gradients_recorded
 from thunder_mem.transforms.optimizer_step import (
     check_optimizer,
     with_forward_noted,
@@ -264,6 +265,7 @@ class MemEfficient(ListedTransform):
         executors = with_own_executors(compile_data.executors_list)
         compile_data.executors_list = executors  # loops are differentiated with the gradients of the same kernels
         self._identify(computation_trace, self._asked(user_executors(executors)))
+        as_written = computation_trace
         kernels, fused = mem_kernels_ex in executors, any(map(fuses_generally, executors))
         with stage("preparing writes, scalars and checkpoints"):
             computation_trace = ready = prepared(
@@ -309,7 +311,7 @@ class MemEfficient(ListedTransform):
         if epilogue_trace is not None and accepts_missing_tangents(compile_data.transforms):
             epilogue_trace = asks_for_none(epilogue_trace, computation_trace)
         if epilogue_trace is not None:
-            epilogue_trace = detached(epilogue_trace, ready, options)
+            epilogue_trace = detached(epilogue_trace, as_written, options)
         return prologue_trace, computation_trace, epilogue_trace
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs) -> TraceCtx | None:
