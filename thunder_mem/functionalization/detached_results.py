@@ -21,9 +21,15 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.extend import OperatorExecutor
 
-from thunder_mem.functionalization.replaceable_writes import arguments_of, copies_in, tensors_in
+from thunder_mem.functionalization.replaceable_writes import (
+    arguments_of,
+    copies_in,
+    has_own_gradient,
+    is_detached,
+    tensors_in,
+)
 from thunder_mem.semantics.effects import is_copy, leaves
-from thunder_mem.trace.missing_tangents import ask_for_none
+from thunder_mem.trace.missing_tangents import ask_for_none, named_results
 from thunder_mem.trace.rebuilding import rebuilt
 
 __all__ = ["with_detached_results", "with_same_results"]
@@ -76,20 +82,15 @@ def with_detached_results(epilogue: TraceCtx, computation: TraceCtx) -> TraceCtx
         epilogue: takes the computation's results last.
         computation: before autograd, with the program's own writes.
     """
-    result = computation.bound_symbols[-1]
-    returned = result.args[0] if result.args else None
-    if not isinstance(returned, dict) or not isinstance(returned["output"], Sequence):
+    if not any(p.requires_grad for p in tensors_in(computation.args)):
         return epilogue
-    outputs = returned["output"]
-    names = [name for name, _ in epilogue.siginfo().args][-len(outputs) :] if outputs else []
-    with_gradient = _names_with_gradient(computation)
-    given = {p.name for p in arguments_of(computation)}
+    kept = _names_with_gradient(computation) | {p.name for p in arguments_of(computation)}
     detached = {
         name
-        for name, p in zip(names, outputs, strict=True)
-        if isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype) and p.name not in with_gradient | given
+        for name, p in named_results(epilogue, computation)
+        if isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype) and p.name not in kept
     }
-    if not detached or not any(p.requires_grad for p in tensors_in(computation.args)):
+    if not detached:
         return epilogue
     return rebuilt(
         epilogue, lambda: _detaching(epilogue.bound_symbols, detached), "Detach the results that eager detaches"
@@ -106,7 +107,7 @@ def _names_with_gradient(trace: TraceCtx) -> set[str]:
 def _follow(bsym: BoundSymbol, known: set[str]) -> None:
     """Add the results of an operation that have a gradient to the names that have one."""
     outs = tensors_in(bsym.output)
-    if bsym.subsymbols and not _has_own_gradient(bsym):
+    if bsym.subsymbols and not has_own_gradient(bsym):
         for part in bsym.subsymbols:
             _follow(part, known)
     elif bsym.sym.id is PrimIDs.UPDATE_ALIASES:
@@ -119,16 +120,8 @@ def _follow(bsym: BoundSymbol, known: set[str]) -> None:
         return
     elif any(p.name in known for p in bsym.flat_proxy_args) and not _OF_SHAPE_ALONE.fullmatch(bsym.sym.name):
         known.update(p.name for p in outs if dtypes.is_inexact_dtype(p.dtype))
-    if bsym.sym.name == "detach" or not copies_in(bsym):  # gradients bypass a write under `no_grad`
-        known.difference_update(p.name for p in outs if _is_detached(bsym, p))
-
-
-def _is_detached(bsym: BoundSymbol, p: TensorProxy) -> bool:
-    return bsym.sym.name == "detach" or ProxyTag.DETACHED_AUTOGRAD_GRAPH in p.tags
-
-
-def _has_own_gradient(bsym: BoundSymbol) -> bool:
-    return bsym.sym.executor is not None and bsym.sym.executor.get_grad_transform(bsym.sym) is not None
+    if not copies_in(bsym):  # gradients bypass a write under `no_grad`
+        known.difference_update(p.name for p in outs if bsym.sym.name == "detach" or is_detached(p))
 
 
 def _detaching(bsyms: Sequence[BoundSymbol], names: Collection[str]) -> Iterator[BoundSymbol]:

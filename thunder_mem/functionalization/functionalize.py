@@ -25,6 +25,7 @@ from thunder_mem.functionalization.no_grad_writes import with_values_past_no_gra
 from thunder_mem.functionalization.replaceable_writes import (
     arguments_of,
     copies_in,
+    has_own_gradient,
     is_certain_view,
     replaceable_writes,
     tensors_in,
@@ -110,8 +111,7 @@ def _write_inside_an_own_gradient(trace: TraceCtx) -> BoundSymbol | None:
     """The first write in a function with the user's own gradient, which the function's parts do not have."""
     if not any(p.requires_grad for p in arguments_of(trace)):
         return None
-    own = (b for b in trace.bound_symbols if b.sym.executor is not None and b.sym.executor.get_grad_transform(b.sym))
-    return next((b for b in own if copies_in(b)), None)
+    return next((b for b in trace.bound_symbols if has_own_gradient(b) and copies_in(b)), None)
 
 
 def _write_to_a_diagonal(trace: TraceCtx, memory: Aliases) -> BoundSymbol | None:

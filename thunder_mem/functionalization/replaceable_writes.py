@@ -17,7 +17,15 @@ from thunder_mem.semantics.aliases import Aliases
 from thunder_mem.semantics.effects import effects_of, is_copy, leaves
 from thunder_mem.semantics.view_prims import CERTAIN_VIEWS
 
-__all__ = ["arguments_of", "copies_in", "is_certain_view", "replaceable_writes", "tensors_in"]
+__all__ = [
+    "arguments_of",
+    "copies_in",
+    "has_own_gradient",
+    "is_certain_view",
+    "is_detached",
+    "replaceable_writes",
+    "tensors_in",
+]
 
 
 def copies_in(bsym: BoundSymbol) -> list[BoundSymbol]:
@@ -36,6 +44,11 @@ def arguments_of(trace: TraceCtx) -> list[Proxy]:
     return [*tensors_in((trace.args, trace.kwargs)), *unpacked]
 
 
+def has_own_gradient(bsym: BoundSymbol) -> bool:
+    """Whether its gradient is the user's, as of a `torch.autograd.Function`, and not that of its parts."""
+    return bsym.sym.executor is not None and bsym.sym.executor.get_grad_transform(bsym.sym) is not None
+
+
 def is_certain_view(bsym: BoundSymbol) -> bool:
     """Whether it makes views of its only argument for all strides, and autograd treats them as views."""
     parts = [leaf for leaf in leaves(bsym) if leaf.flat_proxy_outs]
@@ -45,11 +58,12 @@ def is_certain_view(bsym: BoundSymbol) -> bool:
         bool(parts)
         and len(bsym.flat_proxy_args) == 1
         and all(leaf.sym.id in allowed for leaf in parts)
-        and not any(map(_is_detached, bsym.flat_proxy_outs))
+        and not any(map(is_detached, bsym.flat_proxy_outs))
     )
 
 
-def _is_detached(p: Proxy) -> bool:
+def is_detached(p: Proxy) -> bool:
+    """Whether Thunder recorded it while gradients were disabled."""
     return ProxyTag.DETACHED_AUTOGRAD_GRAPH in p.tags
 
 
@@ -119,7 +133,7 @@ def replaceable_writes(
         for p in leaf.flat_proxy_outs:
             if p.name not in args:
                 born.setdefault(p.name, now)
-            if carries and isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype) and not _is_detached(p):
+            if carries and isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype) and not is_detached(p):
                 with_grad.add(p.name)
         if is_copy(leaf):
             view = same_view.get(target.name, target.name)

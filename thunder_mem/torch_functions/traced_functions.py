@@ -168,8 +168,6 @@ def _with_unbiased(thunders: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_numpys_names(thunders: Callable[..., Any]) -> Callable[..., Any]:
-    thunders = _with_pytorchs_dtype(thunders)
-
     @wraps(thunders)
     def named(*args: Any, **kwargs: Any) -> Any:
         return thunders(*args, **{_NUMPYS_NAMES.get(name, name): value for name, value in kwargs.items()})
@@ -258,7 +256,7 @@ _VARIANCES = {
 }
 _WITH_NUMPYS_NAMES = {
     **{
-        function: _with_numpys_names(_general_jit_lookaside_map[function])
+        function: _with_numpys_names(_with_pytorchs_dtype(_general_jit_lookaside_map[function]))
         for function in (getattr(torch, name) for name in _REDUCTIONS)
         if function in _general_jit_lookaside_map
     },

@@ -30,6 +30,7 @@ __all__ = [
     "ask_for_none",
     "asks_for_none",
     "makes_missing_tangents",
+    "named_results",
     "takes_none",
     "with_missing_tangents",
     "without_zeros_for",
@@ -89,6 +90,17 @@ given_or_zeros = mem_tangents_ex.register_operator(
 )
 
 
+def named_results(epilogue: TraceCtx, computation: TraceCtx) -> list[tuple[str, Any]]:
+    """The computation's results, each with its name in the epilogue, which takes them last; before autograd."""
+    result = computation.bound_symbols[-1]
+    returned = result.args[0] if result.args else None
+    if not isinstance(returned, dict):
+        return []
+    outputs = returned["output"] if isinstance(returned["output"], Sequence) else (returned["output"],)
+    names = [name for name, _ in epilogue.siginfo().args][-len(outputs) :] if outputs else []
+    return list(zip(names, outputs, strict=True))
+
+
 def asks_for_none(epilogue: TraceCtx, computation: TraceCtx) -> TraceCtx:
     """The epilogue that asks autograd for None in place of zeros, if the backward may accept it.
 
@@ -96,12 +108,9 @@ def asks_for_none(epilogue: TraceCtx, computation: TraceCtx) -> TraceCtx:
         epilogue: takes the computation's outputs last.
         computation: before autograd.
     """
-    result = computation.bound_symbols[-1]
-    returned = result.args[0] if result.args else None
-    if not isinstance(returned, dict) or any(b.sym is ask_for_none for b in epilogue.bound_symbols):
+    names = {name for name, _ in named_results(epilogue, computation)}
+    if not names or any(b.sym is ask_for_none for b in epilogue.bound_symbols):
         return epilogue
-    outputs = returned["output"] if isinstance(returned["output"], Sequence) else (returned["output"],)
-    names = [name for name, _ in epilogue.siginfo().args][-len(outputs) :] if outputs else []
     taken = [p for p in epilogue.bound_symbols for p in p.flat_proxy_outs if isinstance(p, TensorProxy)]
     taken = [p for p in taken if p.name in names]
     asked = any(isinstance(p, TensorProxy) and p.requires_grad for p in computation.args)

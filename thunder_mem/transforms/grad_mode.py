@@ -12,9 +12,11 @@ from functools import wraps
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
-from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
+
+from thunder_mem.functionalization.replaceable_writes import is_detached
 
 __all__ = ["with_gradients_recorded"]
 
@@ -44,4 +46,4 @@ def _is_with_gradients(bsym: BoundSymbol) -> bool:
     """Whether an operation was recorded while gradients were enabled."""
     given = {p.name for p in bsym.flat_proxy_args}
     made = (p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy) and p.name not in given)
-    return bool(given) and any(ProxyTag.DETACHED_AUTOGRAD_GRAPH not in p.tags for p in made)
+    return bool(given) and not all(map(is_detached, made))
